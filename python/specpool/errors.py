@@ -1,0 +1,96 @@
+"""Every exception that specpool raises on purpose (spec 14); messages state the numbers."""
+
+
+class SpecpoolError(Exception):
+    """Base of every specpool error. A refused call has changed nothing."""
+
+
+class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
+    """A group has too few pages that can be handed out now.
+
+    Attributes:
+        group: name of the group.
+        need: pages that the call needs.
+        free: pages that can be handed out now.
+        fenced: freed pages that a launched step may still touch.
+        reclaimable: pages whose every holder is idle.
+    """
+
+    def __init__(
+        self, message: str, group: str, need: int, free: int, fenced: int, reclaimable: int
+    ) -> None:
+        super().__init__(message)
+        self.group, self.need, self.free = group, need, free
+        self.fenced, self.reclaimable = fenced, reclaimable
+
+
+class OutOfRows(SpecpoolError):  # noqa: N818 - the contract's name
+    """Every row is taken. Attributes: num_rows, fenced."""
+
+    def __init__(self, message: str, num_rows: int, fenced: int) -> None:
+        super().__init__(message)
+        self.num_rows, self.fenced = num_rows, fenced
+
+
+class RowOverflow(SpecpoolError):  # noqa: N818 - the contract's name
+    """A claim would pass the end of a row. Attributes: group, row, need, width (slots)."""
+
+    def __init__(self, message: str, group: str, row: int, need: int, width: int) -> None:
+        super().__init__(message)
+        self.group, self.row, self.need, self.width = group, row, need, width
+
+
+class ContextEnd(SpecpoolError):  # noqa: N818 - the contract's name
+    """Rows have reached max_context_len. Attributes: rows."""
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class PageStateError(SpecpoolError):
+    """A page is not in the state that the call needs. Attributes: page, state, owner."""
+
+    def __init__(self, message: str, page: int, state: str, owner: str) -> None:
+        super().__init__(message)
+        self.page, self.state, self.owner = page, state, owner
+
+
+class StalePlan(SpecpoolError):  # noqa: N818 - the contract's name
+    """A row of the step has been released since prepare. Attributes: step, row."""
+
+    def __init__(self, message: str, step: int, row: int) -> None:
+        super().__init__(message)
+        self.step, self.row = step, row
+
+
+class OrderError(SpecpoolError):
+    """A call came out of order in a step's life."""
+
+
+class NotReady(SpecpoolError):  # noqa: N818 - the contract's name
+    """A row cannot take part yet."""
+
+
+class DraftLag(SpecpoolError):  # noqa: N818 - the contract's name
+    """A row's draft KV is behind its target KV. Attributes: row, drafted, resolved."""
+
+    def __init__(self, message: str, row: int, drafted: int, resolved: int) -> None:
+        super().__init__(message)
+        self.row, self.drafted, self.resolved = row, drafted, resolved
+
+
+class ShapeError(SpecpoolError):
+    """An argument has a wrong length, dtype, value or combination."""
+
+
+class ConfigError(SpecpoolError, ValueError):
+    """A configuration that cannot work."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that does not fit: names the tensor, its shape and the shape expected."""
+
+
+class CorruptState(SpecpoolError):  # noqa: N818 - the contract's name
+    """An audit found a broken invariant; the message is the report."""

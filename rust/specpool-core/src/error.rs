@@ -1,0 +1,103 @@
+//! Every error of the crate, one variant per kind (spec 14). A refused call changes nothing, and each
+//! message states the numbers.
+
+/// What `Result` the crate's fallible calls return.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call was refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A group has too few pages that can be handed out now.
+    #[error(
+        "out of pages in group {group}: need {need} pages, {free} free, {fenced} fenced, {reclaimable} reclaimable"
+    )]
+    OutOfPages {
+        /// Name of the group.
+        group: String,
+        /// Pages that the call needs.
+        need: usize,
+        /// Pages that can be handed out now.
+        free: usize,
+        /// Freed pages that a launched step may still touch.
+        fenced: usize,
+        /// Pages whose every holder is idle.
+        reclaimable: usize,
+    },
+    /// Every row is taken.
+    #[error("out of rows: {num_rows} rows, {fenced} of them fenced, 0 free")]
+    OutOfRows {
+        /// Rows of the ledger.
+        num_rows: usize,
+        /// Rows given back that a launched step may still touch.
+        fenced: usize,
+    },
+    /// A claim would pass the end of a row.
+    #[error("row {row} overflows in group {group}: need {need} slots, the row is {width} wide")]
+    RowOverflow {
+        /// Name of the group.
+        group: String,
+        /// The row.
+        row: usize,
+        /// Slots needed.
+        need: i64,
+        /// Slots of the row.
+        width: i64,
+    },
+    /// Rows that have reached the end of the context.
+    #[error("rows {rows:?} have reached the context end of {max_context_len} tokens")]
+    ContextEnd {
+        /// The rows.
+        rows: Vec<usize>,
+        /// The context length.
+        max_context_len: i64,
+    },
+    /// A page is not in the state that the call needs.
+    #[error("page {page} of group {group} is {state}, owner {owner}")]
+    PageState {
+        /// Name of the group.
+        group: String,
+        /// The page.
+        page: usize,
+        /// Its state.
+        state: String,
+        /// Its owner, with the embedder's tag where there is one.
+        owner: String,
+    },
+    /// A step was prepared with a row that has been released since.
+    #[error("step {step} is stale: row {row} was at epoch {planned} when prepared, is at {now}")]
+    StalePlan {
+        /// The step.
+        step: u64,
+        /// The row that moved.
+        row: usize,
+        /// The row's epoch in the plan.
+        planned: u64,
+        /// The row's epoch now.
+        now: u64,
+    },
+    /// A call came out of order in a step's life.
+    #[error("{0}")]
+    Order(String),
+    /// A row cannot take part yet.
+    #[error("{0}")]
+    NotReady(String),
+    /// The draft KV of a row is behind its target KV.
+    #[error("row {row} cannot draft: drafted_len {drafted} is behind resolved_len {resolved}")]
+    DraftLag {
+        /// The row.
+        row: usize,
+        /// Positions below this have draft KV.
+        drafted: i64,
+        /// Positions below this have target KV.
+        resolved: i64,
+    },
+    /// An argument has a wrong length, value or combination.
+    #[error("{0}")]
+    Shape(String),
+    /// A configuration that cannot work.
+    #[error("{0}")]
+    Config(String),
+    /// An audit found a broken invariant.
+    #[error("corrupt state: {0}")]
+    Corrupt(String),
+}

@@ -1,0 +1,77 @@
+//! What one round of one row may do: `(num_steps, topk, num_draft_tokens)` (spec 1).
+
+use crate::error::{Error, Result};
+
+/// The draft shape of one row's round.
+///
+/// `num_draft_tokens` counts the nodes that are verified **including the root**.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// S: draft depth.
+    pub num_steps: u32,
+    /// K: branches.
+    pub topk: u32,
+    /// N: nodes verified, the root among them.
+    pub num_draft_tokens: u32,
+}
+
+/// Largest S, K or N: keeps every product of section 3 inside `i64`.
+const MAX_FIELD: u32 = 1 << 20;
+
+impl Shape {
+    /// Shape 0: no drafting, one token a round.
+    pub const NONE: Self = Self { num_steps: 0, topk: 1, num_draft_tokens: 1 };
+
+    /// Any shape with `S >= 0`, `K >= 1`, `N >= 1`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field and its value.
+    ///
+    /// # Examples
+    /// ```
+    /// use specpool_core::Shape;
+    /// assert_eq!(Shape::new(2, 2, 2).unwrap().max_accept_len(), 2);
+    /// assert!(Shape::new(1, 0, 2).is_err());
+    /// ```
+    pub fn new(num_steps: u32, topk: u32, num_draft_tokens: u32) -> Result<Self> {
+        for (name, value, least) in
+            [("num_steps", num_steps, 0), ("topk", topk, 1), ("num_draft_tokens", num_draft_tokens, 1)]
+        {
+            if value < least || value > MAX_FIELD {
+                return Err(Error::Config(format!("{name} must be in [{least}, {MAX_FIELD}], got {value}")));
+            }
+        }
+        Ok(Self { num_steps, topk, num_draft_tokens })
+    }
+
+    /// A shape that an EAGLE drafter can build.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when `S < 1`, `N < 2`, `N > 1 + K + (S-1)*K*K`, or a chain (`K == 1`) has `N != S + 1`.
+    pub fn eagle(num_steps: u32, topk: u32, num_draft_tokens: u32) -> Result<Self> {
+        let shape = Self::new(num_steps, topk, num_draft_tokens)?;
+        let (s, k, n) = (u64::from(num_steps), u64::from(topk), u64::from(num_draft_tokens));
+        if s < 1 {
+            return Err(Error::Config(format!("an EAGLE shape needs num_steps >= 1, got {s}")));
+        }
+        let most = 1 + k + (s - 1) * k * k;
+        if n < 2 || n > most {
+            return Err(Error::Config(format!(
+                "num_draft_tokens must be in [2, {most}] for num_steps {s}, topk {k} (1 + K + (S-1)*K*K), got {n}"
+            )));
+        }
+        if k == 1 && n != s + 1 {
+            return Err(Error::Config(format!(
+                "a chain (topk 1) of num_steps {s} verifies num_draft_tokens {}, got {n}",
+                s + 1
+            )));
+        }
+        Ok(shape)
+    }
+
+    /// `A = min(S + 1, N)`: the largest `accept_len`, the bonus token included.
+    #[must_use]
+    pub fn max_accept_len(&self) -> u32 {
+        (self.num_steps + 1).min(self.num_draft_tokens)
+    }
+}

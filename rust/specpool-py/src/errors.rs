@@ -1,0 +1,51 @@
+//! The one place that maps core errors to the exceptions of `specpool.errors`.
+
+use pyo3::prelude::*;
+use specpool_core::Error;
+
+mod py {
+    use pyo3::import_exception;
+    import_exception!(specpool.errors, ConfigError);
+    import_exception!(specpool.errors, ContextEnd);
+    import_exception!(specpool.errors, CorruptState);
+    import_exception!(specpool.errors, DraftLag);
+    import_exception!(specpool.errors, NotReady);
+    import_exception!(specpool.errors, OrderError);
+    import_exception!(specpool.errors, OutOfPages);
+    import_exception!(specpool.errors, OutOfRows);
+    import_exception!(specpool.errors, PageStateError);
+    import_exception!(specpool.errors, RowOverflow);
+    import_exception!(specpool.errors, ShapeError);
+    import_exception!(specpool.errors, StalePlan);
+}
+
+/// The Python exception of a core error, its numbers as attributes.
+pub fn to_py(error: Error) -> PyErr {
+    let text = error.to_string();
+    match error {
+        Error::OutOfPages { group, need, free, fenced, reclaimable } => {
+            py::OutOfPages::new_err((text, group, need, free, fenced, reclaimable))
+        }
+        Error::OutOfRows { num_rows, fenced } => py::OutOfRows::new_err((text, num_rows, fenced)),
+        Error::RowOverflow { group, row, need, width } => py::RowOverflow::new_err((text, group, row, need, width)),
+        Error::ContextEnd { rows, .. } => py::ContextEnd::new_err((text, rows)),
+        Error::PageState { page, state, owner, .. } => py::PageStateError::new_err((text, page, state, owner)),
+        Error::StalePlan { step, row, .. } => py::StalePlan::new_err((text, step, row)),
+        Error::Order(_) => py::OrderError::new_err(text),
+        Error::NotReady(_) => py::NotReady::new_err(text),
+        Error::DraftLag { row, drafted, resolved } => py::DraftLag::new_err((text, row, drafted, resolved)),
+        Error::Shape(_) => py::ShapeError::new_err(text),
+        Error::Config(_) => py::ConfigError::new_err(text),
+        Error::Corrupt(_) => py::CorruptState::new_err(text),
+    }
+}
+
+/// A [`ShapeError`](py::ShapeError) for an argument that the binding itself refuses.
+pub fn shape_error(message: String) -> PyErr {
+    to_py(Error::Shape(message))
+}
+
+/// A [`ConfigError`](py::ConfigError) for an argument that the binding itself refuses.
+pub fn config_error(message: String) -> PyErr {
+    to_py(Error::Config(message))
+}
