@@ -1,0 +1,109 @@
+"""The torch attention back end: writes new K and V, gathers whole pages, attends. CPU and GPU.
+
+Token-granular: it follows any mask, so dense draft layouts and exact ancestry work at any page
+size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specpool.attention.view import AttentionView, Reads
+
+# Up to this many queries per lane, query heads are folded into the query axis (each K and V head
+# is read once); beyond it the mask would grow by the number of heads and nothing is saved.
+_FOLD_MAX_QUERIES = 32
+
+
+def attend(
+    view: AttentionView,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one layer over pages.
+
+    Args:
+        view: what is read and written; T tokens in B lanes.
+        k_buffer: [num_slots, Hkv, Dk], contiguous, num_slots a multiple of the page size; written.
+        v_buffer: [num_slots, Hkv, Dv], likewise.
+        q: [T, H, Dk] queries, H a multiple of Hkv, positions already applied.
+        k: [T, Hkv, Dk] new keys, written at ``view.write_slots`` before anything is read.
+        v: [T, Hkv, Dv] new values.
+        scaling: factor of the scores.
+        window: a query sees keys whose position is less than this far behind its own.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        sinks: [H] extra scores that take part in the softmax only (gpt-oss).
+
+    Returns:
+        [T, H, Dv] in the dtype of q.
+    """
+    k_buffer.index_copy_(0, view.write_slots, k.to(k_buffer.dtype))
+    v_buffer.index_copy_(0, view.write_slots, v.to(v_buffer.dtype))
+    reads = view.reads(window, q.dtype)
+    keys = reads.gather(k_buffer, view.num_lanes, view.page_size).transpose(1, 2).to(q.dtype)
+    values = reads.gather(v_buffer, view.num_lanes, view.page_size).transpose(1, 2).to(q.dtype)
+
+    lanes, queries = view.num_lanes, view.max_q_len
+    if view.pad_index is not None:
+        q = q.index_select(0, view.pad_index)
+    heads, kv_heads = q.shape[1], keys.shape[1]
+    groups = heads // kv_heads
+    # [B, H, Q, Dk]; with one query per lane this is q itself.
+    q = q.view(lanes, queries, heads, -1).transpose(1, 2)
+    explicit = softcap is not None or sinks is not None
+    if explicit or queries <= _FOLD_MAX_QUERIES:
+        # A head's group is folded before its queries: [B, Hkv, G * Q, Dk].
+        q = q.reshape(lanes, kv_heads, groups * queries, -1)
+        if explicit:
+            out = _explicit_softmax(q, keys, values, reads, scaling, softcap, sinks)
+        else:
+            mask = reads.folded_mask(groups)
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        out = scaled_dot_product_attention(
+            q, keys, values, attn_mask=reads.mask, scale=scaling, enable_gqa=groups > 1
+        )
+    if queries == 1:
+        return out.reshape(lanes, heads, -1)
+    out = out.reshape(lanes, heads, queries, -1).transpose(1, 2)
+    out = out.reshape(lanes * queries, heads, -1)
+    return out if view.unpad_index is None else out.index_select(0, view.unpad_index)
+
+
+def _explicit_softmax(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reads: Reads,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with what SDPA has no argument for; q is folded, [B, Hkv, G * Q, Dk]."""
+    lanes, kv_heads, rows, _ = q.shape
+    scores = torch.matmul(q, keys.transpose(2, 3)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if reads.mask is not None:
+        # [B, Hkv, G, Q, L] + [B, 1, 1, Q, L]: the mask needs no copy per head here.
+        queries = reads.mask.shape[2]
+        by_head = scores.view(lanes, kv_heads, rows // queries, queries, -1)
+        scores = (by_head + reads.mask.unsqueeze(2)).view(lanes, kv_heads, rows, -1)
+    if sinks is None:
+        weights = torch.softmax(scores, -1, dtype=torch.float32)
+    else:
+        groups = sinks.numel() // kv_heads
+        sink = sinks.view(1, kv_heads, groups, 1, 1).expand(lanes, -1, -1, rows // groups, 1)
+        scores = torch.cat([scores, sink.reshape(lanes, kv_heads, rows, 1).to(scores.dtype)], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :-1]
+    return torch.matmul(weights.to(q.dtype), values)

@@ -1,0 +1,188 @@
+"""What one forward reads and writes in one group: the borders between page tables and attention.
+
+A view is built once per step and group and read by every layer of that group, so all that does
+not change from layer to layer (masks, page lists, padding) is worked out once and kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specpool.errors import ShapeError
+
+BoolMask = Tensor | NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Reads:
+    """The cells that one kind of layer (full, or one window) reads, and who may see them."""
+
+    pages: Tensor | None  # int64 [B * C'], page ids to gather; None: the cells lie in one run
+    first_slot: int  # first slot of the run; unused otherwise
+    lo: int  # columns [lo, hi) of the gathered rows are read
+    hi: int
+    mask: Tensor | None  # float [B, 1, Q, hi - lo], 0 or -inf; None: every column is visible
+    folded: dict[int, Tensor] = field(default_factory=dict)  # query heads per KV head -> mask
+
+    def gather(self, buffer: Tensor, num_lanes: int, page_size: int) -> Tensor:
+        """Reads ``buffer [num_slots, Hkv, D]`` as ``[B, hi - lo, Hkv, D]``, whole pages at a time."""
+        if self.pages is None:
+            lo = self.first_slot + self.lo
+            return buffer[lo : lo + self.hi - self.lo].unsqueeze(0)
+        _, heads, dim = buffer.shape
+        # One index per page, not per slot: up to 40 % faster on the CPU.
+        rows = buffer.view(-1, page_size * heads * dim).index_select(0, self.pages)
+        return rows.view(num_lanes, -1, heads, dim)[:, self.lo : self.hi]
+
+    def folded_mask(self, groups: int) -> Tensor | None:
+        """The mask ``[B, 1, groups * Q, hi - lo]`` for query heads folded into the query axis."""
+        if self.mask is None or groups == 1:
+            return self.mask
+        mask = self.folded.get(groups)
+        if mask is None:
+            mask = self.folded[groups] = self.mask.repeat(1, 1, groups, 1)
+        return mask
+
+
+@dataclass(slots=True)
+class AttentionView:
+    """What one forward reads and writes in ONE group.
+
+    NOTE: cells past a lane's length are read and masked, and masking does not undo NaN or
+    infinity: every page handed out must hold finite values (zero the pages of a failed request).
+
+    Attributes:
+        page_size: slots per page, P.
+        write_slots: int64 [T], the slot of each new token, lane after lane.
+        read_pages: int32 or int64 [B, C] page ids. Column ``c * P + o`` of a gathered row is in-row
+            position ``c * P + o``. Page 0, the sink, pads.
+        q_lens: queries of each lane (their sum is T), or one int if all lanes have as many.
+        mask_for: window -> bool [B, Q, C * P] with Q = max(q_lens): which columns a query sees,
+            windows by node position. Rows past a lane's q_len are read but their result is dropped.
+            Called at most once per distinct window, and not at all where ``decode_len`` will do.
+        decode_len: set only if each lane has one query and all of them see exactly the in-row
+            positions ``[max(0, decode_len - window), decode_len)``: plain decoding at equal
+            lengths, batch 1 above all. Then the read is cut there and no mask is built.
+
+    Raises:
+        ShapeError: sizes that do not fit together.
+    """
+
+    page_size: int
+    write_slots: Tensor
+    read_pages: Tensor
+    q_lens: int | Sequence[int]
+    mask_for: Callable[[int | None], BoolMask]
+    decode_len: int | None = None
+    num_lanes: int = field(init=False)  # B
+    max_q_len: int = field(init=False)  # Q
+    pad_index: Tensor | None = field(init=False, default=None)  # int64 [B * Q], token or 0
+    unpad_index: Tensor | None = field(init=False, default=None)  # int64 [T], into B * Q
+    _reads: dict[tuple[int | None, torch.dtype], Reads] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.read_pages.ndim != 2:
+            raise ShapeError(f"read_pages is [B, C], got {list(self.read_pages.shape)}")
+        num_lanes, num_tokens = self.read_pages.shape[0], self.write_slots.shape[0]
+        q_lens = self.q_lens
+        if not isinstance(q_lens, int):
+            if len(q_lens) != num_lanes:
+                raise ShapeError(f"{len(q_lens)} q_lens for {num_lanes} lanes of read_pages")
+            total, widest = sum(q_lens), max(q_lens, default=0)
+            if min(q_lens, default=1) == widest:
+                q_lens = widest
+        else:
+            total, widest = q_lens * num_lanes, q_lens
+        if total != num_tokens or total < 1:
+            raise ShapeError(f"q_lens add up to {total}, write_slots has {num_tokens} entries")
+        if self.decode_len is not None:
+            width = self.read_pages.shape[1] * self.page_size
+            if q_lens != 1 or not 0 < self.decode_len <= width:
+                raise ShapeError(
+                    f"decode_len {self.decode_len} needs one query per lane and 1..={width} columns"
+                )
+        self.q_lens, self.num_lanes, self.max_q_len = q_lens, num_lanes, widest
+        if not isinstance(q_lens, int):
+            self._build_padding(q_lens)
+
+    def _build_padding(self, q_lens: Sequence[int]) -> None:
+        """Ragged lanes are padded to Q queries each; index lists carry tokens there and back."""
+        lens = np.asarray(q_lens, dtype=np.int64)
+        offset = np.arange(self.max_q_len)
+        real = offset < lens[:, None]
+        first = np.cumsum(lens) - lens
+        pad = np.where(real, first[:, None] + offset, 0).reshape(-1)
+        device = self.write_slots.device
+        self.pad_index = torch.from_numpy(pad).to(device)
+        self.unpad_index = torch.from_numpy(np.flatnonzero(real)).to(device)
+
+    def reads(self, window: int | None, dtype: torch.dtype) -> Reads:
+        """The cells that a layer with this ``window`` reads; worked out at its first call."""
+        key = (window, dtype)
+        reads = self._reads.get(key)
+        if reads is None:
+            reads = self._reads[key] = self._build_reads(window, dtype)
+        return reads
+
+    def _build_reads(self, window: int | None, dtype: torch.dtype) -> Reads:
+        size, pages = self.page_size, self.read_pages
+        width = pages.shape[1] * size
+        if window is not None and window >= width:
+            return self.reads(None, dtype)  # the window hides nothing: share the full one's mask
+        lo, hi, mask = 0, width, None
+        if self.decode_len is None:
+            mask = self._additive_mask(window, width, dtype)
+        else:
+            # [pages below the window, not read) | first .. last: the pages read
+            lo = 0 if window is None else max(0, self.decode_len - window)
+            first, last = lo // size, (self.decode_len - 1) // size
+            pages = pages[:, first : last + 1]
+            lo, hi = lo - first * size, self.decode_len - first * size
+        run = _consecutive(pages)
+        if run is not None:
+            return Reads(None, run * size, lo, hi, mask)
+        return Reads(pages.reshape(-1).long(), 0, lo, hi, mask)
+
+    def _additive_mask(self, window: int | None, width: int, dtype: torch.dtype) -> Tensor:
+        """Float [B, 1, Q, width]: SDPA would make it from the bool mask again in every layer."""
+        visible = torch.as_tensor(self.mask_for(window), device=self.write_slots.device)
+        expected = [self.num_lanes, self.max_q_len, width]
+        if list(visible.shape) != expected or visible.dtype != torch.bool:
+            raise ShapeError(
+                f"mask_for({window}) is {visible.dtype} {list(visible.shape)}, expected bool"
+                f" {expected}"
+            )
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, -torch.inf).unsqueeze(1)
+
+
+def _consecutive(pages: Tensor) -> int | None:
+    """The first page if one lane's pages follow each other, as in a pool that is little used.
+
+    Then the cells can be read in place. Not asked on a GPU, where the answer would cost a sync.
+    """
+    if pages.shape[0] != 1 or pages.device.type != "cpu":
+        return None
+    row = pages[0].tolist()
+    return row[0] if row == list(range(row[0], row[0] + len(row))) else None
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One forward of a model: the views of its groups, and for each layer its cells and view.
+
+    Attributes:
+        views: one per group in use.
+        kv: layer index -> (k_buffer [num_slots, Hkv, Dk], v_buffer [num_slots, Hkv, Dv], view).
+    """
+
+    views: Sequence[AttentionView]
+    kv: Sequence[tuple[Tensor, Tensor, AttentionView]] | Mapping[
+        int, tuple[Tensor, Tensor, AttentionView]
+    ]

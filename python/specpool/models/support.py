@@ -1,0 +1,337 @@
+"""Which Hugging Face models can run over pages, decided when loading, before any pool exists.
+
+Two gates. `check_config` and `check_class` refuse by name what is known not to fit, from the
+config alone. `probe` then runs a few tokens through the model's own attention and through ours and
+compares: whatever mixes tokens outside attention, or asks attention for something that we do not
+do, shows there, also in models that nobody has thought of yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specpool.attention import AttentionBatch, AttentionView
+from specpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specpool.models.target import TargetModel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer keeps per token, and how far back it looks."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    window: int | None  # keys seen: position less than this far behind; None: all
+
+
+# Config keys of layers that carry a state from token to token, and what the layers are called.
+_RECURRENT_KEYS = (
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "mamba_n_heads",
+    "attn_layer_period",
+    "attn_layer_indices",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "block_types",
+    "lru_width",
+    "linear_num_key_heads",
+    "linear_conv_kernel_dim",
+    "conv_L_cache",
+)
+_RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba"})
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+# Keyword arguments that attention may be given and that change nothing for one that gets its masks
+# from a view. Anything else that is not None asks for something that we do not do.
+_HARMLESS_ARGUMENTS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def refusal(model_type: str, reason: str) -> ConfigError:
+    """The one form in which a model is refused."""
+    return ConfigError(f"cannot run a model of type {model_type!r} over pages: {reason}")
+
+
+def text_config(config: Any) -> Any:
+    """The decoder's part of a config (the config itself, unless the model also sees or hears)."""
+    return config.get_text_config(decoder=True)
+
+
+def check_config(config: Any) -> None:
+    """Refuses, by config alone, the kinds of model that cannot run over pages.
+
+    Raises:
+        ConfigError: names the model type and the reason.
+    """
+    text = text_config(config)
+    for reason in _reasons(config, text):
+        raise refusal(config.model_type, reason)
+
+
+def _reasons(config: Any, text: Any) -> Iterator[str]:
+    def get(key: str) -> Any:
+        return getattr(text, key, None)
+
+    if config.is_encoder_decoder or get("is_encoder_decoder"):
+        yield "it is an encoder-decoder; its cross attention reads another sequence's KV"
+    if get("add_cross_attention") or get("cross_attention_layers"):
+        yield "it has cross attention, which reads another sequence's KV"
+    if get("kv_lora_rank"):
+        yield (
+            f"multi-head latent attention (kv_lora_rank {get('kv_lora_rank')}) keeps a compressed"
+            " latent instead of K and V"
+        )
+    if get("num_kv_shared_layers"):
+        yield f"its last {get('num_kv_shared_layers')} layers share the KV of earlier ones"
+    layer_types = get("layer_types")
+    if "chunked_attention" in (layer_types or ()) or (
+        not layer_types and get("attention_chunk_size")
+    ):
+        yield f"chunked attention (attention_chunk_size {get('attention_chunk_size')})"
+    if config.model_type in _RECURRENT_TYPES:
+        yield "its layers are recurrent: their state is not KV that lies in pages"
+    for key in _RECURRENT_KEYS:
+        if get(key) is not None:
+            yield f"it has recurrent layers ({key} is set): their state is not KV that lies in pages"
+    for index, kind in enumerate(layer_types or ()):
+        if kind not in _KNOWN_LAYER_TYPES:
+            yield f"layer {index} is of type {kind!r}, which is not plain attention over K and V"
+    attn_config = get("attn_config")
+    if (
+        get("alibi")
+        or getattr(attn_config, "alibi", False)
+        or config.model_type in ("bloom", "mpt")
+    ):
+        yield "alibi adds a bias per distance to its scores, which pages do not carry"
+
+
+def check_class(model_class: type, model_type: str) -> None:
+    """Refuses model classes that do not call transformers' `AttentionInterface`.
+
+    Raises:
+        ConfigError: names the model type and the class.
+    """
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise refusal(
+            model_type,
+            f"{model_class.__name__} computes attention by itself, not through transformers'"
+            " AttentionInterface",
+        )
+
+
+def max_context_len(config: Any) -> int:
+    """The longest context in tokens, L.
+
+    NOTE: "longrope" and "dynamic" rotary embeddings change with the longest position *of the
+    batch*, so one lane would change another's text. Below `original_max_position_embeddings` they
+    do not, and there the context ends.
+
+    Raises:
+        ConfigError: the config states none.
+    """
+    text = text_config(config)
+    length = getattr(text, "max_position_embeddings", None)
+    if length is None:
+        raise refusal(config.model_type, "its config has no max_position_embeddings")
+    for rope in _rope_settings(text):
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            length = min(length, original or length)
+    return int(length)
+
+
+def _rope_settings(text: Any) -> Iterator[dict[str, Any]]:
+    for key in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
+        settings = getattr(text, key, None)
+        if isinstance(settings, dict):
+            yield settings
+            yield from (part for part in settings.values() if isinstance(part, dict))
+
+
+# --- The probe --------------------------------------------------------------------------------
+
+_PROBE_PAGE_SIZE = 2
+_PROBE_PAGES = 6
+# Relative difference of the logits, by dtype. Noise is far below; a token that sees what it should
+# not, or misses what it should see, is above.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+_TOLERANCE_16_BIT = 0.1
+
+
+@dataclass(slots=True)
+class ProbeBatch(AttentionBatch):
+    """A batch that makes its buffers as layers ask for them, and notes what they ask."""
+
+    kv: dict[int, tuple[Tensor, Tensor, AttentionView]] = field(default_factory=dict)
+    calls: list[tuple[int, LayerKV]] = field(default_factory=list)
+    objections: list[str] = field(default_factory=list)
+
+    def observe(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        others: dict[str, Any],
+    ) -> None:
+        """Notes one call of attention; query, key, value are [1, heads, T, D]."""
+        kv_heads, num_tokens = key.shape[1:3]
+        if value.shape[1:3] != key.shape[1:3] or query.shape[2] != num_tokens:
+            self.objections.append(
+                f"layer {layer} attends with {query.shape[2]} queries to {num_tokens} keys and"
+                f" {value.shape[2]} values of one forward"
+            )
+        if kv_heads < 1 or query.shape[1] % kv_heads:
+            self.objections.append(
+                f"layer {layer} has {query.shape[1]} query heads for {kv_heads} KV heads"
+            )
+        if others.get("is_causal") is False:
+            self.objections.append(f"layer {layer} is not causal")
+        for name, argument in others.items():
+            if argument is not None and name not in _HARMLESS_ARGUMENTS:
+                self.objections.append(f"layer {layer} gives attention an unknown {name!r}")
+        shape = LayerKV(kv_heads, key.shape[3], value.shape[3], window)
+        self.calls.append((layer, shape))
+        if layer not in self.kv:
+            num_slots = (_PROBE_PAGES + 1) * _PROBE_PAGE_SIZE
+            self.kv[layer] = (
+                key.new_zeros(num_slots, kv_heads, key.shape[3]),
+                value.new_zeros(num_slots, kv_heads, value.shape[3]),
+                self.views[0],
+            )
+
+
+def probe(target: TargetModel) -> tuple[LayerKV, ...]:
+    """Runs one short text through the model's own attention and, in two parts, over pages.
+
+    The text shares its batch with another lane, and its last token comes in a forward of its own,
+    so a state outside KV, positions taken from the order of the batch, or a leak from lane to lane
+    change its logits.
+
+    Returns:
+        What each layer keeps, as seen in its calls.
+
+    Raises:
+        ConfigError: names the model type, the reason and the numbers.
+    """
+    model_type = target.config.model_type
+    # Below 16, few tokenizers put anything but special tokens; the spread avoids equal tokens.
+    text, other = ([(start + 7 * i) % target.vocab_size for i in range(4)] for start in (17, 5))
+    plain = target.plain_logits(text)
+
+    first, pieces = _probe_forward(target, [other[:2], text[:3]], [0, 0], None)
+    layer_kv = _layers_seen(target, first)
+    second, last = _probe_forward(target, [other[2:], text[3:]], [0, 3], first)
+    _layers_seen(target, second)
+    paged = torch.cat([pieces[2:5], last[2:3]])
+
+    difference = float((paged.float() - plain.float()).norm() / plain.float().norm())
+    limit = _TOLERANCE.get(target.dtype, _TOLERANCE_16_BIT)
+    if difference > limit:  # NaN passes: broken weights are no matter of layout
+        raise refusal(
+            model_type,
+            "over pages it does not compute what it computes by itself: its logits differ by"
+            f" {difference:.1e} (relative), more than {limit:.0e}; it may mix tokens outside"
+            " attention, or transform logits in a way that specpool does not know",
+        )
+    return layer_kv
+
+
+def _probe_forward(
+    target: TargetModel, lanes: list[list[int]], starts: list[int], earlier: ProbeBatch | None
+) -> tuple[ProbeBatch, Tensor]:
+    """One forward of two ragged lanes over pages in no particular order; logits [T, V]."""
+    pages = torch.tensor([[5, 2], [6, 3]], device=target.device)
+    position_lists = [
+        range(start, start + len(lane)) for lane, start in zip(lanes, starts, strict=True)
+    ]
+
+    def slot(lane: int, position: int) -> int:
+        page, offset = divmod(position, _PROBE_PAGE_SIZE)
+        return int(pages[lane, page]) * _PROBE_PAGE_SIZE + offset
+
+    def mask_for(window: int | None) -> Tensor:
+        visible = torch.zeros(2, max(map(len, lanes)), 2 * _PROBE_PAGE_SIZE, dtype=torch.bool)
+        visible[:, :, 0] = True  # padding queries must see something
+        for lane, positions in enumerate(position_lists):
+            for i, position in enumerate(positions):
+                for j in range(visible.shape[2]):
+                    near = window is None or position - j < window
+                    visible[lane, i, j] = j <= position and near
+        return visible
+
+    slots = [slot(b, position) for b, positions in enumerate(position_lists) for position in positions]
+    view = AttentionView(
+        page_size=_PROBE_PAGE_SIZE,
+        write_slots=torch.tensor(slots, device=target.device),
+        read_pages=pages,
+        q_lens=[len(lane) for lane in lanes],
+        mask_for=mask_for,
+    )
+    kv = {} if earlier is None else {i: (k, v, view) for i, (k, v, _) in earlier.kv.items()}
+    batch = ProbeBatch(views=(view,), kv=kv)
+    tokens = torch.tensor([token for lane in lanes for token in lane], device=target.device)
+    order = torch.tensor([p for positions in position_lists for p in positions])
+    try:
+        logits = target.forward(tokens, order.to(target.device), batch).logits
+    except (TypeError, AttributeError) as error:
+        raise refusal(
+            target.config.model_type, f"its forward does not take a flattened batch ({error})"
+        ) from error
+    return batch, logits
+
+
+def _layers_seen(target: TargetModel, batch: ProbeBatch) -> tuple[LayerKV, ...]:
+    """Checks that every layer attended once, with the window that the config states."""
+    model_type, text = target.config.model_type, text_config(target.config)
+    if batch.objections:
+        raise refusal(model_type, batch.objections[0])
+    seen = [layer for layer, _ in batch.calls]
+    if sorted(seen) != list(range(target.num_layers)):
+        raise refusal(
+            model_type,
+            f"{target.num_layers} layers should each call attention once; the calls came from"
+            f" layers {seen}",
+        )
+    layers = tuple(shape for _, shape in sorted(batch.calls, key=lambda call: call[0]))
+    # Some models put a window into their masks only, where attention over pages would not see it.
+    window = getattr(text, "sliding_window", None)
+    if window is None or window >= target.max_context_len:
+        return layers
+    kinds = getattr(text, "layer_types", None)
+    for index, layer in enumerate(layers):
+        windowed = kinds is not None and kinds[index] == "sliding_attention"
+        if kinds is None:
+            windowed = all(one.window is None for one in layers)
+        if windowed and layer.window is None:
+            raise refusal(
+                model_type,
+                f"the config gives layer {index} a window of {window}, but the layer does not ask"
+                " attention for it",
+            )
+    return layers

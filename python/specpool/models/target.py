@@ -1,0 +1,427 @@
+"""Any Hugging Face decoder, unmodified, over our pages: the target model.
+
+transformers lets an attention function be registered by name. Ours takes the whole batch as one
+keyword argument that travels through the model's layers, and reads and writes pages. The lanes of
+a batch are flattened to one sequence; only attention mixes tokens, and it keeps lanes apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from specpool.attention import AttentionBatch, attend
+from specpool.errors import ConfigError, ShapeError
+from specpool.models.support import (
+    LayerKV,
+    ProbeBatch,
+    check_class,
+    check_config,
+    max_context_len,
+    probe,
+    refusal,
+    text_config,
+)
+
+_ATTENTION = "specpool"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    specpool_batch: AttentionBatch | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
+
+    `attention_mask` is not read: what a query may see comes from the batch's views.
+    """
+    if specpool_batch is None:
+        raise ConfigError("this model runs over specpool's pages: close its TargetModel first")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(specpool_batch, ProbeBatch):
+        specpool_batch.observe(layer, query, key, value, sliding_window, others)
+    k_buffer, v_buffer, view = specpool_batch.kv[layer]
+    out = attend(
+        view,
+        k_buffer,
+        v_buffer,
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+# NOTE: only the function is registered. Without a mask function of the same name transformers
+# builds no mask at all, which is what we want.
+AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """What one forward gives."""
+
+    logits: Tensor  # [n, V], n = len(logits_index), or T without one
+    hidden: Tensor  # [T, h], after the final norm
+    features: Tensor | None  # [T, sum of the captured widths], in the order of `capture`
+
+
+class TargetModel:
+    """A Hugging Face decoder that reads and writes KV in pages.
+
+    Use as a context manager, or call `close` to give a model that was passed in back as it was.
+
+    Attributes:
+        model: the transformers model.
+        config: the config that it runs with (a copy).
+        device: where its weights are.
+        dtype: their dtype.
+        num_layers: decoder layers.
+        hidden_size: width h of the hidden states that the language model head reads.
+        vocab_size: V, width of the logits.
+        max_context_len: longest context in tokens.
+        layer_kv: what each layer keeps per token.
+        eos_token_ids: tokens that end a text; may be empty.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes over ``model`` until `close`. See `from_pretrained` for the errors."""
+        check_config(model.config)
+        check_class(type(model), model.config.model_type)
+        self.model = model
+        self.dtype, self.device = _placement(model)
+        self._captured: dict[int, Tensor] = {}
+        self._capture_order: tuple[int, ...] = ()
+        self._hooks: list[Any] = []
+        self._training = [module for module in model.modules() if module.training]
+        self._configs = _isolate_configs(model)
+        self._closed = False
+        try:
+            model.eval()
+            self._use(_ATTENTION)
+            self._describe()
+            self.layer_kv = self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        local_files_only: bool = False,
+        revision: str | None = None,
+    ) -> TargetModel:
+        """Loads a decoder, or takes one that is in memory.
+
+        Args:
+            source: a folder, a hub name, or a model. A model in memory keeps its weights, dtype
+                and device, and is given back as it was by `close`.
+            dtype: a torch dtype or "float32", "bfloat16", "float16"; "auto" or None: as stored.
+            device: where to run; the CPU by default.
+            local_files_only: never ask the network.
+            revision: branch, tag or commit on the hub.
+
+        Raises:
+            ConfigError: nothing found at ``source``; an unknown dtype or device; or a model that
+                cannot run over pages, with its type and the reason.
+        """
+        wanted = _parse_dtype(dtype)
+        place = None if device is None else _parse_device(device)
+        if isinstance(source, PreTrainedModel):
+            target = cls(source)
+            for name, want, has in (
+                ("dtype", wanted, target.dtype),
+                ("device", place, target.device),
+            ):
+                if want is not None and want != has:
+                    target.close()
+                    raise ConfigError(f"the model in memory has {name} {has}, not {want}")
+            return target
+        options = {"local_files_only": local_files_only, "revision": revision}
+        config = _load(AutoConfig, source, options)
+        check_config(config)
+        model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        if model_class is None:
+            raise refusal(config.model_type, "transformers has no causal language model for it")
+        check_class(model_class, config.model_type)
+        name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
+        options[name] = "auto" if wanted is None else wanted
+        model = _load(AutoModelForCausalLM, source, options)
+        return cls(model.to(place or torch.device("cpu")))
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, h] input embeddings, unscaled."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """[V, h] weight of the language model head."""
+        weight: Tensor = self._lm_head.weight
+        return weight
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of hidden states [n, h] after the final norm, as the model computes them.
+
+        With the factor and the soft cap that some families put on their logits.
+        """
+        logits: Tensor = self._lm_head(hidden)
+        if self._logit_factor is not None:
+            logits = logits * self._logit_factor
+        if self._logit_divisor is not None:
+            logits = logits / self._logit_divisor
+        if self._logit_softcap is not None:
+            logits = torch.tanh(logits / self._logit_softcap) * self._logit_softcap
+        return logits
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Records, from now on, the hidden states that *enter* these layers.
+
+        Args:
+            layers: layer indices 0..=num_layers; num_layers is the input of the final norm. The
+                features of a forward are concatenated in this order. Empty: none.
+
+        Raises:
+            ConfigError: an index outside 0..=num_layers; the old choice stands.
+        """
+        for layer in layers:
+            if not 0 <= layer <= self.num_layers:
+                raise ConfigError(f"cannot capture layer {layer}: allowed are 0..={self.num_layers}")
+        self._remove_hooks()
+        self._capture_order = tuple(layers)
+        for layer in sorted(set(layers)):
+            if layer < self.num_layers:
+                hook = self._layers[layer].register_forward_pre_hook(
+                    self._input_hook(layer), with_kwargs=True
+                )
+            else:
+                hook = self._layers[-1].register_forward_hook(self._output_hook)
+            self._hooks.append(hook)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logits_index: Tensor | None = None,
+    ) -> TargetOutput:
+        """One forward of a flattened, ragged batch.
+
+        Args:
+            token_ids: int64 [T], lane after lane.
+            positions: int64 [T], position of each token (of its node, in a tree).
+            batch: where each layer reads and writes.
+            logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
+
+        Raises:
+            ShapeError: T of token_ids, positions and the batch's views differ.
+        """
+        num_tokens = token_ids.shape[0]
+        for view in batch.views:
+            if not num_tokens == positions.shape[0] == view.write_slots.shape[0]:
+                raise ShapeError(
+                    f"{num_tokens} token_ids, {positions.shape[0]} positions,"
+                    f" {view.write_slots.shape[0]} write_slots"
+                )
+        output = self._decoder(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            specpool_batch=batch,
+        )
+        hidden: Tensor = output[0].squeeze(0)
+        wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
+        features = None
+        if self._capture_order:
+            features = torch.cat([self._captured[i] for i in self._capture_order], -1)
+            self._captured.clear()
+        return TargetOutput(self.compute_logits(wanted), hidden, features)
+
+    @torch.inference_mode()
+    def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits [n, V] of one text by the model's own eager attention, without pages."""
+        self._use("eager")
+        try:
+            tokens = torch.tensor([list(token_ids)], device=self.device)
+            output = self.model(input_ids=tokens, use_cache=False)
+            logits: Tensor = output.logits[0]
+            return logits
+        finally:
+            self._use(_ATTENTION)
+
+    def close(self) -> None:
+        """Gives the model back as it was: attention, hooks, training flags. Can be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._remove_hooks()
+        for module, config in self._configs:
+            module.config = config
+        for module in self._training:
+            module.training = True
+
+    def __enter__(self) -> TargetModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _use(self, attention: str) -> None:
+        for module, _ in self._configs:
+            module.config._attn_implementation = attention
+
+    def _describe(self) -> None:
+        """Finds the parts of the model and its sizes."""
+        self.config = self.model.config
+        text = text_config(self.config)
+        self.num_layers: int = text.num_hidden_layers
+        self.max_context_len = max_context_len(self.config)
+        self._lm_head: Any = self.model.get_output_embeddings()
+        if self._lm_head is None:
+            raise refusal(self.config.model_type, "it has no language model head")
+        self.vocab_size, self.hidden_size = self._lm_head.weight.shape
+        self._decoder = _find_decoder(self.model)
+        self._layers = self._find_layers()
+        self._logit_softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._logit_factor: float | None = getattr(text, "logit_scale", None)  # Cohere
+        self._logit_divisor: float | None = getattr(text, "logits_scaling", None)  # Granite
+        eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        eos = text.eos_token_id if eos is None else eos
+        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+
+    def _find_layers(self) -> nn.ModuleList:
+        for child in self._decoder.children():
+            if isinstance(child, nn.ModuleList) and len(child) == self.num_layers:
+                return child
+        raise refusal(
+            self.config.model_type,
+            f"its decoder {type(self._decoder).__name__} has no list of {self.num_layers} layers",
+        )
+
+    def _probe(self) -> tuple[LayerKV, ...]:
+        return probe(self)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._captured.clear()
+
+    def _input_hook(self, layer: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._captured[layer] = (args[0] if args else kwargs["hidden_states"]).squeeze(0)
+
+        return hook
+
+    def _output_hook(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]  # a tuple before 4.54
+        self._captured[self.num_layers] = hidden.squeeze(0)
+
+
+def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
+    """`loader.from_pretrained` with one clear error."""
+    name = os.fspath(source)
+    is_path = not isinstance(source, str) or name.startswith((".", "~", os.sep))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"no model at {name!r}: the folder has no config.json")
+        name = str(path)
+    elif is_path or path.exists():
+        raise ConfigError(f"no model at {name!r}: there is no such folder")
+    try:
+        return loader.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"cannot load a model from {name!r}: {reason}") from error
+
+
+def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if parsed not in _DTYPES.values() and parsed is not torch.float64:
+        raise ConfigError(f"dtype {dtype!r}: allowed are auto, {', '.join(_DTYPES)}")
+    return parsed
+
+
+def _parse_device(device: torch.device | str) -> torch.device:
+    try:
+        parsed = torch.device(device)
+        # Devices compare by index, and weights on "cuda" are on "cuda:0".
+        return torch.empty(0, device=parsed).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {str(device)!r} cannot be used: {reason}") from error
+
+
+def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the one device of a model."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or "meta" in {device.type for device in devices}:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the model's weights must be on one device, they are on: {names}")
+    return model.dtype, devices.pop()
+
+
+def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:
+    """Gives every module of the model its own copy of the config that it shares; old ones back.
+
+    The name of the attention function is kept in the config, and a config object may be shared
+    with another model, which must not change with this one.
+    """
+    copies: dict[int, Any] = {}  # deepcopy's memo: parts that are shared stay shared
+    old = []
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PretrainedConfig):
+            old.append((module, config))
+            module.config = copy.deepcopy(config, copies)  # type: ignore[assignment]
+    return old
+
+
+def _find_decoder(model: PreTrainedModel) -> Any:
+    """The module that turns token ids into the hidden states that the head reads."""
+    find = getattr(model, "get_decoder", None)
+    decoder = find() if find is not None else None
+    return model.base_model if decoder is None or decoder is model else decoder

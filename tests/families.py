@@ -1,0 +1,196 @@
+"""Tiny random models of every family that the target must run, made here: no download.
+
+Also the plain-torch oracle that lays lanes out on shuffled pages and says who sees what.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from specpool.attention import AttentionBatch, AttentionView
+
+VOCAB = 259
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+_MIXED = ["sliding_attention", "full_attention"]
+_LEARNED = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+# family -> (config class, its arguments)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _BASE),
+    "qwen2": ("Qwen2Config", _BASE),
+    "qwen3": ("Qwen3Config", {**_BASE, "head_dim": 32}),
+    "mistral": ("MistralConfig", {**_BASE, "sliding_window": 8}),
+    "gemma2": ("Gemma2Config", {**_BASE, **_GEMMA}),
+    "gemma3": ("Gemma3TextConfig", {**_BASE, **_GEMMA, "layer_types": _MIXED}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_BASE,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": _MIXED,
+        },
+    ),
+    "phi3": ("Phi3Config", {**_BASE, "sliding_window": 8}),
+    "olmo2": ("Olmo2Config", _BASE),
+    "cohere": ("CohereConfig", {**_BASE, "logit_scale": 0.25}),
+    "granite": ("GraniteConfig", {**_BASE, "logits_scaling": 4.0, "embedding_multiplier": 2.0}),
+    "gpt2": ("GPT2Config", {**_LEARNED, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    "opt": (
+        "OPTConfig",
+        {
+            **_LEARNED,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+        },
+    ),
+}
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "phi3")
+
+
+def make_config(family: str) -> Any:
+    """A fresh config, or None where this transformers has no such family."""
+    name, arguments = FAMILIES[family]
+    config_class = getattr(transformers, name, None)
+    return None if config_class is None else config_class(**copy.deepcopy(arguments))
+
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    """A float32 causal language model whose weights are large enough for logits to differ."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim >= 2 or "sinks" in str(parameter.shape):
+            parameter.data.normal_(0, 0.08)
+    return model
+
+
+@dataclass
+class PagedLanes:
+    """Lanes on shuffled pages with one K and V buffer per layer; the oracle of who sees what."""
+
+    layer_kv: Sequence[Any]
+    page_size: int
+    num_lanes: int
+    max_len: int = 96
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    shuffle: bool = True
+    buffers: list[tuple[Tensor, Tensor]] = field(init=False)
+    pages: Tensor = field(init=False)  # int64 [num_lanes, pages per lane]
+
+    def __post_init__(self) -> None:
+        per_lane = -(-self.max_len // self.page_size)
+        ids = list(range(1, self.num_lanes * per_lane + 1))
+        if self.shuffle:
+            random.Random(self.seed).shuffle(ids)
+        self.pages = torch.tensor(ids, device=self.device).view(self.num_lanes, per_lane)
+        num_slots = (len(ids) + 1) * self.page_size
+        self.buffers = [
+            tuple(
+                # What lies in unused cells must not matter.
+                torch.randn(num_slots, one.num_kv_heads, dim, dtype=self.dtype, device=self.device)
+                for dim in (one.k_head_dim, one.v_head_dim)
+            )
+            for one in self.layer_kv
+        ]  # type: ignore[assignment]
+
+    def slot(self, lane: int, position: int) -> int:
+        page, offset = divmod(position, self.page_size)
+        return int(self.pages[lane, page]) * self.page_size + offset
+
+    def batch(
+        self,
+        starts: Sequence[int],
+        q_lens: Sequence[int],
+        own_masks: Sequence[Tensor] | None = None,
+        own_positions: Sequence[Sequence[int]] | None = None,
+        decode_len: int | None = None,
+    ) -> tuple[AttentionBatch, Tensor]:
+        """One forward that writes in-row positions start..start+q; and its rope positions [T].
+
+        own_masks: bool [q, q] per lane, who sees whom among the new tokens (causal by default).
+        """
+        if own_positions is None:
+            own_positions = [range(s, s + q) for s, q in zip(starts, q_lens, strict=True)]
+        columns = -(-max(s + q for s, q in zip(starts, q_lens, strict=True)) // self.page_size)
+
+        def mask_for(window: int | None) -> Tensor:
+            size = (self.num_lanes, max(q_lens), columns * self.page_size)
+            visible = torch.zeros(size, dtype=torch.bool)
+            for b, (start, q_len) in enumerate(zip(starts, q_lens, strict=True)):
+                visible[b, q_len:, 0] = True
+                own = torch.ones(q_len, q_len).tril().bool() if own_masks is None else own_masks[b]
+                positions = torch.tensor([*range(start), *own_positions[b]])
+                seen = torch.cat([torch.ones(q_len, start, dtype=torch.bool), own], 1)
+                if window is not None:
+                    seen &= positions[start:, None] - positions[None] < window
+                visible[b, :q_len, : start + q_len] = seen
+            return visible
+
+        slots = [
+            self.slot(b, start + i)
+            for b, (start, q_len) in enumerate(zip(starts, q_lens, strict=True))
+            for i in range(q_len)
+        ]
+        view = AttentionView(
+            page_size=self.page_size,
+            write_slots=torch.tensor(slots, device=self.device),
+            read_pages=self.pages[:, :columns],
+            q_lens=list(q_lens),
+            mask_for=mask_for,
+            decode_len=decode_len,
+        )
+        positions = torch.tensor([p for own in own_positions for p in own], device=self.device)
+        return AttentionBatch(views=(view,), kv=[(k, v, view) for k, v in self.buffers]), positions
+
+    def compact(self, lane: int, start: int, path: Sequence[int]) -> None:
+        """Moves accepted nodes to the first slots after the prefix: gather, then scatter."""
+        source = torch.tensor([self.slot(lane, start + node) for node in path])
+        target = torch.tensor([self.slot(lane, start + depth) for depth in range(len(path))])
+        for pair in self.buffers:
+            for buffer in pair:
+                buffer[target] = buffer[source]
+
+
+def random_tree(num_nodes: int, seed: int) -> list[int]:
+    """Parents of a random tree, root first (-1), each parent before its children."""
+    choose = random.Random(seed)
+    return [-1, *(choose.randrange(node) for node in range(1, num_nodes))]
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root to this one."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
