@@ -1,0 +1,1 @@
+"""Models: the target behind its pages and the draft heads."""
