@@ -1,0 +1,231 @@
+"""Published checkpoints on disk: where they lie, and their tensors under one name each.
+
+Reading never executes what a file says (safetensors, or `torch.load(weights_only=True)`), and a
+tensor is read only when it is asked for. Whatever does not fit raises `CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specpool.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+# Older and speculators' names of the same tensors, applied in this order to the start of a name.
+_PREFIXES = {
+    "model.": "",
+    "midlayer.": "layers.0.",
+    "transformer.": "layers.0.",
+    "fusion_fc.": "fc.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint folder under their normal names, read when asked for.
+
+    Normal names: no `model.` prefix; `layers.0.` for `midlayer.` and speculators' `transformer.`;
+    `fc.` for `fusion_fc.`; `fc_norm.{0,1,2}` for `aux_norm_{low,mid,high}`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open the weight files of `folder`.
+
+        Raises:
+            CheckpointError: no weight file, an unreadable or unsafe one, a missing shard, or two
+                tensors with one normal name.
+        """
+        self._sources: dict[str, tuple[Callable[[str], Any], str]] = {}
+        for path in _weight_files(folder):
+            names, read = _open(path)
+            for name in names:
+                normal = _normal_name(name)
+                if normal in self._sources:
+                    raise CheckpointError(
+                        f"{folder}: {self._sources[normal][1]} and {name} are the same tensor"
+                    )
+                self._sources[normal] = (read, name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        read, file_name = self._sources[name]
+        tensor = read(file_name)
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{file_name} is a {type(tensor).__name__}, not a tensor")
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources  # the mixin's would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def file_name(self, name: str) -> str:
+        """The name that the file gives to `name`; `name` itself if the file lacks it."""
+        return self._sources[name][1] if name in self._sources else name
+
+
+def _normal_name(name: str) -> str:
+    for prefix, normal in _PREFIXES.items():
+        if name.startswith(prefix):
+            name = normal + name[len(prefix) :]
+    return name
+
+
+def find_folder(source: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: `source` itself, or where the hub's `owner/name` was put.
+
+    Raises:
+        CheckpointError: neither a folder nor a model that the hub could give.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; give the folder that holds it and config.json")
+    if not isinstance(source, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        raise CheckpointError(f"{path}: no such folder, nor a hub name of the form owner/name")
+    return _download(source)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Pickles only if there is nothing better: a repository often holds its weights twice.
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors*"]))
+        if not any(folder.glob("*.safetensors*")):
+            folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.bin*"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{name}: no such folder here, and the hub could not give it: {reason[0]}"
+        ) from error
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is missing, or not a JSON object.
+    """
+    return _read_json(folder / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: no {path.name}") from None
+    except (ValueError, OSError) as error:  # bad JSON and bad UTF-8 are ValueErrors
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that make up the weights; safetensors before pickles, an index before a file."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = folder / f"{stem}.{suffix}.index.json"
+        if index.is_file():
+            return _shards(index)
+        single = folder / f"{stem}.{suffix}"
+        if single.is_file():
+            return [single]
+        others = sorted(folder.glob(f"*.{suffix}"))
+        if len(others) == 1:
+            return others
+    found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    raise CheckpointError(
+        f"{folder}: no model.safetensors or pytorch_model.bin, nor an index of one; found {found}"
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map")
+    files = sorted({str(file) for file in weight_map.values()})
+    for file in files:
+        # An index must not lead out of its own folder.
+        if Path(file).name != file or not (index.parent / file).is_file():
+            raise CheckpointError(f"{index} names {file!r}, which is no file beside it")
+    return [index.parent / file for file in files]
+
+
+def _open(path: Path) -> tuple[list[str], Callable[[str], Any]]:
+    """Names in a weight file, and how to read one."""
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
+        return list(file.keys()), file.get_tensor
+    state = _load_pickle(path)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
+    return list(state), state.__getitem__
+
+
+def _load_pickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and I/O errors of many kinds
+        raise CheckpointError(
+            f"{path} is not a sound state dict of plain tensors, and anything else is not run: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def check_tensors(
+    weights: Weights,
+    required: Mapping[str, Shape],
+    optional: Mapping[str, Shape],
+    ignored: Sequence[str],
+) -> None:
+    """Check the names and shapes of all tensors, and that they are plain numbers.
+
+    Args:
+        weights: the checkpoint's tensors.
+        required: shapes of the tensors that must be there.
+        optional: shapes of those that may be there.
+        ignored: patterns of names that are read by nobody.
+
+    Raises:
+        CheckpointError: one message that names everything missing, unexpected or misshapen.
+    """
+    known = {**optional, **required}
+    faults = [
+        f"missing {name} {list(shape)}" for name, shape in required.items() if name not in weights
+    ]
+    for name in weights:
+        if any(re.fullmatch(pattern, name) for pattern in ignored) and name not in required:
+            continue
+        tensor, label = weights[name], weights.file_name(name)
+        if name not in known:
+            faults.append(f"unexpected {label} {list(tensor.shape)}")
+        elif tuple(tensor.shape) != known[name]:
+            faults.append(f"{label} is {list(tensor.shape)}, expected {list(known[name])}")
+        elif name == "d2t":
+            if tensor.dtype not in (torch.int32, torch.int64):
+                faults.append(f"d2t is {tensor.dtype}, expected int64")
+        elif tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            faults.append(f"{label} is {tensor.dtype}; quantized weights are not supported")
+    if faults:
+        raise CheckpointError("; ".join(faults))

@@ -1,0 +1,531 @@
+"""EAGLE-1/2 and EAGLE-3 draft heads, as plain tensors and functions.
+
+A head runs num_steps times a round on a handful of tokens, so a step costs what its number of
+operations costs: q, k and v are one matrix, gate and up another, RoPE is two table rows, and
+nothing is a module. Attention is the caller's: it alone knows the pages.
+
+    EAGLE-1  x = fc([embed(token); feature]); y = x + attn(x); out = y + mlp(norm(y));
+             logits = target_head(out)
+    EAGLE-3  g = fc(features); y = g + attn([norm(embed(token)); norm(g)]); out = y + mlp(norm(y));
+             logits = lm_head(norm(out))
+
+`out` is the next step's feature (EAGLE papers: arXiv 2401.15077, 2503.01840).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from specpool.errors import CheckpointError, ShapeError
+from specpool.models.checkpoint import Shape, Weights, check_tensors, find_folder, read_config
+from specpool.models.eagle_config import EagleConfig, Kind
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Training's own, the target's, or recomputed: nobody reads them.
+IGNORED = (r"t2d", r".*rotary_emb\..*", r"verifier_.*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A decoder layer's tensors; None = it has none."""
+
+    input_norm: torch.Tensor | None  # [h]; EAGLE-3's layer 0 norms the embedding with it
+    hidden_norm: torch.Tensor | None  # [h], EAGLE-3's layer 0 only
+    qkv: torch.Tensor  # [(H + 2 Hk) D, in]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    o: torch.Tensor  # [H D, h], transposed
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor  # [h]
+    gate_up: torch.Tensor  # [2 I, h]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [I, h], transposed
+    down_bias: torch.Tensor | None
+
+
+class EagleHead:
+    """A draft head that proposes tokens from the target's hidden states.
+
+    Attributes:
+        kind: `eagle` (EAGLE-1 and 2) or `eagle3`.
+        config: what its config.json says.
+        num_layers: decoder layers.
+        feature_layers: target layers whose *inputs* are the feature, concatenated in this order (L
+            is the input of the final norm); empty = the last hidden state, after the final norm.
+        layer_kv: per layer (num_kv_heads, head_dim).
+        hidden_size: h.
+        draft_vocab_size: Vd, columns of the logits.
+        dtype: of weights, features and hidden states.
+        max_positions: positions below have RoPE rows; see `reserve_positions`.
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        feature_layers: tuple[int, ...],
+        embedding: torch.Tensor,
+        target_head: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Assemble a head from checked tensors; `from_pretrained` is the way in."""
+
+        def get(name: str) -> torch.Tensor | None:
+            return weights[name].to(device=device, dtype=dtype) if name in weights else None
+
+        self.config, self.dtype, self.device = config, dtype, device
+        self.kind: Kind = config.kind
+        self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
+        self.draft_vocab_size = config.draft_vocab_size
+        self.feature_layers = feature_layers
+        self.layer_kv = ((config.num_kv_heads, config.head_dim),) * config.num_layers
+        self._embedding = embedding.to(device=device, dtype=dtype)
+        self._fc, self._fc_bias = get("fc.weight"), get("fc.bias")
+        self._input_norm = get("input_norm.weight")
+        self._fc_norms = [
+            norm
+            for i in range(len(feature_layers))
+            if (norm := get(f"fc_norm.{i}.weight")) is not None
+        ]
+        self._layers = [_load_layer(config, get, i) for i in range(config.num_layers)]
+        self._norm = get("norm.weight")
+        self._lm_head = get("lm_head.weight")  # [Vd, h]; the target's if the file has none
+        self._target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if self._lm_head is None:
+            if isinstance(target_head, torch.Tensor):
+                self._lm_head = target_head.to(device=device, dtype=dtype)
+            else:
+                self._target_logits = target_head
+        # int64 [Vd], what a draft id adds to become a target id; None = nothing
+        self._d2t = (
+            weights["d2t"].to(device=device, dtype=torch.int64) if "d2t" in weights else None
+        )
+        # int64 [Vd], breaks ties in `topk` by the lower id
+        self._tie_break = torch.arange(self.draft_vocab_size - 1, -1, -1, device=device)
+        self._act = _activation(config.hidden_act)
+        self.max_positions = 0
+        self.reserve_positions(config.max_position_embeddings)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int,
+        embedding_weight: torch.Tensor,
+        lm_head_weight: torch.Tensor | None = None,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        feature_layers: Sequence[int] | None = None,
+    ) -> EagleHead:
+        """Load a head for a given target.
+
+        Args:
+            source: a folder with `config.json` and weights, or a hub name `owner/name`.
+            num_layers: the target's decoder layers.
+            hidden_size: the target's.
+            vocab_size: the target's.
+            embedding_weight: the target's input embedding [>= vocab_size, hidden_size].
+            lm_head_weight: the target's output matrix of the same shape; None = tied.
+            compute_logits: last hidden state after the final norm [n, h] -> logits [n, V], for
+                targets that scale or cap them; takes the place of `lm_head_weight`.
+            dtype: of the head; None = that of `embedding_weight`.
+            device: of the head; None = that of `embedding_weight`.
+            feature_layers: target layers whose inputs are the features, whatever the file says.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, is no EAGLE head, is one for another
+                target, or has tensors that do not fit.
+            ShapeError: the target's tensors do not have the shape that it says.
+        """
+        for name, tensor in (("embedding", embedding_weight), ("lm_head", lm_head_weight)):
+            if tensor is not None and (
+                tensor.dim() != 2 or len(tensor) < vocab_size or tensor.shape[1] != hidden_size
+            ):
+                raise ShapeError(
+                    f"the target's {name} is {list(tensor.shape)}, "
+                    f"expected [{vocab_size}, {hidden_size}]"
+                )
+        dtype = embedding_weight.dtype if dtype is None else dtype
+        device = embedding_weight.device if device is None else device
+        output = embedding_weight if lm_head_weight is None else lm_head_weight
+        folder = find_folder(source)
+        raw, weights = read_config(folder), Weights(folder)
+        try:
+            config = EagleConfig.parse(raw, weights, feature_layers)
+            layers = _feature_layers(config, num_layers)
+            _check_target(config, weights, layers, hidden_size, vocab_size)
+            _check_tensors(config, weights, layers, hidden_size)
+            if config.hidden_size != hidden_size:
+                embedding_weight = weights["embed_tokens.weight"]
+            return cls(
+                config,
+                weights,
+                feature_layers=layers,
+                embedding=embedding_weight.detach(),
+                target_head=compute_logits or output.detach()[:vocab_size],
+                dtype=dtype,
+                device=torch.device(device),
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{source}: {error}") from error
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make RoPE rows for positions `[0, num_positions)`; never takes any away.
+
+        A target's context is often longer than the one its head was trained on.
+        """
+        if num_positions > self.max_positions:
+            self._rope = _rope_table(self.config, num_positions).to(self.device, self.dtype)
+            self.max_positions = num_positions
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Make the target's features [T, f] the head's input [T, h]; h-wide ones are it already.
+
+        Raises:
+            ShapeError: f is neither h nor what `fc` takes.
+        """
+        if features.shape[-1] == self.hidden_size:
+            return features
+        if self.kind == "eagle" or self._fc is None or features.shape[-1] != self._fc.shape[1]:
+            widths = {self.hidden_size}
+            if self.kind == "eagle3" and self._fc is not None:
+                widths.add(self._fc.shape[1])
+            raise ShapeError(f"features are {features.shape[-1]} wide, expected {sorted(widths)}")
+        if self._input_norm is not None:
+            features = self._rms(features, self._input_norm)
+        if self._fc_norms:
+            parts = features.chunk(len(self._fc_norms), -1)
+            normed = [self._rms(p, n) for p, n in zip(parts, self._fc_norms, strict=True)]
+            features = torch.cat(normed, -1)
+        return F.linear(features, self._fc, self._fc_bias)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """One step over T tokens.
+
+        Args:
+            token_ids: int64 [T], token p + 1 of its sequence.
+            hidden: [T, h], the feature of position p: `combine`d, or an earlier step's result.
+            positions: int64 [T], p, in `[0, max_positions)`.
+            attend: (layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) -> [T, H, D]; q and k are
+                rotated; all are views that must not be written.
+
+        Returns:
+            The recurrent feature [T, h]: `hidden` of the next step, and what `logits` takes.
+        """
+        config = self.config
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        embeds = self._embedding.index_select(0, token_ids)
+        cos, sin = self._rope.index_select(0, positions).unbind(1)  # [T, 1, D] each
+        if self.kind == "eagle":
+            assert self._fc is not None
+            hidden = F.linear(torch.cat((embeds, hidden), -1), self._fc, self._fc_bias)
+        for i, layer in enumerate(self._layers):
+            if layer.hidden_norm is not None:
+                assert layer.input_norm is not None
+                normed = self._rms(hidden, layer.hidden_norm)
+                x = torch.cat((self._rms(embeds, layer.input_norm), normed), -1)
+                if config.norm_before_residual:
+                    hidden = normed
+            else:
+                x = hidden if layer.input_norm is None else self._rms(hidden, layer.input_norm)
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
+            qk = qkv[:, : num_heads + num_kv_heads]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = qk[:, :num_heads], qk[:, num_heads:]
+                qk = torch.cat((self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)), 1)
+            qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
+            v = qkv[:, num_heads + num_kv_heads :]
+            context = attend(i, qk[:, :num_heads], qk[:, num_heads:], v)
+            hidden = _add_linear(hidden, context.reshape(len(x), -1), layer.o, layer.o_bias)
+            x = self._rms(hidden, layer.post_norm)
+            gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            hidden = _add_linear(hidden, self._act(gate) * up, layer.down, layer.down_bias)
+        if config.norm_output and self._norm is not None:
+            return self._rms(hidden, self._norm)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, Vd] over the draft vocabulary, of `forward`'s result [n, h]."""
+        if self._norm is not None and not self.config.norm_output:
+            hidden = self._rms(hidden, self._norm)
+        if self._lm_head is not None:
+            return F.linear(hidden, self._lm_head)
+        assert self._target_logits is not None
+        return self._target_logits(hidden)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the target's vocabulary, int64, for ids of the draft vocabulary."""
+        return draft_ids if self._d2t is None else draft_ids + self._d2t[draft_ids]
+
+    def topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k most probable tokens after `forward`'s result [n, h], best first.
+
+        Of equally probable tokens the lower draft id comes first, on every device.
+
+        Returns:
+            Probabilities float32 [n, k], under a softmax over the draft vocabulary, and target ids
+            int64 [n, k].
+
+        Raises:
+            ShapeError: k is not in `[1, draft_vocab_size]`.
+        """
+        if not 1 <= k <= self.draft_vocab_size:
+            raise ShapeError(f"k must be in [1, {self.draft_vocab_size}], got {k}")
+        p = torch.softmax(self.logits(hidden), -1, dtype=torch.float32)
+        if k == 1:
+            best, ids = p.max(-1, keepdim=True)  # the first of equals
+            return best, self.to_target_ids(ids)
+        # A float >= 0 sorts as its bits do, so (bits, Vd - 1 - id) is an int64 without ties.
+        keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+        top = keys.bitwise_or_(self._tie_break).topk(k).values
+        ids = self.draft_vocab_size - 1 - (top & 0xFFFFFFFF)
+        return (top >> 32).to(torch.int32).view(torch.float32), self.to_target_ids(ids)
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _add_linear(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    out = torch.addmm(residual, x, weight)
+    return out if bias is None else out + bias
+
+
+def _load_layer(
+    config: EagleConfig, get: Callable[[str], torch.Tensor | None], index: int
+) -> _Layer:
+    prefix = f"layers.{index}."
+
+    def must(name: str) -> torch.Tensor:
+        tensor = get(prefix + name)
+        assert tensor is not None, name  # `check_tensors` has seen it
+        return tensor
+
+    def fused(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        matrices = [must(name + ".weight") for name in names]
+        biases = [get(prefix + name + ".bias") for name in names]
+        bias = None
+        if any(b is not None for b in biases):
+            pairs = zip(matrices, biases, strict=True)
+            bias = torch.cat([m.new_zeros(len(m)) if b is None else b for m, b in pairs])
+        return torch.cat(matrices), bias
+
+    qkv, qkv_bias = fused(*(f"self_attn.{x}_proj" for x in "qkv"))
+    gate_up, gate_up_bias = fused("mlp.gate_proj", "mlp.up_proj")
+    return _Layer(
+        input_norm=get(prefix + "input_layernorm.weight"),
+        hidden_norm=get(prefix + "hidden_norm.weight"),
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        q_norm=get(prefix + "self_attn.q_norm.weight"),
+        k_norm=get(prefix + "self_attn.k_norm.weight"),
+        o=must("self_attn.o_proj.weight").t(),
+        o_bias=get(prefix + "self_attn.o_proj.bias"),
+        post_norm=must("post_attention_layernorm.weight"),
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=must("mlp.down_proj.weight").t(),
+        down_bias=get(prefix + "mlp.down_proj.bias"),
+    )
+
+
+def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    if name == "silu":
+        return F.silu
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        raise CheckpointError(f"config.json: hidden_act {name!r} is not known to transformers")
+    activation: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[name]
+    return activation
+
+
+def _rope_table(config: EagleConfig, num_positions: int) -> torch.Tensor:
+    """RoPE rows float32 [num_positions, 2, 1, D]: cos, and sin with its first half negated.
+
+    With those, rotating x is `x * cos + roll(x, D/2) * sin`. The frequencies are transformers' own,
+    so every scaling it knows is right; one that depends on the length takes `num_positions`.
+    """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    # transformers 5 folds the last two, its older spelling, into `rope_parameters`.
+    options: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+    }
+    try:
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**options))
+        cos, sin = rotary(torch.zeros(1), torch.arange(num_positions)[None])
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json: transformers cannot build RoPE from {config.rope_scaling}: {error!r}"
+        ) from error
+    half = config.head_dim // 2
+    if cos.shape[-1] != config.head_dim:
+        raise CheckpointError(
+            f"config.json: RoPE turns {cos.shape[-1]} of {config.head_dim} dimensions; "
+            "heads that turn a part of them are not supported"
+        )
+    sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+    return torch.stack((cos[0], sin[0]), 1).unsqueeze(2)
+
+
+def _feature_layers(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
+    """Which of the target's layer inputs the head takes, checked against the target's depth."""
+    if config.kind == "eagle" or not config.use_aux_hidden_state:
+        return ()
+    layers = config.feature_layers
+    told = "the default" if layers is None else "the checkpoint or the caller"
+    if layers is None:
+        layers = (2, num_layers // 2, num_layers - 3)
+    if any(not 0 <= i <= num_layers for i in layers):
+        raise CheckpointError(
+            f"features are the inputs of layers {list(layers)} ({told}), "
+            f"but the target's are 0..{num_layers}; name others with feature_layers"
+        )
+    expected = config.num_aux_hidden_states
+    if expected is not None and len(layers) != expected:
+        raise CheckpointError(
+            f"features are {len(layers)} layer inputs {list(layers)} ({told}), "
+            f"but num_aux_hidden_states is {expected}"
+        )
+    return layers
+
+
+def _check_target(
+    config: EagleConfig,
+    weights: Mapping[str, torch.Tensor],
+    feature_layers: tuple[int, ...],
+    hidden_size: int,
+    vocab_size: int,
+) -> None:
+    """Raise if the head was trained for a target of another size."""
+    trained_for = config.target_hidden_size
+    if trained_for is None:
+        trained_for = config.hidden_size
+        if config.kind == "eagle3" and "fc.weight" in weights and feature_layers:
+            # Only the matrix tells of a head that is narrower than its target.
+            shape, parts = weights["fc.weight"].shape, len(feature_layers)
+            trained_for = shape[1] // parts if len(shape) == 2 and shape[1] else trained_for
+    if config.kind == "eagle":
+        trained_for = config.hidden_size
+    if trained_for != hidden_size:
+        raise CheckpointError(
+            f"a head for another target: made for hidden size {trained_for}, "
+            f"the target's is {hidden_size}"
+        )
+    if config.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"a head for another target: made for a vocabulary of {config.vocab_size} tokens, "
+            f"the target's is {vocab_size}"
+        )
+
+
+def _check_tensors(
+    config: EagleConfig,
+    weights: Weights,
+    feature_layers: tuple[int, ...],
+    target_hidden_size: int,
+) -> None:
+    """Raise unless the checkpoint holds exactly the tensors of its config."""
+    h, vocab = config.hidden_size, config.vocab_size
+    required: dict[str, Shape] = {}
+    optional: dict[str, Shape] = {"fc.bias": (h,), "embed_tokens.weight": (vocab, h)}
+    ignored = list(IGNORED)
+    for i in range(config.num_layers):
+        layer_required, layer_optional = _layer_shapes(config, i)
+        required |= layer_required
+        optional |= layer_optional
+    if config.kind == "eagle":
+        required["fc.weight"] = (h, 2 * h)
+        optional["lm_head.weight"] = (vocab, h)
+    else:
+        num_features = len(feature_layers) or 1
+        width = num_features * target_hidden_size
+        required["norm.weight"] = (h,)
+        if width != h:
+            required["fc.weight"] = (h, width)
+        else:
+            ignored.append(r"fc\..*")
+        norms = [(config.norm_before_fc, "input_norm.weight", width)]
+        norms += [
+            (config.fc_norm, f"fc_norm.{i}.weight", target_hidden_size) for i in range(num_features)
+        ]
+        for told, name, size in norms:
+            # Not told: the file decides. Told false: a tensor would be unexpected.
+            if told is not False:
+                (required if told else optional)[name] = (size,)
+        own_head = config.draft_vocab_size != vocab or h != target_hidden_size
+        (required if own_head else optional)["lm_head.weight"] = (config.draft_vocab_size, h)
+        own_map = config.draft_vocab_size != vocab
+        (required if own_map else optional)["d2t"] = (config.draft_vocab_size,)
+        if h != target_hidden_size:
+            required["embed_tokens.weight"] = (vocab, h)
+    check_tensors(weights, required, optional, ignored)
+    if "d2t" in weights:
+        targets = weights["d2t"].to(torch.int64) + torch.arange(config.draft_vocab_size)
+        bad = ((targets < 0) | (targets >= vocab)).nonzero().flatten().tolist()
+        if bad:
+            raise CheckpointError(
+                f"d2t maps draft id {bad[0]} to target id {int(targets[bad[0]])}, "
+                f"outside the vocabulary of {vocab} tokens"
+            )
+
+
+def _layer_shapes(config: EagleConfig, index: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Tensors that layer `index` must have and may have."""
+    h, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    first3 = config.kind == "eagle3" and index == 0
+    width = 2 * h if first3 else h
+    prefix, attn = f"layers.{index}.", f"layers.{index}.self_attn."
+    required: dict[str, Shape] = {
+        attn + "q_proj.weight": (q_size, width),
+        attn + "k_proj.weight": (kv_size, width),
+        attn + "v_proj.weight": (kv_size, width),
+        attn + "o_proj.weight": (h, q_size),
+        prefix + "mlp.gate_proj.weight": (inner, h),
+        prefix + "mlp.up_proj.weight": (inner, h),
+        prefix + "mlp.down_proj.weight": (h, inner),
+        prefix + "post_attention_layernorm.weight": (h,),
+    }
+    if first3 or index > 0:
+        required[prefix + "input_layernorm.weight"] = (h,)
+    if first3:
+        required[prefix + "hidden_norm.weight"] = (h,)
+    optional: dict[str, Shape] = {
+        attn + "q_norm.weight": (head_dim,),
+        attn + "k_norm.weight": (head_dim,),
+    }
+    for name, shape in list(required.items()):
+        if name.endswith("_proj.weight"):
+            is_qkv = name.startswith(attn) and "o_proj" not in name
+            must = config.qkv_bias and is_qkv
+            (required if must else optional)[name.removesuffix("weight") + "bias"] = shape[:1]
+    return required, optional

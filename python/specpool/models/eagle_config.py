@@ -1,0 +1,274 @@
+"""`EagleConfig`: a head's config.json, whose spellings are many, in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from specpool.errors import CheckpointError
+
+Kind = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """What a head's config.json says, in one spelling.
+
+    Attributes:
+        kind: `eagle` (EAGLE-1 and 2) or `eagle3`.
+        hidden_size: h of the head.
+        target_hidden_size: h of its target; None = not said.
+        vocab_size: V of the target.
+        draft_vocab_size: Vd, the size of the head's own output vocabulary; V if it has none.
+        num_layers: decoder layers, almost always 1.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: D.
+        intermediate_size: I of the MLP.
+        rms_norm_eps: of all norms.
+        hidden_act: activation of the MLP, by transformers' name.
+        qkv_bias: q, k, v must have a bias; otherwise they may.
+        rope_theta: RoPE base.
+        rope_scaling: RoPE parameters of transformers, `rope_type` among them; None = plain.
+        max_position_embeddings: positions it was made for.
+        sliding_window: keys that a query sees, itself included; None = all.
+        norm_before_residual: EAGLE-3: the residual is `hidden_norm(g)`, not `g`.
+        norm_output: EAGLE-3: the recurrent feature is post-norm.
+        norm_before_fc: EAGLE-3: one norm over the concatenated features; None = as the file has it.
+        fc_norm: EAGLE-3: a norm per feature; None = as the file has it.
+        use_aux_hidden_state: EAGLE-3: features are layer inputs; else the last hidden state.
+        num_aux_hidden_states: EAGLE-3: layer inputs per feature; None = not said.
+        feature_layers: EAGLE-3: target layers whose inputs it takes; None = not said.
+    """
+
+    kind: Kind
+    hidden_size: int
+    target_hidden_size: int | None
+    vocab_size: int
+    draft_vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    hidden_act: str
+    qkv_bias: bool
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    sliding_window: int | None
+    norm_before_residual: bool
+    norm_output: bool
+    norm_before_fc: bool | None
+    fc_norm: bool | None
+    use_aux_hidden_state: bool
+    num_aux_hidden_states: int | None
+    feature_layers: tuple[int, ...] | None
+
+    @classmethod
+    def parse(
+        cls,
+        raw: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        feature_layers: Sequence[int] | None = None,
+    ) -> EagleConfig:
+        """Read a `config.json` in any published spelling.
+
+        The kind is told from config keys and tensor names; `architectures` lies too often.
+
+        Args:
+            raw: the parsed `config.json`.
+            weights: the head's tensors under their normal names.
+            feature_layers: target layers whose inputs are the features, whatever the file says.
+
+        Raises:
+            CheckpointError: not an EAGLE head, or a key that is missing or of a wrong value.
+        """
+        spec = _ConfigReader(raw)
+        kind = _kind(spec, weights)
+        if spec.layer.get("quantization_config") or raw.get("quantization_config"):
+            raise CheckpointError("config.json: quantized heads are not supported")
+        if spec.integer("num_local_experts", least=0, default=0):
+            raise CheckpointError("config.json: mixture-of-experts heads are not supported")
+        hidden_size, num_heads = spec.integer("hidden_size"), spec.integer("num_attention_heads")
+        num_kv_heads = spec.integer("num_key_value_heads", default=num_heads)
+        head_dim = spec.integer("head_dim", default=hidden_size // num_heads)
+        if num_heads % num_kv_heads or head_dim % 2:
+            raise CheckpointError(
+                f"config.json: {num_heads} heads over {num_kv_heads} key-value heads of size "
+                f"{head_dim}; the first must divide by the second, the size by 2"
+            )
+        vocab_size = spec.integer("vocab_size")
+        rope_theta, rope_scaling = spec.rope()
+        return cls(
+            kind=kind,
+            hidden_size=hidden_size,
+            target_hidden_size=spec.maybe_integer("target_hidden_size"),
+            vocab_size=vocab_size,
+            draft_vocab_size=_draft_vocab_size(spec, weights, kind, vocab_size),
+            num_layers=spec.integer("num_hidden_layers", default=1),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=spec.integer("intermediate_size"),
+            rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
+            hidden_act=str(spec.layer.get("hidden_act") or "silu"),
+            qkv_bias=bool(spec.flag("qkv_bias")),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            max_position_embeddings=spec.integer("max_position_embeddings", default=2048),
+            sliding_window=spec.sliding_window(),
+            norm_before_residual=spec.flag_or("norm_before_residual", spec.is_speculators),
+            norm_output=bool(spec.flag("norm_output")),
+            norm_before_fc=spec.flag("norm_before_fc"),
+            fc_norm=spec.flag("fc_norm", "use_aux_norm"),
+            use_aux_hidden_state=spec.flag_or("use_aux_hidden_state", True),
+            num_aux_hidden_states=spec.maybe_integer("num_aux_hidden_states"),
+            feature_layers=(
+                spec.feature_layers() if feature_layers is None else tuple(feature_layers)
+            ),
+        )
+
+
+class _ConfigReader:
+    """Looks keys up where publishers put them, and checks their types.
+
+    The decoder's keys stand at the top level, or in `transformer_layer_config` (speculators). The
+    head's options stand at the top level, in `eagle_config`, or beside the decoder's keys.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        nested = raw.get("transformer_layer_config")
+        eagle = raw.get("eagle_config")
+        self.raw = raw
+        self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else raw
+        self.eagle: Mapping[str, Any] = eagle if isinstance(eagle, Mapping) else {}
+        self.is_speculators = "speculators_model_type" in raw
+
+    def get(self, *keys: str) -> tuple[str, Any]:
+        """The first of `keys` that is present and not null, with its value, or None."""
+        for place in (self.raw, self.eagle, self.layer):
+            for key in keys:
+                if place.get(key) is not None:
+                    return key, place[key]
+        return keys[0], None
+
+    def maybe_integer(self, key: str, *, least: int = 1) -> int | None:
+        value = self.get(key)[1]
+        if value is not None and (type(value) is not int or value < least):
+            raise CheckpointError(f"config.json: {key} is {value!r}, not an integer >= {least}")
+        return value
+
+    def integer(self, key: str, *, least: int = 1, default: int | None = None) -> int:
+        value = self.maybe_integer(key, least=least)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json: no {key}")
+        return value
+
+    def number(self, key: str, *, default: float, place: Mapping[str, Any] | None = None) -> float:
+        value = self.get(key)[1] if place is None else place.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise CheckpointError(f"config.json: {key} is {value!r}, not a number > 0")
+        return float(value)
+
+    def flag(self, *keys: str) -> bool | None:
+        key, value = self.get(*keys)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} is {value!r}, neither true nor false")
+        return value
+
+    def flag_or(self, key: str, default: bool) -> bool:
+        value = self.flag(key)
+        return default if value is None else value
+
+    def rope(self) -> tuple[float, dict[str, Any] | None]:
+        """Base and scaling, from `rope_parameters` (transformers 5) or the two older keys."""
+        params = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
+        if isinstance(params, Mapping) and isinstance(params.get("full_attention"), Mapping):
+            params = params["full_attention"]  # one entry per layer type
+        if not isinstance(params, Mapping):
+            raise CheckpointError(f"config.json: the RoPE parameters are {params!r}, not an object")
+        older = self.number("rope_theta", default=10000.0, place=self.layer)
+        theta = self.number("rope_theta", default=older, place=params)
+        scaling = {k: v for k, v in params.items() if k not in ("rope_theta", "type")}
+        rope_type = scaling.setdefault("rope_type", params.get("type") or "default")
+        # Multimodal RoPE turns every section by the same position while the input is text.
+        return theta, None if rope_type in ("default", "mrope") else scaling
+
+    def sliding_window(self) -> int | None:
+        """Keys that layer 0 sees, if it slides."""
+        layer_types = self.layer.get("layer_types")
+        if layer_types:
+            slides = layer_types[0] == "sliding_attention"
+        else:
+            # Qwen writes a window and switches it off; mistral has no switch.
+            slides = bool(self.layer.get("use_sliding_window", True))
+        return self.maybe_integer("sliding_window") if slides else None
+
+    def feature_layers(self) -> tuple[int, ...] | None:
+        """Layers whose *inputs* are the features.
+
+        In `eagle_config` (SGLang) the ids are layers whose output is meant, which is the next one's
+        input; at the top level (speculators, vLLM) they are inputs already.
+        """
+        key = "eagle_aux_hidden_state_layer_ids"
+        found = {}
+        if self.eagle.get(key) is not None:
+            found["eagle_config." + key] = tuple(i + 1 for i in _ids(key, self.eagle[key]))
+        for name in (key, "aux_hidden_state_layer_ids"):
+            if self.raw.get(name) is not None:
+                found[name] = _ids(name, self.raw[name])
+        if len(set(found.values())) > 1:
+            told = "; ".join(f"{name} means the inputs of {ids}" for name, ids in found.items())
+            raise CheckpointError(f"config.json: {told}; say which with feature_layers")
+        return next(iter(found.values()), None)
+
+
+def _ids(key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or any(type(i) is not int for i in value):
+        raise CheckpointError(f"config.json: {key} is {value!r}, not a list of layer numbers")
+    return tuple(value)
+
+
+def _kind(spec: _ConfigReader, weights: Mapping[str, torch.Tensor]) -> Kind:
+    algorithm = spec.raw.get("speculators_model_type", "eagle")
+    if algorithm not in ("eagle", "eagle3"):
+        raise CheckpointError(f"a {algorithm!r} speculator, not an EAGLE head")
+    keys = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    tensors = ("layers.0.hidden_norm.weight", "d2t")
+    if (
+        algorithm == "eagle3"
+        or any(spec.get(key)[1] is not None for key in keys)
+        or any(name in weights for name in tensors)
+    ):
+        return "eagle3"
+    if "fc.weight" not in weights:
+        raise CheckpointError(
+            f"not an EAGLE head: no fc.weight among {len(weights)} tensors "
+            f"(model_type {spec.layer.get('model_type')!r}, "
+            f"num_hidden_layers {spec.layer.get('num_hidden_layers')})"
+        )
+    return "eagle"
+
+
+def _draft_vocab_size(
+    spec: _ConfigReader, weights: Mapping[str, torch.Tensor], kind: Kind, vocab_size: int
+) -> int:
+    if kind == "eagle":
+        return vocab_size
+    size = spec.maybe_integer("draft_vocab_size")
+    if size is None:
+        size = len(weights["d2t"]) if "d2t" in weights else vocab_size
+    if size > vocab_size:
+        raise CheckpointError(
+            f"config.json: draft_vocab_size {size} is above vocab_size {vocab_size}"
+        )
+    return size
