@@ -1,6 +1,79 @@
-"""specpool: the KV-cache memory manager for speculative decoding."""
+"""specpool: the KV-cache memory manager for speculative decoding.
 
-from specpool._core import Shape, __version__
-from specpool.errors import SpecpoolError
+The ledger needs NumPy alone; `Engine` and what belongs to it are loaded at first use and need
+`specpool[hf]`.
+"""
 
-__all__ = ["Shape", "SpecpoolError", "__version__"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from specpool._core import Group, Ledger, Plan, Shape, __version__
+from specpool.config import EngineConfig, SamplingParams
+from specpool.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextEnd,
+    CorruptState,
+    DraftLag,
+    NotReady,
+    OrderError,
+    OutOfPages,
+    OutOfRows,
+    PageStateError,
+    RowOverflow,
+    ShapeError,
+    SpecpoolError,
+    StalePlan,
+)
+
+if TYPE_CHECKING:
+    from specpool.engine import Chunk, Engine
+    from specpool.request import RequestOutput
+
+_LAZY = {
+    "Chunk": "specpool.engine",
+    "Engine": "specpool.engine",
+    "RequestOutput": "specpool.request",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Chunk",
+    "ConfigError",
+    "ContextEnd",
+    "CorruptState",
+    "DraftLag",
+    "Engine",
+    "EngineConfig",
+    "Group",
+    "Ledger",
+    "NotReady",
+    "OrderError",
+    "OutOfPages",
+    "OutOfRows",
+    "PageStateError",
+    "Plan",
+    "RequestOutput",
+    "RowOverflow",
+    "SamplingParams",
+    "Shape",
+    "ShapeError",
+    "SpecpoolError",
+    "StalePlan",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("specpool"):
+            raise
+        raise ModuleNotFoundError(
+            f"specpool.{name} needs {error.name}: pip install 'specpool[hf]'", name=error.name
+        ) from None

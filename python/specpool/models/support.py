@@ -17,19 +17,10 @@ from torch import Tensor
 
 from specpool.attention import AttentionBatch, AttentionView
 from specpool.errors import ConfigError
+from specpool.kv_cache import LayerKV
 
 if TYPE_CHECKING:
     from specpool.models.target import TargetModel
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """What one layer keeps per token, and how far back it looks."""
-
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    window: int | None  # keys seen: position less than this far behind; None: all
 
 
 # Config keys of layers that carry a state from token to token, and what the layers are called.

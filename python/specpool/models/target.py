@@ -27,8 +27,8 @@ from transformers import (
 
 from specpool.attention import AttentionBatch, attend
 from specpool.errors import ConfigError, ShapeError
+from specpool.kv_cache import LayerKV
 from specpool.models.support import (
-    LayerKV,
     ProbeBatch,
     check_class,
     check_config,

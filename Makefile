@@ -1,0 +1,73 @@
+# The one command list that people, hooks and CI call. Everything runs in the virtual environment .venv.
+# `make install TORCH_BACKEND=cpu` takes PyTorch's small CPU build (needs download.pytorch.org).
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+TORCH_BACKEND ?=
+UV_TORCH := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND),)
+export CARGO_TERM_COLOR ?= auto
+# Two threads gain nothing on tiny models and lose badly on a shared machine.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help run install build fmt lint test test-full test-gpu bench all clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(UV):
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+# Runtime dependencies and the wheel (release build).
+$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(wildcard rust/*/Cargo.toml rust/*/src/*.rs)
+	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[hf]'
+	@touch $@
+
+# The same with the tests' dependencies.
+$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(wildcard rust/*/Cargo.toml rust/*/src/*.rs)
+	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
+	@touch $@ $(VENV)/.run
+
+run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair
+	$(BIN)/specpool generate
+
+install: $(VENV)/.dev ## create .venv with everything that development needs
+
+build: $(VENV)/.dev ## build the wheel into dist/
+	$(BIN)/maturin build --release --out dist
+
+fmt: $(VENV)/.dev ## format Rust and Python
+	cargo fmt --all
+	$(BIN)/ruff format python tests examples benches
+	$(BIN)/ruff check --fix-only --quiet python tests examples benches
+
+lint: $(VENV)/.dev ## rustfmt, clippy, ruff, mypy, stubtest
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
+	$(BIN)/ruff format --check python tests examples benches
+	$(BIN)/ruff check python tests examples benches
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest specpool._core
+
+test: $(VENV)/.dev ## install from nothing and pass the tests
+	cargo test --quiet
+	$(BIN)/pytest -m "not full" -n 2
+
+test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
+	cargo test --quiet
+	$(BIN)/pytest -n 2
+
+test-gpu: $(VENV)/.dev ## the engine's tests on a CUDA device
+	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_engine.py tests/test_lossless.py
+
+bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
+	$(BIN)/specpool bench generate
+
+all: fmt lint test build ## everything CI does, and a wheel
+
+clean: ## remove what was built
+	rm -rf target dist $(VENV)

@@ -1,0 +1,5 @@
+"""`python -m specpool`: the same as the `specpool` command."""
+
+from specpool.cli import main
+
+main()

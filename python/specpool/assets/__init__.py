@@ -1,0 +1,19 @@
+"""The embedded toy pair: a byte-level Llama and its two EAGLE heads, trained on synthetic text."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+#: Names that stand for the embedded checkpoints wherever a folder or a hub name is asked for.
+EMBEDDED = {
+    "specpool/tiny": "tiny/target",
+    "specpool/tiny-eagle": "tiny/eagle1",
+    "specpool/tiny-eagle3": "tiny/eagle3",
+}
+
+
+def resolve(source: str) -> str:
+    """The folder of an embedded checkpoint; any other name is returned as it is."""
+    if source not in EMBEDDED:
+        return source
+    return str(files(__name__).joinpath(EMBEDDED[source]))

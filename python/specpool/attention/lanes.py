@@ -1,0 +1,125 @@
+"""Views for lanes of rows: from (row, positions) to the pages and slots of one forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specpool import kernels
+from specpool.attention.view import AttentionView, BoolMask
+from specpool.kv_cache import KVCache
+
+Int32 = npt.NDArray[np.int32]
+
+
+def causal_view(
+    cache: KVCache, group: int, rows: Int32, starts: Int32, q_lens: Int32
+) -> AttentionView:
+    """Prefill, plain decode, draft-extend: a token at position p sees `[0, p]` of its row.
+
+    Args:
+        cache: whose mirrors of the page tables are read.
+        group: of the layers that will use the view.
+        rows: int32 [B].
+        starts: int32 [B], the position of each lane's first token.
+        q_lens: int32 [B], tokens per lane, at least 1.
+    """
+    slots = kernels.slot_ranges(cache.tables[group], cache.page_sizes[group], rows, starts, q_lens)
+    num_columns = _columns(cache, group, int((starts + q_lens).max()))
+    pages = _pages(cache, group, rows, num_columns)
+    return _causal(cache, group, pages, starts, q_lens, slots)
+
+
+def paged_view(
+    cache: KVCache, group: int, pages: Int32, starts: Int32, slots: npt.NDArray[np.int64]
+) -> AttentionView:
+    """One token per lane, each lane a sequence of whole pages (branches of the holey layout).
+
+    Args:
+        cache: whose page sizes are read.
+        group: of the layers that will use the view.
+        pages: int32 [B, C], padded with page 0.
+        starts: int32 [B], the position of each lane's token.
+        slots: int64, B of them, where each token's KV goes.
+    """
+    return _causal(cache, group, pages, starts, np.ones_like(starts), slots.ravel())
+
+
+def own_view(
+    cache: KVCache,
+    group: int,
+    rows: Int32,
+    starts: Int32,
+    slots: npt.NDArray[np.int64],
+    own_mask: npt.NDArray[np.bool_],
+    own_positions: Int32 | None = None,
+) -> AttentionView:
+    """Verify and dense drafting: a query sees `[0, start)` and its own choice of cells after it.
+
+    Args:
+        cache: whose mirrors of the page tables are read.
+        group: of the layers that will use the view.
+        rows: int32 [B].
+        starts: int32 [B], cells of the prefix.
+        slots: int64, B * Q of them, where each query's KV goes.
+        own_mask: bool [B, Q, W]: query i sees cell `start + j`.
+        own_positions: int32 [B, W], the model position of each of these cells, and with W == Q of
+            each query (a tree's nodes); None: no layer that uses the view has a window.
+    """
+    num_lanes, num_queries, num_cells = own_mask.shape
+    num_columns = _columns(cache, group, int(starts.max()) + num_cells)
+    q_lens = np.full(num_lanes, num_queries, np.int32)
+
+    def mask_for(window: int | None) -> BoolMask:
+        return kernels.attention_mask(
+            starts, q_lens, num_columns, own_mask, own_positions, own_positions, window
+        )
+
+    return AttentionView(
+        page_size=cache.page_sizes[group],
+        write_slots=_to_device(cache, slots.reshape(-1)),
+        read_pages=_to_device(cache, _pages(cache, group, rows, num_columns)),
+        q_lens=num_queries,
+        mask_for=mask_for,
+    )
+
+
+def _causal(
+    cache: KVCache,
+    group: int,
+    pages: Int32,
+    starts: Int32,
+    q_lens: Int32,
+    slots: npt.NDArray[np.int64],
+) -> AttentionView:
+    num_columns = pages.shape[1] * cache.page_sizes[group]
+    first, ones = int(starts[0]), bool((q_lens == 1).all())
+
+    def mask_for(window: int | None) -> BoolMask:
+        return kernels.attention_mask(starts, q_lens, num_columns, None, None, None, window)
+
+    return AttentionView(
+        page_size=cache.page_sizes[group],
+        write_slots=_to_device(cache, slots),
+        read_pages=_to_device(cache, pages),
+        q_lens=1 if ones else q_lens.tolist(),
+        mask_for=mask_for,
+        decode_len=first + 1 if ones and bool((starts == first).all()) else None,
+    )
+
+
+def _columns(cache: KVCache, group: int, length: int) -> int:
+    """Cells of the whole pages that cover `[0, length)`."""
+    page_size = cache.page_sizes[group]
+    return -(-length // page_size) * page_size
+
+
+def _pages(cache: KVCache, group: int, rows: Int32, num_columns: int) -> Int32:
+    return cache.tables[group][rows, : num_columns // cache.page_sizes[group]]
+
+
+def _to_device(cache: KVCache, array: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(cache.device)

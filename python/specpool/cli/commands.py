@@ -1,0 +1,168 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import specpool
+from specpool.config import Ancestry, Layout, Placement, Policy
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="KV-cache memory manager for speculative decoding.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Speed, beside a reference in the same run.")
+app.add_typer(bench, name="bench")
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"specpool {specpool.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """KV-cache memory manager for speculative decoding."""
+
+
+Target = Annotated[
+    str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="EAGLE head: a folder, a hub name, specpool/tiny-eagle, specpool/tiny-eagle3, or "
+        "'none'. [default: specpool/tiny-eagle3 with the embedded target, else none]"
+    ),
+]
+ShapeText = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        help="What a round drafts: SxKxN, num_steps x topk x num_draft_tokens (root included), or "
+        "a chain's depth alone. [default: 3, that is 3x1x4]",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+
+@app.command()
+def generate(
+    target: Target = "specpool/tiny",
+    draft: Draft = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(help="A file with one prompt per line; '-' = one prompt from standard input."),
+    ] = None,
+    shape: ShapeText = None,
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
+    policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
+    layout: Annotated[Layout, typer.Option(help="Where drafts lie in a row.")] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or auto. [default: float32 on a CPU]"),
+    ] = None,
+    device: DeviceName = "cpu",
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampled text.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 96,
+    batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
+    max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages per group. [default: what free memory holds]")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    compare_ancestry: Annotated[
+        bool,
+        typer.Option(help="Run exact ancestry and upstream's reading; print both accept lengths."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Generate with drafts, then decode plainly on the same pages and compare."""
+    from specpool.cli.generate import Job, run
+
+    run(
+        Job(
+            target=target,
+            draft=draft,
+            prompts=prompt or [],
+            prompt_file=prompt_file,
+            shape=shape,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            compare_ancestry=compare_ancestry,
+            json=json,
+            sampling={
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "seed": seed,
+            },
+            options={
+                "page_size": page_size,
+                "placement": placement,
+                "policy": policy,
+                "layout": layout,
+                "max_batch": batch,
+                "max_context_len": max_context_len,
+                "num_pages": num_pages,
+            },
+        )
+    )
+
+
+@app.command()
+def info(json: Json = False) -> None:
+    """What is installed, and which back ends work here."""
+    from specpool.cli.info import show
+
+    show(json=json)
+
+
+@bench.command("generate")
+def bench_generate(
+    target: Target = "specpool/tiny",
+    draft: Draft = None,
+    shape: ShapeText = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    device: DeviceName = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")] = None,
+) -> None:
+    """Drafting beside plain decoding on our pages, beside transformers' own generate."""
+    from specpool.cli.bench import generate as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        num_tokens=tokens or [96, 400],
+        batch_sizes=batch or [1, 8],
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )

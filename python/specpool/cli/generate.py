@@ -1,0 +1,393 @@
+"""`specpool generate`: text as it comes, then the figures, then the proof against plain decoding."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from specpool import corpus
+from specpool._core import Shape
+from specpool.config import SamplingParams, check_int
+from specpool.engine import Chunk, Engine
+from specpool.errors import ConfigError
+from specpool.request import RequestOutput
+
+NUM_BUILT_IN_PROMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the command line asked for."""
+
+    target: str
+    draft: str | None
+    prompts: list[str]
+    prompt_file: str | None
+    shape: str | None
+    dtype: str | None
+    device: str
+    threads: int
+    compare_ancestry: bool
+    json: bool
+    sampling: dict[str, Any]
+    options: dict[str, Any]
+
+
+def parse_shape(text: str | None) -> Shape | None:
+    """`SxKxN` or a chain's depth; `none` and `0` draft nothing.
+
+    Raises:
+        ConfigError: another form, or a shape that EAGLE cannot build.
+    """
+    if text is None:
+        return None
+    if text in ("none", "0"):
+        return Shape.none()
+    try:
+        numbers = [int(part) for part in text.split("x")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1:
+        return Shape.eagle(numbers[0], 1, numbers[0] + 1)
+    if len(numbers) == 3:
+        return Shape.eagle(*numbers)
+    raise ConfigError(f"a shape is SxKxN (such as 4x4x16) or a chain's depth (3), got {text!r}")
+
+
+def draft_of(target: str, draft: str | None) -> str | None:
+    """The draft model to load: the embedded head goes with the embedded target."""
+    if draft is None:
+        return "specpool/tiny-eagle3" if target == "specpool/tiny" else None
+    return None if draft == "none" else draft
+
+
+def read_prompts(job: Job) -> list[str]:
+    """The prompts of the options, a file or standard input; else the built-in ones.
+
+    Raises:
+        ConfigError: a file that cannot be read, or one without a prompt.
+    """
+    prompts = list(job.prompts)
+    if job.prompt_file == "-":
+        prompts.append(sys.stdin.read())
+    elif job.prompt_file is not None:
+        try:
+            lines = Path(job.prompt_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the prompt file {job.prompt_file}: {error}") from None
+        prompts += [line for line in lines if line.strip()]
+        if not prompts:
+            raise ConfigError(f"the prompt file {job.prompt_file} holds no prompt")
+    if prompts:
+        return prompts
+    if job.target != "specpool/tiny":
+        raise ConfigError("no prompt: give --prompt or --prompt-file")
+    return [bytes(ids).decode() for ids in corpus.prompts(NUM_BUILT_IN_PROMPTS)]
+
+
+class Interrupt:
+    """Ctrl-C asks to stop after the round; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Catch SIGINT inside the block."""
+        before = signal.signal(signal.SIGINT, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+class Printer:
+    """Prints chunks as they come, one prompt after the other, accepted drafts marked."""
+
+    def __init__(self, console: Console, prompts: Sequence[str]) -> None:
+        self._console, self._prompts = console, prompts
+        self._waiting: list[list[tuple[str, bool]]] = [[] for _ in prompts]
+        self._done = [False] * len(prompts)
+        self._current = -1
+        self._advance()
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Print a chunk, or keep it until the prompts before are done."""
+        self._waiting[chunk.index] += chunk.pieces
+        if chunk.index == self._current:
+            self._flush()
+
+    def done(self, index: int) -> None:
+        """A prompt's output is complete."""
+        self._done[index] = True
+        while self._current < len(self._prompts) and self._done[self._current]:
+            self._console.print()
+            self._advance()
+
+    def _advance(self) -> None:
+        self._current += 1
+        if self._current < len(self._prompts):
+            self._console.rule(f"prompt {self._current + 1}")
+            prompt = escape(self._prompts[self._current])
+            self._console.print(f"[dim]{prompt}[/dim]", end="", highlight=False, soft_wrap=True)
+            self._flush()
+
+    def _flush(self) -> None:
+        for text, from_draft in self._waiting[self._current]:
+            if from_draft and self._console.color_system is None:
+                text = f"‹{text}›"
+            style = "green" if from_draft else "bold yellow"
+            self._console.print(
+                escape(text), style=style, end="", highlight=False, soft_wrap=True
+            )
+        self._waiting[self._current].clear()
+
+
+@dataclass(slots=True)
+class Timed:
+    """Outputs of one run, and how long the engine took."""
+
+    outputs: list[RequestOutput]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+def timed(
+    engine: Engine,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    interrupt: Interrupt,
+    *,
+    shape: Shape | None = None,
+    printer: Printer | None = None,
+) -> Timed:
+    """Run the prompts; the time is the engine's alone, without printing."""
+    outputs: dict[int, RequestOutput] = {}
+    seconds = 0.0
+    stream = engine.stream(prompts, params, shape=shape)
+    try:
+        while not interrupt.asked:
+            start = time.perf_counter()
+            item = next(stream, None)
+            seconds += time.perf_counter() - start
+            if item is None:
+                break
+            if isinstance(item, Chunk):
+                if printer is not None:
+                    printer.chunk(item)
+            else:
+                outputs[item.index] = item
+                if printer is not None:
+                    printer.done(item.index)
+    finally:
+        stream.close()  # type: ignore[attr-defined]
+    return Timed([outputs[index] for index in sorted(outputs)], seconds)
+
+
+def accept_histogram(outputs: Sequence[RequestOutput]) -> dict[int, int]:
+    """Rounds by accept length, bonus included."""
+    counts = Counter(n for output in outputs for n in output.accept_lens)
+    return dict(sorted(counts.items()))
+
+
+def mean_accept_len(outputs: Sequence[RequestOutput]) -> float:
+    """Mean accept length over all rounds, bonus included."""
+    rounds = sum(output.verify_ct for output in outputs)
+    return sum(sum(output.accept_lens) for output in outputs) / rounds if rounds else 0.0
+
+
+def run(job: Job) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: an option that cannot work.
+    """
+    check_int("threads", job.threads, 1, 1 << 10)
+    torch.set_num_threads(job.threads)
+    console = Console(stderr=job.json)
+    shape = parse_shape(job.shape)
+    params = SamplingParams(**job.sampling)
+    prompts = read_prompts(job)
+    draft = draft_of(job.target, job.draft)
+    if job.compare_ancestry and draft is None:
+        raise ConfigError("--compare-ancestry needs a draft model")
+
+    def load(**options: Any) -> Engine:
+        with Progress(
+            SpinnerColumn(), TextColumn("loading {task.description}"), transient=True, console=console
+        ) as progress:
+            progress.add_task(f"{job.target} and {draft}")
+            return Engine.from_pretrained(
+                job.target,
+                draft=draft,
+                dtype=job.dtype,
+                device=job.device,
+                shape=shape,
+                **job.options,
+                **options,
+            )
+
+    interrupt = Interrupt()
+    with interrupt.handled():
+        if job.compare_ancestry:
+            _compare_ancestry(job, load, prompts, params, interrupt, console)
+        else:
+            with load() as engine:
+                _generate(job, engine, prompts, params, interrupt, console)
+    if interrupt.asked:
+        console.print("interrupted: requests aborted, pages returned")
+        raise SystemExit(130)
+
+
+def _generate(
+    job: Job,
+    engine: Engine,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    interrupt: Interrupt,
+    console: Console,
+) -> None:
+    if not job.json:
+        pools = ", ".join(
+            f"{p.name}: {p.num_pages} pages of {p.page_size} slots" for p in engine.pool_stats()
+        )
+        console.print(f"{engine.kv_bytes / 2**20:.1f} MiB of KV ({pools})", highlight=False)
+    warm_up = SamplingParams(max_new_tokens=8)
+    for kind in (None, Shape.none()):
+        timed(engine, prompts[:1], warm_up, interrupt, shape=kind)
+    printer = None if job.json else Printer(console, prompts)
+    drafted = timed(engine, prompts, params, interrupt, printer=printer)
+    peak = list(engine.peak_pages)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("decoding plainly, for comparison"),
+        TimeElapsedColumn(),
+        transient=True,
+        console=console,
+    ) as progress:
+        progress.add_task("plain")
+        plain = timed(engine, prompts, params, interrupt, shape=Shape.none())
+    if interrupt.asked:
+        return
+    report = _report(engine, drafted, plain, peak)
+    if job.json:
+        report["outputs"] = [asdict(output) for output in drafted.outputs]
+        print(json.dumps(report))
+    else:
+        console.print(_table(report))
+
+
+def _report(
+    engine: Engine, drafted: Timed, plain: Timed, peak_pages: Sequence[int]
+) -> dict[str, Any]:
+    pairs = zip(drafted.outputs, plain.outputs, strict=True)
+    identical = all(a.token_ids == b.token_ids for a, b in pairs)
+    shape = engine.shape
+    return {
+        "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
+        "rounds": sum(output.verify_ct for output in drafted.outputs),
+        "accept_len": mean_accept_len(drafted.outputs),
+        "accept_histogram": accept_histogram(drafted.outputs),
+        "tokens": drafted.num_tokens,
+        "tokens_per_second": drafted.tokens_per_second,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "speedup": drafted.tokens_per_second / plain.tokens_per_second,
+        "identical_to_plain": identical,
+        "errors": [output.error for output in drafted.outputs if output.error is not None],
+        "pools": [
+            {
+                "group": pool.name,
+                "pages": pool.num_pages,
+                "peak_used": peak,
+                "free": pool.free_pages,
+                "leaked": pool.num_pages - pool.free_pages,
+            }
+            for pool, peak in zip(engine.pool_stats(), peak_pages, strict=True)
+        ],
+    }
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(show_header=False, title="specpool generate")
+    steps, topk, nodes = report["shape"]
+    table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
+    table.add_row("rounds", str(report["rounds"]))
+    table.add_row("accept length", f"{report['accept_len']:.2f} tokens a round, bonus included")
+    most = max(report["accept_histogram"].values(), default=1)
+    for length, count in report["accept_histogram"].items():
+        table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / most))} {count}")
+    table.add_row(
+        "speed",
+        f"{report['tokens_per_second']:.0f} tokens/s, plain decoding on the same pages "
+        f"{report['plain_tokens_per_second']:.0f}: {report['speedup']:.2f}x",
+    )
+    for pool in report["pools"]:
+        table.add_row(
+            f"pages of {pool['group']}",
+            f"{pool['pages']}: {pool['peak_used']} used at the peak, {pool['free']} free now, "
+            f"{pool['leaked']} leaked",
+        )
+    table.add_row("identical to plain decoding", "yes" if report["identical_to_plain"] else "NO")
+    for error in report["errors"]:
+        table.add_row("error", error)
+    return table
+
+
+def _compare_ancestry(
+    job: Job,
+    load: Any,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    interrupt: Interrupt,
+    console: Console,
+) -> None:
+    """Accept lengths with the true ancestors and with upstream's reading of the branches."""
+    results = {}
+    for ancestry in ("exact", "branch"):
+        with load(ancestry=ancestry) as engine:
+            outputs = timed(engine, prompts, params, interrupt).outputs
+            results[ancestry] = {
+                "accept_len": mean_accept_len(outputs),
+                "rounds": sum(output.verify_ct for output in outputs),
+            }
+        if interrupt.asked:
+            return
+    if job.json:
+        print(json.dumps(results))
+        return
+    table = Table(title="draft tokens attend to")
+    for column in ("", "accept length", "rounds"):
+        table.add_column(column)
+    names = {"exact": "their true ancestors", "branch": "their branch's slots (upstream)"}
+    for ancestry, result in results.items():
+        table.add_row(names[ancestry], f"{result['accept_len']:.3f}", str(result["rounds"]))
+    console.print(table)

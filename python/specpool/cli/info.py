@@ -1,0 +1,57 @@
+"""`specpool info`: what is installed here, and which back ends work."""
+
+from __future__ import annotations
+
+import json as json_module
+import platform
+from importlib import metadata
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("numpy", "torch", "transformers", "safetensors", "cupy-cuda12x", "cupy-cuda13x")
+
+
+def collect() -> dict[str, dict[str, str]]:
+    """Versions and back ends, each with a word on whether it works."""
+    import specpool
+
+    versions = {"specpool": specpool.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {"versions": versions, "back ends": {"torch, cpu": _cpu(), "torch, cuda": _cuda()}}
+
+
+def _cpu() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "no: pip install 'specpool[hf]'"
+    return f"works, {torch.get_num_threads()} threads"
+
+
+def _cuda() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "no: pip install 'specpool[hf]'"
+    if not torch.cuda.is_available():
+        return "no: torch finds no CUDA device"
+    return f"works, {torch.cuda.get_device_name()}"
+
+
+def show(*, json: bool) -> None:
+    """Print what `collect` finds, as tables or as JSON."""
+    found = collect()
+    if json:
+        print(json_module.dumps(found))
+        return
+    table = Table(title="specpool info", show_header=False)
+    for section in found.values():
+        for name, value in section.items():
+            table.add_row(name, value)
+        table.add_section()
+    Console().print(table)

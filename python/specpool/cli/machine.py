@@ -1,0 +1,110 @@
+"""What every benchmark prints: the machine, and results beside a reference of the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specpool.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure and what it is compared with; `ratio` is value / reference_value."""
+
+    name: str
+    value: float
+    unit: str
+    reference: str
+    reference_value: float
+
+    @property
+    def ratio(self) -> float:
+        """The value over the reference's."""
+        return self.value / self.reference_value
+
+
+def machine(device: str, threads: int) -> dict[str, Any]:
+    """Where the figures come from."""
+    import torch
+    import transformers
+
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    on_gpu = device.startswith("cuda")
+    return {
+        "date": date.today().isoformat(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def interleaved(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
+    """Medians of `repeats` rounds in which every run takes its turn: noise hits all alike."""
+    values: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for taken, run in zip(values, runs, strict=True):
+            taken.append(run())
+    return [statistics.median(taken) for taken in values]
+
+
+def report(
+    title: str, where: dict[str, Any], results: Sequence[Result], *, json_only: bool, plot: Path | None
+) -> None:
+    """Print the results as JSON or as a table; draw them if asked."""
+    if json_only:
+        rows = [asdict(result) | {"ratio": result.ratio} for result in results]
+        print(json.dumps({"machine": where, "results": rows}, indent=1))
+    else:
+        table = Table(title=title)
+        for column in ("", "value", "unit", "reference", "its value", "ratio"):
+            table.add_column(column, justify="left" if column in ("", "unit", "reference") else "right")
+        for r in results:
+            table.add_row(
+                r.name, f"{r.value:.4g}", r.unit, r.reference, f"{r.reference_value:.4g}", f"{r.ratio:.2f}"
+            )
+        Console().print(table)
+    if plot is not None:
+        _plot(title, results, plot)
+
+
+def _plot(title: str, results: Sequence[Result], path: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.6 * len(results)), layout="constrained")
+    places = range(len(results))
+    axes.barh([p + 0.2 for p in places], [r.value for r in results], 0.4, label="value")
+    axes.barh([p - 0.2 for p in places], [r.reference_value for r in results], 0.4, label="reference")
+    axes.set_yticks(list(places), [f"{r.name}\nbeside {r.reference}: {r.ratio:.2f}" for r in results])
+    axes.invert_yaxis()
+    axes.set_xlabel(results[0].unit)
+    axes.set_title(title)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+    pyplot.close(figure)

@@ -1,0 +1,122 @@
+"""What the user may choose: `EngineConfig` for an engine, `SamplingParams` for a request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from specpool._core import Shape
+from specpool.errors import ConfigError
+
+Placement = Literal["split", "shared"]
+Policy = Literal["exact", "double_buffer"]
+Layout = Literal["auto", "dense", "holey"]
+Ancestry = Literal["exact", "branch"]
+
+
+def check_int(name: str, value: object, least: int, most: int) -> None:
+    """Raise `ConfigError` unless `value` is an int in `[least, most]`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} must be an integer in [{least}, {most}], got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine lays out its memory and drafts.
+
+    Attributes:
+        shape: what a drafting round does; None = a chain of 3 with a drafter, else no drafting.
+        page_size: slots per page, in every group.
+        placement: `split` = target layers and draft layers in groups of their own; `shared` = one
+            group, the draft's branches in the target's rows (what SGLang does).
+        policy: how much a round reserves; `double_buffer` is SGLang's, for comparison.
+        layout: where drafts lie in a row; `auto` = dense (the torch back end reads single tokens).
+        ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
+            own slots, whatever they hold (SGLang's reading, for comparison).
+        max_batch: requests that run at once.
+        max_context_len: tokens of a sequence at most; None = what the model's positions allow.
+        num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
+        kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
+    """
+
+    shape: Shape | None = None
+    page_size: int = 16
+    placement: Placement = "split"
+    policy: Policy = "exact"
+    layout: Layout = "auto"
+    ancestry: Ancestry = "exact"
+    max_batch: int = 8
+    max_context_len: int | None = None
+    num_pages: int | None = None
+    kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and not isinstance(self.shape, Shape):
+            raise ConfigError(f"shape must be a specpool.Shape or None, got {self.shape!r}")
+        check_int("page_size", self.page_size, 1, 1 << 20)
+        check_choice("placement", self.placement, get_args(Placement))
+        check_choice("policy", self.policy, get_args(Policy))
+        check_choice("layout", self.layout, get_args(Layout))
+        check_choice("ancestry", self.ancestry, get_args(Ancestry))
+        check_int("max_batch", self.max_batch, 1, 1 << 16)
+        if self.max_context_len is not None:
+            check_int("max_context_len", self.max_context_len, 2, 1 << 30)
+        if self.num_pages is not None:
+            check_int("num_pages", self.num_pages, 1, 1 << 31)
+        if self.kv_bytes is not None:
+            check_int("kv_bytes", self.kv_bytes, 1, 1 << 50)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most.
+        temperature: 0 = greedy.
+        top_k: keep this many of the most likely tokens; 0 = all.
+        top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all.
+        seed: a token is a function of its distribution, the seed and its position alone (spec 5);
+            None = a fresh seed, reported in the output.
+        logprobs: None = none; n = the chosen token's log probability and those of the n most likely
+            tokens, from the target's logits before temperature and truncation.
+        ignore_eos: go on after an end-of-sequence token.
+        stop_token_ids: tokens that end the request, beside the model's own.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
+        check_int("top_k", self.top_k, 0, (1 << 31) - 1)
+        for name, value, most in (
+            ("temperature", self.temperature, 1e4),
+            ("top_p", self.top_p, 1.0),
+        ):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or math.isnan(value) or not 0 <= value <= most:
+                raise ConfigError(f"{name} must be a number in [0, {most:g}], got {value!r}")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0, got 0")
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, (1 << 64) - 1)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, 1 << 20)
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise ConfigError(f"stop_token_ids must be a tuple of ids, got {self.stop_token_ids!r}")
+        for token in self.stop_token_ids:
+            check_int("stop_token_ids", token, 0, (1 << 31) - 1)

@@ -1,0 +1,88 @@
+"""What every drafter answers: which KV it keeps, which features it wants, and its proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specpool import kernels
+from specpool._core import Shape
+from specpool.kv_cache import KVCache, LayerKV
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """The trees of one round, one per lane. Node 0 is the root; parents precede children."""
+
+    tokens: Int64  # [B, N]
+    depths: Int32  # [B, N], the root's is 0
+    mask: npt.NDArray[np.bool_]  # [B, N, N], a node's ancestors and itself
+    first_child: Int32  # [B, N], -1 = none
+    next_sibling: Int32  # [B, N], -1 = none
+
+    @classmethod
+    def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:
+        """Build the links from `parents` [B, N]; `parents[:, 0] == -1`, `parents[b, i] < i`."""
+        return cls(tokens, *kernels.tree_from_parents(parents))
+
+    @classmethod
+    def root_only(cls, root_tokens: Int64) -> DraftTree:
+        """Shape 0: nothing is proposed."""
+        return cls.from_parents(root_tokens[:, None], np.full((len(root_tokens), 1), -1, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The rows of one step's batch and what each of them gets, lane by lane."""
+
+    rows: Int32  # [B]
+    starts: Int32  # [B], positions below have KV already
+    q_lens: Int32  # [B], tokens of this forward
+
+
+class Drafter(Protocol):
+    """Proposes trees; keeps its own state per row."""
+
+    @property
+    def layers(self) -> Sequence[LayerKV]:
+        """Layers whose KV it keeps in our pages; empty = it keeps none."""
+
+    @property
+    def feature_layers(self) -> Sequence[int]:
+        """Target layers whose inputs it wants as features; empty = the last hidden state."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `propose` needs the rows' tokens on the host."""
+
+    def attach(self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape) -> None:
+        """Its layers are `first_layer, ...` of `cache`, in `group`; `shape` is the largest."""
+
+    def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
+        """Take over tokens whose target KV is final.
+
+        Args:
+            lanes: which positions of which rows.
+            tokens: int64 [T], for each position p of `lanes` the token at p + 1.
+            features: [T, f], the target's features at p.
+        """
+
+    def propose(
+        self, lanes: Lanes, shape: Shape, root_tokens: Int64, tokens: Sequence[Sequence[int]] | None
+    ) -> DraftTree:
+        """Propose a tree of `shape` for each lane.
+
+        Args:
+            lanes: `starts` are the roots' positions.
+            shape: one shape for the whole batch.
+            root_tokens: int64 [B].
+            tokens: prompt and output of each lane, the root last, if `reads_tokens`.
+        """

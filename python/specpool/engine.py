@@ -1,0 +1,456 @@
+"""`Engine`: a target model, perhaps a drafter, and the pages they share."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from specpool._core import Plan, Shape
+from specpool.assets import resolve
+from specpool.config import EngineConfig, SamplingParams
+from specpool.draft import Drafter, EagleDrafter
+from specpool.errors import ConfigError, CorruptState
+from specpool.kv_cache import KVCache
+from specpool.memory import plan_pools
+from specpool.models import TargetModel
+from specpool.request import Request, RequestOutput, fresh_seed
+from specpool.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from specpool.tokens import TextStream, load_tokenizer
+from specpool.worker import EagleWorker, RoundResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int]
+
+#: Tokens of one prefill forward; longer prompts are run in chunks.
+PREFILL_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came new to one prompt's output.
+
+    Attributes:
+        index: which prompt.
+        token_ids: the new tokens.
+        pieces: the new text in runs, each with whether it is accepted drafts. A character whose
+            bytes are not complete yet waits for the next chunk.
+    """
+
+    index: int
+    token_ids: list[int]
+    pieces: list[tuple[str, bool]]
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of one group."""
+
+    name: str
+    page_size: int
+    num_pages: int
+    free_pages: int
+    fenced_pages: int
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that are neither free nor fenced."""
+        return self.num_pages - self.free_pages - self.fenced_pages
+
+
+class Engine:
+    """Generates text with a Hugging Face decoder on our pages, an EAGLE head drafting for it.
+
+    Use it as a context manager, or call `close`: a model that was passed in gets its own attention
+    back.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Build the pools for loaded models; most callers want `from_pretrained`.
+
+        Raises:
+            ConfigError: the configuration, the models and the memory do not fit together.
+        """
+        config = config or EngineConfig()
+        self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
+        self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
+        if drafter is None and self.shape.num_draft_tokens > 1:
+            raise ConfigError(f"{self.shape} drafts, but there is no draft model")
+        limit = target.max_context_len
+        self.max_context_len = config.max_context_len or limit
+        if self.max_context_len > limit:
+            raise ConfigError(
+                f"max_context_len {self.max_context_len} is above the model's {limit} positions"
+            )
+        draft_layers = drafter.layers if drafter is not None else ()
+        pools = plan_pools(
+            config,
+            target.layer_kv,
+            draft_layers,
+            shape=self.shape,
+            max_context_len=self.max_context_len,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        self.ledger = pools.ledger
+        self.kv_bytes = pools.kv_bytes
+        self.cache = KVCache(
+            pools.ledger,
+            [*target.layer_kv, *draft_layers],
+            pools.layer_groups,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        if drafter is not None:
+            target.capture(drafter.feature_layers)
+            layout = pools.ledger.groups[pools.draft_group].layout
+            drafter.attach(self.cache, target.num_layers, pools.draft_group, layout, self.shape)
+        self._worker = EagleWorker(
+            target,
+            drafter,
+            self.cache,
+            target_groups=pools.target_groups,
+            max_context_len=self.max_context_len,
+        )
+        self._scheduler = Scheduler(
+            self.ledger, max_batch=config.max_batch, prefill_tokens=PREFILL_TOKENS
+        )
+        self._ids = itertools.count(1)
+        self.peak_pages = [0] * len(self.ledger.groups)  # most pages ever used, per group
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | PathLike[str] | PreTrainedModel = "specpool/tiny",
+        *,
+        draft: str | PathLike[str] | Drafter | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        feature_layers: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load a target and a draft model and build an engine.
+
+        Args:
+            target: a folder, a hub name, `specpool/tiny` (embedded), or a model in memory.
+            draft: an EAGLE head (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`),
+                a drafter object, or None for plain decoding.
+            dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
+                None = float32 on a CPU, else `auto`. A model in memory keeps its own.
+            device: where the models and the KV live. A model in memory stays where it is.
+            tokenizer: instead of the one in the target's folder.
+            feature_layers: target layers whose inputs the head reads, instead of the checkpoint's.
+            **options: fields of `EngineConfig`.
+
+        Raises:
+            ConfigError: a path, an option or a checkpoint that does not fit.
+        """
+        try:
+            config = EngineConfig(**options)
+        except TypeError as error:
+            names = ", ".join(EngineConfig.__dataclass_fields__)
+            raise ConfigError(f"{error}; the options are {names}") from None
+        source = resolve(target) if isinstance(target, str) else target
+        in_memory = not isinstance(source, str | PathLike)
+        if dtype is None and not in_memory:
+            dtype = "float32" if torch.device(device).type == "cpu" else "auto"
+        model = TargetModel.from_pretrained(
+            source, dtype=dtype, device=None if in_memory else device
+        )
+        try:
+            drafter: Drafter | None
+            if isinstance(draft, str | PathLike):
+                drafter = EagleDrafter.from_pretrained(
+                    resolve(draft) if isinstance(draft, str) else draft,
+                    model,
+                    max_context_len=config.max_context_len,
+                    ancestry=config.ancestry,
+                    feature_layers=feature_layers,
+                )
+            else:
+                drafter = draft
+            if tokenizer is None and not in_memory:
+                tokenizer = load_tokenizer(source)
+            return cls(model, drafter, config=config, tokenizer=tokenizer)
+        except BaseException:
+            model.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; returns the outputs in the prompts' order.
+
+        Args:
+            prompts: strings, or token ids; one prompt or a list.
+            params: one for all, or one per prompt.
+            shape: None = the engine's; `Shape.none()` = plain decoding on the same pages.
+
+        Raises:
+            ConfigError: a prompt or a parameter that cannot work; nothing has run then.
+        """
+        requests = self._requests(prompts, params, shape)
+        for _ in self._run(requests):
+            pass
+        return [self._output(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | None = None,
+    ) -> Iterator[Chunk | RequestOutput]:
+        """As `generate`, round by round: chunks as they come, and each output when it is done.
+
+        Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
+        what is left.
+        """
+        requests = self._requests(prompts, params, shape)
+        return self._stream(requests)
+
+    def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
+        texts = [TextStream(self.tokenizer) for _ in requests]
+        for index, start in self._run(requests):
+            request = requests[index]
+            done = request.finish_reason is not None
+            new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))
+            pieces = []
+            for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
+                tokens = self._visible([token for token, _ in run], request)
+                pieces.append((texts[index].push(tokens), from_draft))
+            if done:
+                pieces.append((texts[index].push([], last=True), False))
+            if new:
+                yield Chunk(index, [token for token, _ in new], [p for p in pieces if p[0]])
+            if done:
+                yield self._output(request)
+
+    def pool_stats(self) -> list[PoolStats]:
+        """Pages of each group now."""
+        return [
+            PoolStats(
+                group.name,
+                group.page_size,
+                group.num_pages,
+                self.ledger.free_pages(index),
+                self.ledger.fenced_pages(index),
+            )
+            for index, group in enumerate(self.ledger.groups)
+        ]
+
+    def close(self) -> None:
+        """Abort what runs and give the target model its own attention back."""
+        for request in self._scheduler.requests():
+            self._finish(request, "abort")
+        self.target.close()
+
+    def __enter__(self) -> Engine:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the engine."""
+        self.close()
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        shape: Shape | None,
+    ) -> list[Request]:
+        """Check every prompt and parameter; nothing is queued yet."""
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+            prompts = [prompts]  # type: ignore[list-item]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        shape = shape or self.shape
+        if shape not in self.ledger.shapes:
+            raise ConfigError(f"{shape} is not among the engine's shapes {self.ledger.shapes}")
+        requests = [
+            self._request(index, prompt, p, shape)
+            for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
+        for request in requests:
+            self._scheduler.check(request)
+        return requests
+
+    def _request(
+        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape
+    ) -> Request:
+        ids = self._encode(index, prompt)
+        if not ids:
+            raise ConfigError(f"prompt {index} is empty")
+        vocab_size = self.target.vocab_size
+        for position, token in enumerate(ids):
+            if not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"prompt {index} has token id {token} at position {position}; "
+                    f"the vocabulary is [0, {vocab_size})"
+                )
+        if len(ids) >= self.max_context_len:
+            raise ConfigError(
+                f"prompt {index} has {len(ids)} tokens; with one new token at least, "
+                f"max_context_len {self.max_context_len} leaves room for {self.max_context_len - 1}"
+            )
+        eos = frozenset[int]() if params.ignore_eos else self.target.eos_token_ids
+        return Request(
+            request_id=next(self._ids),
+            index=index,
+            prompt_len=len(ids),
+            tokens=ids,
+            params=params,
+            shape=shape,
+            max_len=min(len(ids) + params.max_new_tokens, self.max_context_len),
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            seed=fresh_seed() if params.seed is None else params.seed,
+        )
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError:
+                raise ConfigError(
+                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
+                ) from None
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"prompt {index} is a string, but the target has no tokenizer: give token ids"
+            )
+        return list(self.tokenizer.encode(prompt))
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[int, int]]:
+        """Run until these are done; yields (which one, its output's length before the news)."""
+        seen = [0] * len(requests)
+        pending = set(range(len(requests)))
+        try:
+            for request in requests:
+                self._scheduler.submit(request)
+            while pending:
+                # Another iterator's steps may have moved ours on, so look before each step.
+                for index in sorted(pending):
+                    request, start = requests[index], seen[index]
+                    seen[index] = len(request.output_ids)
+                    if request.finish_reason is not None:
+                        pending.discard(index)
+                    if seen[index] > start or index not in pending:
+                        yield index, start
+                if pending:
+                    self._step()
+        finally:
+            for request in requests:
+                if request.finish_reason is None:
+                    self._finish(request, "abort")
+
+    def _step(self) -> None:
+        """One forward of the target, prepared, launched, resolved and completed."""
+        batch = self._scheduler.next_batch()
+        if batch is None:
+            raise CorruptState("a request is neither waiting nor running")
+        rows = np.array([request.row for request in batch.requests], np.int32)
+        keeps_kv = self.drafter is not None and bool(self.drafter.layers)
+        writes_draft = keeps_kv and any(r.shape.num_draft_tokens > 1 for r in batch.requests)
+        if isinstance(batch, PrefillBatch):
+            ends = [r.prefilled_len + n for r, n in zip(batch.requests, batch.chunk_lens, strict=True)]
+            plan = self.ledger.prepare_extend(
+                rows, np.array(ends, np.int32), writes_draft=writes_draft
+            )
+        else:
+            shapes = np.full(len(rows), self.ledger.shapes.index(batch.shape), np.int32)
+            plan = self.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+        result = self._launch(plan, batch)
+        for i, request in enumerate(batch.requests):
+            request.tainted |= result.not_finite[i]
+            if isinstance(batch, PrefillBatch):
+                request.prefilled_len += batch.chunk_lens[i]
+            else:
+                request.accept_lens.append(int(result.accept_len[i]))
+            request.append(result.tokens[i], result.logprobs[i])
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason)
+
+    def _launch(self, plan: Plan, batch: PrefillBatch | DecodeBatch) -> RoundResult:
+        """Run a prepared step to its end; if the forward fails, every row in it goes back."""
+        self.peak_pages = [
+            max(peak, pool.used_pages)
+            for peak, pool in zip(self.peak_pages, self.pool_stats(), strict=True)
+        ]
+        self.ledger.launch(plan.step)
+        try:
+            self.cache.apply_delta(plan.step)
+            if isinstance(batch, PrefillBatch):
+                result = self._worker.prefill(plan, batch.requests)
+            else:
+                result = self._worker.decode(plan, batch.requests, batch.shape)
+                self.ledger.resolve(plan.step, result.accept_len)
+        except BaseException:
+            for request in batch.requests:
+                request.tainted = True
+                self._finish(request, "abort")
+            if isinstance(batch, DecodeBatch):
+                self.ledger.resolve(plan.step, np.ones(len(plan.rows), np.int32))
+            self.ledger.complete(plan.step)
+            raise
+        self.ledger.complete(plan.step)
+        return result
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        if request.row and request.tainted:
+            for group in range(len(self.ledger.groups)):
+                pages = self.ledger.page_table(group)[request.row]
+                self.cache.scrub(group, pages[pages > 0])
+        self._scheduler.release(request)
+
+    def _visible(self, tokens: list[int], request: Request) -> list[int]:
+        return [token for token in tokens if token not in request.stop_ids]
+
+    def _output(self, request: Request) -> RequestOutput:
+        text = TextStream(self.tokenizer)
+        ids = request.output_ids
+        return RequestOutput(
+            index=request.index,
+            prompt_ids=request.tokens[: request.prompt_len],
+            token_ids=ids,
+            text=text.push(self._visible(ids, request), last=True),
+            finish_reason=request.finish_reason or "abort",
+            error=request.error,
+            seed=request.seed,
+            accept_lens=request.accept_lens,
+            from_draft=request.from_draft,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+        )

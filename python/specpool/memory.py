@@ -1,0 +1,125 @@
+"""How many pages fit: from free memory and the bytes of a page to the groups of a ledger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specpool._core import Group, Ledger, Shape
+from specpool.config import EngineConfig
+from specpool.errors import ConfigError
+from specpool.kv_cache import LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The ledger to build, and where each layer's KV lies.
+
+    Attributes:
+        ledger: with its groups sized.
+        layer_groups: the group of each layer: the target's layers, then the draft's.
+        target_groups: the same for the target's layers alone.
+        draft_group: the group that hosts the draft's layers.
+        kv_bytes: bytes of all KV buffers.
+    """
+
+    ledger: Ledger
+    layer_groups: list[int]
+    target_groups: list[int]
+    draft_group: int
+    kv_bytes: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_pools(
+    config: EngineConfig,
+    target_layers: Sequence[LayerKV],
+    draft_layers: Sequence[LayerKV],
+    *,
+    shape: Shape,
+    max_context_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PoolPlan:
+    """Size the groups and build the ledger.
+
+    Args:
+        config: placement, policy, layout, page size, and `num_pages` or `kv_bytes` if given.
+        target_layers: of the target model.
+        draft_layers: of the drafter; empty if it keeps no KV.
+        shape: the shape that will run beside shape 0.
+        max_context_len: tokens of a sequence at most.
+        dtype: of the KV.
+        device: where the KV lives.
+
+    Raises:
+        ConfigError: the memory does not hold one full row.
+    """
+    split = config.placement == "split" and bool(draft_layers)
+    # A shared group hosts the branches whoever drafts, as upstream's does.
+    hosts_drafts = split or (config.placement == "shared" and shape.num_draft_tokens > 1)
+    layout = "dense" if config.layout == "auto" else config.layout
+    target_groups = [0] * len(target_layers)
+    draft_group = 1 if split else 0
+    layer_groups = target_groups + [draft_group] * len(draft_layers)
+    names = ["target", "draft"] if split else ["kv"]
+    layers = [*target_layers, *draft_layers]
+    page_bytes = [
+        config.page_size
+        * sum(
+            layer.bytes_per_token(dtype)
+            for layer, group in zip(layers, layer_groups, strict=True)
+            if group == index
+        )
+        for index in range(len(names))
+    ]
+
+    def build(num_pages: Sequence[int]) -> Ledger:
+        groups = [
+            Group(
+                name,
+                page_size=config.page_size,
+                num_pages=pages,
+                hosts_drafts=hosts_drafts and index == draft_group,
+                layout=layout,
+            )
+            for index, (name, pages) in enumerate(zip(names, num_pages, strict=True))
+        ]
+        return Ledger(
+            groups,
+            [shape],
+            num_rows=config.max_batch,
+            max_context_len=max_context_len,
+            policy=config.policy,
+            draft_kv=bool(draft_layers),
+        )
+
+    if config.num_pages is not None:
+        num_pages = [config.num_pages] * len(names)
+        ledger = build(num_pages)
+    else:
+        most = (1 << 31) // config.page_size - 1
+        widest = build([most] * len(names))
+        per_row = [widest.pages_per_row(index) for index in range(len(names))]
+        row_bytes = sum(p * b for p, b in zip(per_row, page_bytes, strict=True))
+        budget = free_bytes(device) // 2 if config.kv_bytes is None else config.kv_bytes
+        # The sinks (page 0 of each group) come first.
+        rows = min((budget - sum(page_bytes)) / row_bytes, float(config.max_batch))
+        if rows < 1:
+            raise ConfigError(
+                f"one row of {max_context_len} tokens needs {row_bytes + sum(page_bytes)} bytes of "
+                f"KV, {budget} are to be had: lower max_context_len or the dtype, or give kv_bytes"
+            )
+        num_pages = [min(int(rows * p), most) for p in per_row]
+        ledger = build(num_pages)
+    kv_bytes = sum((n + 1) * b for n, b in zip(num_pages, page_bytes, strict=True))
+    return PoolPlan(ledger, layer_groups, target_groups, draft_group, kv_bytes)

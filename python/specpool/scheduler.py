@@ -1,0 +1,110 @@
+"""Which requests run: admission, prefill in chunks, decode rounds.
+
+A request is admitted when every page it could ever need, in every group, fits beside what the
+running ones could need. So no round ever runs out of pages, and nothing is retracted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from specpool._core import Ledger, Shape
+from specpool.errors import ConfigError
+from specpool.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Prompts, or chunks of them, to be run in one forward."""
+
+    requests: list[Request]
+    chunk_lens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """One round of requests that share a shape."""
+
+    requests: list[Request]
+    shape: Shape
+
+
+class Scheduler:
+    """The waiting queue and the running batch, first come, first served."""
+
+    def __init__(self, ledger: Ledger, *, max_batch: int, prefill_tokens: int) -> None:
+        """Schedule on `ledger`; a prefill forward runs at most `prefill_tokens` tokens."""
+        self._ledger = ledger
+        self._max_batch = max_batch
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._claimed = np.zeros(len(ledger.groups), np.int64)  # pages promised to running rows
+
+    def check(self, request: Request) -> None:
+        """Raise `ConfigError` if the request could never run, even alone."""
+        need = self._pages_needed(request)
+        for group, pages in zip(self._ledger.groups, need, strict=True):
+            if pages > group.num_pages:
+                raise ConfigError(
+                    f"a prompt of {request.prompt_len} tokens with "
+                    f"{request.max_len - request.prompt_len} new ones needs {pages} pages of group "
+                    f"{group.name}, which has {group.num_pages}"
+                )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that `check` has passed."""
+        self._waiting.append(request)
+
+    def requests(self) -> list[Request]:
+        """All requests, running ones first."""
+        return [*self._running, *self._waiting]
+
+    def next_batch(self) -> PrefillBatch | DecodeBatch | None:
+        """What to run now: prefill first, then decode; None when nothing is left."""
+        self._admit()
+        chunks: list[tuple[Request, int]] = []
+        budget = self._prefill_tokens
+        for request in self._running:
+            if not request.is_prefilled and budget:
+                chunks.append((request, min(budget, request.prompt_len - request.prefilled_len)))
+                budget -= chunks[-1][1]
+        if chunks:
+            return PrefillBatch([r for r, _ in chunks], [n for _, n in chunks])
+        if not self._running:
+            return None
+        # Shapes take turns: the request with the fewest rounds picks.
+        shape = min(self._running, key=lambda request: len(request.accept_lens)).shape
+        return DecodeBatch([r for r in self._running if r.shape == shape], shape)
+
+    def release(self, request: Request) -> None:
+        """Give a finished or aborted request's row and pages back; a waiting one is forgotten."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.row:
+            self._running.remove(request)
+            self._claimed -= self._pages_needed(request)
+            if request.finish_reason in ("stop", "length"):
+                self._ledger.finish(request.row)
+            else:
+                self._ledger.abort(request.row)
+            request.row = 0
+
+    def _admit(self) -> None:
+        num_pages = np.array([group.num_pages for group in self._ledger.groups])
+        while self._waiting and len(self._running) < self._max_batch:
+            need = self._pages_needed(self._waiting[0])
+            if (self._claimed + need > num_pages).any():
+                return
+            request = self._waiting.popleft()
+            request.row = self._ledger.admit(tag=str(request.request_id))
+            self._claimed += need
+            self._running.append(request)
+
+    def _pages_needed(self, request: Request) -> np.ndarray:
+        """Pages of each group that the request may ever hold, int64 [num_groups]."""
+        last_root = max(request.prompt_len, request.max_len - 2)
+        return self._ledger.pages_needed(request.prompt_len, last_root, request.shape)

@@ -1,0 +1,215 @@
+"""The phases of a step on the device: prefill, draft, build, verify, compact, draft-extend.
+
+The worker never decides: which rows, which shapes and which pages come from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specpool import kernels
+from specpool._core import Plan, Shape
+from specpool.attention import AttentionBatch, AttentionView
+from specpool.attention.lanes import causal_view, own_view
+from specpool.draft.base import Drafter, DraftTree, Int32, Int64, Lanes
+from specpool.kernels import torch_moves
+from specpool.kv_cache import KVCache
+from specpool.models.target import TargetModel, TargetOutput
+from specpool.request import Request, TokenLogprob
+from specpool.verify import Sampling, logprobs_of, verify
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What one forward gave each lane."""
+
+    tokens: list[list[int]]  # accepted drafts, then the bonus token; -1 = logits not finite
+    accept_len: Int32  # [B]
+    not_finite: list[bool]
+    logprobs: list[list[TokenLogprob] | None]
+
+
+class EagleWorker:
+    """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12)."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        cache: KVCache,
+        *,
+        target_groups: Sequence[int],
+        max_context_len: int,
+    ) -> None:
+        """Work on `cache`, whose first layers are the target's."""
+        self._target, self._drafter, self._cache = target, drafter, cache
+        self._target_groups = list(target_groups)
+        self._target_layers = list(range(target.num_layers))
+        self._last_position = max_context_len - 1
+
+    @torch.inference_mode()
+    def prefill(self, plan: Plan, requests: Sequence[Request]) -> RoundResult:
+        """Run the next chunk of each prompt; the lanes whose prompt ends get their first token.
+
+        Args:
+            plan: of `prepare_extend`.
+            requests: the plan's lanes.
+        """
+        lanes = Lanes(plan.rows, plan.start, plan.new_len - plan.start)
+        ends = plan.new_len.tolist()
+        tokens = np.concatenate(
+            [r.tokens[start:end] for r, start, end in zip(requests, plan.start.tolist(), ends, strict=True)]
+        ).astype(np.int64)
+        last = np.cumsum(lanes.q_lens, dtype=np.int64) - 1
+        output = self._forward_causal(lanes, tokens, last)
+        done = [end >= request.prompt_len for request, end in zip(requests, ends, strict=True)]
+        drawn = Sampling(requests).draw(output.logits, plan.new_len.astype(np.int64)[:, None])
+        if self._drafter is not None and _drafts(requests):
+            # Feature p goes with token p + 1: shift left, and append what follows the chunk.
+            following = [
+                drawn[i, 0] if done[i] else request.tokens[ends[i]]
+                for i, request in enumerate(requests)
+            ]
+            shifted = np.roll(tokens, -1)
+            shifted[last] = np.maximum(following, 0)
+            self._drafter.extend(lanes, self._to_device(shifted), self._features(output))
+        kept = [drawn[i].tolist() if done[i] else [] for i in range(len(requests))]
+        ready = np.flatnonzero(done)
+        return RoundResult(
+            kept,
+            np.ones(len(requests), np.int32),
+            (drawn[:, 0] < 0).tolist(),
+            self._logprobs(requests, output.logits, ready, drawn[ready, 0], kept),
+        )
+
+    @torch.inference_mode()
+    def decode(self, plan: Plan, requests: Sequence[Request], shape: Shape) -> RoundResult:
+        """One round: draft, verify, compact, draft-extend.
+
+        Args:
+            plan: of `prepare_decode`, every lane of `shape`.
+            requests: the plan's lanes.
+            shape: the round's shape.
+        """
+        num_nodes = shape.num_draft_tokens
+        lanes = Lanes(plan.rows, plan.start, np.full_like(plan.start, num_nodes))
+        roots = np.array([request.tokens[-1] for request in requests], np.int64)
+        tree = self._propose(lanes, shape, roots, requests)
+        positions = (lanes.starts[:, None] + tree.depths).astype(np.int64)
+        if num_nodes == 1:
+            output = self._forward_causal(lanes, roots, None)
+        else:
+            output = self._forward_tree(lanes, tree, positions)
+        verdict = verify(tree, Sampling(requests).draw(output.logits, positions + 1), shape.num_steps)
+        if num_nodes > 1:
+            self._compact(lanes, verdict.accept_index, num_nodes)
+        if self._drafter is not None and _drafts(requests):
+            self._drafter.extend(
+                Lanes(lanes.rows, lanes.starts, verdict.accept_len),
+                self._to_device(np.maximum(verdict.tokens, 0)),
+                self._features(output)[self._to_device(verdict.nodes)],
+            )
+        ends = np.cumsum(verdict.accept_len).tolist()
+        flat = verdict.tokens.tolist()
+        tokens = [flat[end - n : end] for end, n in zip(ends, verdict.accept_len.tolist(), strict=True)]
+        return RoundResult(
+            tokens,
+            verdict.accept_len,
+            verdict.not_finite.tolist(),
+            self._logprobs(requests, output.logits, verdict.nodes, verdict.tokens, tokens),
+        )
+
+    def _propose(
+        self, lanes: Lanes, shape: Shape, roots: Int64, requests: Sequence[Request]
+    ) -> DraftTree:
+        if self._drafter is None or shape.num_draft_tokens == 1:
+            return DraftTree.root_only(roots)
+        texts = [request.tokens for request in requests] if self._drafter.reads_tokens else None
+        return self._drafter.propose(lanes, shape, roots, texts)
+
+    def _forward_causal(self, lanes: Lanes, tokens: Int64, logits_at: Int64 | None) -> TargetOutput:
+        """Prefill or plain decode: every query sees all positions up to its own."""
+        views = {
+            group: causal_view(self._cache, group, lanes.rows, lanes.starts, lanes.q_lens)
+            for group in set(self._target_groups)
+        }
+        positions = kernels.range_positions(lanes.starts, lanes.q_lens)
+        return self._forward(tokens, positions, views, logits_at)
+
+    def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Int64) -> TargetOutput:
+        """Verify: node i of lane b lies in cell start + i, at position start + depth."""
+        clamped = np.minimum(positions, self._last_position).astype(np.int32)
+        cells = lanes.starts[:, None] + np.arange(positions.shape[1], dtype=np.int32)
+        views = {}
+        for group in set(self._target_groups):
+            table, page_size = self._cache.tables[group], self._cache.page_sizes[group]
+            slots = kernels.slots_at(table, page_size, np.repeat(lanes.rows, cells.shape[1]), cells.ravel())
+            views[group] = own_view(
+                self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped
+            )
+        return self._forward(tree.tokens.ravel(), positions.ravel(), views, None)
+
+    def _forward(
+        self, tokens: Int64, positions: Int64, views: dict[int, AttentionView], logits_at: Int64 | None
+    ) -> TargetOutput:
+        layers = [
+            (self._cache.keys[i], self._cache.values[i], views[group])
+            for i, group in enumerate(self._target_groups)
+        ]
+        return self._target.forward(
+            self._to_device(tokens),
+            self._to_device(np.minimum(positions, self._last_position)),
+            AttentionBatch(list(views.values()), layers),
+            None if logits_at is None else self._to_device(logits_at),
+        )
+
+    def _compact(self, lanes: Lanes, accept_index: Int32, num_nodes: int) -> None:
+        """Move the accepted nodes' KV to the cells right after the prefix, in every target layer."""
+        for group in set(self._target_groups):
+            layers = [i for i in self._target_layers if self._target_groups[i] == group]
+            torch_moves.compact_accepted(
+                self._cache.buffers(layers),
+                self._cache.tables[group],
+                self._cache.page_sizes[group],
+                lanes.rows,
+                lanes.starts,
+                accept_index,
+                num_nodes,
+            )
+
+    def _features(self, output: TargetOutput) -> torch.Tensor:
+        return output.hidden if output.features is None else output.features
+
+    def _logprobs(
+        self,
+        requests: Sequence[Request],
+        logits: torch.Tensor,
+        nodes: npt.NDArray[np.int64],
+        tokens: Int64,
+        kept: list[list[int]],
+    ) -> list[list[TokenLogprob] | None]:
+        """Per lane: the log probabilities of its kept tokens, if it asked for them."""
+        wanted = [request.params.logprobs for request in requests]
+        if all(n is None for n in wanted):
+            return [None] * len(requests)
+        most = max(n for n in wanted if n is not None)
+        table = iter(logprobs_of(logits[self._to_device(nodes)], tokens, most))
+        result: list[list[TokenLogprob] | None] = []
+        for lane, num_top in zip(kept, wanted, strict=True):
+            entries = [next(table) for _ in lane]
+            result.append(None if num_top is None else [e.first(num_top) for e in entries])
+        return result
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._cache.device)
+
+
+def _drafts(requests: Sequence[Request]) -> bool:
+    """Whether the lanes draft at all: a request that opted out keeps no draft KV."""
+    return any(request.shape.num_draft_tokens > 1 for request in requests)

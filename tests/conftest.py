@@ -1,0 +1,51 @@
+"""Shared fixtures: the shipped pair, its reference texts, and the proof that no page leaked."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from specpool.engine import Engine
+
+# Hub names must fail at once, not after a time-out.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def assert_no_page_leaked(engine: Engine) -> None:
+    """Every page of every group is free, every row is back, and the audit agrees."""
+    engine.ledger.check()
+    for pool in engine.pool_stats():
+        assert pool.free_pages == pool.num_pages, f"leaked: {pool}"
+    assert engine.ledger.num_free_rows == engine.ledger.num_rows
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _record_engines() -> Iterator[None]:
+    original = Engine.__init__
+
+    def recording(self: Engine, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        _ENGINES.add(self)
+
+    Engine.__init__ = recording  # type: ignore[method-assign]
+    yield
+    Engine.__init__ = original  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _no_page_leaks(_record_engines: None) -> Iterator[None]:
+    """After every test, every pool is back to `free == num_pages`."""
+    yield
+    for engine in list(_ENGINES):
+        assert_no_page_leaked(engine)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,240 @@
+"""Laws of the command line: what it prints, and that an error is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import specpool
+from specpool.cli import main
+from specpool.cli.generate import parse_shape
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
+    """Run the command in this process; returns (exit code, stdout, stderr)."""
+    import io
+
+    before, sys.argv = sys.argv, ["specpool", *args]
+    old_stdin = sys.stdin
+    if stdin is not None:
+        sys.stdin = io.StringIO(stdin)
+    try:
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    finally:
+        sys.argv, sys.stdin = before, old_stdin
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_generate_with_nothing_else_given(capsys):
+    """The README's first command: text, marked drafts, the table, and the proof."""
+    code, out, err = call(capsys, "generate")
+    assert code == 0, err
+    assert "prompt 1" in out and "prompt 3" in out
+    assert "‹" in out  # accepted drafts are marked where there is no colour
+    for row in ("rounds", "accept length", "tokens/s", "plain decoding", "0 leaked"):
+        assert row in out
+    assert [line for line in out.splitlines() if "identical to plain decoding" in line][0].count("yes")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--shape", "4x4x16", "--page-size", "3", "--placement", "shared"],
+        ["--draft", "specpool/tiny-eagle", "--layout", "holey", "--shape", "3x8x20"],
+        ["--policy", "double_buffer", "--temperature", "0.9", "--top-p", "0.9", "--top-k", "50"],
+        ["--draft", "none"],
+        ["--dtype", "bfloat16"],
+    ],
+)
+def test_generate_json_is_one_object(capsys, options):
+    code, out, err = call(capsys, "generate", "--json", "-n", "40", "-p", "seq: 1, 2, 3,", *options)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["tokens"] == 40 == len(report["outputs"][0]["token_ids"])
+    assert report["tokens_per_second"] > 0 and report["plain_tokens_per_second"] > 0
+    assert sum(int(n) * c for n, c in report["accept_histogram"].items()) >= 39
+    assert all(pool["leaked"] == 0 and pool["free"] == pool["pages"] for pool in report["pools"])
+    assert all(0 < pool["peak_used"] <= pool["pages"] for pool in report["pools"])
+    if "bfloat16" not in options:
+        assert report["identical_to_plain"]
+
+
+def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("seq: 1, 2, 3,\n\n[min]\n")
+    _, out, _ = call(capsys, "generate", "--json", "-n", "5", "--prompt-file", str(path))
+    outputs = json.loads(out)["outputs"]
+    assert [bytes(o["prompt_ids"]).decode() for o in outputs] == ["seq: 1, 2, 3,", "[min]"]
+    _, out, _ = call(capsys, "generate", "--json", "-n", "5", "--prompt-file", "-", stdin="a\nb")
+    assert [bytes(o["prompt_ids"]).decode() for o in json.loads(out)["outputs"]] == ["a\nb"]
+
+
+def test_exact_ancestry_pays_or_costs_nothing(capsys):
+    """The accept length with the true ancestors is at least that of upstream's reading."""
+    code, out, err = call(
+        capsys, "generate", "--compare-ancestry", "--json", "--shape", "4x4x16", "-n", "96"
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["exact"]["accept_len"] >= result["branch"]["accept_len"] > 2
+
+
+def test_accept_length_of_the_shipped_pair():
+    """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
+    from specpool import Engine, SamplingParams, Shape, corpus
+    from specpool.cli.generate import mean_accept_len
+
+    prompts = corpus.prompts(24)
+    for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
+        for shape, least in ((Shape.eagle(3, 1, 4), 3.4), (Shape.eagle(4, 4, 16), 4.5)):
+            with Engine.from_pretrained(draft=draft, shape=shape, max_context_len=512) as engine:
+                outputs = engine.generate(prompts, SamplingParams(max_new_tokens=96, ignore_eos=True))
+                assert mean_accept_len(outputs) >= least, (draft, shape)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "/no/such/folder", "-p", "a"], "/no/such/folder"),
+        (["--draft", "/no/such/folder"], "/no/such/folder"),
+        (["--draft", "specpool/tiny"], "specpool|head"),
+        (["--shape", "3x1x9"], "got 9"),
+        (["--shape", "banana"], "banana"),
+        (["--page-size", "0"], "page_size"),
+        (["--num-pages", "2"], "2"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file"),
+        (["-p", ""], "prompt 0 is empty"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "2"], "top_p"),
+        (["--dtype", "int3"], "int3"),
+        (["--device", "abacus"], "abacus"),
+        (["--batch", "0"], "max_batch"),
+        (["--max-context-len", "64"], "max_context_len 64"),
+        (["--draft", "none", "--compare-ancestry"], "needs a draft model"),
+        (["--placement", "nowhere"], "nowhere"),
+        (["--no-such-option"], "no-such-option"),
+        (["--threads", "0"], "threads"),
+    ],
+)
+def test_bad_options_give_one_message_and_exit_code_2(capsys, args, message):
+    import re
+
+    code, out, err = call(capsys, "generate", *args)
+    assert code == 2
+    assert re.search(message, err), err
+    assert "Traceback" not in out + err
+
+
+def test_a_head_for_another_target_is_refused(capsys, tmp_path):
+    """The message names both sizes."""
+    import shutil
+
+    from specpool.assets import resolve
+
+    shutil.copytree(resolve("specpool/tiny-eagle3"), tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"vocab_size": 300}))
+    code, _, err = call(capsys, "generate", "--draft", str(tmp_path / "head"))
+    assert code == 2
+    assert "300" in err and "259" in err
+
+
+def test_ctrl_c_ends_cleanly(tmp_path):
+    """SIGINT in the middle of the text: exit code 130, one line, no traceback."""
+    command = [sys.executable, "-m", "specpool", "generate", "-n", "1900"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "prompt 1" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted: requests aborted, pages returned" in out
+    assert "Traceback" not in out + err
+
+
+def test_version_and_info(capsys):
+    assert call(capsys, "--version")[1].strip() == f"specpool {specpool.__version__}"
+    _, out, _ = call(capsys, "info", "--json")
+    found = json.loads(out)
+    assert found["versions"]["specpool"] == specpool.__version__
+    assert found["back ends"]["torch, cpu"].startswith("works")
+    assert "transformers" in call(capsys, "info")[1]
+
+
+def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "bench.png"
+    args = ("--tokens", "8", "--batch", "1", "--repeats", "1", "--plot", str(picture))
+    code, out, err = call(capsys, "bench", "generate", "--json", *args)
+    assert code == 0, err
+    report = json.loads(out)
+    assert {"date", "cpu", "torch", "threads"} <= set(report["machine"])
+    for result in report["results"]:
+        assert set(result) == {"name", "value", "unit", "reference", "reference_value", "ratio"}
+        assert result["ratio"] == pytest.approx(result["value"] / result["reference_value"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert call(capsys, "bench", "generate", "--repeats", "0")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("3", (3, 1, 4)), ("4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1))]
+)
+def test_shape_text(text, numbers):
+    assert parse_shape(text) == specpool.Shape(*numbers)
+
+
+def test_import_is_light():
+    """`import specpool` loads neither torch nor transformers nor CuPy."""
+    code = (
+        "import sys, specpool; "
+        "print([m for m in ('torch', 'transformers', 'cupy', 'rich', 'typer') if m in sys.modules])"
+    )
+    run = [sys.executable, "-c", code]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_without_the_extra_the_message_says_what_to_install(tmp_path):
+    """A bare wheel: `Engine` and the command name the missing package and the extra."""
+    for name in ("torch", "typer"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "specpool"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 2
+    assert "the command line needs typer: pip install 'specpool[hf]'" in run.stderr
+    code = "import specpool; specpool.Engine"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "specpool.Engine needs torch: pip install 'specpool[hf]'" in run.stderr
+
+
+def test_the_package_works_from_any_folder(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "specpool", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.startswith("specpool ")
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,237 @@
+"""Law: greedy fp32 text over pages, drafts and trees equals transformers' own `generate`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from families import FAMILIES, make_model
+from lossless import Comparison, Reference
+from specpool import Engine, SamplingParams, Shape, corpus
+from specpool.assets import resolve
+from specpool.draft import EagleDrafter, ScriptedDrafter
+from specpool.models import EagleHead, TargetModel
+from transformers import AutoModelForCausalLM
+
+NUM_TOKENS = 208
+# On, before and after the edge of a page, for each page size of the grid.
+PROMPT_LENS = (64, 15, 49, 63, 2, 48, 17, 65)
+PAGE_SIZES = (1, 2, 3, 16, 64)
+TOPKS = (1, 2, 4, 8)
+PLACEMENTS = ("split", "shared")
+LAYOUTS = ("dense", "holey")
+SHAPES = {1: (3, 1, 4), 2: (3, 2, 6), 4: (4, 4, 16), 8: (3, 8, 24)}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"), dtype=torch.float32)
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    with TargetModel.from_pretrained(resolve("specpool/tiny")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def heads(target: TargetModel) -> dict[str, EagleHead]:
+    names = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
+    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in names}
+
+
+def prompts(batch: int, page_size: int) -> list[list[int]]:
+    """Ragged held-out prompts; lengths on, before and after an edge of `page_size`."""
+    texts = corpus.prompts(batch, 200)
+    edge = 3 * page_size if page_size < 64 else page_size
+    lens = [*PROMPT_LENS[: batch // 2], edge, edge - 1, edge + 1, *PROMPT_LENS][:batch]
+    return [text[: max(1, n)] for text, n in zip(texts, lens, strict=True)]
+
+
+def run_case(
+    target: TargetModel,
+    head: EagleHead,
+    reference: Reference,
+    *,
+    page_size: int,
+    topk: int,
+    placement: str,
+    layout: str,
+    batch: int,
+    num_tokens: int = NUM_TOKENS,
+    **options: object,
+) -> float:
+    """Generate and compare; returns the mean accept length."""
+    from specpool.config import EngineConfig
+
+    config = EngineConfig(
+        shape=Shape.eagle(*SHAPES[topk]),
+        page_size=page_size,
+        placement=placement,
+        layout=layout,
+        max_batch=batch,
+        **{"max_context_len": 320, **options},
+    )
+    drafter = EagleDrafter(head, max_context_len=config.max_context_len, ancestry=config.ancestry)
+    engine = Engine(target, drafter, config=config)
+    texts = prompts(batch, page_size)
+    outputs = engine.generate(texts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+    comparison = Comparison()
+    for prompt, output in zip(texts, outputs, strict=True):
+        expected = min(num_tokens, config.max_context_len - len(prompt))
+        assert len(output.token_ids) == expected
+        comparison.add(reference, prompt, output.token_ids)
+    comparison.finish()
+    return sum(o.accept_len for o in outputs) / len(outputs)
+
+
+GRID = list(itertools.product(PAGE_SIZES, TOPKS, PLACEMENTS, LAYOUTS))
+
+
+def _part() -> list[tuple[int, int, str, str, int, str]]:
+    """Every page size with every topk, placements, layouts, batches and heads taking turns."""
+    cases = []
+    for index, (page_size, topk) in enumerate(itertools.product(PAGE_SIZES, TOPKS)):
+        head = ("specpool/tiny-eagle", "specpool/tiny-eagle3")[(index + index // 4) % 2]
+        placement, layout = PLACEMENTS[(index // 2) % 2], LAYOUTS[(index + index // 3) % 2]
+        cases.append((page_size, topk, placement, layout, 1 + index * 5 % 8, head))
+    return cases
+
+
+@pytest.mark.parametrize(("page_size", "topk", "placement", "layout", "batch", "head"), _part())
+def test_shipped_pair_speaks_as_transformers_does(
+    target, heads, reference, page_size, topk, placement, layout, batch, head
+):
+    accept_len = run_case(
+        target,
+        heads[head],
+        reference,
+        page_size=page_size,
+        topk=topk,
+        placement=placement,
+        layout=layout,
+        batch=batch,
+    )
+    assert accept_len > 2  # drafts are really accepted, so compaction is really at work
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head", ["specpool/tiny-eagle", "specpool/tiny-eagle3"])
+@pytest.mark.parametrize("batch", range(1, 9))
+@pytest.mark.parametrize(("page_size", "topk", "placement", "layout"), GRID)
+def test_shipped_pair_full_grid(
+    target, heads, reference, page_size, topk, placement, layout, batch, head
+):
+    accept_len = run_case(
+        target,
+        heads[head],
+        reference,
+        page_size=page_size,
+        topk=topk,
+        placement=placement,
+        layout=layout,
+        batch=batch,
+    )
+    assert accept_len > 2
+
+
+@pytest.mark.parametrize(("page_size", "topk", "layout"), [(16, 1, "dense"), (64, 8, "holey"), (3, 4, "dense")])
+def test_generation_up_to_the_context_end(target, heads, reference, page_size, topk, layout):
+    """A prompt and its output fill the context to the last token, and not one more."""
+    run_case(
+        target,
+        heads["specpool/tiny-eagle3"],
+        reference,
+        page_size=page_size,
+        topk=topk,
+        placement="split",
+        layout=layout,
+        batch=3,
+        num_tokens=10_000,
+        max_context_len=150,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topk", TOPKS)
+def test_generation_up_to_the_model_positions(target, heads, reference, topk):
+    """To position 2047, the model's last."""
+    run_case(
+        target,
+        heads["specpool/tiny-eagle3"],
+        reference,
+        page_size=64,
+        topk=topk,
+        placement="shared",
+        layout="holey",
+        batch=2,
+        num_tokens=10_000,
+        max_context_len=2048,
+    )
+
+
+@pytest.mark.parametrize("policy", ["exact", "double_buffer"])
+@pytest.mark.parametrize("ancestry", ["exact", "branch"])
+def test_policy_and_ancestry_change_no_text(target, heads, reference, policy, ancestry):
+    run_case(
+        target,
+        heads["specpool/tiny-eagle3"],
+        reference,
+        page_size=16,
+        topk=4,
+        placement="split",
+        layout="holey",
+        batch=4,
+        num_tokens=64,
+        policy=policy,
+        ancestry=ancestry,
+    )
+
+
+def _family_cases() -> list[tuple[str, int, int, str, int]]:
+    """Each family with three points of the grid, so that every pair of values occurs."""
+    cases = []
+    for index, family in enumerate(FAMILIES):
+        for turn in range(3):
+            i = index + turn * 3
+            page_size, topk = PAGE_SIZES[i % 5], TOPKS[(i + turn) % 4]
+            cases.append((family, page_size, topk, LAYOUTS[(index + turn) % 2], 1 + i * 3 % 8))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "page_size", "topk", "layout", "batch"), _family_cases())
+def test_families_speak_as_transformers_do(family, page_size, topk, layout, batch):
+    """Any decoder, drafts from a drafter that knows the text and errs."""
+    num_tokens = 48
+    model = make_model(family)
+    reference = Reference(model)
+    rng = random.Random(f"{family} {page_size} {topk}")
+    vocab_size = model.config.vocab_size
+    lens = [max(1, n) for n in (page_size, page_size - 1, page_size + 1, 5, 30, 17, 2, 33)][:batch]
+    texts = [[rng.randrange(vocab_size) for _ in range(n)] for n in lens]
+    drafter = ScriptedDrafter(
+        [[*text, *reference.text(text, num_tokens)] for text in texts],
+        vocab_size=vocab_size,
+        error_rate=0.2,
+        seed=page_size,
+    )
+    with Engine.from_pretrained(
+        model,
+        draft=drafter,
+        shape=Shape.eagle(*SHAPES[topk]),
+        page_size=page_size,
+        layout=layout,
+        placement="shared",
+        max_batch=batch,
+        max_context_len=128,
+    ) as engine:
+        outputs = engine.generate(texts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+        comparison = Comparison()
+        for text, output in zip(texts, outputs, strict=True):
+            comparison.add(reference, text, output.token_ids)
+        comparison.finish()
+        assert sum(o.accept_len for o in outputs) / batch >= 2

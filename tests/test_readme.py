@@ -1,0 +1,53 @@
+"""The README keeps its word: its example runs, its files and commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_example_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("tokens a round") == 2
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_links_lead_somewhere(path):
+    assert (ROOT / path).exists()
+
+
+def test_the_two_commands_come_first_and_are_targets():
+    commands = re.findall(r"^make (\S+)", README, re.MULTILINE)
+    assert commands[:2] == ["run", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"make ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_holey_picture_is_what_the_core_computes():
+    """The picture's drafts and copies are those of the kernels."""
+    import numpy as np
+    from specpool import kernels
+
+    lines = README[README.index("position   0") :].splitlines()
+    cells = re.findall(r"[pd]\d", lines[1])
+    roots = np.array([7], np.int32)
+    positions = kernels.draft_write_positions(roots, 5, 8, 4, "holey")[0]
+    for branch in range(3):
+        for step in range(5):
+            assert cells[positions[branch, step]] == f"d{step}"
+    table = np.arange(0, 40, dtype=np.int32).reshape(1, 40)
+    table = np.concatenate([table, table + 1])
+    row = np.array([1], np.int32)
+    source, target = kernels.prefix_tail_moves(table, 4, row, roots, 5, 8)
+    moves = {int(t) - 4: int(s) - 4 for s, t in zip(source, target, strict=True)}
+    for position, cell in enumerate(cells):
+        if position >= 7 and cell.startswith("p"):
+            assert moves[position] == int(cell[1:])
