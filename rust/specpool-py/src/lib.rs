@@ -2,17 +2,28 @@
 //! nothing else; names are those of the core.
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
+mod array_args;
 mod errors;
 mod shape;
+mod slots;
+mod tree;
 
-use pyo3::prelude::*;
-
-#[pymodule]
+#[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
     use super::shape::Shape;
+    #[pymodule_export]
+    use super::slots::{
+        advance_ancestors, apply_table_delta, attention_mask, branch_copy_moves, branch_pages, check_moves,
+        check_slots, compact_moves, draft_read_indices, draft_visibility, draft_write_positions, draft_write_slots,
+        page_csr, prefix_tail_moves, slot_ranges, slots_at,
+    };
+    #[pymodule_export]
+    use super::tree::{
+        build_tree, organize, sample_margins, sample_tokens, select_topk, tree_from_parents, uniform, verify_tree,
+    };
 
-    use super::*;
+    use pyo3::prelude::*;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

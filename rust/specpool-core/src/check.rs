@@ -1,0 +1,23 @@
+//! Checks that every array function starts with.
+
+use crate::error::{Error, Result};
+
+/// Ids are int32, so no array of them is longer.
+const MAX_LEN: usize = 1 << 31;
+
+/// The product of `sizes`, as long as an array of that many elements can be indexed by int32.
+pub(crate) fn fit(name: &str, sizes: &[usize]) -> Result<usize> {
+    let product = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
+    match product {
+        Some(product) if product < MAX_LEN => Ok(product),
+        _ => Err(Error::Shape(format!("{name} of {sizes:?} elements is too large: at most 2^31 - 1 fit"))),
+    }
+}
+
+/// Refuses an array of another length than expected.
+pub(crate) fn same_len(name: &str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::Shape(format!("{name} must have {expected} elements, got {len}")))
+}

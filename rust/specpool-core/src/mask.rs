@@ -1,0 +1,114 @@
+//! What the queries of one forward see of their rows (spec 5, 9): the prefix, then their own cells.
+
+use crate::check::{fit, same_len};
+use crate::error::{Error, Result};
+use crate::slots::not_negative;
+
+/// The lanes of one forward. Column `c` of a lane is the cell at in-row position `c`; its *own* cells, those that the
+/// forward writes, start at `starts[lane]`.
+#[derive(Debug, Clone, Copy)]
+pub struct MaskLanes<'a> {
+    /// `[n]`: first own cell; every query sees the cells below.
+    pub starts: &'a [i32],
+    /// `[n]`: queries that are not padding.
+    pub q_lens: &'a [i32],
+    /// Q: queries per lane, padding included.
+    pub num_queries: usize,
+    /// `[n, Q, W]`: whether query i sees own cell j; `None` = causal, `j <= i`.
+    pub own_mask: Option<&'a [bool]>,
+    /// `[n, Q]`: each query's position in the sequence; `None` = `starts + i`.
+    pub q_positions: Option<&'a [i32]>,
+    /// `[n, W]`: each own cell's position in the sequence; `None` = `starts + j`.
+    pub own_positions: Option<&'a [i32]>,
+    /// W of `own_mask` and `own_positions`; without them the own cells are the `q_lens`.
+    pub own_width: usize,
+    /// A query sees only positions above its own minus this.
+    pub window: Option<i64>,
+}
+
+/// `[n, Q, num_columns]`: true where the query sees the column. Padded queries see column 0 only.
+///
+/// # Errors
+/// [`Error::Shape`] when lengths differ, or a visible own cell lies beyond the last column.
+pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>> {
+    let (n, q, w) = (lanes.starts.len(), lanes.num_queries, lanes.own_width);
+    lanes.check(num_columns)?;
+    let mut mask = vec![false; fit("mask", &[n, q, num_columns])?];
+    for lane in 0..n {
+        let start = not_negative("starts", lane, lanes.starts[lane])? as usize;
+        let len = not_negative("q_lens", lane, lanes.q_lens[lane])? as usize;
+        let own = if lanes.own_mask.is_some() || lanes.own_positions.is_some() { w } else { len };
+        let causal_end = if lanes.own_mask.is_none() { len } else { 0 };
+        if len > q || start + causal_end > num_columns || causal_end > own {
+            return Err(Error::Shape(format!(
+                "lane {lane} has {len} queries from column {start}: need q_lens <= {q} queries, own cells <= {own} \
+                 and columns <= {num_columns}"
+            )));
+        }
+        for query in 0..q {
+            let at = lane * q + query;
+            let seen = &mut mask[at * num_columns..][..num_columns];
+            if query >= len {
+                seen[0] = true;
+                continue;
+            }
+            let position = lanes.q_positions.map_or((start + query) as i64, |positions| i64::from(positions[at]));
+            // First position inside the window; a cell below `start` stands at its own index.
+            let from = lanes.window.map_or(0, |window| (position - window + 1).max(0));
+            if (from as usize) < start {
+                seen[from as usize..start].fill(true);
+            }
+            match lanes.own_mask {
+                None => seen[start..=start + query].fill(true),
+                Some(own_mask) => {
+                    let own_mask = &own_mask[at * w..][..w];
+                    let room = (num_columns - start.min(num_columns)).min(w);
+                    if let Some(beyond) = own_mask[room..].iter().position(|&visible| visible) {
+                        return Err(Error::Shape(format!(
+                            "own_mask[{lane}, {query}, {}] is column {} of {num_columns}",
+                            room + beyond,
+                            start + room + beyond
+                        )));
+                    }
+                    if room > 0 {
+                        seen[start..start + room].copy_from_slice(&own_mask[..room]);
+                    }
+                }
+            }
+            if lanes.window.is_some() {
+                for (j, visible) in seen.iter_mut().skip(start).take(own).enumerate() {
+                    let cell = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
+                    *visible &= cell >= from;
+                }
+            }
+        }
+    }
+    Ok(mask)
+}
+
+impl MaskLanes<'_> {
+    fn check(&self, num_columns: usize) -> Result<()> {
+        let (n, q, w) = (self.starts.len(), self.num_queries, self.own_width);
+        same_len("q_lens", self.q_lens.len(), n)?;
+        if num_columns == 0 {
+            return Err(Error::Shape("num_columns must be 1 or more, got 0".into()));
+        }
+        if let Some(lane) = self.starts.iter().position(|&start| start > 0 && start as usize > num_columns) {
+            let start = self.starts[lane];
+            return Err(Error::Shape(format!("starts[{lane}] must be in [0, {num_columns}], got {start}")));
+        }
+        if self.window.is_some_and(|window| window < 1) {
+            return Err(Error::Shape(format!("window must be 1 or more, got {}", self.window.unwrap_or(0))));
+        }
+        if let Some(own_mask) = self.own_mask {
+            same_len("own_mask", own_mask.len(), fit("own_mask", &[n, q, w])?)?;
+        }
+        if let Some(positions) = self.q_positions {
+            same_len("q_positions", positions.len(), fit("q_positions", &[n, q])?)?;
+        }
+        if let Some(positions) = self.own_positions {
+            same_len("own_positions", positions.len(), fit("own_positions", &[n, w])?)?;
+        }
+        Ok(())
+    }
+}

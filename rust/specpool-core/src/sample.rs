@@ -1,0 +1,319 @@
+//! The seeded draw (spec 5.5): a counter-based uniform and the inverse CDF over token ids.
+//!
+//! The token at a position depends on the logits, the request's parameters, its seed and the position, never on
+//! depth, shape, batch or history: that is what makes speculative text equal to plain sampling.
+//!
+//! Everything here is plain IEEE arithmetic in a fixed order (no libm, no fused multiply-add), so that a CUDA
+//! kernel can repeat it. Weights are `exp((logit - max) / temperature)` in f32. Sums are f64: over runs of
+//! [`CHUNK`] ids, four interleaved partial sums each, then over the runs in order.
+
+use std::cmp::Ordering;
+
+use crate::check::same_len;
+use crate::error::{Error, Result};
+
+/// Ids per partial sum.
+pub const CHUNK: usize = 256;
+
+/// How one row is sampled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SampleParams {
+    /// 0 = argmax (the lowest id on ties).
+    pub temperature: f32,
+    /// Keep this many of the most likely tokens, ties towards the lower id; 0 = all.
+    pub top_k: i32,
+    /// Then keep the smallest set of most likely tokens whose share of what is left is `>= top_p`, ties towards
+    /// the lower id; 1 = all.
+    pub top_p: f32,
+    /// The draw, in `[0, 1)`.
+    pub u: f64,
+}
+
+/// A draw and how near another outcome was.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Draw {
+    /// The token, or -1 where the logits hold a NaN, +inf, or nothing but -inf.
+    pub token: i64,
+    /// The least change that gives another token: see [`draw`].
+    pub margin: f64,
+}
+
+/// `u(seed, position)` in `[0, 1)`: the first two words of Philox4x32-10 (Salmon et al., SC 2011) with key `seed`
+/// and counter `(position, 0)`, as a 53-bit fraction.
+///
+/// # Examples
+/// ```
+/// let u = specpool_core::sample::uniform(7, 0);
+/// assert!((0.0..1.0).contains(&u) && u == specpool_core::sample::uniform(7, 0));
+/// ```
+#[must_use]
+#[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
+pub fn uniform(seed: u64, position: u64) -> f64 {
+    let words = philox([position as u32, (position >> 32) as u32, 0, 0], [seed as u32, (seed >> 32) as u32]);
+    let bits = (u64::from(words[1]) << 32 | u64::from(words[0])) >> 11;
+    bits as f64 * (1.0 / (1_u64 << 53) as f64)
+}
+
+/// Philox4x32 with ten rounds.
+#[must_use]
+pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let [mut a, mut b, mut c, mut d] = counter;
+    let [mut k0, mut k1] = key;
+    for _ in 0..10 {
+        let (x, y) = (u64::from(a) * 0xD251_1F53, u64::from(c) * 0xCD9E_8D57);
+        (a, b, c, d) = ((y >> 32) as u32 ^ b ^ k0, y as u32, (x >> 32) as u32 ^ d ^ k1, x as u32);
+        k0 = k0.wrapping_add(0x9E37_79B9);
+        k1 = k1.wrapping_add(0xBB67_AE85);
+    }
+    [a, b, c, d]
+}
+
+/// Draws one token per row of `logits` `[n, vocab]`.
+///
+/// # Errors
+/// [`Error::Shape`] when lengths do not fit, or a parameter is out of range, naming its row.
+pub fn sample_tokens(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<Vec<i64>> {
+    check(logits, vocab, params)?;
+    let mut scratch = Scratch::default();
+    Ok(logits.chunks_exact(vocab).zip(params).map(|(row, p)| draw(row, p, &mut scratch, false).token).collect())
+}
+
+/// As [`sample_tokens`], but returns how near each draw was to another outcome (see [`draw`]); NaN where the row
+/// has no token.
+///
+/// # Errors
+/// As [`sample_tokens`].
+pub fn sample_margins(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<Vec<f64>> {
+    check(logits, vocab, params)?;
+    let mut scratch = Scratch::default();
+    Ok(logits.chunks_exact(vocab).zip(params).map(|(row, p)| draw(row, p, &mut scratch, true).margin).collect())
+}
+
+fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
+    if vocab == 0 || vocab > u32::MAX as usize {
+        return Err(Error::Shape(format!("logits must have 1 to 2^32 - 1 columns, got {vocab}")));
+    }
+    same_len("logits", logits.len(), params.len().saturating_mul(vocab))?;
+    for (row, p) in params.iter().enumerate() {
+        if !(p.temperature >= 0.0 && p.temperature.is_finite()) {
+            return Err(Error::Shape(format!("temperature[{row}] must be in [0, inf), got {}", p.temperature)));
+        }
+        if p.top_k < 0 {
+            return Err(Error::Shape(format!("top_k[{row}] must be 0 (all) or more, got {}", p.top_k)));
+        }
+        if !(p.top_p > 0.0 && p.top_p <= 1.0) {
+            return Err(Error::Shape(format!("top_p[{row}] must be in (0, 1], got {}", p.top_p)));
+        }
+        if !(0.0..1.0).contains(&p.u) {
+            return Err(Error::Shape(format!("u[{row}] must be in [0, 1), got {}", p.u)));
+        }
+    }
+    Ok(())
+}
+
+/// Buffers that rows share: at most one row wide.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    sums: Vec<f64>,  // one per chunk of ids
+    order: Vec<u32>, // ids, most likely first
+}
+
+/// Draws one token by inverse CDF over token ids: the least id whose cumulative weight exceeds `u` times the total.
+///
+/// The margin is the least of: the distance of `u` to the two edges of the token's
+/// interval, as far as a token lies beyond them; the distance of the mass kept by top-p to `top_p`; and the gap in
+/// `logit / temperature` between the last token kept by top-k or top-p and the next. At temperature 0 it is the
+/// gap between the two greatest logits (only on request, as it costs a pass). Infinite where no other token is
+/// possible.
+pub fn draw(logits: &[f32], params: &SampleParams, scratch: &mut Scratch, with_margin: bool) -> Draw {
+    let none = Draw { token: -1, margin: f64::NAN };
+    let Some(max) = finite_max(logits) else { return none };
+    if params.temperature == 0.0 {
+        let token = logits.iter().position(|&x| x >= max).unwrap_or(0);
+        let margin = if with_margin { gap_to_second(logits, token) } else { f64::NAN };
+        return Draw { token: token as i64, margin };
+    }
+    let weigh = Weigh { max, temperature: params.temperature };
+    let all_k = params.top_k == 0 || params.top_k as usize >= logits.len();
+    if all_k && params.top_p >= 1.0 {
+        return draw_from_all(logits, &weigh, params.u, &mut scratch.sums);
+    }
+    let cut = keep(logits, &weigh, params, scratch);
+    let mut drawn = draw_from(logits, &weigh, params.u, &scratch.order);
+    drawn.margin = drawn.margin.min(cut);
+    drawn
+}
+
+/// The greatest logit, or `None` where the row holds a NaN, +inf, or nothing but -inf.
+fn finite_max(logits: &[f32]) -> Option<f32> {
+    // Eight lanes, so that the compiler can keep them in registers. A NaN never compares, so it is sought apart.
+    let mut lanes = [f32::NEG_INFINITY; 8];
+    let mut nan = [false; 8];
+    let rows = logits.chunks_exact(8);
+    let tail = rows.remainder();
+    for chunk in rows {
+        for i in 0..8 {
+            nan[i] |= chunk[i].is_nan();
+            lanes[i] = if chunk[i] > lanes[i] { chunk[i] } else { lanes[i] };
+        }
+    }
+    let max = lanes.iter().chain(tail).copied().fold(f32::NEG_INFINITY, f32::max);
+    let nan = nan.contains(&true) || tail.iter().any(|x| x.is_nan());
+    (!nan && max.is_finite()).then_some(max)
+}
+
+fn gap_to_second(logits: &[f32], token: usize) -> f64 {
+    let others = logits.iter().enumerate().filter(|&(id, _)| id != token);
+    let second = others.map(|(_, &x)| x).fold(f32::NEG_INFINITY, f32::max);
+    f64::from(logits[token]) - f64::from(second)
+}
+
+/// A token's unnormalised probability.
+struct Weigh {
+    max: f32,
+    temperature: f32,
+}
+
+impl Weigh {
+    fn of(&self, logit: f32) -> f32 {
+        exp((logit - self.max) / self.temperature)
+    }
+
+    fn gap(&self, more: f32, less: f32) -> f64 {
+        (f64::from(more) - f64::from(less)) / f64::from(self.temperature)
+    }
+}
+
+/// `e^x` for `x <= 0`: Cody-Waite reduction and the polynomial of Cephes `expf` (2 ulp); 0 below -87.
+fn exp(x: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to the nearest integer
+    let clamped = x.max(-87.0);
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = clamped - n * 0.693_359_4 - n * -2.121_944_4e-4;
+    let mut p = 1.987_569_1e-4;
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        p = p * r + c;
+    }
+    let mantissa = p * (r * r) + r + 1.0;
+    let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3F80_0000));
+    if x < -87.0 { 0.0 } else { mantissa * scale }
+}
+
+/// Two passes over the row and one over a single chunk.
+fn draw_from_all(logits: &[f32], weigh: &Weigh, u: f64, sums: &mut Vec<f64>) -> Draw {
+    sums.clear();
+    sums.extend(logits.chunks(CHUNK).map(|chunk| chunk_sum(chunk, weigh)));
+    let total: f64 = sums.iter().sum();
+    let aim = u * total;
+    let (mut chunk, mut below) = (0, 0.0);
+    while chunk + 1 < sums.len() && below + sums[chunk] <= aim {
+        below += sums[chunk];
+        chunk += 1;
+    }
+    // Rounding may leave the aim at the very end, where only weightless ids follow: step back to one with weight.
+    while sums[chunk] == 0.0 && chunk > 0 {
+        chunk -= 1;
+        below -= sums[chunk];
+    }
+    let first = chunk * CHUNK;
+    let ids = first..(first + CHUNK).min(logits.len());
+    let drawn = walk(ids.map(|id| (id, weigh.of(logits[id]))), below, aim);
+    Draw { token: drawn.0 as i64, margin: edge_distance(drawn.1, drawn.2, aim, total) }
+}
+
+fn chunk_sum(chunk: &[f32], weigh: &Weigh) -> f64 {
+    let mut parts = [0.0_f64; 4];
+    let fours = chunk.chunks_exact(4);
+    let tail = fours.remainder();
+    for four in fours {
+        for i in 0..4 {
+            parts[i] += f64::from(weigh.of(four[i]));
+        }
+    }
+    for (part, &logit) in parts.iter_mut().zip(tail) {
+        *part += f64::from(weigh.of(logit));
+    }
+    (parts[0] + parts[1]) + (parts[2] + parts[3])
+}
+
+/// The least id whose cumulative weight exceeds `aim`, else the last id with weight; with its interval.
+fn walk(weights: impl Iterator<Item = (usize, f32)>, mut below: f64, aim: f64) -> (usize, f64, f64) {
+    let mut found = (0, below, below);
+    for (id, weight) in weights {
+        if weight > 0.0 {
+            let above = below + f64::from(weight);
+            found = (id, below, above);
+            if above > aim {
+                break;
+            }
+            below = above;
+        }
+    }
+    found
+}
+
+/// Distance of the aim to an inner edge of `[below, above)`, as a share of the total.
+fn edge_distance(below: f64, above: f64, aim: f64, total: f64) -> f64 {
+    let lower = if below > 0.0 { aim - below } else { f64::INFINITY };
+    // Sums in another order differ in the last bits; a gap that small at the far end is no edge.
+    let upper = if above < total * (1.0 - 1e-12) { above - aim } else { f64::INFINITY };
+    (lower.min(upper) / total).max(0.0)
+}
+
+/// Leaves the ids that top-k, then top-p keep in `scratch.order`, ascending; returns how near the cut was.
+fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scratch) -> f64 {
+    let order = &mut scratch.order;
+    let likelier = |&a: &u32, &b: &u32| -> Ordering {
+        logits[b as usize].partial_cmp(&logits[a as usize]).unwrap_or(Ordering::Equal).then(a.cmp(&b))
+    };
+    let mut margin = f64::INFINITY;
+    order.clear();
+    order.extend(0..logits.len() as u32);
+    let k = params.top_k as usize;
+    if k > 0 && k < order.len() {
+        order.select_nth_unstable_by(k, likelier);
+        let next = logits[order[k] as usize];
+        order.truncate(k);
+        let last = order.iter().map(|&id| logits[id as usize]).fold(f32::INFINITY, f32::min);
+        margin = weigh.gap(last, next);
+    }
+    if params.top_p < 1.0 {
+        let weight = |id: u32| f64::from(weigh.of(logits[id as usize]));
+        order.sort_unstable(); // the total is summed in the order of the ids
+        let total: f64 = order.iter().map(|&id| weight(id)).sum();
+        let need = f64::from(params.top_p) * total;
+        // Sort only as much of the head as the mass needs.
+        let (mut sorted, mut kept, mut mass) = (0, 0, 0.0);
+        while kept < order.len() && mass < need {
+            if kept == sorted {
+                let head = (sorted * 4).max(1024).min(order.len());
+                if head < order.len() {
+                    order[sorted..].select_nth_unstable_by(head - sorted, likelier);
+                }
+                order[sorted..head].sort_unstable_by(likelier);
+                sorted = head;
+            }
+            mass += weight(order[kept]);
+            kept += 1;
+        }
+        let last = order[kept - 1];
+        margin = margin.min((mass - need) / total).min((need - (mass - weight(last))) / total);
+        if kept < order.len() {
+            let next = order[kept..].iter().map(|&id| logits[id as usize]).fold(f32::NEG_INFINITY, f32::max);
+            margin = margin.min(weigh.gap(logits[last as usize], next));
+        }
+        order.truncate(kept);
+    }
+    order.sort_unstable();
+    margin
+}
+
+/// Inverse CDF over the kept ids, which ascend.
+fn draw_from(logits: &[f32], weigh: &Weigh, u: f64, kept: &[u32]) -> Draw {
+    let weights = || kept.iter().map(|&id| (id as usize, weigh.of(logits[id as usize])));
+    let total: f64 = weights().map(|(_, weight)| f64::from(weight)).sum();
+    let aim = u * total;
+    let (token, below, above) = walk(weights(), 0.0, aim);
+    Draw { token: token as i64, margin: edge_distance(below, above, aim, total) }
+}

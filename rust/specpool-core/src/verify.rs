@@ -1,0 +1,82 @@
+//! Verify (spec 5.4, 5.5): the walk down the tree along the target's own tokens. Greedy and sampling differ only
+//! in where those tokens come from (an argmax, or the seeded draw of `sample`).
+
+use crate::check::{fit, same_len};
+use crate::error::{Error, Result};
+
+/// What verify accepts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verified {
+    /// `[batch, S + 1]`: flat node ids `lane * N + node` of the walk, the root first, padded with -1.
+    pub accept_index: Vec<i32>,
+    /// `[batch]`: nodes of the walk, which is the number of tokens won, the bonus included.
+    pub accept_len: Vec<i32>,
+    /// `[batch * N]`: the target's token at each node of the walk, 0 elsewhere; the last one is the bonus.
+    pub predict: Vec<i64>,
+}
+
+/// Walks each lane's tree from the root: to the first child whose token is the target's, until there is none.
+///
+/// All inputs are `[batch, N]`. A target token of -1 (the logits there held a NaN) stops the walk at that node,
+/// and stands in `predict` as the bonus, so that the caller can fail that request alone.
+///
+/// # Errors
+/// [`Error::Shape`] when lengths differ or a link does not lead to a later node of the lane.
+pub fn verify_tree(
+    tokens: &[i64],
+    first_child: &[i32],
+    next_sibling: &[i32],
+    target_tokens: &[i64],
+    num_nodes: usize,
+    num_steps: usize,
+) -> Result<Verified> {
+    let n = num_nodes;
+    if n == 0 || tokens.len() % n != 0 {
+        return Err(Error::Shape(format!("tokens must be [batch, N >= 1], got {} tokens for N = {n}", tokens.len())));
+    }
+    same_len("first_child", first_child.len(), tokens.len())?;
+    same_len("next_sibling", next_sibling.len(), tokens.len())?;
+    same_len("target_tokens", target_tokens.len(), tokens.len())?;
+    let (batch, width) = (tokens.len() / n, num_steps.saturating_add(1));
+    fit("node ids", &[batch, n])?;
+    let mut result = Verified {
+        accept_index: vec![-1; fit("accept_index", &[batch, width])?],
+        accept_len: Vec::with_capacity(batch),
+        predict: vec![0; tokens.len()],
+    };
+    for lane in 0..batch {
+        let first = lane * n;
+        let (mut node, mut len) = (0, 0);
+        loop {
+            result.accept_index[lane * width + len] = (first + node) as i32;
+            len += 1;
+            let target = target_tokens[first + node];
+            result.predict[first + node] = target;
+            if target < 0 || len == width {
+                break;
+            }
+            let mut child = link("first_child", first_child, lane, n, node)?;
+            while let Some(c) = child {
+                if tokens[first + c] == target {
+                    break;
+                }
+                child = link("next_sibling", next_sibling, lane, n, c)?;
+            }
+            match child {
+                Some(c) => node = c,
+                None => break,
+            }
+        }
+        result.accept_len.push(len as i32);
+    }
+    Ok(result)
+}
+
+/// The node that `node` links to. Links only lead forwards, so a walk always ends.
+fn link(name: &str, links: &[i32], lane: usize, n: usize, node: usize) -> Result<Option<usize>> {
+    match links[lane * n + node] {
+        -1 => Ok(None),
+        to if to > node as i32 && to < n as i32 => Ok(Some(to as usize)),
+        to => Err(Error::Shape(format!("{name}[{lane}, {node}] must be -1 or in ({node}, {n}), got {to}"))),
+    }
+}

@@ -1,0 +1,410 @@
+//! Slots, draft cells, moves and masks for Python.
+#![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
+
+use numpy::{PyArray1, PyArray2, PyArray3};
+use pyo3::prelude::*;
+use specpool_core::draft_cells::{self, Drafts, Layout};
+use specpool_core::mask::{self, MaskLanes};
+use specpool_core::slots::{self, Moves, TableView};
+
+use crate::array_args::{Input, Output, array, count, expect_dims, vector};
+use crate::errors::{shape_error, to_py};
+
+type Array1<'py, T> = Bound<'py, PyArray1<T>>;
+type Array2<'py, T> = Bound<'py, PyArray2<T>>;
+type Array3<'py, T> = Bound<'py, PyArray3<T>>;
+type MoveArrays<'py> = (Array1<'py, i64>, Array1<'py, i64>);
+
+/// A page table argument and its page size.
+struct Table<'py> {
+    pages: Input<'py, i32, 2>,
+    page_size: i64,
+}
+
+impl<'py> Table<'py> {
+    fn new(page_table: &Bound<'py, PyAny>, page_size: i64) -> PyResult<Self> {
+        Ok(Self { pages: Input::new("page_table", page_table)?, page_size })
+    }
+
+    fn view(&self) -> PyResult<TableView<'_>> {
+        TableView::new(self.pages.slice(), self.pages.dims[1], self.page_size).map_err(to_py)
+    }
+}
+
+fn per_lane<'py>(
+    rows: &Input<'py, i32, 1>,
+    name: &'static str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<Input<'py, i32, 1>> {
+    let values = Input::new(name, object)?;
+    expect_dims(name, values.dims, rows.dims)?;
+    Ok(values)
+}
+
+fn drafts(num_steps: i64, topk: i64, page_size: i64, layout: &str) -> PyResult<Drafts> {
+    let layout = match layout {
+        "dense" => Layout::Dense,
+        "holey" => Layout::Holey,
+        other => return Err(shape_error(format!("layout must be 'dense' or 'holey', got {other:?}"))),
+    };
+    let (num_steps, topk) = (count("num_steps", num_steps, 1)?, count("topk", topk, 1)?);
+    Drafts::new(num_steps, topk, page_size, layout).map_err(to_py)
+}
+
+fn ancestor_array<'py>(
+    ancestors: Option<&Bound<'py, PyAny>>,
+    lanes: usize,
+    topk: i64,
+) -> PyResult<Option<Input<'py, i32, 3>>> {
+    let ancestors = Input::<i32, 3>::optional("ancestors", ancestors)?;
+    if let Some(ancestors) = &ancestors {
+        expect_dims("ancestors", ancestors.dims, [lanes, topk as usize, ancestors.dims[2]])?;
+    }
+    Ok(ancestors)
+}
+
+fn move_arrays(py: Python<'_>, moves: Moves) -> MoveArrays<'_> {
+    (vector(py, moves.src), vector(py, moves.dst))
+}
+
+/// The slot of each (rows[i], positions[i]).
+#[pyfunction]
+pub fn slots_at<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    positions: &Bound<'py, PyAny>,
+) -> PyResult<Array1<'py, i64>> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let positions = per_lane(&rows, "positions", positions)?;
+    Ok(vector(py, slots::slots_at(&table.view()?, rows.slice(), positions.slice()).map_err(to_py)?))
+}
+
+/// The slots of [starts[i], starts[i] + lens[i]) of each row, one lane after the other.
+#[pyfunction]
+pub fn slot_ranges<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    starts: &Bound<'py, PyAny>,
+    lens: &Bound<'py, PyAny>,
+) -> PyResult<Array1<'py, i64>> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let (starts, lens) = (per_lane(&rows, "starts", starts)?, per_lane(&rows, "lens", lens)?);
+    let slots = slots::slot_ranges(&table.view()?, rows.slice(), starts.slice(), lens.slice()).map_err(to_py)?;
+    Ok(vector(py, slots))
+}
+
+/// Pages of [0, lens[i]) of each row, as CSR.
+#[pyfunction]
+pub fn page_csr<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    lens: &Bound<'py, PyAny>,
+) -> PyResult<(Array1<'py, i32>, Array1<'py, i32>, Array1<'py, i32>)> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let lens = per_lane(&rows, "lens", lens)?;
+    let csr = slots::page_csr(&table.view()?, rows.slice(), lens.slice()).map_err(to_py)?;
+    Ok((vector(py, csr.kv_indptr), vector(py, csr.kv_indices), vector(py, csr.kv_last_page_len)))
+}
+
+/// Writes pages[i] into cell (rows[i], columns[i]) of the table, in place, all or none.
+#[pyfunction]
+pub fn apply_table_delta<'py>(
+    page_table: &Bound<'py, PyAny>,
+    rows: &Bound<'py, PyAny>,
+    columns: &Bound<'py, PyAny>,
+    pages: &Bound<'py, PyAny>,
+) -> PyResult<()> {
+    let mut table = Output::<i32, 2>::new("page_table", page_table)?;
+    let rows = Input::new("rows", rows)?;
+    let (columns, pages) = (per_lane(&rows, "columns", columns)?, per_lane(&rows, "pages", pages)?);
+    let width = table.dims[1];
+    slots::apply_table_delta(table.slice(), width, rows.slice(), columns.slice(), pages.slice()).map_err(to_py)
+}
+
+/// The position in its row that each draft is written to.
+#[pyfunction]
+#[pyo3(signature = (roots, *, num_steps, topk, page_size, layout))]
+pub fn draft_write_positions<'py>(
+    py: Python<'py>,
+    roots: &Bound<'py, PyAny>,
+    num_steps: i64,
+    topk: i64,
+    page_size: i64,
+    layout: &str,
+) -> PyResult<Array3<'py, i32>> {
+    let roots = Input::<i32, 1>::new("roots", roots)?;
+    let drafts = drafts(num_steps, topk, page_size, layout)?;
+    let positions = drafts.write_positions(roots.slice()).map_err(to_py)?;
+    array(py, positions, [roots.dims[0], topk as usize, num_steps as usize])
+}
+
+/// The slot that each draft is written to.
+#[pyfunction]
+#[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk, layout))]
+pub fn draft_write_slots<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    roots: &Bound<'py, PyAny>,
+    num_steps: i64,
+    topk: i64,
+    layout: &str,
+) -> PyResult<Array3<'py, i64>> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let roots = per_lane(&rows, "roots", roots)?;
+    let drafts = drafts(num_steps, topk, page_size, layout)?;
+    let slots = drafts.write_slots(&table.view()?, rows.slice(), roots.slice()).map_err(to_py)?;
+    array(py, slots, [rows.dims[0], topk as usize, num_steps as usize])
+}
+
+/// Brings the ancestors of each branch to a step, in place.
+#[pyfunction]
+pub fn advance_ancestors<'py>(
+    ancestors: &Bound<'py, PyAny>,
+    branch_parents: &Bound<'py, PyAny>,
+    step: i64,
+) -> PyResult<()> {
+    let step = count("step", step, 0)?;
+    let mut ancestors = Output::<i32, 3>::new("ancestors", ancestors)?;
+    let parents = Input::<i32, 2>::new("branch_parents", branch_parents)?;
+    let [lanes, topk, width] = ancestors.dims;
+    expect_dims("branch_parents", parents.dims, [lanes, topk])?;
+    if step >= width {
+        return Err(shape_error(format!("step must be in [0, {width}), the columns of ancestors, got {step}")));
+    }
+    draft_cells::advance_ancestors(ancestors.slice(), parents.slice(), topk, step).map_err(to_py)
+}
+
+/// The slots that each branch reads at a draft step.
+#[pyfunction]
+#[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk, step, layout, ancestors=None, out=None))]
+pub fn draft_read_indices<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    roots: &Bound<'py, PyAny>,
+    num_steps: i64,
+    topk: i64,
+    step: i64,
+    layout: &str,
+    ancestors: Option<&Bound<'py, PyAny>>,
+    out: Option<Bound<'py, PyAny>>,
+) -> PyResult<(Array1<'py, i32>, Bound<'py, PyAny>)> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let roots = per_lane(&rows, "roots", roots)?;
+    let (drafts, step) = (drafts(num_steps, topk, page_size, layout)?, count("step", step, 0)?);
+    let ancestors = ancestor_array(ancestors, rows.dims[0], topk)?;
+    let ancestors = ancestors.as_ref().map(Input::slice);
+    let reads = drafts.read_indices(&table.view()?, rows.slice(), roots.slice(), step, ancestors).map_err(to_py)?;
+    let kv_indices = match out {
+        None => vector(py, reads.kv_indices).into_any(),
+        Some(out) => {
+            let mut buffer = Output::<i32, 1>::new("out", &out)?;
+            let need = drafts.read_capacity(roots.slice()).map_err(to_py)?;
+            if buffer.dims[0] < need {
+                return Err(shape_error(format!(
+                    "out must hold K * (sum(roots) + n * S) = {need} slots, it holds {}",
+                    buffer.dims[0]
+                )));
+            }
+            buffer.slice()[..reads.kv_indices.len()].copy_from_slice(&reads.kv_indices);
+            drop(buffer);
+            out
+        }
+    };
+    Ok((vector(py, reads.kv_indptr), kv_indices))
+}
+
+/// What the K queries of a draft step see of their lane's own cells, and where those cells stand.
+#[pyfunction]
+#[pyo3(signature = (roots, *, num_steps, topk, step, page_size, layout, ancestors=None))]
+pub fn draft_visibility<'py>(
+    py: Python<'py>,
+    roots: &Bound<'py, PyAny>,
+    num_steps: i64,
+    topk: i64,
+    step: i64,
+    page_size: i64,
+    layout: &str,
+    ancestors: Option<&Bound<'py, PyAny>>,
+) -> PyResult<(Array3<'py, bool>, Array2<'py, i32>)> {
+    let roots = Input::<i32, 1>::new("roots", roots)?;
+    let (drafts, step) = (drafts(num_steps, topk, page_size, layout)?, count("step", step, 0)?);
+    let ancestors = ancestor_array(ancestors, roots.dims[0], topk)?;
+    let seen = drafts.visibility(roots.slice(), step, ancestors.as_ref().map(Input::slice)).map_err(to_py)?;
+    let (own_mask, own_positions) = seen;
+    let (n, width) = (roots.dims[0], own_positions.width);
+    Ok((array(py, own_mask.cells, [n, topk as usize, width])?, array(py, own_positions.cells, [n, width])?))
+}
+
+/// The page-table form of the draft reads, for readers of whole pages.
+#[pyfunction]
+#[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk, step))]
+pub fn branch_pages<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    roots: &Bound<'py, PyAny>,
+    num_steps: i64,
+    topk: i64,
+    step: i64,
+) -> PyResult<Array2<'py, i32>> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let roots = per_lane(&rows, "roots", roots)?;
+    let (drafts, step) = (drafts(num_steps, topk, page_size, "holey")?, count("step", step, 0)?);
+    let pages = drafts.branch_pages(&table.view()?, rows.slice(), roots.slice(), step).map_err(to_py)?;
+    array(py, pages.cells, [rows.dims[0] * topk as usize, pages.width])
+}
+
+/// Copies of the prefix's partial tail page into the holes before the drafts of branches 1..K.
+#[pyfunction]
+#[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk))]
+pub fn prefix_tail_moves<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    roots: &Bound<'py, PyAny>,
+    num_steps: i64,
+    topk: i64,
+) -> PyResult<MoveArrays<'py>> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let roots = per_lane(&rows, "roots", roots)?;
+    let drafts = drafts(num_steps, topk, page_size, "holey")?;
+    Ok(move_arrays(py, drafts.prefix_tail_moves(&table.view()?, rows.slice(), roots.slice()).map_err(to_py)?))
+}
+
+/// Copies of the parent branch's drafts into the child's cells, after the selection of a step.
+#[pyfunction]
+#[pyo3(signature = (page_table, page_size, rows, roots, branch_parents, *, num_steps, step, layout="holey"))]
+pub fn branch_copy_moves<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    roots: &Bound<'py, PyAny>,
+    branch_parents: &Bound<'py, PyAny>,
+    num_steps: i64,
+    step: i64,
+    layout: &str,
+) -> PyResult<MoveArrays<'py>> {
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let roots = per_lane(&rows, "roots", roots)?;
+    let parents = Input::<i32, 2>::new("branch_parents", branch_parents)?;
+    let topk = parents.dims[1];
+    expect_dims("branch_parents", parents.dims, [rows.dims[0], topk])?;
+    let (drafts, step) = (drafts(num_steps, topk as i64, page_size, layout)?, count("step", step, 0)?);
+    let moves = drafts.branch_copy_moves(&table.view()?, rows.slice(), roots.slice(), step, parents.slice());
+    Ok(move_arrays(py, moves.map_err(to_py)?))
+}
+
+/// Moves that bring the accepted nodes to the first positions after the root.
+#[pyfunction]
+#[pyo3(signature = (page_table, page_size, rows, roots, accept_index, *, num_draft_tokens))]
+pub fn compact_moves<'py>(
+    py: Python<'py>,
+    page_table: &Bound<'py, PyAny>,
+    page_size: i64,
+    rows: &Bound<'py, PyAny>,
+    roots: &Bound<'py, PyAny>,
+    accept_index: &Bound<'py, PyAny>,
+    num_draft_tokens: i64,
+) -> PyResult<MoveArrays<'py>> {
+    let n = count("num_draft_tokens", num_draft_tokens, 1)?;
+    let table = Table::new(page_table, page_size)?;
+    let rows = Input::new("rows", rows)?;
+    let roots = per_lane(&rows, "roots", roots)?;
+    let accept = Input::<i32, 2>::new("accept_index", accept_index)?;
+    expect_dims("accept_index", accept.dims, [rows.dims[0], accept.dims[1]])?;
+    let moves = slots::compact_moves(&table.view()?, rows.slice(), roots.slice(), accept.slice(), n);
+    Ok(move_arrays(py, moves.map_err(to_py)?))
+}
+
+/// Refuses moves that a buffer of `num_slots` slots cannot do.
+#[pyfunction]
+pub fn check_moves<'py>(src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>, num_slots: usize) -> PyResult<()> {
+    let (src, dst) = (Input::<i64, 1>::new("src", src)?, Input::<i64, 1>::new("dst", dst)?);
+    slots::check_moves(src.slice(), dst.slice(), num_slots).map_err(to_py)
+}
+
+/// Refuses slots outside `[0, num_slots)`; `name` is what the error calls them.
+#[pyfunction]
+pub fn check_slots(name: &str, slots: &Bound<'_, PyAny>, num_slots: usize) -> PyResult<()> {
+    let slots = Input::<i64, 1>::new("slots", slots)?;
+    slots::check_slots(name, slots.slice(), num_slots).map_err(to_py)
+}
+
+/// What the queries of one forward see of their rows.
+#[pyfunction]
+#[pyo3(signature = (
+    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
+))]
+pub fn attention_mask<'py>(
+    py: Python<'py>,
+    starts: &Bound<'py, PyAny>,
+    q_lens: &Bound<'py, PyAny>,
+    num_columns: i64,
+    own_mask: Option<&Bound<'py, PyAny>>,
+    q_positions: Option<&Bound<'py, PyAny>>,
+    own_positions: Option<&Bound<'py, PyAny>>,
+    num_queries: Option<i64>,
+    window: Option<i64>,
+) -> PyResult<Array3<'py, bool>> {
+    let starts = Input::<i32, 1>::new("starts", starts)?;
+    let q_lens = per_lane(&starts, "q_lens", q_lens)?;
+    let own_mask = Input::<bool, 3>::optional("own_mask", own_mask)?;
+    let q_positions = Input::<i32, 2>::optional("q_positions", q_positions)?;
+    let own_positions = Input::<i32, 2>::optional("own_positions", own_positions)?;
+    let n = starts.dims[0];
+    let longest = q_lens.slice().iter().copied().max().unwrap_or(0).max(0) as usize;
+    let queries = match (&own_mask, &q_positions, num_queries) {
+        (Some(own_mask), _, _) => own_mask.dims[1],
+        (None, Some(positions), _) => positions.dims[1],
+        (None, None, Some(queries)) => count("num_queries", queries, 0)?,
+        (None, None, None) => longest,
+    };
+    let own_width = match (&own_mask, &own_positions) {
+        (Some(own_mask), _) => own_mask.dims[2],
+        (None, Some(positions)) => positions.dims[1],
+        (None, None) => 0,
+    };
+    if let Some(own_mask) = &own_mask {
+        expect_dims("own_mask", own_mask.dims, [n, queries, own_width])?;
+    }
+    if let Some(positions) = &q_positions {
+        expect_dims("q_positions", positions.dims, [n, queries])?;
+    }
+    if let Some(positions) = &own_positions {
+        expect_dims("own_positions", positions.dims, [n, own_width])?;
+    }
+    let columns = usize::try_from(num_columns)
+        .map_err(|_| shape_error(format!("num_columns must be 1 or more, got {num_columns}")))?;
+    let lanes = MaskLanes {
+        starts: starts.slice(),
+        q_lens: q_lens.slice(),
+        num_queries: queries,
+        own_mask: own_mask.as_ref().map(Input::slice),
+        q_positions: q_positions.as_ref().map(Input::slice),
+        own_positions: own_positions.as_ref().map(Input::slice),
+        own_width,
+        window,
+    };
+    array(py, mask::attention_mask(&lanes, columns).map_err(to_py)?, [n, queries, columns])
+}

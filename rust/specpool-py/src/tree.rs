@@ -1,0 +1,243 @@
+//! Draft tree, verify and sampling for Python.
+#![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
+
+use numpy::{PyArray1, PyArray2, PyArray3};
+use pyo3::prelude::*;
+use specpool_core::sample::{self, SampleParams};
+use specpool_core::tree::{Candidates, Tree};
+use specpool_core::{tree, verify};
+
+use crate::array_args::{Input, Output, array, count, expect_dims, vector};
+use crate::errors::{shape_error, to_py};
+
+type Array1<'py, T> = Bound<'py, PyArray1<T>>;
+type Array2<'py, T> = Bound<'py, PyArray2<T>>;
+type Array3<'py, T> = Bound<'py, PyArray3<T>>;
+type Trees<'py> = (Array2<'py, i32>, Array3<'py, bool>, Array2<'py, i32>, Array2<'py, i32>, Array2<'py, i32>);
+
+/// The candidate buffers of a round, whose widths say how many steps it has.
+struct Buffers<'py> {
+    scores: Output<'py, f32, 2>,
+    tokens: Output<'py, i64, 2>,
+    parents: Output<'py, i64, 2>,
+}
+
+impl<'py> Buffers<'py> {
+    fn new(scores: &Bound<'py, PyAny>, tokens: &Bound<'py, PyAny>, parents: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Ok(Self {
+            scores: Output::new("candidate_scores", scores)?,
+            tokens: Output::new("candidate_tokens", tokens)?,
+            parents: Output::new("candidate_parents", parents)?,
+        })
+    }
+
+    fn candidates(&mut self, topk: usize) -> PyResult<Candidates<'_>> {
+        let [batch, width] = self.parents.dims;
+        let num_steps = width.saturating_sub(1).checked_div(topk).unwrap_or(0);
+        let total = tree::num_candidates(num_steps, topk);
+        expect_dims("candidate_parents", self.parents.dims, [batch, num_steps * topk + 1])?;
+        expect_dims("candidate_scores", self.scores.dims, [batch, total])?;
+        expect_dims("candidate_tokens", self.tokens.dims, [batch, total])?;
+        let (scores, tokens, parents) = (self.scores.slice(), self.tokens.slice(), self.parents.slice());
+        Candidates::new(batch, num_steps, topk, scores, tokens, parents).map_err(to_py)
+    }
+}
+
+/// Records a draft step's candidates in place and keeps the K best of each lane.
+#[pyfunction]
+pub fn select_topk<'py>(
+    py: Python<'py>,
+    step: i64,
+    topk_p: &Bound<'py, PyAny>,
+    topk_index: &Bound<'py, PyAny>,
+    scores: Option<&Bound<'py, PyAny>>,
+    candidate_scores: &Bound<'py, PyAny>,
+    candidate_tokens: &Bound<'py, PyAny>,
+    candidate_parents: &Bound<'py, PyAny>,
+) -> PyResult<(Array1<'py, i64>, Array2<'py, i32>, Array2<'py, f32>)> {
+    let step = count("step", step, 0)?;
+    let topk_p = Input::<f32, 2>::new("topk_p", topk_p)?;
+    let topk_index = Input::<i64, 2>::new("topk_index", topk_index)?;
+    let scores = Input::<f32, 2>::optional("scores", scores)?;
+    let mut buffers = Buffers::new(candidate_scores, candidate_tokens, candidate_parents)?;
+    let (batch, k) = (buffers.parents.dims[0], topk_p.dims[1]);
+    expect_dims("topk_p", topk_p.dims, [if step == 0 { batch } else { batch * k }, k])?;
+    expect_dims("topk_index", topk_index.dims, topk_p.dims)?;
+    match &scores {
+        None if step > 0 => return Err(shape_error(format!("scores must not be None at step {step}"))),
+        Some(scores) if step > 0 => expect_dims("scores", scores.dims, [batch, k])?,
+        _ => {}
+    }
+    let before = if step == 0 { &[] } else { scores.as_ref().map_or(&[][..], Input::slice) };
+    let kept = buffers.candidates(k)?.select(step, topk_p.slice(), topk_index.slice(), before).map_err(to_py)?;
+    Ok((vector(py, kept.input_ids), array(py, kept.branch_parents, [batch, k])?, array(py, kept.scores, [batch, k])?))
+}
+
+/// Chooses the `num_draft_tokens - 1` best candidates of each lane.
+#[pyfunction]
+#[pyo3(signature = (candidate_scores, candidate_tokens, candidate_parents, *, topk, num_draft_tokens))]
+pub fn organize<'py>(
+    py: Python<'py>,
+    candidate_scores: &Bound<'py, PyAny>,
+    candidate_tokens: &Bound<'py, PyAny>,
+    candidate_parents: &Bound<'py, PyAny>,
+    topk: i64,
+    num_draft_tokens: i64,
+) -> PyResult<(Array2<'py, i64>, Array2<'py, i64>, Array2<'py, i64>)> {
+    let (k, n) = (count("topk", topk, 1)?, count("num_draft_tokens", num_draft_tokens, 1)?);
+    let mut buffers = Buffers::new(candidate_scores, candidate_tokens, candidate_parents)?;
+    let [batch, width] = buffers.parents.dims;
+    let organized = buffers.candidates(k)?.organize(n).map_err(to_py)?;
+    let kept = tree::parent_list_width((width - 1) / k, k);
+    Ok((
+        array(py, organized.parent_list, [batch, kept])?,
+        array(py, organized.top_scores_index, [batch, n - 1])?,
+        array(py, organized.draft_tokens, [batch, n - 1])?,
+    ))
+}
+
+fn trees(py: Python<'_>, tree: Tree, batch: usize, n: usize) -> PyResult<Trees<'_>> {
+    Ok((
+        array(py, tree.depths, [batch, n])?,
+        array(py, tree.mask, [batch, n, n])?,
+        array(py, tree.first_child, [batch, n])?,
+        array(py, tree.next_sibling, [batch, n])?,
+        array(py, tree.parents, [batch, n])?,
+    ))
+}
+
+/// Builds the trees that organize chose.
+#[pyfunction]
+#[pyo3(signature = (parent_list, top_scores_index, *, topk))]
+pub fn build_tree<'py>(
+    py: Python<'py>,
+    parent_list: &Bound<'py, PyAny>,
+    top_scores_index: &Bound<'py, PyAny>,
+    topk: i64,
+) -> PyResult<Trees<'py>> {
+    let topk = count("topk", topk, 1)?;
+    let parent_list = Input::<i64, 2>::new("parent_list", parent_list)?;
+    let chosen = Input::<i64, 2>::new("top_scores_index", top_scores_index)?;
+    let [batch, chosen_len] = chosen.dims;
+    expect_dims("parent_list", parent_list.dims, [batch, parent_list.dims[1]])?;
+    let tree = tree::build_tree(parent_list.slice(), chosen.slice(), batch, topk).map_err(to_py)?;
+    trees(py, tree, batch, chosen_len + 1)
+}
+
+/// Builds trees from each node's parent.
+#[pyfunction]
+pub fn tree_from_parents<'py>(py: Python<'py>, parents: &Bound<'py, PyAny>) -> PyResult<Trees<'py>> {
+    let parents = Input::<i32, 2>::new("parents", parents)?;
+    let [batch, n] = parents.dims;
+    if n == 0 {
+        return Err(shape_error(format!("parents must have 1 column or more, got shape [{batch}, 0]")));
+    }
+    trees(py, Tree::from_parents(parents.slice(), n).map_err(to_py)?, batch, n)
+}
+
+/// Walks each lane's tree along the target's tokens.
+#[pyfunction]
+#[pyo3(signature = (tokens, first_child, next_sibling, target_tokens, *, num_steps))]
+pub fn verify_tree<'py>(
+    py: Python<'py>,
+    tokens: &Bound<'py, PyAny>,
+    first_child: &Bound<'py, PyAny>,
+    next_sibling: &Bound<'py, PyAny>,
+    target_tokens: &Bound<'py, PyAny>,
+    num_steps: i64,
+) -> PyResult<(Array2<'py, i32>, Array1<'py, i32>, Array1<'py, i64>)> {
+    let num_steps = count("num_steps", num_steps, 0)?;
+    let tokens = Input::<i64, 2>::new("tokens", tokens)?;
+    let first_child = Input::<i32, 2>::new("first_child", first_child)?;
+    let next_sibling = Input::<i32, 2>::new("next_sibling", next_sibling)?;
+    let target = Input::<i64, 2>::new("target_tokens", target_tokens)?;
+    expect_dims("first_child", first_child.dims, tokens.dims)?;
+    expect_dims("next_sibling", next_sibling.dims, tokens.dims)?;
+    expect_dims("target_tokens", target.dims, tokens.dims)?;
+    let [batch, n] = tokens.dims;
+    let verified =
+        verify::verify_tree(tokens.slice(), first_child.slice(), next_sibling.slice(), target.slice(), n, num_steps)
+            .map_err(to_py)?;
+    Ok((
+        array(py, verified.accept_index, [batch, num_steps + 1])?,
+        vector(py, verified.accept_len),
+        vector(py, verified.predict),
+    ))
+}
+
+/// The draw of each (seed, position).
+#[pyfunction]
+pub fn uniform<'py>(
+    py: Python<'py>,
+    seeds: &Bound<'py, PyAny>,
+    positions: &Bound<'py, PyAny>,
+) -> PyResult<Array1<'py, f64>> {
+    let seeds = Input::<u64, 1>::new("seeds", seeds)?;
+    let positions = Input::<i64, 1>::new("positions", positions)?;
+    expect_dims("positions", positions.dims, seeds.dims)?;
+    let pairs = seeds.slice().iter().zip(positions.slice()).enumerate();
+    let draws = pairs.map(|(lane, (&seed, &position))| {
+        let position = u64::try_from(position)
+            .map_err(|_| shape_error(format!("positions[{lane}] must be 0 or more, got {position}")))?;
+        Ok(sample::uniform(seed, position))
+    });
+    Ok(vector(py, draws.collect::<PyResult<_>>()?))
+}
+
+/// Rows to sample from, with their parameters.
+struct Rows<'py> {
+    logits: Input<'py, f32, 2>,
+    params: Vec<SampleParams>,
+}
+
+impl<'py> Rows<'py> {
+    fn new(
+        logits: &Bound<'py, PyAny>,
+        temperature: &Bound<'py, PyAny>,
+        top_k: &Bound<'py, PyAny>,
+        top_p: &Bound<'py, PyAny>,
+        u: &Bound<'py, PyAny>,
+    ) -> PyResult<Self> {
+        let logits = Input::<f32, 2>::new("logits", logits)?;
+        let temperature = Input::<f32, 1>::new("temperature", temperature)?;
+        let top_k = Input::<i32, 1>::new("top_k", top_k)?;
+        let top_p = Input::<f32, 1>::new("top_p", top_p)?;
+        let u = Input::<f64, 1>::new("u", u)?;
+        let n = logits.dims[0];
+        expect_dims("temperature", temperature.dims, [n])?;
+        expect_dims("top_k", top_k.dims, [n])?;
+        expect_dims("top_p", top_p.dims, [n])?;
+        expect_dims("u", u.dims, [n])?;
+        let (temperature, top_k, top_p, u) = (temperature.slice(), top_k.slice(), top_p.slice(), u.slice());
+        let row = |i| SampleParams { temperature: temperature[i], top_k: top_k[i], top_p: top_p[i], u: u[i] };
+        Ok(Self { params: (0..n).map(row).collect(), logits })
+    }
+}
+
+/// Draws one token per row by inverse CDF over token ids.
+#[pyfunction]
+pub fn sample_tokens<'py>(
+    py: Python<'py>,
+    logits: &Bound<'py, PyAny>,
+    temperature: &Bound<'py, PyAny>,
+    top_k: &Bound<'py, PyAny>,
+    top_p: &Bound<'py, PyAny>,
+    u: &Bound<'py, PyAny>,
+) -> PyResult<Array1<'py, i64>> {
+    let rows = Rows::new(logits, temperature, top_k, top_p, u)?;
+    Ok(vector(py, sample::sample_tokens(rows.logits.slice(), rows.logits.dims[1], &rows.params).map_err(to_py)?))
+}
+
+/// How near each draw of `sample_tokens` is to another outcome.
+#[pyfunction]
+pub fn sample_margins<'py>(
+    py: Python<'py>,
+    logits: &Bound<'py, PyAny>,
+    temperature: &Bound<'py, PyAny>,
+    top_k: &Bound<'py, PyAny>,
+    top_p: &Bound<'py, PyAny>,
+    u: &Bound<'py, PyAny>,
+) -> PyResult<Array1<'py, f64>> {
+    let rows = Rows::new(logits, temperature, top_k, top_p, u)?;
+    Ok(vector(py, sample::sample_margins(rows.logits.slice(), rows.logits.dims[1], &rows.params).map_err(to_py)?))
+}
