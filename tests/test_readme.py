@@ -39,14 +39,16 @@ def test_the_holey_picture_is_what_the_core_computes():
     lines = README[README.index("position   0") :].splitlines()
     cells = re.findall(r"[pd]\d", lines[1])
     roots = np.array([7], np.int32)
-    positions = kernels.draft_write_positions(roots, 5, 8, 4, "holey")[0]
+    positions = kernels.draft_write_positions(
+        roots, num_steps=5, topk=8, page_size=4, layout="holey"
+    )[0]
     for branch in range(3):
         for step in range(5):
             assert cells[positions[branch, step]] == f"d{step}"
     table = np.arange(0, 40, dtype=np.int32).reshape(1, 40)
     table = np.concatenate([table, table + 1])
     row = np.array([1], np.int32)
-    source, target = kernels.prefix_tail_moves(table, 4, row, roots, 5, 8)
+    source, target = kernels.prefix_tail_moves(table, 4, row, roots, num_steps=5, topk=8)
     moves = {int(t) - 4: int(s) - 4 for s, t in zip(source, target, strict=True)}
     for position, cell in enumerate(cells):
         if position >= 7 and cell.startswith("p"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from specpool._core import Group, Ledger, Shape
+from specpool._core import Group, Ledger, Shape, sizing_row_width
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.kv_cache import LayerKV
@@ -37,6 +38,11 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can be taken now on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -83,43 +89,63 @@ def plan_pools(
         for index in range(len(names))
     ]
 
-    def build(num_pages: Sequence[int]) -> Ledger:
-        groups = [
+    def hosts(index: int) -> bool:
+        return hosts_drafts and index == draft_group
+
+    shapes = [Shape.none(), shape]
+    if config.num_pages is not None:
+        num_pages = [config.num_pages] * len(names)
+    else:
+        per_row = [
+            sizing_row_width(
+                shapes,
+                page_size=config.page_size,
+                max_context_len=max_context_len,
+                policy=config.policy,
+                hosts_drafts=hosts(index),
+                layout=layout,
+            )
+            // config.page_size
+            for index in range(len(names))
+        ]
+        budget = free_bytes(device) // 2 if config.kv_bytes is None else config.kv_bytes
+        num_pages = _fit(config, per_row, page_bytes, budget, max_context_len)
+    ledger = Ledger(
+        [
             Group(
                 name,
                 page_size=config.page_size,
                 num_pages=pages,
-                hosts_drafts=hosts_drafts and index == draft_group,
+                hosts_drafts=hosts(index),
                 layout=layout,
             )
             for index, (name, pages) in enumerate(zip(names, num_pages, strict=True))
-        ]
-        return Ledger(
-            groups,
-            [shape],
-            num_rows=config.max_batch,
-            max_context_len=max_context_len,
-            policy=config.policy,
-            draft_kv=bool(draft_layers),
-        )
-
-    if config.num_pages is not None:
-        num_pages = [config.num_pages] * len(names)
-        ledger = build(num_pages)
-    else:
-        most = (1 << 31) // config.page_size - 1
-        widest = build([most] * len(names))
-        per_row = [widest.pages_per_row(index) for index in range(len(names))]
-        row_bytes = sum(p * b for p, b in zip(per_row, page_bytes, strict=True))
-        budget = free_bytes(device) // 2 if config.kv_bytes is None else config.kv_bytes
-        # The sinks (page 0 of each group) come first.
-        rows = min((budget - sum(page_bytes)) / row_bytes, float(config.max_batch))
-        if rows < 1:
-            raise ConfigError(
-                f"one row of {max_context_len} tokens needs {row_bytes + sum(page_bytes)} bytes of "
-                f"KV, {budget} are to be had: lower max_context_len or the dtype, or give kv_bytes"
-            )
-        num_pages = [min(int(rows * p), most) for p in per_row]
-        ledger = build(num_pages)
+        ],
+        shapes,
+        num_rows=config.max_batch,
+        max_context_len=max_context_len,
+        policy=config.policy,
+        draft_kv=bool(draft_layers),
+    )
     kv_bytes = sum((n + 1) * b for n, b in zip(num_pages, page_bytes, strict=True))
     return PoolPlan(ledger, layer_groups, target_groups, draft_group, kv_bytes)
+
+
+def _fit(
+    config: EngineConfig,
+    per_row: Sequence[int],
+    page_bytes: Sequence[int],
+    budget: int,
+    max_context_len: int,
+) -> list[int]:
+    """Pages of each group for as many full rows as the bytes hold, at most `max_batch`."""
+    sinks = sum(page_bytes)  # page 0 of each group
+    row_bytes = sum(p * b for p, b in zip(per_row, page_bytes, strict=True))
+    rows = min((budget - sinks) / row_bytes, config.max_batch)
+    if rows < 1:
+        raise ConfigError(
+            f"one row of {max_context_len} tokens needs {row_bytes + sinks} bytes of KV, {budget} "
+            "are to be had: lower max_context_len or the dtype, or raise kv_bytes"
+        )
+    most = (1 << 31) // config.page_size - 1  # slot ids are int32
+    return [min(int(rows * pages), most) for pages in per_row]

@@ -38,10 +38,11 @@ class Sampling:
         """
         num_nodes = positions.shape[1]
         scores = logits.float().cpu().numpy()
-        if self._greedy:
-            return kernels.argmax_tokens(scores).reshape(positions.shape)
         lanes = np.repeat(np.arange(len(positions)), num_nodes)
-        uniforms = kernels.uniform(self._seeds[lanes], positions.ravel())
+        if self._greedy:
+            uniforms = np.zeros(len(lanes))
+        else:
+            uniforms = kernels.uniform(self._seeds[lanes], positions.ravel())
         return kernels.sample_tokens(
             scores, self._temperature[lanes], self._top_k[lanes], self._top_p[lanes], uniforms
         ).reshape(positions.shape)
@@ -61,7 +62,7 @@ class Verdict:
 def verify(tree: DraftTree, target_tokens: Int64, num_steps: int) -> Verdict:
     """Walk each tree along the target's own tokens (greedy or drawn: spec 5.4, 5.5)."""
     accept_index, accept_len, predict = kernels.verify_tree(
-        tree.tokens, tree.first_child, tree.next_sibling, target_tokens, num_steps
+        tree.tokens, tree.first_child, tree.next_sibling, target_tokens, num_steps=num_steps
     )
     nodes = accept_index[accept_index >= 0].astype(np.int64)
     return Verdict(accept_index, accept_len, nodes, predict[nodes], (target_tokens < 0).any(1))

@@ -16,9 +16,9 @@ import torch
 from specpool import kernels
 from specpool._core import Plan, Shape
 from specpool.attention import AttentionBatch, AttentionView
-from specpool.attention.lanes import causal_view, own_view
+from specpool.attention.lanes import causal_view, own_view, range_positions
 from specpool.draft.base import Drafter, DraftTree, Int32, Int64, Lanes
-from specpool.kernels import torch_moves
+from specpool.kernels import moves
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.request import Request, TokenLogprob
@@ -139,7 +139,7 @@ class EagleWorker:
             group: causal_view(self._cache, group, lanes.rows, lanes.starts, lanes.q_lens)
             for group in set(self._target_groups)
         }
-        positions = kernels.range_positions(lanes.starts, lanes.q_lens)
+        positions = range_positions(lanes.starts, lanes.q_lens)
         return self._forward(tokens, positions, views, logits_at)
 
     def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Int64) -> TargetOutput:
@@ -151,7 +151,7 @@ class EagleWorker:
             table, page_size = self._cache.tables[group], self._cache.page_sizes[group]
             slots = kernels.slots_at(table, page_size, np.repeat(lanes.rows, cells.shape[1]), cells.ravel())
             views[group] = own_view(
-                self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped
+                self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped, clamped
             )
         return self._forward(tree.tokens.ravel(), positions.ravel(), views, None)
 
@@ -173,14 +173,14 @@ class EagleWorker:
         """Move the accepted nodes' KV to the cells right after the prefix, in every target layer."""
         for group in set(self._target_groups):
             layers = [i for i in self._target_layers if self._target_groups[i] == group]
-            torch_moves.compact_accepted(
+            moves.compact_accepted(
                 self._cache.buffers(layers),
                 self._cache.tables[group],
                 self._cache.page_sizes[group],
                 lanes.rows,
                 lanes.starts,
                 accept_index,
-                num_nodes,
+                num_draft_tokens=num_nodes,
             )
 
     def _features(self, output: TargetOutput) -> torch.Tensor:

@@ -55,7 +55,8 @@ def own_view(
     starts: Int32,
     slots: npt.NDArray[np.int64],
     own_mask: npt.NDArray[np.bool_],
-    own_positions: Int32 | None = None,
+    own_positions: Int32,
+    q_positions: Int32,
 ) -> AttentionView:
     """Verify and dense drafting: a query sees `[0, start)` and its own choice of cells after it.
 
@@ -66,8 +67,8 @@ def own_view(
         starts: int32 [B], cells of the prefix.
         slots: int64, B * Q of them, where each query's KV goes.
         own_mask: bool [B, Q, W]: query i sees cell `start + j`.
-        own_positions: int32 [B, W], the model position of each of these cells, and with W == Q of
-            each query (a tree's nodes); None: no layer that uses the view has a window.
+        own_positions: int32 [B, W], the model position of the token in each of these cells.
+        q_positions: int32 [B, Q], the model position of each query. Windows go by position.
     """
     num_lanes, num_queries, num_cells = own_mask.shape
     num_columns = _columns(cache, group, int(starts.max()) + num_cells)
@@ -75,7 +76,7 @@ def own_view(
 
     def mask_for(window: int | None) -> BoolMask:
         return kernels.attention_mask(
-            starts, q_lens, num_columns, own_mask, own_positions, own_positions, window
+            starts, q_lens, num_columns, own_mask, q_positions, own_positions, window
         )
 
     return AttentionView(
@@ -85,6 +86,13 @@ def own_view(
         q_lens=num_queries,
         mask_for=mask_for,
     )
+
+
+def range_positions(starts: Int32, lens: Int32) -> npt.NDArray[np.int64]:
+    """`start, start + 1, ...` for each lane, int64 [sum(lens)]."""
+    ends = np.cumsum(lens, dtype=np.int64)
+    first = starts - (ends - lens)
+    return np.repeat(first, lens) + np.arange(ends[-1])
 
 
 def _causal(

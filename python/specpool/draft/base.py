@@ -16,6 +16,8 @@ from specpool.kv_cache import KVCache, LayerKV
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+Links = tuple[Int32, Bool, Int32, Int32, Int32]  # depths, mask, first_child, next_sibling, parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,20 @@ class DraftTree:
 
     tokens: Int64  # [B, N]
     depths: Int32  # [B, N], the root's is 0
-    mask: npt.NDArray[np.bool_]  # [B, N, N], a node's ancestors and itself
+    mask: Bool  # [B, N, N], a node's ancestors and itself
     first_child: Int32  # [B, N], -1 = none
     next_sibling: Int32  # [B, N], -1 = none
 
     @classmethod
+    def of(cls, tokens: Int64, links: Links) -> DraftTree:
+        """Tokens with the links that `build_tree` or `tree_from_parents` returns."""
+        depths, mask, first_child, next_sibling, _ = links
+        return cls(tokens, depths, mask, first_child, next_sibling)
+
+    @classmethod
     def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:
         """Build the links from `parents` [B, N]; `parents[:, 0] == -1`, `parents[b, i] < i`."""
-        return cls(tokens, *kernels.tree_from_parents(parents))
+        return cls.of(tokens, kernels.tree_from_parents(parents))
 
     @classmethod
     def root_only(cls, root_tokens: Int64) -> DraftTree:

@@ -20,9 +20,9 @@ import torch
 from specpool import kernels
 from specpool._core import Shape
 from specpool.attention import AttentionView, attend
-from specpool.attention.lanes import causal_view, own_view, paged_view
+from specpool.attention.lanes import causal_view, own_view, paged_view, range_positions
 from specpool.draft.base import DraftTree, Int32, Int64, Lanes
-from specpool.kernels import torch_moves
+from specpool.kernels import moves
 from specpool.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
 
@@ -98,7 +98,7 @@ class EagleDrafter:
     def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
         """See `Drafter.extend`."""
         view = causal_view(self._cache, self._group, lanes.rows, lanes.starts, lanes.q_lens)
-        positions = kernels.range_positions(lanes.starts, lanes.q_lens)
+        positions = range_positions(lanes.starts, lanes.q_lens)
         hidden = self.head.forward(
             tokens,
             self.head.combine(features),
@@ -118,10 +118,13 @@ class EagleDrafter:
         rows = self._to_device(lanes.rows.astype(np.int64))
         topk_p, topk_ids = self._topk_p[rows, :topk], self._topk_ids[rows, :topk]
         hidden = self._hidden[rows]
-        candidates = kernels.Candidates(len(lanes.rows), topk, num_steps)
+        candidates = kernels.Candidates.empty(len(lanes.rows), num_steps=num_steps, topk=topk)
         branches = self._branches(lanes, shape)
+        scores = None
         for step in range(num_steps):
-            ids, parents = candidates.select(step, topk_p.cpu().numpy(), topk_ids.cpu().numpy())
+            ids, parents, scores = candidates.select(
+                step, topk_p.cpu().numpy(), topk_ids.cpu().numpy(), scores
+            )
             if step == num_steps - 1:
                 break
             hidden = hidden[self._to_device(_parent_lanes(parents, step))]
@@ -133,8 +136,9 @@ class EagleDrafter:
                 self._attend(branches.view(step, parents)),
             )
             topk_p, topk_ids = self.head.topk(hidden, topk)
-        drafts, links = candidates.build(shape.num_draft_tokens)
-        return DraftTree(np.concatenate([root_tokens[:, None], drafts], 1), *links)
+        parent_list, chosen, drafts = candidates.organize(shape.num_draft_tokens)
+        links = kernels.build_tree(parent_list, chosen, topk=topk)
+        return DraftTree.of(np.concatenate([root_tokens[:, None], drafts], 1), links)
 
     def _branches(self, lanes: Lanes, shape: Shape) -> _Branches:
         if shape.topk == 1:
@@ -188,23 +192,47 @@ class _DenseBranches:
     def __init__(
         self, cache: KVCache, group: int, lanes: Lanes, shape: Shape, exact: bool
     ) -> None:
-        self._cache, self._group, self._lanes, self._exact = cache, group, lanes, exact
-        num_steps, topk = shape.num_steps, shape.topk
-        self._shape = shape
+        self._cache, self._group, self._lanes = cache, group, lanes
+        self._form = {
+            "num_steps": shape.num_steps,
+            "topk": shape.topk,
+            "page_size": cache.page_sizes[group],
+            "layout": "dense",
+        }
         self._slots = kernels.draft_write_slots(
-            cache.tables[group], cache.page_sizes[group], lanes.rows, lanes.starts, num_steps, topk, "dense"
+            cache.tables[group],
+            cache.page_sizes[group],
+            lanes.rows,
+            lanes.starts,
+            num_steps=shape.num_steps,
+            topk=shape.topk,
+            layout="dense",
         )
-        # bool [B, K, K*S]: which draft cells a branch sees
-        self._own = np.zeros((len(lanes.rows), topk, topk * num_steps), np.bool_)
+        # int32 [B, K, S]: whose cell of step j holds the j-th draft on a branch's path
+        size = (len(lanes.rows), shape.topk, shape.num_steps)
+        self._ancestors = np.zeros(size, np.int32) if exact else None
 
     def view(self, step: int, parents: Int32) -> AttentionView:
-        num_steps, topk = self._shape.num_steps, self._shape.topk
-        if step and self._exact:
-            self._own = np.take_along_axis(self._own, parents[:, :, None], 1)
-        branch = np.arange(topk)
-        self._own[:, branch, branch * num_steps + step] = True
+        ancestors = None
+        if self._ancestors is not None:
+            kernels.advance_ancestors(self._ancestors, parents, step)
+            ancestors = self._ancestors
+        lanes = self._lanes
+        own_mask, own_positions = kernels.draft_visibility(
+            lanes.starts, step=step, ancestors=ancestors, **self._form
+        )
         slots = self._slots[:, :, step]
-        return own_view(self._cache, self._group, self._lanes.rows, self._lanes.starts, slots, self._own)
+        q_positions = np.repeat(lanes.starts[:, None] + step, own_mask.shape[1], 1)
+        return own_view(
+            self._cache,
+            self._group,
+            lanes.rows,
+            lanes.starts,
+            slots,
+            own_mask,
+            own_positions,
+            q_positions.astype(np.int32),
+        )
 
 
 class _HoleyBranches:
@@ -219,19 +247,19 @@ class _HoleyBranches:
         buffers: list[torch.Tensor],
         exact: bool,
     ) -> None:
-        self._cache, self._group, self._lanes, self._exact = cache, group, lanes, exact
-        self._shape, self._buffers = shape, buffers
+        self._cache, self._group, self._lanes = cache, group, lanes
+        self._shape, self._buffers, self._exact = shape, buffers, exact
         self._where = (cache.tables[group], cache.page_sizes[group], lanes.rows, lanes.starts)
-        num_steps, topk = shape.num_steps, shape.topk
-        torch_moves.duplicate_prefix_tail(buffers, *self._where, num_steps, topk)
-        self._slots = kernels.draft_write_slots(*self._where, num_steps, topk, "holey")
+        form = {"num_steps": shape.num_steps, "topk": shape.topk}
+        moves.duplicate_prefix_tail(buffers, *self._where, **form)
+        self._slots = kernels.draft_write_slots(*self._where, **form, layout="holey")
 
     def view(self, step: int, parents: Int32) -> AttentionView:
         num_steps, topk = self._shape.num_steps, self._shape.topk
         if step and self._exact:
-            torch_moves.copy_parent_drafts(
-                self._buffers, *self._where, num_steps, topk, step, parents
+            moves.copy_parent_drafts(
+                self._buffers, *self._where, parents, num_steps=num_steps, step=step
             )
-        pages = kernels.branch_pages(*self._where, num_steps, topk, step)
+        pages = kernels.branch_pages(*self._where, num_steps=num_steps, topk=topk, step=step)
         starts = np.repeat(self._lanes.starts + step, topk)
         return paged_view(self._cache, self._group, pages, starts, self._slots[:, :, step])
