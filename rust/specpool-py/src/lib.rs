@@ -2,17 +2,28 @@
 //! nothing else; names are those of the core.
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
+mod arrays;
 mod errors;
+mod ledger;
+mod plan;
 mod shape;
+mod sizing;
 
-use pyo3::prelude::*;
-
-#[pymodule]
+#[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
+    use super::ledger::{Group, Ledger};
+    #[pymodule_export]
+    use super::plan::Plan;
+    #[pymodule_export]
     use super::shape::Shape;
+    #[pymodule_export]
+    use super::sizing::{
+        sizing_alloc_len_per_decode, sizing_extend_pages, sizing_need_double_buffer, sizing_need_exact,
+        sizing_next_allocated, sizing_row_headroom, sizing_row_width, sizing_v1_tokens_required,
+    };
 
-    use super::*;
+    use pyo3::prelude::*;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
