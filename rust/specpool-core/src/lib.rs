@@ -1,19 +1,39 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
 //! Layers point one way:
-//! `error -> ids, shape -> sizing -> page_pool, page_table -> group, delta -> step -> ledger`, and
+//! `error -> ids, shape -> sizing -> page_pool, page_table -> group, delta -> step, rows -> ledger -> audit`; and
 //! `slots` (row, position) -> slot beside them; `tree -> verify` never sees pages.
+//!
+//! Start at [`Ledger`], whose example runs one request from its prefill to its end.
 #![forbid(unsafe_code)]
 
+mod audit;
 mod check;
+pub mod delta;
 pub mod draft_cells;
 pub mod error;
+pub mod group;
+pub mod ids;
+pub mod ledger;
 pub mod mask;
+pub mod page_pool;
+pub mod page_table;
+mod rows;
 pub mod sample;
 pub mod shape;
+pub mod sizing;
 pub mod slots;
+pub mod step;
 pub mod tree;
 pub mod verify;
 
+pub use delta::DeltaEntries;
 pub use error::{Error, Result};
+pub use group::Group;
+pub use ids::{Page, Row, Slot};
+pub use ledger::{Ledger, LedgerConfig};
+pub use page_pool::{PagePool, PageRecord, PageState, Verb};
+pub use page_table::PageTable;
 pub use shape::Shape;
+pub use sizing::{Geometry, Layout, Policy, Reserve};
+pub use step::{Plan, StepKind};

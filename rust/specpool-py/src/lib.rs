@@ -3,15 +3,28 @@
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
 mod array_args;
+mod arrays;
 mod errors;
+mod ledger;
+mod plan;
 mod shape;
+mod sizing;
 mod slots;
 mod tree;
 
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
+    use super::ledger::{Group, Ledger};
+    #[pymodule_export]
+    use super::plan::Plan;
+    #[pymodule_export]
     use super::shape::Shape;
+    #[pymodule_export]
+    use super::sizing::{
+        sizing_alloc_len_per_decode, sizing_extend_pages, sizing_need_double_buffer, sizing_need_exact,
+        sizing_next_allocated, sizing_row_headroom, sizing_row_width, sizing_v1_tokens_required,
+    };
     #[pymodule_export]
     use super::slots::{
         advance_ancestors, apply_table_delta, attention_mask, branch_copy_moves, branch_pages, check_moves,

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 
+use crate::arrays::ConfigInt;
 use crate::errors::{config_error, to_py};
 
 /// What one round of one row may do.
@@ -13,20 +14,24 @@ fn field(name: &str, value: i64) -> PyResult<u32> {
     u32::try_from(value).map_err(|_| config_error(format!("{name} must be in [0, 1048576], got {value}")))
 }
 
+/// A core shape of raw numbers.
+pub fn shape(num_steps: ConfigInt, topk: ConfigInt, num_draft_tokens: ConfigInt) -> PyResult<specpool_core::Shape> {
+    let (s, k, n) =
+        (field("num_steps", num_steps.0)?, field("topk", topk.0)?, field("num_draft_tokens", num_draft_tokens.0)?);
+    specpool_core::Shape::new(s, k, n).map_err(to_py)
+}
+
 #[pymethods]
 impl Shape {
     #[new]
-    fn new(num_steps: i64, topk: i64, num_draft_tokens: i64) -> PyResult<Self> {
-        let (s, k, n) =
-            (field("num_steps", num_steps)?, field("topk", topk)?, field("num_draft_tokens", num_draft_tokens)?);
-        specpool_core::Shape::new(s, k, n).map(Self).map_err(to_py)
+    fn new(num_steps: ConfigInt, topk: ConfigInt, num_draft_tokens: ConfigInt) -> PyResult<Self> {
+        shape(num_steps, topk, num_draft_tokens).map(Self)
     }
 
     #[staticmethod]
-    fn eagle(num_steps: i64, topk: i64, num_draft_tokens: i64) -> PyResult<Self> {
-        let (s, k, n) =
-            (field("num_steps", num_steps)?, field("topk", topk)?, field("num_draft_tokens", num_draft_tokens)?);
-        specpool_core::Shape::eagle(s, k, n).map(Self).map_err(to_py)
+    fn eagle(num_steps: ConfigInt, topk: ConfigInt, num_draft_tokens: ConfigInt) -> PyResult<Self> {
+        let raw = shape(num_steps, topk, num_draft_tokens)?;
+        specpool_core::Shape::eagle(raw.num_steps, raw.topk, raw.num_draft_tokens).map(Self).map_err(to_py)
     }
 
     #[staticmethod]

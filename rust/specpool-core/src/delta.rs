@@ -1,0 +1,100 @@
+//! The pending changes of one page table, for a copy of it on a device (spec 4, table deltas).
+//!
+//! At most one entry per cell, whose value is the table's own at the time of the take. Every change gives its entry a
+//! new version; an acknowledgement removes only entries whose version is not newer than its take, so a cell that
+//! went 17 -> 0 -> 17 in between stays pending.
+
+use crate::error::Result;
+use crate::ids::zeroed;
+use crate::page_table::PageTable;
+
+/// One take of a delta: parallel arrays, one entry per changed cell.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeltaEntries {
+    /// `int32 [n]`: the row of each entry.
+    pub rows: Vec<i32>,
+    /// `int32 [n]`: the column of each entry.
+    pub columns: Vec<i32>,
+    /// `int32 [n]`: the page now in that cell, 0 for none.
+    pub pages: Vec<i32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    cell: u32,
+    version: u64,
+}
+
+/// What has changed in a table and is not acknowledged yet.
+#[derive(Debug, Clone)]
+pub(crate) struct Delta {
+    /// Per cell: its place in `entries` plus one, 0 when nothing is pending.
+    place: Vec<u32>,
+    entries: Vec<Entry>,
+    /// Counts changes, never goes back.
+    version: u64,
+    /// (step, version at its latest take), oldest step first.
+    takes: Vec<(u64, u64)>,
+}
+
+impl Delta {
+    pub(crate) fn new(num_cells: usize) -> Result<Self> {
+        Ok(Self { place: zeroed(num_cells, "a table delta")?, entries: Vec::new(), version: 0, takes: Vec::new() })
+    }
+
+    /// The cell has just changed.
+    pub(crate) fn mark(&mut self, cell: usize) {
+        self.version += 1;
+        let entry = Entry { cell: cell as u32, version: self.version };
+        match self.place[cell] {
+            0 => {
+                self.entries.push(entry);
+                self.place[cell] = self.entries.len() as u32;
+            }
+            place => self.entries[place as usize - 1] = entry,
+        }
+    }
+
+    /// All pending entries with the table's values, remembered as taken for `step`.
+    pub(crate) fn take(&mut self, step: u64, table: &PageTable) -> DeltaEntries {
+        self.takes.retain(|&(taken, _)| taken != step);
+        self.takes.push((step, self.version));
+        let columns = table.pages_per_row();
+        let split = |entry: &Entry| (entry.cell as usize / columns, entry.cell as usize % columns);
+        DeltaEntries {
+            rows: self.entries.iter().map(|entry| split(entry).0 as i32).collect(),
+            columns: self.entries.iter().map(|entry| split(entry).1 as i32).collect(),
+            pages: self.entries.iter().map(|entry| table.cells()[entry.cell as usize]).collect(),
+        }
+    }
+
+    pub(crate) fn has_take(&self, step: u64) -> bool {
+        self.takes.iter().any(|&(taken, _)| taken == step)
+    }
+
+    /// Removes what has not changed since the take of `step`. Takes of older steps are covered by it.
+    pub(crate) fn acknowledge(&mut self, step: u64) {
+        let Some(&(_, version)) = self.takes.iter().find(|&&(taken, _)| taken == step) else { return };
+        self.takes.retain(|&(taken, _)| taken > step);
+        let Self { place, entries, .. } = self;
+        let mut kept = 0;
+        entries.retain(|entry| {
+            let keep = entry.version > version;
+            kept += u32::from(keep);
+            place[entry.cell as usize] = if keep { kept } else { 0 };
+            keep
+        });
+    }
+
+    /// Cells whose bookkeeping disagrees with the entries (for the audit).
+    pub(crate) fn broken(&self) -> Option<String> {
+        let pending = self.place.iter().filter(|&&place| place != 0).count();
+        if pending != self.entries.len() {
+            return Some(format!("{pending} cells are marked pending, {} entries", self.entries.len()));
+        }
+        self.entries.iter().enumerate().find_map(|(at, entry)| {
+            (self.place[entry.cell as usize] as usize != at + 1)
+                .then(|| format!("delta entry {at} and the mark of cell {} disagree", entry.cell))
+        })
+    }
+}

@@ -1,0 +1,285 @@
+//! Claims: `prepare_extend`, `tokens_required`, `prepare_decode`. All or nothing over the batch and over the groups.
+
+use std::sync::Arc;
+
+use super::Ledger;
+use crate::error::{Error, Result};
+use crate::ids::{Row, ceil_align};
+use crate::page_pool::Verb;
+use crate::step::{Plan, StepKind};
+
+impl Ledger {
+    /// Prepares a prefill, or a chunk of one: each row gets the pages for `new_lens` tokens and `resolved_len` becomes
+    /// that. `writes_draft` says whether the forward also writes the draft model's KV of the new tokens.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, more than `max_batch`,
+    /// `new_len <= resolved_len`), [`Error::NotReady`] (an uncancelled stale step; rounds in flight; an extend of the
+    /// row that is not launched), [`Error::ContextEnd`] (every row whose new length is past L),
+    /// [`Error::RowOverflow`], [`Error::OutOfPages`].
+    pub fn prepare_extend(&mut self, rows: &[i32], new_lens: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
+        self.check_batch(rows, "new_lens", new_lens.len())?;
+        for (&row, &new_len) in rows.iter().zip(new_lens) {
+            let resolved = self.rows.resolved[row as usize];
+            if new_len <= resolved {
+                return Err(Error::Shape(format!("row {row}: new_len {new_len} is not above resolved_len {resolved}")));
+            }
+        }
+        self.check_no_stale_step()?;
+        for &row in rows {
+            let row = Row(row);
+            let rounds = self.rows.in_flight[row.at()];
+            if rounds > 0 {
+                return Err(Error::NotReady(format!(
+                    "{} has {rounds} rounds in flight: resolve them before an extend",
+                    self.rows.describe(row)
+                )));
+            }
+            if self.rows.has_unlaunched_extend(row) {
+                return Err(Error::NotReady(format!("{} has an extend that is not launched", self.rows.describe(row))));
+            }
+        }
+        let past = |&(_, &new_len): &(&i32, &i32)| new_len > self.max_context_len;
+        self.check_context(rows.iter().zip(new_lens).filter(past).map(|(&row, _)| row as usize).collect())?;
+
+        let mut plan = self.plan(StepKind::Extend, rows, vec![0; rows.len()], writes_draft);
+        plan.new_len = new_lens.to_vec();
+        for group in &self.groups {
+            for (&row, &new_len) in rows.iter().zip(new_lens) {
+                let allocated = i64::from(group.allocated[row as usize]);
+                let after = ceil_align(new_len.into(), group.page_size).max(allocated);
+                if after > group.row_width {
+                    return Err(overflow(&group.spec.name, row, new_len.into(), group.row_width));
+                }
+                plan.allocated_before.push(allocated as i32);
+                plan.allocated_after.push(after as i32);
+            }
+        }
+        self.check_pages(&plan)?;
+        self.claim(&plan, Verb::PrepareExtend)?;
+        let drafted_before = self.drafted(rows);
+        for (&row, &new_len) in rows.iter().zip(new_lens) {
+            self.rows.push_extend(Row(row), new_len, writes_draft);
+        }
+        Ok(self.push(plan, drafted_before))
+    }
+
+    /// Slots that `prepare_decode` of the same rows and shapes would take, per group. No effect; rows that a prepare
+    /// would refuse are reckoned all the same.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for lengths that differ, unknown or repeated rows, unknown shapes.
+    pub fn tokens_required(&self, rows: &[i32], shapes: &[i32]) -> Result<Vec<i64>> {
+        self.check_rows(rows, "shapes", shapes.len())?;
+        self.check_shapes(rows, shapes)?;
+        let required = |group: &crate::group::GroupState| {
+            rows.iter()
+                .zip(shapes)
+                .map(|(&row, &shape)| {
+                    let (lo, hi) = self.roots(row as usize);
+                    let allocated = i64::from(group.allocated[row as usize]);
+                    group.reserves[shape as usize].next_allocated(allocated, lo, hi) - allocated
+                })
+                .sum()
+        };
+        Ok(self.groups.iter().map(required).collect())
+    }
+
+    /// Prepares one round of each row with its own shape (an index into [`Ledger::shapes`]). `writes_draft` says
+    /// whether the round also writes draft KV of the tokens that it accepts.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, unknown shapes, more than
+    /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut, until an extend has
+    /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
+    /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
+    pub fn prepare_decode(&mut self, rows: &[i32], shapes: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
+        self.check_batch(rows, "shapes", shapes.len())?;
+        self.check_shapes(rows, shapes)?;
+        self.check_no_stale_step()?;
+        self.check_rounds(rows, shapes)?;
+
+        let mut plan = self.plan(StepKind::Decode, rows, shapes.to_vec(), writes_draft);
+        plan.new_len.clone_from(&plan.start);
+        for group in &self.groups {
+            for (lane, (&row, &shape)) in rows.iter().zip(shapes).enumerate() {
+                let (lo, hi) = (i64::from(plan.lo[lane]), i64::from(plan.hi[lane]));
+                let allocated = i64::from(group.allocated[row as usize]);
+                if lo > allocated {
+                    return Err(Error::Corrupt(format!(
+                        "{} in group {}: kv_committed_len {lo} > allocated_len {allocated}",
+                        self.rows.describe(Row(row)),
+                        group.spec.name
+                    )));
+                }
+                let after = group.reserves[shape as usize].next_allocated(allocated, lo, hi);
+                if after > group.row_width {
+                    let need = group.reserves[shape as usize].need(lo, hi);
+                    return Err(overflow(&group.spec.name, row, need, group.row_width));
+                }
+                plan.allocated_before.push(allocated as i32);
+                plan.allocated_after.push(after as i32);
+            }
+        }
+        self.check_pages(&plan)?;
+        self.claim(&plan, Verb::PrepareDecode)?;
+        let drafted_before = self.drafted(rows);
+        for (&row, &shape) in rows.iter().zip(shapes) {
+            let most = self.shape_facts[shape as usize].max_accept_len;
+            self.rows.push_round(Row(row), plan.step, most, writes_draft);
+        }
+        Ok(self.push(plan, drafted_before))
+    }
+
+    /// `[lo, hi]`: where the true root of the row's next round can be.
+    fn roots(&self, row: usize) -> (i64, i64) {
+        (i64::from(self.rows.resolved[row]) + i64::from(self.rows.in_flight[row]), i64::from(self.rows.hi[row]))
+    }
+
+    fn check_rows(&self, rows: &[i32], name: &str, len: usize) -> Result<()> {
+        if rows.len() != len {
+            return Err(Error::Shape(format!("{} rows, {len} {name}", rows.len())));
+        }
+        let mut seen = vec![0_u64; self.rows.num_rows() / 64 + 1];
+        for &row in rows {
+            let at = self.rows.check_live(row)?.at();
+            let bit = 1 << (at % 64);
+            if seen[at / 64] & bit != 0 {
+                return Err(Error::Shape(format!("row {row} is named twice")));
+            }
+            seen[at / 64] |= bit;
+        }
+        Ok(())
+    }
+
+    fn check_batch(&self, rows: &[i32], name: &str, len: usize) -> Result<()> {
+        if rows.is_empty() || rows.len() > self.max_batch {
+            return Err(Error::Shape(format!("a step takes 1..={} rows, got {}", self.max_batch, rows.len())));
+        }
+        self.check_rows(rows, name, len)
+    }
+
+    fn check_shapes(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
+        let known = self.shapes.len();
+        match rows.iter().zip(shapes).find(|&(_, &shape)| shape < 0 || shape as usize >= known) {
+            Some((row, shape)) => Err(Error::Shape(format!("row {row}: shape {shape} is not in 0..{known}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_no_stale_step(&self) -> Result<()> {
+        match self.steps.stale() {
+            Some(step) => Err(Error::NotReady(format!(
+                "step {step} is stale and can never be launched: cancel it, and what was prepared after it, first"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_context(&self, ended: Vec<usize>) -> Result<()> {
+        if ended.is_empty() {
+            return Ok(());
+        }
+        Err(Error::ContextEnd { rows: ended, max_context_len: self.max_context_len.into() })
+    }
+
+    /// Everything that keeps a row from one more round, but for the pages.
+    fn check_rounds(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
+        let state = &self.rows;
+        if let Some(&row) = rows.iter().find(|&&row| !state.ready[row as usize]) {
+            return Err(Error::NotReady(format!(
+                "{} has no root: extend it and launch the extend first",
+                state.describe(Row(row))
+            )));
+        }
+        let ended = |&&row: &&i32| state.resolved[row as usize] >= self.max_context_len;
+        self.check_context(rows.iter().filter(ended).map(|&row| row as usize).collect())?;
+        if let Some(&row) = rows.iter().find(|&&row| state.in_flight[row as usize] > self.overlap_depth) {
+            return Err(Error::Order(format!(
+                "{} has {} rounds in flight, overlap_depth {} allows {}",
+                state.describe(Row(row)),
+                state.in_flight[row as usize],
+                self.overlap_depth,
+                self.overlap_depth + 1
+            )));
+        }
+        if !self.draft_kv {
+            return Ok(());
+        }
+        for (&row, &shape) in rows.iter().zip(shapes) {
+            let at = row as usize;
+            let lags = state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;
+            if lags && self.shape_facts[shape as usize].drafts {
+                let resolved = i64::from(state.resolved[at]) + i64::from(state.undrafted_rounds[at]);
+                return Err(Error::DraftLag { row: at, drafted: state.drafted[at].into(), resolved });
+            }
+        }
+        Ok(())
+    }
+
+    /// A plan without its claim.
+    fn plan(&self, kind: StepKind, rows: &[i32], shapes: Vec<i32>, writes_draft: bool) -> Plan {
+        let state = &self.rows;
+        let claims = rows.len() * self.groups.len();
+        Plan {
+            step: self.steps.next(),
+            kind,
+            writes_draft,
+            rows: rows.to_vec(),
+            shapes,
+            epochs: rows.iter().map(|&row| state.epoch[row as usize]).collect(),
+            lo: rows.iter().map(|&row| state.resolved[row as usize] + state.in_flight[row as usize]).collect(),
+            hi: rows.iter().map(|&row| state.hi[row as usize]).collect(),
+            start: rows.iter().map(|&row| state.resolved[row as usize]).collect(),
+            new_len: Vec::new(),
+            allocated_before: Vec::with_capacity(claims),
+            allocated_after: Vec::with_capacity(claims),
+        }
+    }
+
+    fn check_pages(&self, plan: &Plan) -> Result<()> {
+        let lanes = plan.num_lanes();
+        for (at, group) in self.groups.iter().enumerate() {
+            let range = at * lanes..(at + 1) * lanes;
+            let slots: i64 = (plan.allocated_after[range.clone()].iter().zip(&plan.allocated_before[range]))
+                .map(|(&after, &before)| i64::from(after) - i64::from(before))
+                .sum();
+            let (need, free) = ((slots / group.page_size) as usize, group.pool.num_free());
+            if need > free {
+                return Err(Error::OutOfPages {
+                    group: group.spec.name.clone(),
+                    need,
+                    free,
+                    fenced: group.pool.num_fenced(),
+                    reclaimable: 0,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn claim(&mut self, plan: &Plan, verb: Verb) -> Result<()> {
+        for (group, after) in self.groups.iter_mut().zip(plan.allocated_after.chunks(plan.num_lanes())) {
+            for (&row, &after) in plan.rows.iter().zip(after) {
+                if after > group.allocated[row as usize] {
+                    group.grow(Row(row), after.into(), plan.step, verb)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn drafted(&self, rows: &[i32]) -> Vec<i32> {
+        rows.iter().map(|&row| self.rows.drafted[row as usize]).collect()
+    }
+
+    fn push(&mut self, plan: Plan, drafted_before: Vec<i32>) -> Arc<Plan> {
+        let plan = Arc::new(plan);
+        self.steps.push(Arc::clone(&plan), drafted_before);
+        plan
+    }
+}
+
+fn overflow(group: &str, row: i32, need: i64, width: i64) -> Error {
+    Error::RowOverflow { group: group.into(), row: row as usize, need, width }
+}

@@ -1,0 +1,288 @@
+//! How many slots a row needs (spec 3). Row width, reserve, estimate and the step's real allocation all come from
+//! [`Reserve::need`]; nothing else in the project computes a reserve.
+//!
+//! Slots of one row, half-open: `[0, lo)` committed for certain, `[lo, hi]` where the device's true root may be,
+//! `[.., need)` what one round may write from any of those roots.
+//!
+//! Every function takes any numbers in its stated range and answers [`Error::Config`] outside of it; inside the range
+//! nothing overflows `i64`.
+
+use crate::error::{Error, Result};
+use crate::ids::{ceil_align, ceil_div};
+use crate::shape::Shape;
+
+/// Largest page size: a slot id is an `i32`.
+const MAX_PAGE_SIZE: i64 = 1 << 31;
+/// Largest length that a sizing function takes.
+const MAX_LEN: i64 = 1 << 48;
+/// Largest count of rows or of rounds prepared ahead.
+const MAX_COUNT: i64 = 1 << 31;
+
+/// Where the drafts of a round lie in their row (spec 6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Branch b, step j at `s + b*S + j`: for readers of single tokens.
+    Dense,
+    /// Each branch on pages of its own, for readers of whole pages. Where `P == 1` or `K == 1` it is the dense one.
+    Holey,
+}
+
+/// How much is reserved for a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Policy {
+    /// What the round can write from any root in `[lo, hi]`, and no more.
+    Exact,
+    /// `lo + (D+1) * W`, what `SGLang` does.
+    DoubleBuffer,
+}
+
+/// What sizing must know of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Geometry {
+    page_size: i64,
+    hosts_drafts: bool,
+    layout: Layout,
+}
+
+impl Geometry {
+    /// The geometry of a group with `page_size` slots a page.
+    ///
+    /// # Errors
+    /// [`Error::Config`] unless `1 <= page_size <= 2^31`.
+    pub fn new(page_size: i64, hosts_drafts: bool, layout: Layout) -> Result<Self> {
+        let page_size = in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
+        Ok(Self { page_size, hosts_drafts, layout })
+    }
+
+    /// What upstream assumes: drafts in the row, dense when `P == 1` or `K == 1`, else holey.
+    ///
+    /// # Errors
+    /// As [`Geometry::new`].
+    pub fn upstream(page_size: i64) -> Result<Self> {
+        Self::new(page_size, true, Layout::Holey)
+    }
+
+    /// P: slots of a page.
+    #[must_use]
+    pub fn page_size(&self) -> i64 {
+        self.page_size
+    }
+
+    fn is_holey(&self, shape: Shape) -> bool {
+        self.layout == Layout::Holey && self.page_size > 1 && shape.topk > 1
+    }
+
+    /// W, the window of one round (spec 3.1; sgl `get_alloc_len_per_decode`), in slots.
+    #[must_use]
+    pub fn alloc_len_per_decode(&self, shape: Shape) -> i64 {
+        let (s, k, n) = numbers(shape);
+        if !self.hosts_drafts {
+            n
+        } else if self.is_holey(shape) {
+            (ceil_align(self.page_size - 1 + s, self.page_size) * k).max(n)
+        } else {
+            (s * k).max(n)
+        }
+    }
+
+    /// W over all shapes.
+    #[must_use]
+    pub fn max_alloc_len(&self, shapes: &[Shape]) -> i64 {
+        shapes.iter().map(|&shape| self.alloc_len_per_decode(shape)).max().unwrap_or(0)
+    }
+}
+
+fn numbers(shape: Shape) -> (i64, i64, i64) {
+    (shape.num_steps.into(), shape.topk.into(), shape.num_draft_tokens.into())
+}
+
+fn in_range(name: &str, value: i64, least: i64, most: i64) -> Result<i64> {
+    if value < least || value > most {
+        return Err(Error::Config(format!("{name} must be in [{least}, {most}], got {value}")));
+    }
+    Ok(value)
+}
+
+/// One shape's reserve in one group, its constants worked out once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reserve {
+    page_size: i64,
+    form: Form,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// `need = lo + ahead`.
+    DoubleBuffer { ahead: i64 },
+    /// `need = hi + window`.
+    Flat { window: i64 },
+    /// `threshold` is T, `branches` is `K*P*n_max`, `one_less` is `K*P*(n_max-1)` of spec 3.2.
+    Holey { threshold: i64, branches: i64, one_less: i64, num_draft_tokens: i64 },
+}
+
+impl Reserve {
+    /// The `exact` policy: the largest footprint over all roots in `[lo, hi]`.
+    #[must_use]
+    pub fn exact(geometry: Geometry, shape: Shape) -> Self {
+        let (s, k, n) = numbers(shape);
+        let page_size = geometry.page_size;
+        let form = if !geometry.hosts_drafts || s == 0 {
+            Form::Flat { window: n }
+        } else if geometry.is_holey(shape) {
+            let n_max = (2 * page_size - 2 + s) / page_size;
+            Form::Holey {
+                threshold: (n_max - 1) * page_size - s,
+                branches: k * page_size * n_max,
+                one_less: k * page_size * (n_max - 1),
+                num_draft_tokens: n,
+            }
+        } else {
+            Form::Flat { window: (s * k).max(n) }
+        };
+        Self { page_size, form }
+    }
+
+    /// The `double_buffer` policy: `overlap_depth + 1` windows of `alloc_len` slots from `lo`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when a number is out of range, or when the product is.
+    pub fn double_buffer(page_size: i64, alloc_len: i64, overlap_depth: i64) -> Result<Self> {
+        in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
+        in_range("alloc_len", alloc_len, 1, i64::MAX)?;
+        in_range("overlap_depth", overlap_depth, 0, MAX_COUNT)?;
+        let ahead = (overlap_depth + 1).checked_mul(alloc_len).filter(|&ahead| ahead <= 1 << 60).ok_or_else(|| {
+            Error::Config(format!("(overlap_depth {overlap_depth} + 1) * alloc_len {alloc_len} is more than 2^60"))
+        })?;
+        Ok(Self { page_size, form: Form::DoubleBuffer { ahead } })
+    }
+
+    /// The reserves of `shapes`, in their order.
+    ///
+    /// # Errors
+    /// As [`Reserve::double_buffer`].
+    pub fn for_shapes(geometry: Geometry, shapes: &[Shape], policy: Policy, overlap_depth: i64) -> Result<Vec<Self>> {
+        let window = geometry.max_alloc_len(shapes);
+        shapes
+            .iter()
+            .map(|&shape| match policy {
+                Policy::Exact => Ok(Self::exact(geometry, shape)),
+                Policy::DoubleBuffer => Self::double_buffer(geometry.page_size, window, overlap_depth),
+            })
+            .collect()
+    }
+
+    /// Slots that the row must hold before the round, for a root anywhere in `[lo, hi]` (spec 3.2).
+    ///
+    /// Lengths are below 2^60 (the ledger's are below 2^31; [`need`] checks raw ones).
+    #[must_use]
+    pub fn need(&self, lo: i64, hi: i64) -> i64 {
+        match self.form {
+            Form::DoubleBuffer { ahead } => lo + ahead,
+            Form::Flat { window } => hi + window,
+            Form::Holey { threshold, branches, one_less, num_draft_tokens } => {
+                let last = hi % self.page_size;
+                let base = hi - last;
+                let draft = if last > threshold {
+                    base + branches
+                } else if lo < base {
+                    // The page before `base` has an offset above the threshold: a smaller root with a larger footprint.
+                    base - self.page_size + branches
+                } else {
+                    base + one_less
+                };
+                draft.max(hi + num_draft_tokens)
+            }
+        }
+    }
+
+    /// `ceil_align(max(allocated, need), P)`; `allocated` is a multiple of P.
+    #[must_use]
+    pub fn next_allocated(&self, allocated: i64, lo: i64, hi: i64) -> i64 {
+        let need = self.need(lo, hi);
+        if need <= allocated { allocated } else { ceil_align(need, self.page_size) }
+    }
+}
+
+/// [`Reserve::need`] for raw lengths.
+///
+/// # Errors
+/// [`Error::Config`] unless `0 <= lo <= hi <= 2^48`.
+pub fn need(reserve: &Reserve, lo: i64, hi: i64) -> Result<i64> {
+    in_range("hi", hi, 0, MAX_LEN)?;
+    in_range("lo", lo, 0, hi)?;
+    Ok(reserve.need(lo, hi))
+}
+
+/// `ceil_align(max(allocated, need), page_size)`.
+///
+/// # Errors
+/// [`Error::Config`] when a number is out of range.
+pub fn next_allocated(allocated: i64, need: i64, page_size: i64) -> Result<i64> {
+    in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
+    in_range("allocated", allocated, 0, MAX_LEN)?;
+    in_range("need", need, 0, 1 << 61)?;
+    Ok(ceil_align(allocated.max(need), page_size))
+}
+
+/// Slots of a row that no round can pass (spec 3.3), a multiple of the page size.
+///
+/// # Errors
+/// [`Error::Config`] when `shapes` is empty, `max_context_len < 2`, or a number is out of range.
+pub fn row_width(
+    geometry: Geometry,
+    shapes: &[Shape],
+    max_context_len: i64,
+    overlap_depth: i64,
+    policy: Policy,
+) -> Result<i64> {
+    in_range("number of shapes", shapes.len() as i64, 1, MAX_COUNT)?;
+    in_range("max_context_len", max_context_len, 2, MAX_LEN)?;
+    in_range("overlap_depth", overlap_depth, 0, MAX_COUNT)?;
+    let most_accepted = shapes.iter().map(|shape| i64::from(shape.max_accept_len())).max().unwrap_or(1);
+    let (lo, hi) = match policy {
+        Policy::Exact => (1, max_context_len - 1 + overlap_depth * most_accepted),
+        Policy::DoubleBuffer => (max_context_len - 1 + overlap_depth, max_context_len - 1 + overlap_depth),
+    };
+    let reserves = Reserve::for_shapes(geometry, shapes, policy, overlap_depth)?;
+    let widest = reserves.iter().map(|reserve| reserve.need(lo, hi)).max().unwrap_or(0);
+    Ok(ceil_align(widest, geometry.page_size))
+}
+
+/// Slots beyond the context that upstream gives a row (sgl `extra_max_context_len`), for comparison by embedders.
+///
+/// # Errors
+/// [`Error::Config`] when `page_size` is out of range.
+pub fn row_headroom(page_size: i64, shape: Shape) -> Result<i64> {
+    let window = Geometry::upstream(page_size)?.alloc_len_per_decode(shape);
+    let least = 4 + i64::from(shape.num_draft_tokens);
+    Ok(if page_size == 1 { least } else { least.max(2 * window + page_size - 1) })
+}
+
+/// Pages that an extend to `new_len` takes (spec 3.4).
+///
+/// # Errors
+/// [`Error::Config`] when a number is out of range or `allocated` is no multiple of `page_size`.
+pub fn extend_pages(new_len: i64, allocated: i64, page_size: i64) -> Result<i64> {
+    in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
+    in_range("new_len", new_len, 0, MAX_LEN)?;
+    in_range("allocated", allocated, 0, MAX_LEN)?;
+    if allocated % page_size != 0 {
+        return Err(Error::Config(format!("allocated {allocated} is no multiple of page_size {page_size}")));
+    }
+    Ok((ceil_div(new_len, page_size) - allocated / page_size).max(0))
+}
+
+/// Tokens that the older synchronous worker (v1) reckons for `num_rows` rows (spec 3.4, sgl#22406).
+///
+/// # Errors
+/// [`Error::Config`] when a number or the product is out of range.
+pub fn v1_tokens_required(num_rows: i64, page_size: i64, shape: Shape) -> Result<i64> {
+    in_range("num_rows", num_rows, 0, MAX_COUNT)?;
+    in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
+    let (s, k, n) = numbers(shape);
+    let len_per_topk = if page_size > 1 && k > 1 { s + page_size } else { s.max(1) };
+    let per_row = (ceil_align(len_per_topk, page_size) * k).max(ceil_align(n, page_size));
+    per_row
+        .checked_mul(num_rows)
+        .ok_or_else(|| Error::Config(format!("{num_rows} rows of {per_row} tokens are more than an i64 holds")))
+}

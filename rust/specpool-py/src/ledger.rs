@@ -1,0 +1,315 @@
+//! `Group` and `Ledger` for Python.
+
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pyo3::prelude::*;
+use specpool_core::LedgerConfig;
+
+use crate::arrays::{ConfigInt, group, int_array, int32, page, row, step, view, view_2d};
+use crate::errors::to_py;
+use crate::plan::Plan;
+use crate::shape::Shape;
+use crate::sizing::{layout, layout_name, policy, policy_name};
+
+#[pyclass(frozen, eq, hash, from_py_object, module = "specpool._core")]
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Group(specpool_core::Group);
+
+#[pymethods]
+impl Group {
+    #[new]
+    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense"))]
+    fn new(
+        name: String,
+        page_size: ConfigInt,
+        num_pages: ConfigInt,
+        hosts_drafts: bool,
+        layout: &str,
+    ) -> PyResult<Self> {
+        let layout = self::layout(layout)?;
+        let spec = specpool_core::Group { name, page_size: page_size.0, num_pages: num_pages.0, hosts_drafts, layout };
+        spec.check().map_err(to_py)?;
+        Ok(Self(spec))
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    #[getter]
+    fn page_size(&self) -> i64 {
+        self.0.page_size
+    }
+
+    #[getter]
+    fn num_pages(&self) -> i64 {
+        self.0.num_pages
+    }
+
+    #[getter]
+    fn hosts_drafts(&self) -> bool {
+        self.0.hosts_drafts
+    }
+
+    #[getter]
+    fn layout(&self) -> &'static str {
+        layout_name(self.0.layout)
+    }
+
+    fn __repr__(&self) -> String {
+        let flag = if self.0.hosts_drafts { "True" } else { "False" };
+        format!(
+            "Group('{}', page_size={}, num_pages={}, hosts_drafts={flag}, layout='{}')",
+            self.0.name,
+            self.0.page_size,
+            self.0.num_pages,
+            self.layout()
+        )
+    }
+}
+
+#[pyclass(module = "specpool._core")]
+pub struct Ledger(specpool_core::Ledger);
+
+type Ints<'py> = Bound<'py, PyArray1<i32>>;
+/// rows, columns, pages of one group.
+type DeltaArrays<'py> = (Ints<'py>, Ints<'py>, Ints<'py>);
+
+#[pymethods]
+impl Ledger {
+    #[new]
+    #[pyo3(signature = (groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=ConfigInt(0),
+        policy="exact", row_width=None, draft_kv=true),
+        text_signature = "(groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=0, policy='exact', \
+        row_width=None, draft_kv=True)")]
+    #[allow(clippy::too_many_arguments, reason = "a configuration, all by keyword")]
+    fn new(
+        groups: Vec<Group>,
+        shapes: Vec<Shape>,
+        num_rows: ConfigInt,
+        max_context_len: ConfigInt,
+        max_batch: Option<ConfigInt>,
+        overlap_depth: ConfigInt,
+        policy: &str,
+        row_width: Option<Vec<ConfigInt>>,
+        draft_kv: bool,
+    ) -> PyResult<Self> {
+        let config = LedgerConfig {
+            groups: groups.into_iter().map(|group| group.0).collect(),
+            shapes: shapes.into_iter().map(|shape| shape.0).collect(),
+            num_rows: num_rows.0,
+            max_context_len: max_context_len.0,
+            max_batch: max_batch.map(|number| number.0),
+            overlap_depth: overlap_depth.0,
+            policy: self::policy(policy)?,
+            row_width: row_width.map(|widths| widths.into_iter().map(|number| number.0).collect()),
+            draft_kv,
+        };
+        specpool_core::Ledger::new(config).map(Self).map_err(to_py)
+    }
+
+    #[getter]
+    fn groups(&self) -> PyResult<Vec<Group>> {
+        (0..self.0.num_groups()).map(|at| Ok(Group(self.0.group_spec(at).map_err(to_py)?.clone()))).collect()
+    }
+
+    #[getter]
+    fn shapes(&self) -> Vec<Shape> {
+        self.0.shapes().iter().map(|&shape| Shape(shape)).collect()
+    }
+
+    #[getter]
+    fn num_rows(&self) -> usize {
+        self.0.num_rows()
+    }
+
+    #[getter]
+    fn num_free_rows(&self) -> usize {
+        self.0.num_free_rows()
+    }
+
+    #[getter]
+    fn max_context_len(&self) -> i32 {
+        self.0.max_context_len()
+    }
+
+    #[getter]
+    fn max_batch(&self) -> usize {
+        self.0.max_batch()
+    }
+
+    #[getter]
+    fn overlap_depth(&self) -> i32 {
+        self.0.overlap_depth()
+    }
+
+    #[getter]
+    fn policy(&self) -> &'static str {
+        policy_name(self.0.policy())
+    }
+
+    #[getter]
+    fn draft_kv(&self) -> bool {
+        self.0.draft_kv()
+    }
+
+    fn row_width(&self, group: &Bound<'_, PyAny>) -> PyResult<i64> {
+        self.0.row_width(self::group(group)?).map_err(to_py)
+    }
+
+    fn pages_per_row(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        Ok(self.0.page_table(self::group(group)?).map_err(to_py)?.pages_per_row())
+    }
+
+    fn free_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.free_pages(self::group(group)?).map_err(to_py)
+    }
+
+    fn fenced_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.fenced_pages(self::group(group)?).map_err(to_py)
+    }
+
+    fn page_record(
+        &self,
+        group: &Bound<'_, PyAny>,
+        page: &Bound<'_, PyAny>,
+    ) -> PyResult<(String, i32, u64, &'static str)> {
+        let record = self.0.page_record(self::group(group)?, self::page(page)?).map_err(to_py)?;
+        Ok((record.state.to_string(), record.owner.0, record.birth_step, record.last_verb.name()))
+    }
+
+    fn page_table<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let ledger = slf.try_borrow()?;
+        let table = ledger.0.page_table(self::group(group)?).map_err(to_py)?;
+        view_2d(table.cells(), table.pages_per_row(), slf.as_any())
+    }
+
+    fn full_table<'py>(&self, py: Python<'py>, group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let table = self.0.page_table(self::group(group)?).map_err(to_py)?;
+        PyArray1::from_slice(py, table.cells()).reshape([self.0.num_rows() + 1, table.pages_per_row()])
+    }
+
+    fn allocated_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
+        let ledger = slf.try_borrow()?;
+        Ok(view(ledger.0.allocated_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
+    }
+
+    #[getter]
+    fn resolved_len<'py>(slf: &Bound<'py, Self>) -> PyResult<Ints<'py>> {
+        Ok(view(slf.try_borrow()?.0.resolved_len(), slf.as_any()))
+    }
+
+    #[getter]
+    fn in_flight<'py>(slf: &Bound<'py, Self>) -> PyResult<Ints<'py>> {
+        Ok(view(slf.try_borrow()?.0.in_flight(), slf.as_any()))
+    }
+
+    #[getter]
+    fn drafted_len<'py>(slf: &Bound<'py, Self>) -> PyResult<Ints<'py>> {
+        Ok(view(slf.try_borrow()?.0.drafted_len(), slf.as_any()))
+    }
+
+    #[getter]
+    fn epoch<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        Ok(view(slf.try_borrow()?.0.epoch(), slf.as_any()))
+    }
+
+    #[getter]
+    fn kv_committed_len<'py>(&self, py: Python<'py>) -> Ints<'py> {
+        let pairs = self.0.resolved_len().iter().zip(self.0.in_flight());
+        PyArray1::from_vec(py, pairs.map(|(&resolved, &in_flight)| resolved.saturating_add(in_flight)).collect())
+    }
+
+    #[pyo3(signature = (tag=None))]
+    fn admit(&mut self, tag: Option<&str>) -> PyResult<i32> {
+        self.0.admit(tag).map(|row| row.0).map_err(to_py)
+    }
+
+    #[pyo3(signature = (rows, new_lens, *, writes_draft=true))]
+    fn prepare_extend(
+        &mut self,
+        rows: &Bound<'_, PyAny>,
+        new_lens: &Bound<'_, PyAny>,
+        writes_draft: bool,
+    ) -> PyResult<Plan> {
+        let (rows, new_lens) = (int_array("rows", rows)?, int_array("new_lens", new_lens)?);
+        self.0.prepare_extend(&rows, &new_lens, writes_draft).map(Plan).map_err(to_py)
+    }
+
+    fn tokens_required<'py>(
+        &self,
+        rows: &Bound<'py, PyAny>,
+        shapes: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let py = rows.py();
+        let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
+        Ok(PyArray1::from_vec(py, self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
+    }
+
+    #[pyo3(signature = (rows, shapes, *, writes_draft=true))]
+    fn prepare_decode(
+        &mut self,
+        rows: &Bound<'_, PyAny>,
+        shapes: &Bound<'_, PyAny>,
+        writes_draft: bool,
+    ) -> PyResult<Plan> {
+        let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
+        self.0.prepare_decode(&rows, &shapes, writes_draft).map(Plan).map_err(to_py)
+    }
+
+    fn launch(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.launch(self::step(step)?).map_err(to_py)
+    }
+
+    fn resolve(&mut self, step: &Bound<'_, PyAny>, accept_lens: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.resolve(self::step(step)?, &int_array("accept_lens", accept_lens)?).map_err(to_py)
+    }
+
+    fn complete(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.complete(self::step(step)?).map_err(to_py)
+    }
+
+    fn cancel(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.cancel(self::step(step)?).map_err(to_py)
+    }
+
+    fn trim(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
+        self.0.trim(self::row(row)?, int32("length", length)?).map_err(to_py)
+    }
+
+    fn retract(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.retract(self::row(row)?).map_err(to_py)
+    }
+
+    fn finish(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.finish(self::row(row)?).map_err(to_py)
+    }
+
+    fn abort(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.abort(self::row(row)?).map_err(to_py)
+    }
+
+    fn take_delta<'py>(&mut self, py: Python<'py>, step: &Bound<'py, PyAny>) -> PyResult<Vec<DeltaArrays<'py>>> {
+        let entries = self.0.take_delta(self::step(step)?).map_err(to_py)?;
+        let array = |values| PyArray1::from_vec(py, values);
+        Ok(entries.into_iter().map(|one| (array(one.rows), array(one.columns), array(one.pages))).collect())
+    }
+
+    fn ack_delta(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.ack_delta(self::step(step)?).map_err(to_py)
+    }
+
+    fn check(&self) -> PyResult<()> {
+        self.0.check().map_err(to_py)
+    }
+
+    fn __repr__(&self) -> PyResult<String> {
+        let mut pages = Vec::new();
+        for at in 0..self.0.num_groups() {
+            let (spec, free) = (self.0.group_spec(at).map_err(to_py)?, self.0.free_pages(at).map_err(to_py)?);
+            pages.push(format!("{}: {free}/{} pages free", spec.name, spec.num_pages));
+        }
+        let (free, rows) = (self.0.num_free_rows(), self.0.num_rows());
+        Ok(format!("Ledger({}, {free}/{rows} rows free)", pages.join(", ")))
+    }
+}

@@ -1,0 +1,84 @@
+//! `Plan` for Python: read-only views into one plan, which outlives them.
+
+use std::sync::Arc;
+
+use numpy::{PyArray1, PyArray2};
+use pyo3::prelude::*;
+
+use crate::arrays::{view, view_2d};
+
+#[pyclass(frozen, module = "specpool._core")]
+pub struct Plan(pub Arc<specpool_core::Plan>);
+
+type Ints<'py> = Bound<'py, PyArray1<i32>>;
+
+#[pymethods]
+impl Plan {
+    #[getter]
+    fn step(&self) -> u64 {
+        self.0.step
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.0.kind.name()
+    }
+
+    #[getter]
+    fn writes_draft(&self) -> bool {
+        self.0.writes_draft
+    }
+
+    #[getter]
+    fn rows<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
+        view(&slf.get().0.rows, slf.as_any())
+    }
+
+    #[getter]
+    fn shapes<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
+        view(&slf.get().0.shapes, slf.as_any())
+    }
+
+    #[getter]
+    fn epochs<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyArray1<u64>> {
+        view(&slf.get().0.epochs, slf.as_any())
+    }
+
+    #[getter]
+    fn lo<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
+        view(&slf.get().0.lo, slf.as_any())
+    }
+
+    #[getter]
+    fn hi<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
+        view(&slf.get().0.hi, slf.as_any())
+    }
+
+    #[getter]
+    fn start<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
+        view(&slf.get().0.start, slf.as_any())
+    }
+
+    #[getter]
+    fn new_len<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
+        view(&slf.get().0.new_len, slf.as_any())
+    }
+
+    #[getter]
+    fn allocated_before<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        view_2d(&slf.get().0.allocated_before, slf.get().0.num_lanes(), slf.as_any())
+    }
+
+    #[getter]
+    fn allocated_after<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        view_2d(&slf.get().0.allocated_after, slf.get().0.num_lanes(), slf.as_any())
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.num_lanes()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Plan(step={}, kind='{}', {} lanes)", self.0.step, self.0.kind.name(), self.0.num_lanes())
+    }
+}

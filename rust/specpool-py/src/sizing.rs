@@ -1,0 +1,137 @@
+//! The sizing functions of spec 3 for raw numbers, and the names of layouts and policies.
+
+use pyo3::prelude::*;
+use specpool_core::sizing;
+use specpool_core::{Geometry, Layout, Policy, Reserve};
+
+use crate::arrays::ConfigInt;
+use crate::errors::{config_error, to_py};
+use crate::shape::{Shape, shape};
+
+pub fn layout(name: &str) -> PyResult<Layout> {
+    match name {
+        "dense" => Ok(Layout::Dense),
+        "holey" => Ok(Layout::Holey),
+        _ => Err(config_error(format!("layout must be 'dense' or 'holey', got '{name}'"))),
+    }
+}
+
+pub fn layout_name(layout: Layout) -> &'static str {
+    match layout {
+        Layout::Dense => "dense",
+        Layout::Holey => "holey",
+    }
+}
+
+pub fn policy(name: &str) -> PyResult<Policy> {
+    match name {
+        "exact" => Ok(Policy::Exact),
+        "double_buffer" => Ok(Policy::DoubleBuffer),
+        _ => Err(config_error(format!("policy must be 'exact' or 'double_buffer', got '{name}'"))),
+    }
+}
+
+pub fn policy_name(policy: Policy) -> &'static str {
+    match policy {
+        Policy::Exact => "exact",
+        Policy::DoubleBuffer => "double_buffer",
+    }
+}
+
+fn geometry(page_size: i64, hosts_drafts: bool, layout_name: &str) -> PyResult<Geometry> {
+    Geometry::new(page_size, hosts_drafts, layout(layout_name)?).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, page_size, num_steps, topk, num_draft_tokens, hosts_drafts=true, layout="holey"))]
+pub fn sizing_alloc_len_per_decode(
+    page_size: ConfigInt,
+    num_steps: ConfigInt,
+    topk: ConfigInt,
+    num_draft_tokens: ConfigInt,
+    hosts_drafts: bool,
+    layout: &str,
+) -> PyResult<i64> {
+    let shape = shape(num_steps, topk, num_draft_tokens)?;
+    Ok(geometry(page_size.0, hosts_drafts, layout)?.alloc_len_per_decode(shape))
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, page_size, num_steps, topk, num_draft_tokens))]
+pub fn sizing_row_headroom(
+    page_size: ConfigInt,
+    num_steps: ConfigInt,
+    topk: ConfigInt,
+    num_draft_tokens: ConfigInt,
+) -> PyResult<i64> {
+    sizing::row_headroom(page_size.0, shape(num_steps, topk, num_draft_tokens)?).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, lo, hi, page_size, num_steps, topk, num_draft_tokens, hosts_drafts=true, layout="holey"))]
+#[allow(clippy::too_many_arguments, reason = "raw numbers, all by keyword")]
+pub fn sizing_need_exact(
+    lo: ConfigInt,
+    hi: ConfigInt,
+    page_size: ConfigInt,
+    num_steps: ConfigInt,
+    topk: ConfigInt,
+    num_draft_tokens: ConfigInt,
+    hosts_drafts: bool,
+    layout: &str,
+) -> PyResult<i64> {
+    let shape = shape(num_steps, topk, num_draft_tokens)?;
+    let reserve = Reserve::exact(geometry(page_size.0, hosts_drafts, layout)?, shape);
+    sizing::need(&reserve, lo.0, hi.0).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, lo, alloc_len, overlap_depth))]
+pub fn sizing_need_double_buffer(lo: ConfigInt, alloc_len: ConfigInt, overlap_depth: ConfigInt) -> PyResult<i64> {
+    let reserve = Reserve::double_buffer(1, alloc_len.0, overlap_depth.0).map_err(to_py)?;
+    sizing::need(&reserve, lo.0, lo.0).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, allocated, need, page_size))]
+pub fn sizing_next_allocated(allocated: ConfigInt, need: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
+    sizing::next_allocated(allocated.0, need.0, page_size.0).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (shapes, *, page_size, max_context_len, overlap_depth=ConfigInt(0), policy="exact",
+    hosts_drafts=true, layout="holey"),
+    text_signature = "(shapes, *, page_size, max_context_len, overlap_depth=0, policy='exact', hosts_drafts=True, \
+    layout='holey')")]
+pub fn sizing_row_width(
+    shapes: Vec<Shape>,
+    page_size: ConfigInt,
+    max_context_len: ConfigInt,
+    overlap_depth: ConfigInt,
+    policy: &str,
+    hosts_drafts: bool,
+    layout: &str,
+) -> PyResult<i64> {
+    let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
+    let geometry = geometry(page_size.0, hosts_drafts, layout)?;
+    sizing::row_width(geometry, &shapes, max_context_len.0, overlap_depth.0, self::policy(policy)?).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, new_len, allocated, page_size))]
+pub fn sizing_extend_pages(new_len: ConfigInt, allocated: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
+    sizing::extend_pages(new_len.0, allocated.0, page_size.0).map_err(to_py)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*, num_rows, page_size, num_steps, topk, num_draft_tokens))]
+pub fn sizing_v1_tokens_required(
+    num_rows: ConfigInt,
+    page_size: ConfigInt,
+    num_steps: ConfigInt,
+    topk: ConfigInt,
+    num_draft_tokens: ConfigInt,
+) -> PyResult<i64> {
+    let shape = shape(num_steps, topk, num_draft_tokens)?;
+    sizing::v1_tokens_required(num_rows.0, page_size.0, shape).map_err(to_py)
+}
