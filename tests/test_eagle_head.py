@@ -781,7 +781,7 @@ def test_the_shipped_heads_guess_the_shipped_target(name: str) -> None:
     from transformers import LlamaForCausalLM
 
     tiny = Path(str(resources.files("specpool") / "assets" / "tiny"))
-    model = LlamaForCausalLM.from_pretrained(tiny / "target", dtype=torch.float32).eval()
+    model = LlamaForCausalLM.from_pretrained(tiny / "target").float().eval()
     head = EagleHead.from_pretrained(
         tiny / name,
         num_layers=4,

@@ -295,7 +295,7 @@ def main(
 ) -> None:
     """Train a draft head for TARGET on the synthetic corpus."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(target).float()
     model.eval().requires_grad_(False)
     depth = model.config.num_hidden_layers
     feature_layers = (depth // 4, depth // 2, depth - 1) if kind is Kind.eagle3 else ()
