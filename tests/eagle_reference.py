@@ -1,4 +1,4 @@
-"""EAGLE heads, slow and obvious: one token at a time, a loop per head, straight from the tensors."""
+"""EAGLE heads, slow and obvious: a token at a time, a loop per head, straight from the tensors."""
 
 from __future__ import annotations
 
