@@ -109,9 +109,8 @@ def _download(name: str) -> Path:
         if not any(folder.glob("*.safetensors*")):
             folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.bin*"]))
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{name}: no such folder here, and the hub could not give it: {reason[0]}"
+            f"{name}: no such folder here, and the hub could not give it: {_first_line(error)}"
         ) from error
     return folder
 
@@ -189,8 +188,13 @@ def _load_pickle(path: Path) -> Any:
     except Exception as error:  # zip, pickle and I/O errors of many kinds
         raise CheckpointError(
             f"{path} is not a sound state dict of plain tensors, and anything else is not run: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{_first_line(error)}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def check_tensors(
