@@ -56,7 +56,7 @@ def _paged_attention(
     specpool_batch: AttentionBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
+    """Transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
 
     `attention_mask` is not read: what a query may see comes from the batch's views.
     """
@@ -126,7 +126,7 @@ class TargetModel:
         self._configs = _isolate_configs(model)
         self._closed = False
         try:
-            model.eval()
+            model.train(False)
             self._use(_ATTENTION)
             self._describe()
             self.layer_kv = self._probe()
@@ -170,13 +170,10 @@ class TargetModel:
                     target.close()
                     raise ConfigError(f"the model in memory has {name} {has}, not {want}")
             return target
-        options = {"local_files_only": local_files_only, "revision": revision}
+        options: dict[str, Any] = {"local_files_only": local_files_only, "revision": revision}
         config = _load(AutoConfig, source, options)
         check_config(config)
-        model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-        if model_class is None:
-            raise refusal(config.model_type, "transformers has no causal language model for it")
-        check_class(model_class, config.model_type)
+        check_class(_model_class(config), config.model_type)
         name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
         options[name] = "auto" if wanted is None else wanted
         model = _load(AutoModelForCausalLM, source, options)
@@ -185,7 +182,8 @@ class TargetModel:
     @property
     def embedding_weight(self) -> Tensor:
         """[V, h] input embeddings, unscaled."""
-        weight: Tensor = self.model.get_input_embeddings().weight
+        embeddings: Any = self.model.get_input_embeddings()
+        weight: Tensor = embeddings.weight
         return weight
 
     @property
@@ -220,7 +218,9 @@ class TargetModel:
         """
         for layer in layers:
             if not 0 <= layer <= self.num_layers:
-                raise ConfigError(f"cannot capture layer {layer}: allowed are 0..={self.num_layers}")
+                raise ConfigError(
+                    f"cannot capture layer {layer}: allowed are 0..={self.num_layers}"
+                )
         self._remove_hooks()
         self._capture_order = tuple(layers)
         for layer in sorted(set(layers)):
@@ -316,7 +316,8 @@ class TargetModel:
         text = text_config(self.config)
         self.num_layers: int = text.num_hidden_layers
         self.max_context_len = max_context_len(self.config)
-        self._lm_head: Any = self.model.get_output_embeddings()
+        model: Any = self.model
+        self._lm_head = model.get_output_embeddings()
         if self._lm_head is None:
             raise refusal(self.config.model_type, "it has no language model head")
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
@@ -374,6 +375,17 @@ def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) 
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"cannot load a model from {name!r}: {reason}") from error
+
+
+def _model_class(config: Any) -> type:
+    """The class that `AutoModelForCausalLM` will load, asked before weights are read."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise refusal(config.model_type, "transformers has no causal language model for it")
+    found: Any = mapping[type(config)]
+    classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
+    named = [one for one in classes if one.__name__ in (config.architectures or ())]
+    return (named or classes)[0]
 
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
