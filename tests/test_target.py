@@ -368,6 +368,12 @@ def test_an_unknown_argument_of_attention_is_refused(monkeypatch: pytest.MonkeyP
         _patched(monkeypatch, {"position_bias": torch.zeros(1)})
 
 
+def test_a_bias_in_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that only hide may be given and are not used; a bias would be lost."""
+    with pytest.raises(ConfigError, match="layer 0 adds a bias to its scores"):
+        _patched(monkeypatch, {"attention_mask": torch.ones(1, 1, 1, 1)})
+
+
 def test_a_layer_without_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(make_config("llama"))
     layer = model.model.layers[1]

@@ -196,6 +196,7 @@ class ProbeBatch(AttentionBatch):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        mask: Tensor | None,
         window: int | None,
         others: dict[str, Any],
     ) -> None:
@@ -210,6 +211,10 @@ class ProbeBatch(AttentionBatch):
             self.objections.append(
                 f"layer {layer} has {query.shape[1]} query heads for {kv_heads} KV heads"
             )
+        if mask is not None and mask.is_floating_point():
+            hidden = mask <= torch.finfo(mask.dtype).min / 2  # -inf, or the least number
+            if (mask.masked_fill(hidden, 0) != 0).any():
+                self.objections.append(f"layer {layer} adds a bias to its scores by its mask")
         for name, argument in others.items():
             if argument is not None and name not in _HARMLESS_ARGUMENTS:
                 self.objections.append(f"layer {layer} gives attention an unknown {name!r}")

@@ -1,8 +1,9 @@
 """Any Hugging Face decoder, unmodified, over our pages: the target model.
 
-transformers lets an attention function be registered by name. Ours takes the whole batch as one
-keyword argument that travels through the model's layers, and reads and writes pages. The lanes of
-a batch are flattened to one sequence; only attention mixes tokens, and it keeps lanes apart.
+transformers lets an attention function be registered by name. Ours finds the batch of the forward
+that calls it in a context variable (not every decoder hands unknown keyword arguments on to its
+attention), and reads and writes pages. The lanes of a batch are flattened to one sequence; only
+attention mixes tokens, and it keeps lanes apart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +41,8 @@ from specpool.models.support import (
 )
 
 _ATTENTION = "specpool"
+# The batch of the forward that is running, None outside.
+_BATCH: ContextVar[AttentionBatch | None] = ContextVar("specpool_batch", default=None)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,19 +57,19 @@ def _paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    specpool_batch: AttentionBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
 
-    `attention_mask` is not read: what a query may see comes from the batch's views.
+    `attention_mask` is not used: what a query may see comes from the batch's views.
     """
-    if specpool_batch is None:
+    batch = _BATCH.get()
+    if batch is None:
         raise ConfigError("this model runs over specpool's pages: close its TargetModel first")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if isinstance(specpool_batch, ProbeBatch):
-        specpool_batch.observe(layer, query, key, value, sliding_window, others)
-    k_buffer, v_buffer, view = specpool_batch.kv[layer]
+    if isinstance(batch, ProbeBatch):
+        batch.observe(layer, query, key, value, attention_mask, sliding_window, others)
+    k_buffer, v_buffer, view = batch.kv[layer]
     out = attend(
         view,
         k_buffer,
@@ -258,12 +262,15 @@ class TargetModel:
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
                     f" {view.write_slots.shape[0]} write_slots"
                 )
-        output = self._decoder(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            specpool_batch=batch,
-        )
+        token = _BATCH.set(batch)
+        try:
+            output = self._decoder(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+            )
+        finally:
+            _BATCH.reset(token)
         hidden: Tensor = output[0].squeeze(0)
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
         features = None
