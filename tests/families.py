@@ -57,7 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", _BASE),
     "cohere": ("CohereConfig", {**_BASE, "logit_scale": 0.25}),
     "granite": ("GraniteConfig", {**_BASE, "logits_scaling": 4.0, "embedding_multiplier": 2.0}),
-    "gpt2": ("GPT2Config", {**_LEARNED, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    "gpt2": (
+        "GPT2Config",
+        {**_LEARNED, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    ),
     "opt": (
         "OPTConfig",
         {
@@ -86,8 +89,8 @@ def make_model(config: Any, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.float().eval()
-    for parameter in model.parameters():
-        if parameter.ndim >= 2 or "sinks" in str(parameter.shape):
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 or "sinks" in name:
             parameter.data.normal_(0, 0.08)
     return model
 

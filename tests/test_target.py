@@ -22,7 +22,6 @@ from families import (  # noqa: E402
     path_to,
     random_tree,
 )
-
 from specpool.errors import ConfigError, ShapeError  # noqa: E402
 from specpool.models import TargetModel  # noqa: E402
 
@@ -37,7 +36,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def pair(family: str) -> tuple[Any, TargetModel]:
     """A plain model and a target with the same weights."""
     config = make_config(family)
@@ -62,7 +61,9 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 def final_norm(decoder: Any) -> Any:
     return next(
-        getattr(decoder, name) for name in ("norm", "ln_f", "final_layer_norm") if hasattr(decoder, name)
+        getattr(decoder, name)
+        for name in ("norm", "ln_f", "final_layer_norm")
+        if hasattr(decoder, name)
     )
 
 
@@ -80,7 +81,9 @@ def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> No
         starts = [len(text) for text in texts]
         new = [some_tokens(count, choose) for count in counts]
         batch, positions = lanes.batch(starts, counts)
-        out = target.forward(torch.tensor(sum(new, [])), positions, batch)
+        out = target.forward(
+            torch.tensor([token for tokens in new for token in tokens]), positions, batch
+        )
         first = 0
         for text, tokens in zip(texts, new, strict=True):
             text += tokens
@@ -113,7 +116,7 @@ def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> No
         for start, lane_paths in zip(starts, paths, strict=True)
     ]
     batch, positions = lanes.batch(starts, (num_nodes,) * 3, masks, node_positions)
-    out = target.forward(torch.tensor(sum(nodes, [])), positions, batch)
+    out = target.forward(torch.tensor(nodes).flatten(), positions, batch)
     for lane, text in enumerate(texts):
         for node, path in enumerate(paths[lane]):
             theirs = plain_forward(plain, text + [nodes[lane][i] for i in path])
@@ -193,9 +196,10 @@ def test_a_forward_with_unequal_sizes_is_refused() -> None:
 
 
 def test_close_gives_the_model_back_as_it_was() -> None:
-    config = make_config("llama")
-    model, sharing = make_model(config), make_model(config)
-    assert model.config is config
+    model = make_model(make_config("llama"))
+    config = model.config
+    sharing = type(model)(config)
+    assert sharing.config is config
     before = plain_forward(model, [5, 6, 7]).logits
     layers = model.model.layers
     hooks = [(len(layer._forward_pre_hooks), len(layer._forward_hooks)) for layer in layers]
@@ -287,12 +291,11 @@ def test_a_folder_without_weights_is_refused(tmp_path: Any) -> None:
 
 def test_rotary_factors_that_follow_the_batch_end_the_context() -> None:
     """longrope changes every lane once one of them passes the original length."""
-    config = make_config("phi3")
-    factors = [1.0] * (config.hidden_size // config.num_attention_heads // 2)
-    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    settings = {**copy.deepcopy(FAMILIES["phi3"][1]), "original_max_position_embeddings": 64}
+    settings = copy.deepcopy(FAMILIES["phi3"][1])
+    factors = [1.0] * (settings["hidden_size"] // settings["num_attention_heads"] // 2)
+    rope = {"type": "longrope", "short_factor": factors, "long_factor": factors}
     config = transformers.Phi3Config(
-        **settings, rope_scaling={**rope, "original_max_position_embeddings": 64}
+        **settings, original_max_position_embeddings=64, rope_scaling=rope
     )
     with TargetModel.from_pretrained(make_model(config)) as target:
         assert target.max_context_len == 64
@@ -317,7 +320,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent_gemma": ("RecurrentGemmaConfig", {}, "recurrent"),
     "qwen3_next": ("Qwen3NextConfig", {}, "recurrent"),
     "lfm2": ("Lfm2Config", {}, "recurrent"),
-    "minimax": ("MiniMaxConfig", {}, "layer 0 is of type 'linear_attention'"),
+    "minimax": ("MiniMaxConfig", {}, "is of type 'linear_attention'"),
     "rwkv": ("RwkvConfig", {}, "recurrent"),
     "bloom": ("BloomConfig", {}, "alibi"),
     "mpt": ("MptConfig", {}, "alibi"),
@@ -365,15 +368,18 @@ def test_an_unknown_argument_of_attention_is_refused(monkeypatch: pytest.MonkeyP
         _patched(monkeypatch, {"position_bias": torch.zeros(1)})
 
 
-def test_bidirectional_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="not causal"):
-        _patched(monkeypatch, {"is_causal": False})
+def test_a_bias_in_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that only hide may be given and are not used; a bias would be lost."""
+    with pytest.raises(ConfigError, match="layer 0 adds a bias to its scores"):
+        _patched(monkeypatch, {"attention_mask": torch.ones(1, 1, 1, 1)})
 
 
 def test_a_layer_without_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(make_config("llama"))
     layer = model.model.layers[1]
-    monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    monkeypatch.setattr(
+        layer.self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
+    )
     with pytest.raises(ConfigError, match=r"2 layers should each .* from layers \[0\]"):
         TargetModel.from_pretrained(model)
 

@@ -47,35 +47,38 @@ def attend(
     Returns:
         [T, H, Dv] in the dtype of q.
     """
-    k_buffer.index_copy_(0, view.write_slots, k.to(k_buffer.dtype))
-    v_buffer.index_copy_(0, view.write_slots, v.to(v_buffer.dtype))
-    reads = view.reads(window, q.dtype)
-    keys = reads.gather(k_buffer, view.num_lanes, view.page_size).transpose(1, 2).to(q.dtype)
-    values = reads.gather(v_buffer, view.num_lanes, view.page_size).transpose(1, 2).to(q.dtype)
+    lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
+    reads = view.reads(window, dtype)  # refuses a bad mask before anything is written
+    if k.dtype != k_buffer.dtype:
+        k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
+    k_buffer.index_copy_(0, view.write_slots, k)
+    v_buffer.index_copy_(0, view.write_slots, v)
+    keys = reads.gather(k_buffer, lanes, view.page_size)  # [B, Hkv, L, Dk]
+    values = reads.gather(v_buffer, lanes, view.page_size)
+    if keys.dtype != dtype:
+        keys, values = keys.to(dtype), values.to(dtype)
 
-    lanes, queries = view.num_lanes, view.max_q_len
-    if view.pad_index is not None:
-        q = q.index_select(0, view.pad_index)
     heads, kv_heads = q.shape[1], keys.shape[1]
     groups = heads // kv_heads
-    # [B, H, Q, Dk]; with one query per lane this is q itself.
-    q = q.view(lanes, queries, heads, -1).transpose(1, 2)
     explicit = softcap is not None or sinks is not None
-    if explicit or queries <= _FOLD_MAX_QUERIES:
-        # A head's group is folded before its queries: [B, Hkv, G * Q, Dk].
+    fold = explicit or queries <= _FOLD_MAX_QUERIES
+    if view.pad_index is not None:
+        q = q.index_select(0, view.pad_index)
+    if queries > 1:
+        q = q.view(lanes, queries, heads, -1).transpose(1, 2)  # [B, H, Q, Dk]
+    if fold:
+        # A head's group is folded before its queries.
         q = q.reshape(lanes, kv_heads, groups * queries, -1)
-        if explicit:
-            out = _explicit_softmax(q, keys, values, reads, scaling, softcap, sinks)
-        else:
-            mask = reads.folded_mask(groups)
-            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
+    if explicit:
+        out = _explicit_softmax(q, keys, values, reads, scaling, softcap, sinks)
     else:
+        mask = reads.folded_mask(groups) if fold else reads.mask
         out = scaled_dot_product_attention(
-            q, keys, values, attn_mask=reads.mask, scale=scaling, enable_gqa=groups > 1
+            q, keys, values, attn_mask=mask, scale=scaling, enable_gqa=not fold and groups > 1
         )
     if queries == 1:
         return out.reshape(lanes, heads, -1)
-    out = out.reshape(lanes, heads, queries, -1).transpose(1, 2)
+    out = out.reshape(lanes, heads, queries, -1).transpose(1, 2)  # [B, Q, H, Dv]
     out = out.reshape(lanes * queries, heads, -1)
     return out if view.unpad_index is None else out.index_select(0, view.unpad_index)
 

@@ -31,14 +31,22 @@ class Reads:
     folded: dict[int, Tensor] = field(default_factory=dict)  # query heads per KV head -> mask
 
     def gather(self, buffer: Tensor, num_lanes: int, page_size: int) -> Tensor:
-        """Reads ``buffer [num_slots, Hkv, D]`` as ``[B, hi - lo, Hkv, D]``, whole pages at a time."""
-        if self.pages is None:
-            lo = self.first_slot + self.lo
-            return buffer[lo : lo + self.hi - self.lo].unsqueeze(0)
+        """Reads ``buffer [num_slots, Hkv, D]`` as ``[B, Hkv, hi - lo, D]``, whole pages at a time.
+
+        Strides are set by hand: one call instead of the five that view, cut and transpose.
+        """
         _, heads, dim = buffer.shape
+        token = heads * dim
+        length = self.hi - self.lo
+        if self.pages is None:
+            first = buffer.storage_offset() + (self.first_slot + self.lo) * token
+            return buffer.as_strided((1, heads, length, dim), (0, dim, token, 1), first)
         # One index per page, not per slot: up to 40 % faster on the CPU.
-        rows = buffer.view(-1, page_size * heads * dim).index_select(0, self.pages)
-        return rows.view(num_lanes, -1, heads, dim)[:, self.lo : self.hi]
+        rows = buffer.view(-1, page_size * token).index_select(0, self.pages)
+        lane = rows.numel() // num_lanes
+        return rows.as_strided(
+            (num_lanes, heads, length, dim), (lane, dim, token, 1), self.lo * token
+        )
 
     def folded_mask(self, groups: int) -> Tensor | None:
         """The mask ``[B, 1, groups * Q, hi - lo]`` for query heads folded into the query axis."""
@@ -87,15 +95,19 @@ class AttentionView:
     _reads: dict[tuple[int | None, torch.dtype], Reads] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ShapeError(f"page_size {self.page_size}, must be at least 1")
         if self.read_pages.ndim != 2:
             raise ShapeError(f"read_pages is [B, C], got {list(self.read_pages.shape)}")
         num_lanes, num_tokens = self.read_pages.shape[0], self.write_slots.shape[0]
         q_lens = self.q_lens
         if not isinstance(q_lens, int):
-            if len(q_lens) != num_lanes:
+            if len(q_lens) != num_lanes or num_lanes == 0:
                 raise ShapeError(f"{len(q_lens)} q_lens for {num_lanes} lanes of read_pages")
-            total, widest = sum(q_lens), max(q_lens, default=0)
-            if min(q_lens, default=1) == widest:
+            total, widest, narrowest = sum(q_lens), max(q_lens), min(q_lens)
+            if narrowest < 0:
+                raise ShapeError(f"q_lens {narrowest} of a lane, must be at least 0")
+            if narrowest == widest:
                 q_lens = widest
         else:
             total, widest = q_lens * num_lanes, q_lens
@@ -183,6 +195,7 @@ class AttentionBatch:
     """
 
     views: Sequence[AttentionView]
-    kv: Sequence[tuple[Tensor, Tensor, AttentionView]] | Mapping[
-        int, tuple[Tensor, Tensor, AttentionView]
-    ]
+    kv: (
+        Sequence[tuple[Tensor, Tensor, AttentionView]]
+        | Mapping[int, tuple[Tensor, Tensor, AttentionView]]
+    )

@@ -102,10 +102,10 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
     ):
         yield f"chunked attention (attention_chunk_size {get('attention_chunk_size')})"
     if config.model_type in _RECURRENT_TYPES:
-        yield "its layers are recurrent: their state is not KV that lies in pages"
+        yield "its layers are recurrent: their state is no KV that lies in pages"
     for key in _RECURRENT_KEYS:
         if get(key) is not None:
-            yield f"it has recurrent layers ({key} is set): their state is not KV that lies in pages"
+            yield f"it has recurrent layers ({key} is set): their state is no KV that lies in pages"
     for index, kind in enumerate(layer_types or ()):
         if kind not in _KNOWN_LAYER_TYPES:
             yield f"layer {index} is of type {kind!r}, which is not plain attention over K and V"
@@ -187,6 +187,7 @@ class ProbeBatch(AttentionBatch):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        mask: Tensor | None,
         window: int | None,
         others: dict[str, Any],
     ) -> None:
@@ -201,8 +202,10 @@ class ProbeBatch(AttentionBatch):
             self.objections.append(
                 f"layer {layer} has {query.shape[1]} query heads for {kv_heads} KV heads"
             )
-        if others.get("is_causal") is False:
-            self.objections.append(f"layer {layer} is not causal")
+        if mask is not None and mask.is_floating_point():
+            hidden = mask <= torch.finfo(mask.dtype).min / 2  # -inf, or the least number
+            if (mask.masked_fill(hidden, 0) != 0).any():
+                self.objections.append(f"layer {layer} adds a bias to its scores by its mask")
         for name, argument in others.items():
             if argument is not None and name not in _HARMLESS_ARGUMENTS:
                 self.objections.append(f"layer {layer} gives attention an unknown {name!r}")
@@ -276,7 +279,9 @@ def _probe_forward(
                     visible[lane, i, j] = j <= position and near
         return visible
 
-    slots = [slot(b, position) for b, positions in enumerate(position_lists) for position in positions]
+    slots = [
+        slot(b, position) for b, positions in enumerate(position_lists) for position in positions
+    ]
     view = AttentionView(
         page_size=_PROBE_PAGE_SIZE,
         write_slots=torch.tensor(slots, device=target.device),

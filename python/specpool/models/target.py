@@ -1,8 +1,9 @@
 """Any Hugging Face decoder, unmodified, over our pages: the target model.
 
-transformers lets an attention function be registered by name. Ours takes the whole batch as one
-keyword argument that travels through the model's layers, and reads and writes pages. The lanes of
-a batch are flattened to one sequence; only attention mixes tokens, and it keeps lanes apart.
+transformers lets an attention function be registered by name. Ours finds the batch of the forward
+that calls it in a context variable (not every decoder hands unknown keyword arguments on to its
+attention), and reads and writes pages. The lanes of a batch are flattened to one sequence; only
+attention mixes tokens, and it keeps lanes apart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +41,8 @@ from specpool.models.support import (
 )
 
 _ATTENTION = "specpool"
+# The batch of the forward that is running, None outside.
+_BATCH: ContextVar[AttentionBatch | None] = ContextVar("specpool_batch", default=None)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,19 +57,19 @@ def _paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    specpool_batch: AttentionBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
+    """Transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
 
-    `attention_mask` is not read: what a query may see comes from the batch's views.
+    `attention_mask` is not used: what a query may see comes from the batch's views.
     """
-    if specpool_batch is None:
+    batch = _BATCH.get()
+    if batch is None:
         raise ConfigError("this model runs over specpool's pages: close its TargetModel first")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if isinstance(specpool_batch, ProbeBatch):
-        specpool_batch.observe(layer, query, key, value, sliding_window, others)
-    k_buffer, v_buffer, view = specpool_batch.kv[layer]
+    if isinstance(batch, ProbeBatch):
+        batch.observe(layer, query, key, value, attention_mask, sliding_window, others)
+    k_buffer, v_buffer, view = batch.kv[layer]
     out = attend(
         view,
         k_buffer,
@@ -126,7 +130,7 @@ class TargetModel:
         self._configs = _isolate_configs(model)
         self._closed = False
         try:
-            model.eval()
+            model.train(False)
             self._use(_ATTENTION)
             self._describe()
             self.layer_kv = self._probe()
@@ -170,13 +174,10 @@ class TargetModel:
                     target.close()
                     raise ConfigError(f"the model in memory has {name} {has}, not {want}")
             return target
-        options = {"local_files_only": local_files_only, "revision": revision}
+        options: dict[str, Any] = {"local_files_only": local_files_only, "revision": revision}
         config = _load(AutoConfig, source, options)
         check_config(config)
-        model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-        if model_class is None:
-            raise refusal(config.model_type, "transformers has no causal language model for it")
-        check_class(model_class, config.model_type)
+        check_class(_model_class(config), config.model_type)
         name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
         options[name] = "auto" if wanted is None else wanted
         model = _load(AutoModelForCausalLM, source, options)
@@ -185,7 +186,8 @@ class TargetModel:
     @property
     def embedding_weight(self) -> Tensor:
         """[V, h] input embeddings, unscaled."""
-        weight: Tensor = self.model.get_input_embeddings().weight
+        embeddings: Any = self.model.get_input_embeddings()
+        weight: Tensor = embeddings.weight
         return weight
 
     @property
@@ -220,7 +222,9 @@ class TargetModel:
         """
         for layer in layers:
             if not 0 <= layer <= self.num_layers:
-                raise ConfigError(f"cannot capture layer {layer}: allowed are 0..={self.num_layers}")
+                raise ConfigError(
+                    f"cannot capture layer {layer}: allowed are 0..={self.num_layers}"
+                )
         self._remove_hooks()
         self._capture_order = tuple(layers)
         for layer in sorted(set(layers)):
@@ -258,12 +262,15 @@ class TargetModel:
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
                     f" {view.write_slots.shape[0]} write_slots"
                 )
-        output = self._decoder(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            specpool_batch=batch,
-        )
+        token = _BATCH.set(batch)
+        try:
+            output = self._decoder(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+            )
+        finally:
+            _BATCH.reset(token)
         hidden: Tensor = output[0].squeeze(0)
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
         features = None
@@ -316,7 +323,8 @@ class TargetModel:
         text = text_config(self.config)
         self.num_layers: int = text.num_hidden_layers
         self.max_context_len = max_context_len(self.config)
-        self._lm_head: Any = self.model.get_output_embeddings()
+        model: Any = self.model
+        self._lm_head = model.get_output_embeddings()
         if self._lm_head is None:
             raise refusal(self.config.model_type, "it has no language model head")
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
@@ -374,6 +382,17 @@ def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) 
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"cannot load a model from {name!r}: {reason}") from error
+
+
+def _model_class(config: Any) -> type:
+    """The class that `AutoModelForCausalLM` will load, asked before weights are read."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise refusal(config.model_type, "transformers has no causal language model for it")
+    found: Any = mapping[type(config)]
+    classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
+    named = [one for one in classes if one.__name__ in (config.architectures or ())]
+    return (named or classes)[0]
 
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
