@@ -329,6 +329,14 @@ class Ledger:
         """
     def tokens_required(self, rows: _IntArray, shapes: _IntArray) -> NDArray[np.int64]:
         """[num_groups]: slots that `prepare_decode` of the same would take. No effect."""
+    def pages_needed(self, lo: int, hi: int, shape: int) -> NDArray[np.int64]:
+        """[num_groups]: pages that a row can ever hold whose roots all lie in `[lo, hi]`.
+
+        For one round in flight at most; `shape` is an index into `shapes`.
+
+        Raises:
+            ShapeError: unless `0 <= lo <= hi < max_context_len`, or an unknown shape.
+        """
     def prepare_decode(
         self, rows: _IntArray, shapes: _IntArray, *, writes_draft: bool = True
     ) -> Plan:

@@ -106,5 +106,6 @@ class Scheduler:
 
     def _pages_needed(self, request: Request) -> np.ndarray:
         """Pages of each group that the request may ever hold, int64 [num_groups]."""
+        shape = self._ledger.shapes.index(request.shape)
         last_root = max(request.prompt_len, request.max_len - 2)
-        return self._ledger.pages_needed(request.prompt_len, last_root, request.shape)
+        return self._ledger.pages_needed(request.prompt_len, last_root, shape)

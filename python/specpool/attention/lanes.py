@@ -76,7 +76,13 @@ def own_view(
 
     def mask_for(window: int | None) -> BoolMask:
         return kernels.attention_mask(
-            starts, q_lens, num_columns, own_mask, q_positions, own_positions, window
+            starts,
+            q_lens,
+            num_columns,
+            own_mask=own_mask,
+            q_positions=q_positions,
+            own_positions=own_positions,
+            window=window,
         )
 
     return AttentionView(
@@ -107,7 +113,7 @@ def _causal(
     first, ones = int(starts[0]), bool((q_lens == 1).all())
 
     def mask_for(window: int | None) -> BoolMask:
-        return kernels.attention_mask(starts, q_lens, num_columns, None, None, None, window)
+        return kernels.attention_mask(starts, q_lens, num_columns, window=window)
 
     return AttentionView(
         page_size=cache.page_sizes[group],

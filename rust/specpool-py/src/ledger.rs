@@ -246,6 +246,12 @@ impl Ledger {
         Ok(PyArray1::from_vec(py, self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
     }
 
+    fn pages_needed<'py>(&self, py: Python<'py>, lo: i64, hi: i64, shape: i64) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        // Whatever an i32 does not hold is outside of every range.
+        let [lo, hi, shape] = [lo, hi, shape].map(|value| i32::try_from(value).unwrap_or(-1));
+        Ok(PyArray1::from_vec(py, self.0.pages_needed(lo, hi, shape).map_err(to_py)?))
+    }
+
     #[pyo3(signature = (rows, shapes, *, writes_draft=true))]
     fn prepare_decode(
         &mut self,

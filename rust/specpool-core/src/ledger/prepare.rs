@@ -85,6 +85,30 @@ impl Ledger {
         Ok(self.groups.iter().map(required).collect())
     }
 
+    /// Pages of each group that a row can ever hold whose roots all lie in `[lo, hi]`, one round in flight at most:
+    /// what an admission must promise so that the row never runs out of pages.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless `0 <= lo <= hi < L`, or for an unknown shape.
+    pub fn pages_needed(&self, lo: i32, hi: i32, shape: i32) -> Result<Vec<i64>> {
+        if lo < 0 || lo > hi || hi >= self.max_context_len {
+            return Err(Error::Shape(format!(
+                "roots [{lo}, {hi}] must be a range inside [0, {})",
+                self.max_context_len
+            )));
+        }
+        if shape < 0 || shape as usize >= self.shapes.len() {
+            return Err(Error::Shape(format!("shape {shape} is not in 0..{}", self.shapes.len())));
+        }
+        let pages = |group: &crate::group::GroupState| {
+            let reserve = &group.reserves[shape as usize];
+            // `double_buffer` grows with lo, `exact` is the largest footprint of the whole range.
+            let slots = reserve.need(lo.into(), hi.into()).max(reserve.need(hi.into(), hi.into()));
+            ceil_align(slots, group.page_size) / group.page_size
+        };
+        Ok(self.groups.iter().map(pages).collect())
+    }
+
     /// Prepares one round of each row with its own shape (an index into [`Ledger::shapes`]). `writes_draft` says
     /// whether the round also writes draft KV of the tokens that it accepts.
     ///
