@@ -175,7 +175,7 @@ class Engine:
         source = resolve(target) if isinstance(target, str) else target
         in_memory = not isinstance(source, str | PathLike)
         if dtype is None and not in_memory:
-            dtype = "float32" if torch.device(device).type == "cpu" else "auto"
+            dtype = "float32" if str(device) == "cpu" else "auto"
         model = TargetModel.from_pretrained(
             source, dtype=dtype, device=None if in_memory else device
         )

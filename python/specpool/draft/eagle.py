@@ -127,7 +127,8 @@ class EagleDrafter:
             )
             if step == num_steps - 1:
                 break
-            hidden = hidden[self._to_device(_parent_lanes(parents, step))]
+            if topk > 1:
+                hidden = hidden[self._to_device(_parent_lanes(parents, step))]
             positions = np.minimum(np.repeat(lanes.starts + step, topk), self._last_position)
             hidden = self.head.forward(
                 self._to_device(ids),
@@ -163,8 +164,8 @@ class EagleDrafter:
 def _parent_lanes(parents: Int32, step: int) -> Int64:
     """Which of the last step's lanes each branch continues, int64 [B*K]; at step 0 one per row."""
     num_lanes, topk = parents.shape
-    lanes = np.arange(num_lanes, dtype=np.int64)[:, None]
-    return (np.broadcast_to(lanes, parents.shape) if step == 0 else lanes * topk + parents).ravel()
+    lanes = np.repeat(np.arange(num_lanes, dtype=np.int64), topk)
+    return lanes if step == 0 else lanes * topk + parents.ravel()
 
 
 class _Branches(Protocol):
