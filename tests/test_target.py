@@ -255,6 +255,17 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(tmp_path: Any) -> None:
         assert torch.equal(target.lm_head_weight, model.lm_head.weight.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_to_16_bits_does_not_refuse_a_model(family: str, dtype: Any) -> None:
+    """With seed 2 a router of gpt-oss tips over at a near tie in bfloat16."""
+    config = make_config(family)
+    if config is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    with TargetModel.from_pretrained(make_model(config, seed=2).to(dtype)) as target:
+        assert target.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", ["float8", "int8", torch.int8])
 def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(ConfigError, match="allowed are auto, float32, bfloat16, float16"):

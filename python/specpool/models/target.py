@@ -334,7 +334,7 @@ class TargetModel:
         self._logit_factor: float | None = getattr(text, "logit_scale", None)  # Cohere
         self._logit_divisor: float | None = getattr(text, "logits_scaling", None)  # Granite
         eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        eos = text.eos_token_id if eos is None else eos
+        eos = getattr(text, "eos_token_id", None) if eos is None else eos
         self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
 
     def _find_layers(self) -> nn.ModuleList:
