@@ -73,7 +73,7 @@ def test_sampled_text_is_plain_sampling_with_that_seed(shape, options, sampling)
         assert max(output.accept_len for output in drafted) > 1
 
 
-def _toy_engine(error_rate: float = 0.5) -> tuple[Engine, list[int]]:
+def _toy_engine() -> tuple[Engine, Reference]:
     """A random model with a vocabulary of 24, and a drafter that guesses at random."""
     torch.manual_seed(5)
     config = LlamaConfig(
@@ -87,22 +87,22 @@ def _toy_engine(error_rate: float = 0.5) -> tuple[Engine, list[int]]:
         initializer_range=0.4,
     )
     model = LlamaForCausalLM(config).eval()
-    drafter = ScriptedDrafter([], vocab_size=24, error_rate=error_rate)
+    drafter = ScriptedDrafter([], vocab_size=24)
     shape = Shape.eagle(2, 3, 8)
+    reference = Reference(model)
     engine = Engine.from_pretrained(model, draft=drafter, shape=shape, max_batch=64)
-    return engine, [3, 1, 4, 1, 5]
+    return engine, reference
 
 
-def _p_values(engine: Engine, prompt: list[int], num_samples: int) -> list[float]:
+def _p_values(engine: Engine, reference: Reference, num_samples: int) -> list[float]:
     """Chi-square of the first token, and of the second after the two likeliest first ones."""
+    prompt = [3, 1, 4, 1, 5]
     params = [
         SamplingParams(max_new_tokens=2, temperature=1.0, seed=s, ignore_eos=True)
         for s in range(num_samples)
     ]
     outputs = engine.generate([prompt] * num_samples, params)
     pairs = [tuple(output.token_ids) for output in outputs]
-    reference = Reference(engine.target.model.__class__(engine.target.model.config))
-    reference.model.load_state_dict(engine.target.model.state_dict())
 
     def distribution(tokens: list[int]) -> np.ndarray:
         with torch.inference_mode():
@@ -127,17 +127,17 @@ def _p_values(engine: Engine, prompt: list[int], num_samples: int) -> list[float
 
 
 def test_samples_follow_the_targets_own_distribution():
-    engine, prompt = _toy_engine()
+    engine, reference = _toy_engine()
     with engine:
-        assert min(_p_values(engine, prompt, 4000)) > 1e-4
+        assert min(_p_values(engine, reference, 4000)) > 1e-4
 
 
 def test_chi_square_catches_a_planted_bias(monkeypatch):
     uniform = kernels.uniform
     monkeypatch.setattr(kernels, "uniform", lambda seeds, positions: uniform(seeds, positions) ** 1.25)
-    engine, prompt = _toy_engine()
+    engine, reference = _toy_engine()
     with engine:
-        assert min(_p_values(engine, prompt, 4000)) < 1e-6
+        assert min(_p_values(engine, reference, 4000)) < 1e-6
 
 
 def test_a_missing_seed_is_drawn_and_reported(engine):
@@ -179,18 +179,20 @@ def test_a_pool_for_one_row_serves_many_requests():
         assert tokens_of(large.generate(prompts, params)) == tokens_of(few)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks(model):
-    prompt = list(corpus.corpus(9, 1700))
-    reference = Reference(model)
-    options = {**PAIR, "max_context_len": 2048}
-    with Engine.from_pretrained(**options) as engine:
-        short = corpus.prompts(1, 33)[0]
-        outputs = engine.generate([prompt, short], SamplingParams(max_new_tokens=40))
-        comparison = Comparison()
-        comparison.add(reference, prompt, outputs[0].token_ids)
-        comparison.add(reference, short, outputs[1].token_ids)
-        comparison.finish()
-        assert outputs[0].accept_len > 1.5  # the draft KV crossed the chunks' edges too
+def test_a_long_prompt_is_prefilled_in_chunks(model, monkeypatch):
+    """Chunks change neither the text nor what the drafter knows."""
+    prompts = [list(corpus.corpus(9, 300)), corpus.prompts(1, 33)[0]]
+    params = SamplingParams(max_new_tokens=60)
+    with Engine.from_pretrained(**PAIR) as engine:
+        whole = engine.generate(prompts, params)
+    monkeypatch.setattr("specpool.engine.PREFILL_TOKENS", 64)
+    reference, comparison = Reference(model), Comparison()
+    with Engine.from_pretrained(**PAIR) as engine:
+        chunked = engine.generate(prompts, params)
+        for prompt, output in zip(prompts, chunked, strict=True):
+            comparison.add(reference, prompt, output.token_ids)
+    comparison.finish()
+    assert [o.accept_lens for o in chunked] == [o.accept_lens for o in whole]
 
 
 def test_stop_token_ends_the_text_inside_an_accepted_run(engine):

@@ -369,7 +369,8 @@ class Engine:
                         pending.discard(index)
                     if seen[index] > start or index not in pending:
                         yield index, start
-                if pending:
+                # While we waited at a yield, another iterator may have finished all of ours.
+                if any(requests[index].finish_reason is None for index in pending):
                     self._step()
         finally:
             for request in requests:
