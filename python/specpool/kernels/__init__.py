@@ -1,9 +1,11 @@
 """CPU twins of specpool's kernels: draft tree, verify, sampling, slots, moves (spec 5-7).
 
-Index functions take and return NumPy arrays, each one call into the Rust core (`specpool._core`, where the stubs
-document them). Whatever touches KV is torch code and lives in `specpool.kernels.moves`, imported on its own.
+Index functions take and return NumPy arrays, each one call into the Rust core (`specpool._core`,
+where the stubs document them). Whatever touches KV is torch code and lives in
+`specpool.kernels.moves`, imported on its own.
 
-Every function checks dtype, shape, contiguity and bounds first and raises `ShapeError`; nothing is written then.
+Every function checks dtype, shape, contiguity and bounds first and raises `ShapeError`; nothing is
+written then.
 """
 
 from specpool._core import (

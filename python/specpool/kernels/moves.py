@@ -1,8 +1,9 @@
-"""Moves of KV between slots in torch, on any device and for any dtype (spec 6, 7: kernels 4, 7, 8, 9).
+"""Moves of KV between slots in torch: any device, any dtype (spec 6; kernels 4, 7, 8, 9 of 7).
 
-A buffer is a tensor with one dimension of slots (by default the first), or a `PageBlocked` one. All layers may stand
-in one tensor (`slot_dim` says which dimension the slots are), so that a move is one gather and one scatter. Every move
-is gather-then-scatter: sources and targets may overlap. Empty work launches nothing.
+A buffer is a tensor with one dimension of slots (by default the first), or a `PageBlocked` one. All
+layers may stand in one tensor (`slot_dim` says which dimension the slots are), so that a move is
+one gather and one scatter. Every move is gather-then-scatter: sources and targets may overlap.
+Empty work launches nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from specpool import _core
 from specpool.errors import ShapeError
 
 Slots = NDArray[np.int64] | Tensor
-"""int64 [n] slots: an array whose values are checked, or a tensor on the buffers' device whose values are trusted."""
+"""int64 [n]: an array, whose values are checked, or a tensor on the buffers' device, trusted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageBlocked:
-    """A buffer whose pages hold one field after the other, each for all slots of the page (sgl#31218).
+    """A buffer whose pages hold one field after the other, for all their slots (sgl#31218).
 
     Attributes:
         data: any dtype [num_pages, page_size * sum(widths)], contiguous.
@@ -53,7 +54,7 @@ class PageBlocked:
         for width in self.widths:
             size = self.page_size * width
             columns = _as_bytes(self.data)[:, first : first + size]
-            views.append(columns.unflatten(1, (self.page_size, width)))
+            views.append(columns.view(-1, self.page_size, width))
             first += size
         return views
 
@@ -62,7 +63,7 @@ Buffer = Tensor | PageBlocked
 
 
 def _as_bytes(buffer: Tensor) -> Tensor:
-    """Eight-bit floats as bytes: torch cannot index them everywhere, and a move needs no numbers."""
+    """Eight-bit floats as bytes: torch cannot index them everywhere, a move needs no numbers."""
     if buffer.dtype.itemsize == 1 and buffer.dtype.is_floating_point:
         return buffer.view(torch.uint8)
     return buffer
@@ -100,7 +101,7 @@ def _as_index(name: str, slots: Slots, device: torch.device) -> Tensor:
 
 
 def _check(buffers: Sequence[Buffer], src: Slots, dst: Slots, slot_dim: int) -> None:
-    """Refuses moves that one of the buffers cannot do. Host arrays only: a tensor's values stay on its device."""
+    """Refuses moves that a buffer cannot do. A tensor's values are left unread on its device."""
     num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
     if isinstance(src, np.ndarray) and isinstance(dst, np.ndarray):
         _core.check_moves(src, dst, num_slots)
@@ -120,8 +121,8 @@ def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int 
         slot_dim: dimension of the slots in the tensors.
 
     Raises:
-        ShapeError: wrong dtype or shape, a slot outside a buffer, or one written twice. (The values of index
-            tensors are trusted, since reading them would wait for their device.)
+        ShapeError: wrong dtype or shape, a slot outside a buffer, or one written twice. (The values
+            of index tensors are trusted, since reading them would wait for their device.)
     """
     if not buffers:
         return
@@ -177,7 +178,8 @@ def scatter_kv(
         slot_dim: dimension of the slots.
 
     Raises:
-        ShapeError: numbers, dtypes or shapes that do not fit, a slot outside a buffer or written twice.
+        ShapeError: numbers, dtypes or shapes that do not fit, a slot outside a buffer or written
+            twice.
     """
     if len(values) != len(buffers):
         raise ShapeError(f"values must have {len(buffers)} tensors, got {len(values)}")
@@ -210,7 +212,7 @@ def compact_accepted(
     num_draft_tokens: int,
     slot_dim: int = 0,
 ) -> None:
-    """Moves the KV of the accepted nodes to the first positions after each root (`compact_moves`)."""
+    """Moves the KV of the accepted nodes to root, root + 1, ... (`compact_moves`)."""
     src, dst = _core.compact_moves(
         page_table, page_size, rows, roots, accept_index, num_draft_tokens=num_draft_tokens
     )
@@ -228,7 +230,7 @@ def duplicate_prefix_tail(
     topk: int,
     slot_dim: int = 0,
 ) -> None:
-    """Copies each prefix's partial tail page before the drafts of branches 1..K (`prefix_tail_moves`)."""
+    """Copies each prefix's tail before the drafts of branches 1..K (`prefix_tail_moves`)."""
     src, dst = _core.prefix_tail_moves(
         page_table, page_size, rows, roots, num_steps=num_steps, topk=topk
     )
@@ -247,7 +249,7 @@ def copy_parent_drafts(
     step: int,
     slot_dim: int = 0,
 ) -> None:
-    """Copies the drafts of each branch's parent over its own, after the selection of `step` (`branch_copy_moves`)."""
+    """Copies the drafts of each branch's parent over its own (`branch_copy_moves`)."""
     src, dst = _core.branch_copy_moves(
         page_table, page_size, rows, roots, branch_parents, num_steps=num_steps, step=step
     )

@@ -44,7 +44,7 @@ class Candidates:
         topk_index: NDArray[np.int64],
         scores: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """`select_topk` into these buffers: input_ids [batch*K], branch_parents, scores [batch, K]."""
+        """`select_topk` into these buffers: input_ids, branch_parents, scores."""
         return _core.select_topk(
             step, topk_p, topk_index, scores, self.scores, self.tokens, self.parents
         )

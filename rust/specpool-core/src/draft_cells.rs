@@ -369,7 +369,7 @@ impl Drafts {
 /// # Errors
 /// [`Error::Shape`] when lengths differ, the step is outside, or a parent is no branch; nothing is written then.
 pub fn advance_ancestors(ancestors: &mut [i32], branch_parents: &[i32], topk: usize, step: usize) -> Result<()> {
-    let width = ancestors.len().checked_div(branch_parents.len()).unwrap_or(step + 1);
+    let width = ancestors.len().checked_div(branch_parents.len()).unwrap_or(step.saturating_add(1));
     same_len("ancestors", ancestors.len(), branch_parents.len() * width)?;
     if topk == 0 || branch_parents.len() % topk != 0 || step >= width {
         return Err(Error::Shape(format!(

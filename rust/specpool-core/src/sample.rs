@@ -7,8 +7,6 @@
 //! kernel can repeat it. Weights are `exp((logit - max) / temperature)` in f32. Sums are f64: over runs of
 //! [`CHUNK`] ids, four interleaved partial sums each, then over the runs in order.
 
-use std::cmp::Ordering;
-
 use crate::check::same_len;
 use crate::error::{Error, Result};
 
@@ -115,7 +113,7 @@ fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
 #[derive(Debug, Default)]
 pub struct Scratch {
     sums: Vec<f64>,  // one per chunk of ids
-    order: Vec<u32>, // ids, most likely first
+    order: Vec<u64>, // ids, at first with their logits as sort keys
 }
 
 /// Draws one token by inverse CDF over token ids: the least id whose cumulative weight exceeds `u` times the total.
@@ -187,7 +185,7 @@ impl Weigh {
 /// `e^x` for `x <= 0`: Cody-Waite reduction and the polynomial of Cephes `expf` (2 ulp); 0 below -87.
 fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to the nearest integer
-    let clamped = x.max(-87.0);
+    let clamped = if x > -87.0 { x } else { -87.0 };
     let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = clamped - n * 0.693_359_4 - n * -2.121_944_4e-4;
@@ -202,9 +200,7 @@ fn exp(x: f32) -> f32 {
 
 /// Two passes over the row and one over a single chunk.
 fn draw_from_all(logits: &[f32], weigh: &Weigh, u: f64, sums: &mut Vec<f64>) -> Draw {
-    sums.clear();
-    sums.extend(logits.chunks(CHUNK).map(|chunk| chunk_sum(chunk, weigh)));
-    let total: f64 = sums.iter().sum();
+    let total = sum_chunks(logits, weigh, sums);
     let aim = u * total;
     let (mut chunk, mut below) = (0, 0.0);
     while chunk + 1 < sums.len() && below + sums[chunk] <= aim {
@@ -217,22 +213,33 @@ fn draw_from_all(logits: &[f32], weigh: &Weigh, u: f64, sums: &mut Vec<f64>) -> 
         below -= sums[chunk];
     }
     let first = chunk * CHUNK;
-    let ids = first..(first + CHUNK).min(logits.len());
-    let drawn = walk(ids.map(|id| (id, weigh.of(logits[id]))), below, aim);
+    let weights = chunk_weights(&logits[first..(first + CHUNK).min(logits.len())], weigh);
+    let drawn = walk((first..).zip(weights), below, aim);
     Draw { token: drawn.0 as i64, margin: edge_distance(drawn.1, drawn.2, aim, total) }
+}
+
+/// The weight of each run of [`CHUNK`] ids, and of all.
+fn sum_chunks(logits: &[f32], weigh: &Weigh, sums: &mut Vec<f64>) -> f64 {
+    sums.clear();
+    sums.extend(logits.chunks(CHUNK).map(|chunk| chunk_sum(chunk, weigh)));
+    sums.iter().sum()
+}
+
+/// Weights apart from their sums: each loop alone is one that the compiler turns into vector code.
+fn chunk_weights(chunk: &[f32], weigh: &Weigh) -> [f32; CHUNK] {
+    let mut weights = [0.0; CHUNK];
+    for (weight, &logit) in weights.iter_mut().zip(chunk) {
+        *weight = weigh.of(logit);
+    }
+    weights
 }
 
 fn chunk_sum(chunk: &[f32], weigh: &Weigh) -> f64 {
     let mut parts = [0.0_f64; 4];
-    let fours = chunk.chunks_exact(4);
-    let tail = fours.remainder();
-    for four in fours {
+    for four in chunk_weights(chunk, weigh).chunks(4).take(chunk.len().div_ceil(4)) {
         for i in 0..4 {
-            parts[i] += f64::from(weigh.of(four[i]));
+            parts[i] += f64::from(four[i]);
         }
-    }
-    for (part, &logit) in parts.iter_mut().zip(tail) {
-        *part += f64::from(weigh.of(logit));
     }
     (parts[0] + parts[1]) + (parts[2] + parts[3])
 }
@@ -261,37 +268,46 @@ fn edge_distance(below: f64, above: f64, aim: f64, total: f64) -> f64 {
     (lower.min(upper) / total).max(0.0)
 }
 
+/// A key that sorts likelier tokens first, ties by id; its low half is the id.
+fn likelier_first(logit: f32, id: usize) -> u64 {
+    let bits = (logit + 0.0).to_bits(); // -0 becomes 0, which it equals
+    let descending = if bits >> 31 == 1 { bits } else { !bits ^ (1 << 31) };
+    u64::from(descending) << 32 | id as u64
+}
+
+fn id_of(key: u64) -> usize {
+    (key & u64::from(u32::MAX)) as usize
+}
+
 /// Leaves the ids that top-k, then top-p keep in `scratch.order`, ascending; returns how near the cut was.
 fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scratch) -> f64 {
+    let weight = |id: u64| f64::from(weigh.of(logits[id_of(id)]));
     let order = &mut scratch.order;
-    let likelier = |&a: &u32, &b: &u32| -> Ordering {
-        logits[b as usize].partial_cmp(&logits[a as usize]).unwrap_or(Ordering::Equal).then(a.cmp(&b))
-    };
-    let mut margin = f64::INFINITY;
     order.clear();
-    order.extend(0..logits.len() as u32);
+    order.extend(logits.iter().enumerate().map(|(id, &logit)| likelier_first(logit, id)));
+    let mut margin = f64::INFINITY;
     let k = params.top_k as usize;
     if k > 0 && k < order.len() {
-        order.select_nth_unstable_by(k, likelier);
-        let next = logits[order[k] as usize];
+        let (kept, next, _) = order.select_nth_unstable(k);
+        let last = kept.iter().max().map_or(0, |&key| id_of(key));
+        margin = weigh.gap(logits[last], logits[id_of(*next)]);
         order.truncate(k);
-        let last = order.iter().map(|&id| logits[id as usize]).fold(f32::INFINITY, f32::min);
-        margin = weigh.gap(last, next);
+        order.sort_unstable();
     }
     if params.top_p < 1.0 {
-        let weight = |id: u32| f64::from(weigh.of(logits[id as usize]));
-        order.sort_unstable(); // the total is summed in the order of the ids
-        let total: f64 = order.iter().map(|&id| weight(id)).sum();
+        let cut = order.len() < logits.len();
+        let total =
+            if cut { order.iter().map(|&key| weight(key)).sum() } else { sum_chunks(logits, weigh, &mut scratch.sums) };
         let need = f64::from(params.top_p) * total;
         // Sort only as much of the head as the mass needs.
-        let (mut sorted, mut kept, mut mass) = (0, 0, 0.0);
+        let (mut sorted, mut kept, mut mass) = (if cut { order.len() } else { 0 }, 0, 0.0);
         while kept < order.len() && mass < need {
             if kept == sorted {
-                let head = (sorted * 4).max(1024).min(order.len());
+                let head = (sorted * 4).max(256).min(order.len());
                 if head < order.len() {
-                    order[sorted..].select_nth_unstable_by(head - sorted, likelier);
+                    order[sorted..].select_nth_unstable(head - sorted);
                 }
-                order[sorted..head].sort_unstable_by(likelier);
+                order[sorted..head].sort_unstable();
                 sorted = head;
             }
             mass += weight(order[kept]);
@@ -299,18 +315,20 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
         }
         let last = order[kept - 1];
         margin = margin.min((mass - need) / total).min((need - (mass - weight(last))) / total);
-        if kept < order.len() {
-            let next = order[kept..].iter().map(|&id| logits[id as usize]).fold(f32::NEG_INFINITY, f32::max);
-            margin = margin.min(weigh.gap(logits[last as usize], next));
+        if let Some(&next) = order[kept..].iter().min() {
+            margin = margin.min(weigh.gap(logits[id_of(last)], logits[id_of(next)]));
         }
         order.truncate(kept);
+    }
+    for key in order.iter_mut() {
+        *key = id_of(*key) as u64;
     }
     order.sort_unstable();
     margin
 }
 
 /// Inverse CDF over the kept ids, which ascend.
-fn draw_from(logits: &[f32], weigh: &Weigh, u: f64, kept: &[u32]) -> Draw {
+fn draw_from(logits: &[f32], weigh: &Weigh, u: f64, kept: &[u64]) -> Draw {
     let weights = || kept.iter().map(|&id| (id as usize, weigh.of(logits[id as usize])));
     let total: f64 = weights().map(|(_, weight)| f64::from(weight)).sum();
     let aim = u * total;

@@ -1,0 +1,57 @@
+//! Where drafts lie, and the copies that keep whole pages true.
+
+use proptest::prelude::*;
+use specpool_core::draft_cells::{Drafts, Layout, advance_ancestors};
+use specpool_core::slots::TableView;
+
+#[test]
+fn the_worked_example_of_sgl_7725() {
+    let cells: Vec<i32> = vec![0; 20].into_iter().chain(1..=20).collect();
+    let table = TableView::new(&cells, 20, 4).unwrap();
+    let moves = Drafts::new(5, 8, 4, Layout::Holey).unwrap().prefix_tail_moves(&table, &[1], &[7]).unwrap();
+    assert_eq!(moves.src, [8, 9, 10].repeat(7));
+    assert_eq!(moves.dst[..6], [16, 17, 18, 24, 25, 26]);
+}
+
+proptest! {
+    /// Cells never overlap, and both layouts are one where pages cannot matter (P == 1 or K == 1).
+    #[test]
+    fn every_draft_has_a_cell_of_its_own(s in 1_usize..7, k in 1_usize..9, p in 1_i64..20, root in 0..100_i32) {
+        let positions = |layout| Drafts::new(s, k, p, layout).unwrap().write_positions(&[root]).unwrap();
+        let (dense, holey) = (positions(Layout::Dense), positions(Layout::Holey));
+        for cells in [&dense, &holey] {
+            prop_assert!(cells.windows(2).all(|pair| pair[0] < pair[1]) && cells[0] == root);
+        }
+        prop_assert!((p > 1 && k > 1) || dense == holey);
+        // In the holey layout no page serves two branches.
+        let pages: Vec<i64> = holey.iter().map(|&position| i64::from(position) / p).collect();
+        for (a, b) in pages.chunks(s).zip(pages.chunks(s).skip(1)) {
+            prop_assert!(a[s - 1] < b[0]);
+        }
+    }
+
+    /// Any argument gives a result or an error, never a panic.
+    #[test]
+    fn nothing_panics(s: usize, k: usize, p: i64, root: i32, row: i32, step: usize, parents: [i32; 2]) {
+        for (s, k) in [(s, k), (s % 9, k % 9)] {
+            let Ok(drafts) = Drafts::new(s, k, p, Layout::Holey) else { continue };
+            let Ok(table) = TableView::new(&[0, 0, 3, 5], 2, p) else { continue };
+            let _ = drafts.write_slots(&table, &[row], &[root]);
+            let _ = drafts.read_indices(&table, &[row], &[root % 64], step, Some(&parents));
+            let _ = drafts.visibility(&[root], step % 9, None);
+            let _ = drafts.branch_pages(&table, &[row], &[root], step % 9);
+            let _ = drafts.prefix_tail_moves(&table, &[row], &[root]);
+            let _ = drafts.branch_copy_moves(&table, &[row], &[root], step % 9, &parents);
+        }
+        let _ = advance_ancestors(&mut [0; 6], &parents, k % 4, step % 9);
+    }
+}
+
+#[test]
+fn ancestors_follow_swaps() {
+    let mut ancestors = [9; 6]; // two branches, three steps
+    for (step, parents) in [[0, 1], [1, 0], [0, 0]].iter().enumerate() {
+        advance_ancestors(&mut ancestors, parents, 2, step).unwrap();
+    }
+    assert_eq!(ancestors, [1, 0, 0, 1, 0, 1]);
+}
