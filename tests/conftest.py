@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+
 from specpool.engine import Engine
 
 # Hub names must fail at once, not after a time-out.

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 import specpool
 from specpool.cli import main
 from specpool.cli.generate import parse_shape
@@ -43,7 +44,9 @@ def test_generate_with_nothing_else_given(capsys):
     assert "‹" in out  # accepted drafts are marked where there is no colour
     for row in ("rounds", "accept length", "tokens/s", "plain decoding", "0 leaked"):
         assert row in out
-    assert [line for line in out.splitlines() if "identical to plain decoding" in line][0].count("yes")
+    assert [line for line in out.splitlines() if "identical to plain decoding" in line][0].count(
+        "yes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,9 @@ def test_accept_length_of_the_shipped_pair():
     for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
         for shape, least in ((Shape.eagle(3, 1, 4), 3.4), (Shape.eagle(4, 4, 16), 4.5)):
             with Engine.from_pretrained(draft=draft, shape=shape, max_context_len=512) as engine:
-                outputs = engine.generate(prompts, SamplingParams(max_new_tokens=96, ignore_eos=True))
+                outputs = engine.generate(
+                    prompts, SamplingParams(max_new_tokens=96, ignore_eos=True)
+                )
                 assert mean_accept_len(outputs) >= least, (draft, shape)
 
 
@@ -195,7 +200,8 @@ def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("3", (3, 1, 4)), ("4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1))]
+    ("text", "numbers"),
+    [("3", (3, 1, 4)), ("4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1))],
 )
 def test_shape_text(text, numbers):
     assert parse_shape(text) == specpool.Shape(*numbers)
@@ -214,10 +220,16 @@ def test_import_is_light():
 def test_without_the_extra_the_message_says_what_to_install(tmp_path):
     """A bare wheel: `Engine` and the command name the missing package and the extra."""
     for name in ("torch", "typer"):
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')")
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError('no {name}', name='{name}')"
+        )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-m", "specpool"], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "specpool"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert run.returncode == 2
     assert "the command line needs typer: pip install 'specpool[hf]'" in run.stderr

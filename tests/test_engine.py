@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
 from conftest import assert_no_page_leaked
 from lossless import Comparison, Reference
-from scipy.stats import chisquare
 from specpool import ConfigError, Engine, SamplingParams, Shape, SpecpoolError, corpus, kernels
 from specpool.assets import resolve
 from specpool.draft import ScriptedDrafter
 from specpool.engine import Chunk
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 PAIR = {"target": "specpool/tiny", "draft": "specpool/tiny-eagle3", "max_context_len": 512}
 
@@ -116,7 +117,9 @@ def _p_values(engine: Engine, reference: Reference, num_samples: int) -> list[fl
         seen = np.append(observed[common], observed[~common].sum())
         expected = np.append(probabilities[common], probabilities[~common].sum()) * total
         kept = expected > 0
-        return float(chisquare(seen[kept], expected[kept] * seen[kept].sum() / expected[kept].sum()).pvalue)
+        return float(
+            chisquare(seen[kept], expected[kept] * seen[kept].sum() / expected[kept].sum()).pvalue
+        )
 
     first = Counter(a for a, _ in pairs)
     values = [p_value(first, distribution(prompt))]
@@ -134,7 +137,9 @@ def test_samples_follow_the_targets_own_distribution():
 
 def test_chi_square_catches_a_planted_bias(monkeypatch):
     uniform = kernels.uniform
-    monkeypatch.setattr(kernels, "uniform", lambda seeds, positions: uniform(seeds, positions) ** 1.25)
+    monkeypatch.setattr(
+        kernels, "uniform", lambda seeds, positions: uniform(seeds, positions) ** 1.25
+    )
     engine, reference = _toy_engine()
     with engine:
         assert min(_p_values(engine, reference, 4000)) < 1e-6
@@ -322,7 +327,11 @@ def poisoned(model) -> Iterator[Engine]:
     broken = copy.deepcopy(model)
     broken.model.embed_tokens.weight.data[POISON] = torch.nan
     with Engine.from_pretrained(
-        broken, draft="specpool/tiny-eagle3", max_context_len=256, shape=Shape.eagle(3, 4, 12), max_batch=2
+        broken,
+        draft="specpool/tiny-eagle3",
+        max_context_len=256,
+        shape=Shape.eagle(3, 4, 12),
+        max_batch=2,
     ) as engine:
         yield engine
 
@@ -380,7 +389,9 @@ def test_a_forward_that_raises_returns_every_page(engine, monkeypatch):
             engine.generate(prompts, SamplingParams(max_new_tokens=30))
         assert_no_page_leaked(engine)
         monkeypatch.setattr(engine.target, "forward", forward)
-    assert tokens_of(engine.generate(prompts, SamplingParams(max_new_tokens=30))) == tokens_of(expected)
+    assert tokens_of(engine.generate(prompts, SamplingParams(max_new_tokens=30))) == tokens_of(
+        expected
+    )
 
 
 def test_the_leak_fixture_sees_a_leak():
@@ -471,7 +482,9 @@ def test_bad_configurations_are_refused(options, message):
         Engine.from_pretrained(**{**PAIR, "shape": Shape.eagle(3, 1, 4), **options})
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 1), (3, 1, 5), (2, 2, 20), (3, 0, 4), (-1, 1, 2), (1 << 40, 1, 2)])
+@pytest.mark.parametrize(
+    "shape", [(0, 1, 1), (3, 1, 5), (2, 2, 20), (3, 0, 4), (-1, 1, 2), (1 << 40, 1, 2)]
+)
 def test_impossible_shapes_are_refused(shape):
     with pytest.raises(ConfigError, match=r"num_steps|topk|num_draft_tokens"):
         Shape.eagle(*shape)

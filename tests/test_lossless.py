@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from families import FAMILIES, make_config, make_model
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.draft import EagleDrafter, ScriptedDrafter
 from specpool.models import EagleHead, TargetModel
-from transformers import AutoModelForCausalLM
 
 NUM_TOKENS = 208
 # On, before and after the edge of a page, for each page size of the grid.
@@ -139,7 +140,9 @@ def test_shipped_pair_full_grid(
     assert accept_len > 2
 
 
-@pytest.mark.parametrize(("page_size", "topk", "layout"), [(16, 1, "dense"), (64, 8, "holey"), (3, 4, "dense")])
+@pytest.mark.parametrize(
+    ("page_size", "topk", "layout"), [(16, 1, "dense"), (64, 8, "holey"), (3, 4, "dense")]
+)
 def test_generation_up_to_the_context_end(target, heads, reference, page_size, topk, layout):
     """A prompt and its output fill the context to the last token, and not one more."""
     run_case(

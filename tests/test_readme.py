@@ -34,6 +34,7 @@ def test_the_two_commands_come_first_and_are_targets():
 def test_the_holey_picture_is_what_the_core_computes():
     """The picture's drafts and copies are those of the kernels."""
     import numpy as np
+
     from specpool import kernels
 
     lines = README[README.index("position   0") :].splitlines()

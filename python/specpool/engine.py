@@ -291,7 +291,9 @@ class Engine:
         shape: Shape | None,
     ) -> list[Request]:
         """Check every prompt and parameter; nothing is queued yet."""
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        if isinstance(prompts, str) or (
+            len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+        ):
             prompts = [prompts]  # type: ignore[list-item]
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -308,9 +310,7 @@ class Engine:
             self._scheduler.check(request)
         return requests
 
-    def _request(
-        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape
-    ) -> Request:
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape) -> Request:
         ids = self._encode(index, prompt)
         if not ids:
             raise ConfigError(f"prompt {index} is empty")
@@ -386,7 +386,9 @@ class Engine:
         keeps_kv = self.drafter is not None and bool(self.drafter.layers)
         writes_draft = keeps_kv and any(r.shape.num_draft_tokens > 1 for r in batch.requests)
         if isinstance(batch, PrefillBatch):
-            ends = [r.prefilled_len + n for r, n in zip(batch.requests, batch.chunk_lens, strict=True)]
+            ends = [
+                r.prefilled_len + n for r, n in zip(batch.requests, batch.chunk_lens, strict=True)
+            ]
             plan = self.ledger.prepare_extend(
                 rows, np.array(ends, np.int32), writes_draft=writes_draft
             )

@@ -64,7 +64,10 @@ class EagleWorker:
         lanes = Lanes(plan.rows, plan.start, plan.new_len - plan.start)
         ends = plan.new_len.tolist()
         tokens = np.concatenate(
-            [r.tokens[start:end] for r, start, end in zip(requests, plan.start.tolist(), ends, strict=True)]
+            [
+                r.tokens[start:end]
+                for r, start, end in zip(requests, plan.start.tolist(), ends, strict=True)
+            ]
         ).astype(np.int64)
         last = np.cumsum(lanes.q_lens, dtype=np.int64) - 1
         output = self._forward_causal(lanes, tokens, last)
@@ -106,7 +109,9 @@ class EagleWorker:
             output = self._forward_causal(lanes, roots, None)
         else:
             output = self._forward_tree(lanes, tree, positions)
-        verdict = verify(tree, Sampling(requests).draw(output.logits, positions + 1), shape.num_steps)
+        verdict = verify(
+            tree, Sampling(requests).draw(output.logits, positions + 1), shape.num_steps
+        )
         if num_nodes > 1:
             self._compact(lanes, verdict.accept_index, num_nodes)
         if self._drafter is not None and _drafts(requests):
@@ -117,7 +122,9 @@ class EagleWorker:
             )
         ends = np.cumsum(verdict.accept_len).tolist()
         flat = verdict.tokens.tolist()
-        tokens = [flat[end - n : end] for end, n in zip(ends, verdict.accept_len.tolist(), strict=True)]
+        tokens = [
+            flat[end - n : end] for end, n in zip(ends, verdict.accept_len.tolist(), strict=True)
+        ]
         return RoundResult(
             tokens,
             verdict.accept_len,
@@ -149,14 +156,20 @@ class EagleWorker:
         views = {}
         for group in set(self._target_groups):
             table, page_size = self._cache.tables[group], self._cache.page_sizes[group]
-            slots = kernels.slots_at(table, page_size, np.repeat(lanes.rows, cells.shape[1]), cells.ravel())
+            slots = kernels.slots_at(
+                table, page_size, np.repeat(lanes.rows, cells.shape[1]), cells.ravel()
+            )
             views[group] = own_view(
                 self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped, clamped
             )
         return self._forward(tree.tokens.ravel(), positions.ravel(), views, None)
 
     def _forward(
-        self, tokens: Int64, positions: Int64, views: dict[int, AttentionView], logits_at: Int64 | None
+        self,
+        tokens: Int64,
+        positions: Int64,
+        views: dict[int, AttentionView],
+        logits_at: Int64 | None,
     ) -> TargetOutput:
         layers = [
             (self._cache.keys[i], self._cache.values[i], views[group])

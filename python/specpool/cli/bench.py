@@ -61,7 +61,9 @@ def _prompts(engine: Engine, count: int) -> list[list[int]]:
     """Held-out synthetic text, 128 tokens each: equal lengths, so that nobody pays for padding."""
     prompts = corpus.prompts(min(count, 24))
     if engine.target.vocab_size < 256:
-        raise ConfigError(f"the prompts are bytes, the vocabulary has {engine.target.vocab_size} ids")
+        raise ConfigError(
+            f"the prompts are bytes, the vocabulary has {engine.target.vocab_size} ids"
+        )
     return [prompts[i % len(prompts)] for i in range(count)]
 
 

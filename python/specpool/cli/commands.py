@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import specpool
-from specpool.config import Ancestry, Layout, Placement, Policy
+from specpool.config import Layout, Placement, Policy
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -157,9 +157,7 @@ class Printer:
             if from_draft and self._console.color_system is None:
                 text = f"‹{text}›"
             style = "green" if from_draft else "bold yellow"
-            self._console.print(
-                escape(text), style=style, end="", highlight=False, soft_wrap=True
-            )
+            self._console.print(escape(text), style=style, end="", highlight=False, soft_wrap=True)
         self._waiting[self._current].clear()
 
 
@@ -243,7 +241,10 @@ def run(job: Job) -> None:
 
     def load(**options: Any) -> Engine:
         with Progress(
-            SpinnerColumn(), TextColumn("loading {task.description}"), transient=True, console=console
+            SpinnerColumn(),
+            TextColumn("loading {task.description}"),
+            transient=True,
+            console=console,
         ) as progress:
             progress.add_task(f"{job.target} and {draft}")
             return Engine.from_pretrained(

@@ -67,7 +67,12 @@ def interleaved(runs: Sequence[Callable[[], float]], repeats: int) -> list[float
 
 
 def report(
-    title: str, where: dict[str, Any], results: Sequence[Result], *, json_only: bool, plot: Path | None
+    title: str,
+    where: dict[str, Any],
+    results: Sequence[Result],
+    *,
+    json_only: bool,
+    plot: Path | None,
 ) -> None:
     """Print the results as JSON or as a table; draw them if asked."""
     if json_only:
@@ -76,10 +81,17 @@ def report(
     else:
         table = Table(title=title)
         for column in ("", "value", "unit", "reference", "its value", "ratio"):
-            table.add_column(column, justify="left" if column in ("", "unit", "reference") else "right")
+            table.add_column(
+                column, justify="left" if column in ("", "unit", "reference") else "right"
+            )
         for r in results:
             table.add_row(
-                r.name, f"{r.value:.4g}", r.unit, r.reference, f"{r.reference_value:.4g}", f"{r.ratio:.2f}"
+                r.name,
+                f"{r.value:.4g}",
+                r.unit,
+                r.reference,
+                f"{r.reference_value:.4g}",
+                f"{r.ratio:.2f}",
             )
         Console().print(table)
     if plot is not None:
@@ -97,8 +109,12 @@ def _plot(title: str, results: Sequence[Result], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.6 * len(results)), layout="constrained")
     places = range(len(results))
     axes.barh([p + 0.2 for p in places], [r.value for r in results], 0.4, label="value")
-    axes.barh([p - 0.2 for p in places], [r.reference_value for r in results], 0.4, label="reference")
-    axes.set_yticks(list(places), [f"{r.name}\nbeside {r.reference}: {r.ratio:.2f}" for r in results])
+    axes.barh(
+        [p - 0.2 for p in places], [r.reference_value for r in results], 0.4, label="reference"
+    )
+    axes.set_yticks(
+        list(places), [f"{r.name}\nbeside {r.reference}: {r.ratio:.2f}" for r in results]
+    )
     axes.invert_yaxis()
     axes.set_xlabel(results[0].unit)
     axes.set_title(title)

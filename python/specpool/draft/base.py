@@ -71,7 +71,9 @@ class Drafter(Protocol):
     def reads_tokens(self) -> bool:
         """Whether `propose` needs the rows' tokens on the host."""
 
-    def attach(self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape) -> None:
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+    ) -> None:
         """Its layers are `first_layer, ...` of `cache`, in `group`; `shape` is the largest."""
 
     def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:

@@ -84,7 +84,9 @@ class EagleDrafter:
         limit = max_context_len or target.max_context_len
         return cls(head, max_context_len=limit, ancestry=ancestry)
 
-    def attach(self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape) -> None:
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+    ) -> None:
         """See `Drafter.attach`."""
         self._cache, self._group, self._layout = cache, group, layout
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
@@ -153,7 +155,9 @@ class EagleDrafter:
         def call(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             i = self._layer_ids[layer]
             scaling = q.shape[-1] ** -0.5
-            return attend(view, self._cache.keys[i], self._cache.values[i], q, k, v, scaling=scaling)
+            return attend(
+                view, self._cache.keys[i], self._cache.values[i], q, k, v, scaling=scaling
+            )
 
         return call
 
@@ -190,9 +194,7 @@ class _Chain:
 class _DenseBranches:
     """Token-granular readers: a mask over the row's draft cells says who sees whom."""
 
-    def __init__(
-        self, cache: KVCache, group: int, lanes: Lanes, shape: Shape, exact: bool
-    ) -> None:
+    def __init__(self, cache: KVCache, group: int, lanes: Lanes, shape: Shape, exact: bool) -> None:
         self._cache, self._group, self._lanes = cache, group, lanes
         self._form = {
             "num_steps": shape.num_steps,

@@ -49,7 +49,9 @@ class ScriptedDrafter:
         self._error_rate = error_rate
         self._rng = np.random.default_rng(seed)
 
-    def attach(self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape) -> None:
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+    ) -> None:
         """Nothing to attach: it keeps no KV."""
 
     def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
