@@ -478,7 +478,7 @@ def test_the_audit_reports_what_is_broken():
     ledger = make()
     row = prefill(ledger, 9, tag="request-7")
     poke(ledger.page_table(0), (row, 1), 40)
-    with pytest.raises(CorruptState, match="column 1 of group kv is page 40, .* free") as caught:
+    with pytest.raises(CorruptState, match=r"column 1 of group kv is page 40, .* free") as caught:
         ledger.check()
     assert "request-7" in str(caught.value)
     assert "2 pages in rows + 48 free + 0 fenced are not 51" in str(caught.value)
