@@ -76,6 +76,8 @@ def test_arrays_of_int32_and_int64_and_lists(dtype):
     plan = ledger.prepare_extend(np.repeat(rows, 2)[::2], np.array([5, 6], dtype))
     assert plan.new_len.tolist() == [5, 6]
     assert ledger.tokens_required(rows, [0, 1]).dtype == np.int64
+    unaligned = np.frombuffer(b"\0" + rows.tobytes(), np.uint8)[1:].view(dtype)
+    refuses(ledger, ShapeError, ledger.tokens_required, unaligned, [0, 1], match="not aligned")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,8 @@ def test_arrays_of_int32_and_int64_and_lists(dtype):
         np.array([1.0]),
         np.array([1], np.uint8),
         np.array([[1]], np.int32),
+        np.array([1], ">i4"),
+        np.array([True]),
         np.int32(1),
         np.array(1, np.int64),
         np.array([2**40]),
@@ -136,7 +140,7 @@ def test_lengths_shapes_and_groups_out_of_range():
     ("options", "message"),
     [
         ({"num_rows": 0}, "num_rows must be in"),
-        ({"num_rows": 2**31}, "num_rows must be in"),
+        ({"num_rows": 2**24 + 1}, r"num_rows must be in \[1, 16777216\]"),
         ({"num_rows": 10**30}, "64 bits"),
         ({"max_context_len": 1}, "max_context_len must be in"),
         ({"overlap_depth": -1}, "overlap_depth must be in"),
@@ -145,7 +149,6 @@ def test_lengths_shapes_and_groups_out_of_range():
         ({"row_width": [64]}, "row_width must be at least 68 .* got 64"),
         ({"row_width": [70]}, "multiple of page_size 4, got 70"),
         ({"row_width": [68, 68]}, "row_width has 2 entries for 1 groups"),
-        ({"num_rows": 2**30, "max_batch": 1}, "page table of 1073741824 \\+ 1 rows of 17 pages"),
     ],
 )
 def test_impossible_ledgers(options, message):
@@ -162,6 +165,12 @@ def test_the_widest_batch_of_branches_stays_below_2_to_the_31():
     with pytest.raises(ConfigError, match=message):
         Ledger([group], [Shape.eagle(2, 2, 4)], **build)
     Ledger([group], [Shape.eagle(2, 2, 4)], max_batch=8, **build)
+
+
+def test_a_page_table_has_fewer_than_2_to_the_31_cells():
+    group = Group("kv", page_size=1, num_pages=1000)
+    with pytest.raises(ConfigError, match="page table of 16777216 \\+ 1 rows of 203 pages"):
+        Ledger([group], [CHAIN], num_rows=2**24, max_context_len=200, max_batch=1)
 
 
 def test_impossible_groups():
