@@ -148,3 +148,107 @@ impl Ledger {
         report.extend(parts.map(|line| format!("group {name}: {line}")));
     }
 }
+
+/// Faults that no public call can bring about: planted here, and found.
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::Group;
+    use crate::ledger::LedgerConfig;
+    use crate::page_pool::Verb;
+    use crate::shape::Shape;
+    use crate::sizing::Layout;
+
+    /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
+    fn busy() -> (Ledger, Row) {
+        let group = Group { name: "kv".into(), page_size: 4, num_pages: 20, hosts_drafts: true, layout: Layout::Dense };
+        let shapes = vec![Shape::eagle(3, 1, 4).unwrap()];
+        let mut config = LedgerConfig::new(vec![group], shapes, 2, 40);
+        config.overlap_depth = 1;
+        let mut ledger = Ledger::new(config).unwrap();
+        let row = ledger.admit(Some("request-7")).unwrap();
+        let step = ledger.prepare_extend(&[row.0], &[10], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        let step = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.check().unwrap();
+        (ledger, row)
+    }
+
+    fn report(ledger: &Ledger) -> String {
+        ledger.check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_planted_fault_is_reported() {
+        type Fault = fn(&mut Ledger, Row);
+        let faults: [(&str, Fault); 11] = [
+            ("kv_committed_len 17 allocated_len 16", |ledger, row| {
+                ledger.rows.resolved[row.at()] = 16;
+                ledger.rows.hi[row.at()] = 20;
+            }),
+            ("in_flight 0", |ledger, row| ledger.rows.in_flight[row.at()] = 0),
+            ("hi 99", |ledger, row| ledger.rows.hi[row.at()] = 99),
+            ("launched 0", |ledger, row| ledger.rows.launched_rounds[row.at()] = 0),
+            ("drafted=11", |ledger, row| ledger.rows.drafted[row.at()] = 11),
+            ("is page 1, beyond its end", |ledger, row| {
+                let cell = ledger.groups[0].table.cell(row, 5);
+                ledger.groups[0].table.set(cell, Page(1));
+            }),
+            ("which is free", |ledger, row| {
+                ledger.groups[0].pool.release(Page(2), row, None, Verb::Trim).unwrap();
+            }),
+            ("4 pages in rows + 15 free + 0 fenced are not 20", |ledger, row| {
+                ledger.groups[0].pool.take(row, 1, Verb::Trim).unwrap();
+            }),
+            ("2 live + 1 free + 0 fenced rows are not 2", |ledger, _| ledger.rows.live[2] = true),
+            ("row 2 is not admitted but reads r=3", |ledger, _| ledger.rows.resolved[2] = 3),
+            ("row 0: r=0 k=1", |ledger, _| ledger.rows.in_flight[0] = 1),
+        ];
+        for (expected, plant) in faults {
+            let (mut ledger, row) = busy();
+            plant(&mut ledger, row);
+            let found = report(&ledger);
+            assert!(found.contains(expected), "{expected:?} is not in {found:?}");
+        }
+    }
+
+    /// Scenario 8: committed beyond allocated is refused at the next claim, naming the request and both numbers.
+    #[test]
+    fn scenario_08_a_claim_on_a_corrupt_row_is_refused() {
+        let (mut ledger, row) = busy();
+        ledger.rows.resolved[row.at()] = 16;
+        ledger.rows.drafted[row.at()] = 16;
+        let before = format!("{ledger:?}");
+        let error = ledger.prepare_decode(&[row.0], &[1], true).unwrap_err().to_string();
+        assert!(error.contains("request-7") && error.contains("17 > allocated_len 16"), "{error}");
+        assert_eq!(before, format!("{ledger:?}"));
+    }
+
+    /// Scenario 4: whatever the lengths say, no claim passes the end of the row.
+    #[test]
+    fn scenario_04_a_claim_past_the_row_width_is_refused() {
+        let (mut ledger, row) = busy();
+        let width = ledger.row_width(0).unwrap();
+        ledger.rows.hi[row.at()] = width as i32 - 3;
+        let before = format!("{ledger:?}");
+        let error = ledger.prepare_decode(&[row.0], &[1], true).unwrap_err();
+        assert_eq!(error, Error::RowOverflow { group: "kv".into(), row: row.at(), need: width + 1, width });
+        assert_eq!(before, format!("{ledger:?}"));
+    }
+
+    /// A page in the row's table that another row owns stops the release before anything moves.
+    #[test]
+    fn a_foreign_page_is_never_given_back() {
+        let (mut ledger, row) = busy();
+        ledger.groups[0].pool.release(Page(3), row, None, Verb::Trim).unwrap();
+        ledger.groups[0].pool.take(Row(2), 9, Verb::PrepareDecode).unwrap();
+        let before = format!("{ledger:?}");
+        for refused in [ledger.finish(row), ledger.trim(row, 5).map(drop)] {
+            let Err(Error::PageState { page, state, owner, .. }) = refused else { panic!("{refused:?}") };
+            assert_eq!((page, state.as_str()), (3, "owned"));
+            assert!(owner.contains("row 2"), "{owner}");
+        }
+        assert_eq!(before, format!("{ledger:?}"));
+    }
+}

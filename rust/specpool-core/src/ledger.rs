@@ -109,6 +109,9 @@ pub struct Ledger {
     pub(crate) steps: Steps,
 }
 
+/// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
+const MAX_ROWS: i64 = 1 << 24;
+
 fn limited(name: &str, value: i64, least: i64, most: i64) -> Result<i64> {
     if value < least || value > most {
         return Err(Error::Config(format!("{name} must be in [{least}, {most}], got {value}")));
@@ -123,7 +126,7 @@ impl Ledger {
     /// [`Error::Config`] that names the setting, its value and what is allowed.
     pub fn new(config: LedgerConfig) -> Result<Self> {
         let most = i64::from(i32::MAX);
-        let num_rows = limited("num_rows", config.num_rows, 1, most - 1)?;
+        let num_rows = limited("num_rows", config.num_rows, 1, MAX_ROWS)?;
         let max_context_len = limited("max_context_len", config.max_context_len, 2, most)?;
         let max_batch = limited("max_batch", config.max_batch.unwrap_or(num_rows), 1, num_rows)?;
         let overlap_depth = limited("overlap_depth", config.overlap_depth, 0, most - 1)?;

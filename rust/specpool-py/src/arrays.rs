@@ -2,7 +2,7 @@
 
 use numpy::ndarray::{ArrayView1, ArrayView2};
 use numpy::npyffi::_PyArray_GET_ITEM_DATA;
-use numpy::npyffi::flags::NPY_ARRAY_WRITEABLE;
+use numpy::npyffi::flags::{NPY_ARRAY_ALIGNED, NPY_ARRAY_WRITEABLE};
 use numpy::{Element, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specpool_core::{Error, Page, Row};
@@ -24,16 +24,26 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ConfigInt {
     }
 }
 
+/// The entries of any array of the right type, strided or not.
+fn elements<T: Element + Copy>(name: &str, array: &Bound<'_, PyArray1<T>>) -> PyResult<Vec<T>> {
+    // SAFETY: the array is alive, and only its flags are read.
+    let flags = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
+    if flags & NPY_ARRAY_ALIGNED == 0 {
+        return Err(shape_error(format!("{name} is not aligned in memory")));
+    }
+    Ok(array.try_readonly()?.as_array().to_vec())
+}
+
 /// `int32 [n]` from a `NumPy` array of int32 or int64, or a sequence of ints; anything else is a `ShapeError`.
 pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     if let Ok(array) = value.cast::<PyArray1<i32>>() {
-        return Ok(array.try_readonly()?.as_array().to_vec());
+        return elements(name, array);
     }
     let narrow = |number: i64| {
         i32::try_from(number).map_err(|_| shape_error(format!("{name} holds {number}, which is no int32")))
     };
     if let Ok(array) = value.cast::<PyArray1<i64>>() {
-        return array.try_readonly()?.as_array().iter().map(|&number| narrow(number)).collect();
+        return elements(name, array)?.into_iter().map(narrow).collect();
     }
     if let Ok(array) = value.cast::<PyUntypedArray>() {
         return Err(shape_error(format!(

@@ -1,0 +1,58 @@
+//! Every page is in one state, and only its owner can give it back.
+
+use specpool_core::{Page, PagePool, PageState, Row, Verb};
+
+const A: Row = Row(1);
+const B: Row = Row(2);
+
+fn take(pool: &mut PagePool, row: Row) -> Page {
+    pool.take(row, 7, Verb::PrepareExtend).expect("a free page")
+}
+
+#[test]
+fn pages_count_from_one_and_end() {
+    let mut pool = PagePool::new(2);
+    assert_eq!((take(&mut pool, A), take(&mut pool, A)), (Page(1), Page(2)));
+    assert_eq!(pool.take(A, 7, Verb::PrepareExtend), None);
+    assert_eq!((pool.num_free(), pool.num_fenced()), (0, 0));
+}
+
+#[test]
+fn double_free_and_foreign_free_are_refused_with_the_page_and_its_owner() {
+    let mut pool = PagePool::new(2);
+    let page = take(&mut pool, A);
+    let foreign = pool.release(page, B, None, Verb::Finish).unwrap_err();
+    assert_eq!((foreign.page, foreign.state, foreign.owner, foreign.birth_step), (page, PageState::Owned, A, 7));
+    assert_eq!(pool.release(page, A, None, Verb::Finish), Ok(()));
+    let twice = pool.release(page, A, None, Verb::Abort).unwrap_err();
+    assert_eq!((twice.state, twice.owner, twice.last_verb), (PageState::Free, A, Verb::Finish));
+    assert_eq!(pool.num_free(), 2);
+}
+
+#[test]
+fn a_page_that_never_was_cannot_be_freed() {
+    let mut pool = PagePool::new(2);
+    for page in [Page::SINK, Page(3), Page(-1), Page(2)] {
+        assert_eq!(pool.release(page, A, None, Verb::Finish).unwrap_err().state, PageState::Free);
+    }
+    assert!(pool.record(Page::SINK).is_none() && pool.record(Page(3)).is_none());
+}
+
+#[test]
+fn a_fenced_page_comes_back_with_its_step_and_not_before() {
+    let mut pool = PagePool::new(1);
+    let page = take(&mut pool, A);
+    assert_eq!(pool.release(page, A, Some(9), Verb::Trim), Ok(()));
+    assert_eq!(pool.release(page, A, Some(9), Verb::Trim).unwrap_err().state, PageState::Fenced);
+    pool.complete(8);
+    assert_eq!((pool.take(B, 10, Verb::PrepareDecode), pool.num_fenced()), (None, 1));
+    pool.complete(9);
+    assert_eq!((pool.take(B, 10, Verb::PrepareDecode), pool.num_fenced()), (Some(page), 0));
+}
+
+#[test]
+fn a_huge_pool_costs_nothing_before_it_is_used() {
+    let mut pool = PagePool::new((1 << 31) - 2);
+    assert_eq!(take(&mut pool, A), Page(1));
+    assert_eq!(pool.num_free(), (1 << 31) - 3);
+}

@@ -1,0 +1,100 @@
+"""Slow, plain oracles. They share no code with specpool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+# --- Sizing (spec 3) ---
+
+
+def ceil_align(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def is_holey(page_size: int, topk: int, layout: str) -> bool:
+    return layout == "holey" and page_size > 1 and topk > 1
+
+
+def alloc_len(P: int, S: int, K: int, N: int, hosts_drafts: bool = True, layout="holey") -> int:
+    if not hosts_drafts:
+        return N
+    if is_holey(P, K, layout):
+        return max(-(-(P - 1 + S) // P) * P * K, N)
+    return max(S * K, N)
+
+
+def footprint(s: int, P: int, S: int, K: int, N: int, hosts_drafts=True, layout="holey") -> int:
+    """One past the last slot that a round from the root `s` writes, by where its drafts lie."""
+    last_slots = [s + N - 1]
+    if hosts_drafts and S > 0:
+        last, base = s % P, s - s % P
+        pages = -(-(last + S) // P)
+        for branch in range(K):
+            if is_holey(P, K, layout):
+                last_slots.append(base + (branch + 1) * pages * P - 1)
+            else:
+                last_slots.append(s + branch * S + S - 1)
+    return max(last_slots) + 1
+
+
+def need_exact(lo: int, hi: int, *geometry, **options) -> int:
+    return max(footprint(s, *geometry, **options) for s in range(lo, hi + 1))
+
+
+def reachable(shapes: Iterable[tuple[int, int, int]], L: int, D: int) -> set[tuple[int, int]]:
+    """Every (lo, hi) that a row with r < L and at most D rounds in flight can have."""
+    accepts = {min(S + 1, N) for S, _, N in shapes}
+    states = set()
+    for r in range(1, L):
+        sums = {0}
+        for k in range(D + 1):
+            states |= {(r + k, r + total) for total in sums}
+            sums = {total + a for total in sums for a in accepts}
+    return states
+
+
+# --- Ledger (spec 4), one group, no refusals: what the lengths must be ---
+
+
+@dataclass
+class ModelRow:
+    resolved: int = 0
+    allocated: int = 0
+    # Largest accept_len of each round in flight, oldest first.
+    rounds: list[int] = field(default_factory=list)
+
+
+@dataclass
+class ModelLedger:
+    """Lengths of rows in one group that reserves exactly; it never refuses anything."""
+
+    page_size: int
+    shapes: list[tuple[int, int, int]]
+    hosts_drafts: bool = True
+    layout: str = "dense"
+    rows: dict[int, ModelRow] = field(default_factory=dict)
+
+    def extend(self, row: int, new_len: int) -> None:
+        state = self.rows.setdefault(row, ModelRow())
+        state.resolved = new_len
+        state.allocated = max(state.allocated, ceil_align(new_len, self.page_size))
+
+    def decode(self, row: int, shape: int) -> None:
+        state = self.rows[row]
+        S, K, N = self.shapes[shape]
+        lo, hi = state.resolved + len(state.rounds), state.resolved + sum(state.rounds)
+        options = {"hosts_drafts": self.hosts_drafts, "layout": self.layout}
+        need = need_exact(lo, hi, self.page_size, S, K, N, **options)
+        state.allocated = max(state.allocated, ceil_align(need, self.page_size))
+        state.rounds.append(min(S + 1, N))
+
+    def resolve(self, row: int, accept_len: int) -> None:
+        self.rows[row].rounds.pop(0)
+        self.rows[row].resolved += accept_len
+
+    def release(self, row: int) -> None:
+        del self.rows[row]
+
+    def pages(self) -> int:
+        return sum(state.allocated for state in self.rows.values()) // self.page_size
