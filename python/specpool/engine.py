@@ -137,7 +137,9 @@ class Engine:
             self.ledger, max_batch=config.max_batch, prefill_tokens=PREFILL_TOKENS
         )
         self._ids = itertools.count(1)
-        self.peak_pages = [0] * len(self.ledger.groups)  # most pages ever used, per group
+        self._shapes = self.ledger.shapes
+        self._num_pages = [group.num_pages for group in self.ledger.groups]
+        self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
     @classmethod
     def from_pretrained(
@@ -300,8 +302,8 @@ class Engine:
         if len(params) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         shape = shape or self.shape
-        if shape not in self.ledger.shapes:
-            raise ConfigError(f"{shape} is not among the engine's shapes {self.ledger.shapes}")
+        if shape not in self._shapes:
+            raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
         requests = [
             self._request(index, prompt, p, shape)
             for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
@@ -393,7 +395,7 @@ class Engine:
                 rows, np.array(ends, np.int32), writes_draft=writes_draft
             )
         else:
-            shapes = np.full(len(rows), self.ledger.shapes.index(batch.shape), np.int32)
+            shapes = np.full(len(rows), self._shapes.index(batch.shape), np.int32)
             plan = self.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
         result = self._launch(plan, batch)
         for i, request in enumerate(batch.requests):
@@ -408,10 +410,9 @@ class Engine:
 
     def _launch(self, plan: Plan, batch: PrefillBatch | DecodeBatch) -> RoundResult:
         """Run a prepared step to its end; if the forward fails, every row in it goes back."""
-        self.peak_pages = [
-            max(peak, pool.used_pages)
-            for peak, pool in zip(self.peak_pages, self.pool_stats(), strict=True)
-        ]
+        for group, num_pages in enumerate(self._num_pages):
+            used = num_pages - self.ledger.free_pages(group)
+            self.peak_pages[group] = max(self.peak_pages[group], used)
         self.ledger.launch(plan.step)
         try:
             self.cache.apply_delta(plan.step)

@@ -42,6 +42,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self._claimed = np.zeros(len(ledger.groups), np.int64)  # pages promised to running rows
 
     def check(self, request: Request) -> None:
@@ -94,10 +95,9 @@ class Scheduler:
             request.row = 0
 
     def _admit(self) -> None:
-        num_pages = np.array([group.num_pages for group in self._ledger.groups])
         while self._waiting and len(self._running) < self._max_batch:
             need = self._pages_needed(self._waiting[0])
-            if (self._claimed + need > num_pages).any():
+            if (self._claimed + need > self._num_pages).any():
                 return
             request = self._waiting.popleft()
             request.row = self._ledger.admit(tag=str(request.request_id))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specpool import kernels
@@ -14,38 +13,31 @@ from specpool.draft.base import DraftTree, Int32, Int64
 from specpool.request import Request, TokenLogprob
 
 
-class Sampling:
-    """The sampling parameters of a batch, one entry per lane."""
+def draw_tokens(requests: Sequence[Request], logits: torch.Tensor, positions: Int64) -> Int64:
+    """The target's own token for each node: greedy, or drawn with the request's seed (spec 5.5).
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        """Collect the parameters of `requests`."""
-        params = [request.params for request in requests]
-        self._greedy = all(p.temperature == 0 for p in params)
-        self._temperature = np.array([p.temperature for p in params], np.float32)
-        self._top_k = np.array([p.top_k for p in params], np.int32)
-        self._top_p = np.array([p.top_p for p in params], np.float32)
-        self._seeds = np.array([request.seed for request in requests], np.uint64)
+    Args:
+        requests: the lanes, B of them.
+        logits: [B * n, V], n nodes per lane.
+        positions: int64 [B, n], the sequence position of the token that is drawn.
 
-    def draw(self, logits: torch.Tensor, positions: Int64) -> Int64:
-        """The target's token for each node.
-
-        Args:
-            logits: [B * n, V], n nodes per lane.
-            positions: int64 [B, n], the sequence position of the token that is drawn.
-
-        Returns:
-            int64 [B, n]; -1 where the logits are not finite.
-        """
-        num_nodes = positions.shape[1]
-        scores = logits.float().cpu().numpy()
-        lanes = np.repeat(np.arange(len(positions)), num_nodes)
-        if self._greedy:
-            uniforms = np.zeros(len(lanes))
-        else:
-            uniforms = kernels.uniform(self._seeds[lanes], positions.ravel())
-        return kernels.sample_tokens(
-            scores, self._temperature[lanes], self._top_k[lanes], self._top_p[lanes], uniforms
-        ).reshape(positions.shape)
+    Returns:
+        int64 [B, n]; -1 where the logits are not finite.
+    """
+    scores = logits.float().cpu().numpy()
+    params = [request.params for request in requests]
+    temperature = np.array([p.temperature for p in params], np.float32)
+    top_k = np.array([p.top_k for p in params], np.int32)
+    top_p = np.array([p.top_p for p in params], np.float32)
+    seeds = np.array([request.seed for request in requests], np.uint64)
+    num_nodes = positions.shape[1]
+    if num_nodes > 1:
+        temperature, top_k, top_p, seeds = (
+            np.repeat(values, num_nodes) for values in (temperature, top_k, top_p, seeds)
+        )
+    uniforms = kernels.uniform(seeds, positions.ravel())
+    tokens = kernels.sample_tokens(scores, temperature, top_k, top_p, uniforms)
+    return tokens.reshape(positions.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class Verdict:
     accept_len: Int32  # [B], the bonus token included
     nodes: Int64  # [sum(accept_len)], the accepted nodes, lane after lane
     tokens: Int64  # [sum(accept_len)], the target's token at each; -1 = logits not finite
-    not_finite: npt.NDArray[np.bool_]  # [B], some node's logits were not finite
+    not_finite: list[bool]  # [B], whether some node's logits were not finite
 
 
 def verify(tree: DraftTree, target_tokens: Int64, num_steps: int) -> Verdict:
@@ -65,7 +57,9 @@ def verify(tree: DraftTree, target_tokens: Int64, num_steps: int) -> Verdict:
         tree.tokens, tree.first_child, tree.next_sibling, target_tokens, num_steps=num_steps
     )
     nodes = accept_index[accept_index >= 0].astype(np.int64)
-    return Verdict(accept_index, accept_len, nodes, predict[nodes], (target_tokens < 0).any(1))
+    return Verdict(
+        accept_index, accept_len, nodes, predict[nodes], (target_tokens < 0).any(1).tolist()
+    )
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Int64, num_top: int) -> list[TokenLogprob]:

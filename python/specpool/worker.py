@@ -5,6 +5,7 @@ The worker never decides: which rows, which shapes and which pages come from the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from specpool.kernels import moves
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.request import Request, TokenLogprob
-from specpool.verify import Sampling, logprobs_of, verify
+from specpool.verify import draw_tokens, logprobs_of, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class EagleWorker:
         last = np.cumsum(lanes.q_lens, dtype=np.int64) - 1
         output = self._forward_causal(lanes, tokens, last)
         done = [end >= request.prompt_len for request, end in zip(requests, ends, strict=True)]
-        drawn = Sampling(requests).draw(output.logits, plan.new_len.astype(np.int64)[:, None])
+        drawn = draw_tokens(requests, output.logits, plan.new_len.astype(np.int64)[:, None])
         if self._drafter is not None and _drafts(requests):
             # Feature p goes with token p + 1: shift left, and append what follows the chunk.
             following = [
@@ -81,7 +82,7 @@ class EagleWorker:
             ]
             shifted = np.roll(tokens, -1)
             shifted[last] = np.maximum(following, 0)
-            self._drafter.extend(lanes, self._to_device(shifted), self._features(output))
+            self._drafter.extend(lanes, self._to_device(shifted), _features(output))
         kept = [drawn[i].tolist() if done[i] else [] for i in range(len(requests))]
         ready = np.flatnonzero(done)
         return RoundResult(
@@ -100,50 +101,50 @@ class EagleWorker:
             requests: the plan's lanes.
             shape: the round's shape.
         """
-        num_nodes = shape.num_draft_tokens
-        lanes = Lanes(plan.rows, plan.start, np.full_like(plan.start, num_nodes))
+        if self._drafter is None or shape.num_draft_tokens == 1:
+            return self._decode_plainly(plan, requests)
         roots = np.array([request.tokens[-1] for request in requests], np.int64)
-        tree = self._propose(lanes, shape, roots, requests)
+        lanes = Lanes(plan.rows, plan.start, np.full_like(plan.start, shape.num_draft_tokens))
+        texts = [request.tokens for request in requests] if self._drafter.reads_tokens else None
+        tree = self._drafter.propose(lanes, shape, roots, texts)
         positions = (lanes.starts[:, None] + tree.depths).astype(np.int64)
-        if num_nodes == 1:
-            output = self._forward_causal(lanes, roots, None)
-        else:
-            output = self._forward_tree(lanes, tree, positions)
-        verdict = verify(
-            tree, Sampling(requests).draw(output.logits, positions + 1), shape.num_steps
+        output = self._forward_tree(lanes, tree, positions)
+        drawn = draw_tokens(requests, output.logits, positions + 1)
+        verdict = verify(tree, drawn, shape.num_steps)
+        self._compact(lanes, verdict.accept_index, shape.num_draft_tokens)
+        self._drafter.extend(
+            Lanes(lanes.rows, lanes.starts, verdict.accept_len),
+            self._to_device(np.maximum(verdict.tokens, 0)),
+            _features(output).index_select(0, self._to_device(verdict.nodes)),
         )
-        if num_nodes > 1:
-            self._compact(lanes, verdict.accept_index, num_nodes)
-        if self._drafter is not None and _drafts(requests):
-            self._drafter.extend(
-                Lanes(lanes.rows, lanes.starts, verdict.accept_len),
-                self._to_device(np.maximum(verdict.tokens, 0)),
-                self._features(output)[self._to_device(verdict.nodes)],
-            )
-        ends = np.cumsum(verdict.accept_len).tolist()
-        flat = verdict.tokens.tolist()
-        tokens = [
-            flat[end - n : end] for end, n in zip(ends, verdict.accept_len.tolist(), strict=True)
-        ]
+        flat = iter(verdict.tokens.tolist())
+        tokens = [list(itertools.islice(flat, n)) for n in verdict.accept_len.tolist()]
         return RoundResult(
             tokens,
             verdict.accept_len,
-            verdict.not_finite.tolist(),
+            verdict.not_finite,
             self._logprobs(requests, output.logits, verdict.nodes, verdict.tokens, tokens),
         )
 
-    def _propose(
-        self, lanes: Lanes, shape: Shape, roots: Int64, requests: Sequence[Request]
-    ) -> DraftTree:
-        if self._drafter is None or shape.num_draft_tokens == 1:
-            return DraftTree.root_only(roots)
-        texts = [request.tokens for request in requests] if self._drafter.reads_tokens else None
-        return self._drafter.propose(lanes, shape, roots, texts)
+    def _decode_plainly(self, plan: Plan, requests: Sequence[Request]) -> RoundResult:
+        """Shape 0: the root alone goes through the target; no draft KV is kept."""
+        roots = np.array([request.tokens[-1] for request in requests], np.int64)
+        lanes = Lanes(plan.rows, plan.start, np.ones_like(plan.start))
+        output = self._forward_causal(lanes, roots, None)
+        drawn = draw_tokens(requests, output.logits, plan.start.astype(np.int64)[:, None] + 1)
+        tokens = drawn.tolist()
+        return RoundResult(
+            tokens,
+            lanes.q_lens,
+            [token[0] < 0 for token in tokens],
+            self._logprobs(requests, output.logits, np.arange(len(tokens)), drawn[:, 0], tokens),
+        )
 
     def _forward_causal(self, lanes: Lanes, tokens: Int64, logits_at: Int64 | None) -> TargetOutput:
         """Prefill or plain decode: every query sees all positions up to its own."""
+        q_lens = None if len(tokens) == len(lanes.rows) else lanes.q_lens
         views = {
-            group: causal_view(self._cache, group, lanes.rows, lanes.starts, lanes.q_lens)
+            group: causal_view(self._cache, group, lanes.rows, lanes.starts, q_lens)
             for group in set(self._target_groups)
         }
         positions = range_positions(lanes.starts, lanes.q_lens)
@@ -196,9 +197,6 @@ class EagleWorker:
                 num_draft_tokens=num_nodes,
             )
 
-    def _features(self, output: TargetOutput) -> torch.Tensor:
-        return output.hidden if output.features is None else output.features
-
     def _logprobs(
         self,
         requests: Sequence[Request],
@@ -221,6 +219,11 @@ class EagleWorker:
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._cache.device)
+
+
+def _features(output: TargetOutput) -> torch.Tensor:
+    """What a head reads: the captured layers' inputs, or the last hidden state."""
+    return output.hidden if output.features is None else output.features
 
 
 def _drafts(requests: Sequence[Request]) -> bool:

@@ -16,7 +16,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 def causal_view(
-    cache: KVCache, group: int, rows: Int32, starts: Int32, q_lens: Int32
+    cache: KVCache, group: int, rows: Int32, starts: Int32, q_lens: Int32 | None = None
 ) -> AttentionView:
     """Prefill, plain decode, draft-extend: a token at position p sees `[0, p]` of its row.
 
@@ -25,11 +25,15 @@ def causal_view(
         group: of the layers that will use the view.
         rows: int32 [B].
         starts: int32 [B], the position of each lane's first token.
-        q_lens: int32 [B], tokens per lane, at least 1.
+        q_lens: int32 [B], tokens per lane, at least 1; None = one each.
     """
-    slots = kernels.slot_ranges(cache.tables[group], cache.page_sizes[group], rows, starts, q_lens)
-    num_columns = _columns(cache, group, int((starts + q_lens).max()))
-    pages = _pages(cache, group, rows, num_columns)
+    table, page_size = cache.tables[group], cache.page_sizes[group]
+    if q_lens is None:
+        slots, longest = kernels.slots_at(table, page_size, rows, starts), int(starts.max()) + 1
+    else:
+        slots = kernels.slot_ranges(table, page_size, rows, starts, q_lens)
+        longest = int((starts + q_lens).max())
+    pages = _pages(cache, group, rows, _columns(cache, group, longest))
     return _causal(cache, group, pages, starts, q_lens, slots)
 
 
@@ -45,7 +49,7 @@ def paged_view(
         starts: int32 [B], the position of each lane's token.
         slots: int64, B of them, where each token's KV goes.
     """
-    return _causal(cache, group, pages, starts, np.ones_like(starts), slots.ravel())
+    return _causal(cache, group, pages, starts, None, slots.ravel())
 
 
 def own_view(
@@ -106,22 +110,24 @@ def _causal(
     group: int,
     pages: Int32,
     starts: Int32,
-    q_lens: Int32,
+    q_lens: Int32 | None,
     slots: npt.NDArray[np.int64],
 ) -> AttentionView:
     num_columns = pages.shape[1] * cache.page_sizes[group]
-    first, ones = int(starts[0]), bool((q_lens == 1).all())
 
     def mask_for(window: int | None) -> BoolMask:
-        return kernels.attention_mask(starts, q_lens, num_columns, window=window)
+        lens = np.ones_like(starts) if q_lens is None else q_lens
+        return kernels.attention_mask(starts, lens, num_columns, window=window)
 
+    lengths = starts.tolist()
+    equal = q_lens is None and lengths.count(lengths[0]) == len(lengths)
     return AttentionView(
         page_size=cache.page_sizes[group],
         write_slots=_to_device(cache, slots),
         read_pages=_to_device(cache, pages),
-        q_lens=1 if ones else q_lens.tolist(),
+        q_lens=1 if q_lens is None else q_lens.tolist(),
         mask_for=mask_for,
-        decode_len=first + 1 if ones and bool((starts == first).all()) else None,
+        decode_len=lengths[0] + 1 if equal else None,
     )
 
 
@@ -132,8 +138,9 @@ def _columns(cache: KVCache, group: int, length: int) -> int:
 
 
 def _pages(cache: KVCache, group: int, rows: Int32, num_columns: int) -> Int32:
-    return cache.tables[group][rows, : num_columns // cache.page_sizes[group]]
+    columns = num_columns // cache.page_sizes[group]
+    return cache.tables[group][:, :columns].take(rows, 0)
 
 
 def _to_device(cache: KVCache, array: npt.NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(cache.device)
+    return torch.from_numpy(array).to(cache.device)

@@ -54,7 +54,7 @@ class Reads:
             return self.mask
         mask = self.folded.get(groups)
         if mask is None:
-            mask = self.folded[groups] = self.mask.repeat(1, 1, groups, 1)
+            mask = self.folded[groups] = torch.cat([self.mask] * groups, 2)
         return mask
 
 
@@ -170,8 +170,8 @@ class AttentionView:
                 f"mask_for({window}) is {visible.dtype} {list(visible.shape)}, expected bool"
                 f" {expected}"
             )
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return mask.masked_fill_(~visible, -torch.inf).unsqueeze(1)
+        seen = torch.zeros((), dtype=dtype, device=visible.device)
+        return torch.where(visible, seen, -torch.inf).unsqueeze(1)
 
 
 def _consecutive(pages: Tensor) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -42,9 +43,15 @@ class DraftTree:
         return cls.of(tokens, kernels.tree_from_parents(parents))
 
     @classmethod
-    def root_only(cls, root_tokens: Int64) -> DraftTree:
-        """Shape 0: nothing is proposed."""
-        return cls.from_parents(root_tokens[:, None], np.full((len(root_tokens), 1), -1, np.int32))
+    def chain(cls, tokens: Int64) -> DraftTree:
+        """Each token [B, N] continues the one before."""
+        return cls.of(tokens, _chain_links(*tokens.shape))
+
+
+@lru_cache(maxsize=64)
+def _chain_links(batch: int, num_nodes: int) -> Links:
+    parents = np.arange(-1, num_nodes - 1, dtype=np.int32)
+    return kernels.tree_from_parents(np.tile(parents, (batch, 1)))
 
 
 @dataclass(frozen=True, slots=True)
