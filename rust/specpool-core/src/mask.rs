@@ -26,14 +26,15 @@ pub struct MaskLanes<'a> {
     pub window: Option<i64>,
 }
 
-/// `[n, Q, num_columns]`: true where the query sees the column. Padded queries see column 0 only.
+/// `[n, Q, num_columns]`: `seen` where the query sees the column, `unseen` elsewhere: a mask with true and false, a bias
+/// of the scores with 0 and -inf. Padded queries see column 0 only.
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ, or a visible own cell lies beyond the last column.
-pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>> {
+pub fn attention_mask<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T) -> Result<Vec<T>> {
     let (n, q, w) = (lanes.starts.len(), lanes.num_queries, lanes.own_width);
     lanes.check(num_columns)?;
-    let mut mask = vec![false; fit("mask", &[n, q, num_columns])?];
+    let mut mask = vec![unseen; fit("mask", &[n, q, num_columns])?];
     for lane in 0..n {
         let start = not_negative("starts", lane, lanes.starts[lane])? as usize;
         let len = not_negative("q_lens", lane, lanes.q_lens[lane])? as usize;
@@ -47,19 +48,19 @@ pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>
         }
         for query in 0..q {
             let at = lane * q + query;
-            let seen = &mut mask[at * num_columns..][..num_columns];
+            let cells = &mut mask[at * num_columns..][..num_columns];
             if query >= len {
-                seen[0] = true;
+                cells[0] = seen;
                 continue;
             }
             let position = lanes.q_positions.map_or((start + query) as i64, |positions| i64::from(positions[at]));
             // First position inside the window; a cell below `start` stands at its own index.
             let from = lanes.window.map_or(0, |window| (position - window + 1).max(0));
             if (from as usize) < start {
-                seen[from as usize..start].fill(true);
+                cells[from as usize..start].fill(seen);
             }
             match lanes.own_mask {
-                None => seen[start..=start + query].fill(true),
+                None => cells[start..=start + query].fill(seen),
                 Some(own_mask) => {
                     let own_mask = &own_mask[at * w..][..w];
                     let room = (num_columns - start.min(num_columns)).min(w);
@@ -70,15 +71,17 @@ pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>
                             start + room + beyond
                         )));
                     }
-                    if room > 0 {
-                        seen[start..start + room].copy_from_slice(&own_mask[..room]);
+                    for (cell, _) in cells.iter_mut().skip(start).zip(own_mask).filter(|&(_, &visible)| visible) {
+                        *cell = seen;
                     }
                 }
             }
             if lanes.window.is_some() {
-                for (j, visible) in seen.iter_mut().skip(start).take(own).enumerate() {
-                    let cell = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
-                    *visible &= cell >= from;
+                for (j, cell) in cells.iter_mut().skip(start).take(own).enumerate() {
+                    let position = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
+                    if position < from {
+                        *cell = unseen;
+                    }
                 }
             }
         }

@@ -351,12 +351,10 @@ pub fn check_slots(name: &str, slots: &Bound<'_, PyAny>, num_slots: usize) -> Py
     slots::check_slots(name, slots.slice(), num_slots).map_err(to_py)
 }
 
-/// What the queries of one forward see of their rows.
-#[pyfunction]
-#[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
-))]
-pub fn attention_mask<'py>(
+type MaskArray<'py, T> = Bound<'py, PyArray3<T>>;
+
+/// What the queries of one forward see of their rows, as `seen` and `unseen`.
+fn visibility<'py, T: Copy + numpy::Element>(
     py: Python<'py>,
     starts: &Bound<'py, PyAny>,
     q_lens: &Bound<'py, PyAny>,
@@ -366,7 +364,8 @@ pub fn attention_mask<'py>(
     own_positions: Option<&Bound<'py, PyAny>>,
     num_queries: Option<i64>,
     window: Option<i64>,
-) -> PyResult<Array3<'py, bool>> {
+    (unseen, seen): (T, T),
+) -> PyResult<MaskArray<'py, T>> {
     let starts = Input::<i32, 1>::new("starts", starts)?;
     let q_lens = per_lane(&starts, "q_lens", q_lens)?;
     let own_mask = Input::<bool, 3>::optional("own_mask", own_mask)?;
@@ -406,5 +405,45 @@ pub fn attention_mask<'py>(
         own_width,
         window,
     };
-    array(py, mask::attention_mask(&lanes, columns).map_err(to_py)?, [n, queries, columns])
+    array(py, mask::attention_mask(&lanes, columns, unseen, seen).map_err(to_py)?, [n, queries, columns])
+}
+
+/// What the queries of one forward see of their rows.
+#[pyfunction]
+#[pyo3(signature = (
+    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
+))]
+pub fn attention_mask<'py>(
+    py: Python<'py>,
+    starts: &Bound<'py, PyAny>,
+    q_lens: &Bound<'py, PyAny>,
+    num_columns: i64,
+    own_mask: Option<&Bound<'py, PyAny>>,
+    q_positions: Option<&Bound<'py, PyAny>>,
+    own_positions: Option<&Bound<'py, PyAny>>,
+    num_queries: Option<i64>,
+    window: Option<i64>,
+) -> PyResult<MaskArray<'py, bool>> {
+    let values = (false, true);
+    visibility(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, values)
+}
+
+/// The same as a bias of the scores: 0 where a query sees the column, else -inf.
+#[pyfunction]
+#[pyo3(signature = (
+    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
+))]
+pub fn attention_bias<'py>(
+    py: Python<'py>,
+    starts: &Bound<'py, PyAny>,
+    q_lens: &Bound<'py, PyAny>,
+    num_columns: i64,
+    own_mask: Option<&Bound<'py, PyAny>>,
+    q_positions: Option<&Bound<'py, PyAny>>,
+    own_positions: Option<&Bound<'py, PyAny>>,
+    num_queries: Option<i64>,
+    window: Option<i64>,
+) -> PyResult<MaskArray<'py, f32>> {
+    let values = (f32::NEG_INFINITY, 0.0);
+    visibility(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, values)
 }
