@@ -162,13 +162,10 @@ class EagleWorker:
     def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Int64) -> TargetOutput:
         """Verify: node i of lane b lies in cell start + i, at position start + depth."""
         clamped = np.minimum(positions, self._last_position).astype(np.int32)
-        cells = lanes.starts[:, None] + np.arange(positions.shape[1], dtype=np.int32)
         views = {}
         for group in set(self._target_groups):
             table, page_size = self._cache.tables[group], self._cache.page_sizes[group]
-            slots = kernels.slots_at(
-                table, page_size, np.repeat(lanes.rows, cells.shape[1]), cells.ravel()
-            )
+            slots = kernels.slot_ranges(table, page_size, lanes.rows, lanes.starts, lanes.q_lens)
             views[group] = own_view(
                 self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped, clamped
             )
@@ -193,7 +190,7 @@ class EagleWorker:
         )
 
     def _compact(self, lanes: Lanes, accept_index: Int32, num_nodes: int) -> None:
-        """Move the accepted nodes' KV to the cells right after the prefix, in every target layer."""
+        """Move the accepted nodes' KV right behind the prefix, in every target layer."""
         for group in set(self._target_groups):
             layers = [i for i in self._target_layers if self._target_groups[i] == group]
             moves.compact_accepted(

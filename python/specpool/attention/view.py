@@ -73,8 +73,9 @@ class AttentionView:
         q_lens: queries of each lane, or one int if all lanes have as many. Their sum is T, or less
             where some tokens are only written.
         mask_for: window -> [B, Q, C * P] with Q = max(q_lens): which columns a query sees, windows
-            by node position, as bool or as a float32 bias (0 or -inf). Rows past a lane's q_len are read but their result is dropped.
-            Called at most once per distinct window, and not at all where ``decode_len`` will do.
+            by node position, as bool or as a float32 bias (0 or -inf). Rows past a lane's q_len are
+            read but their result is dropped. Called at most once per distinct window, and not at
+            all where ``decode_len`` will do.
         decode_len: set only if each lane has one query and all of them see exactly the in-row
             positions ``[max(0, decode_len - window), decode_len)``: plain decoding at equal
             lengths, batch 1 above all. Then the read is cut there and no mask is built.

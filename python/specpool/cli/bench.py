@@ -13,9 +13,9 @@ import torch
 from specpool import corpus
 from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.cli.generate import mean_accept_len, parse_shape
+from specpool.cli.generate import mean_accept_len, parse_shape, quiet_loading
 from specpool.cli.machine import Result, interleaved, machine, report
-from specpool.config import SamplingParams
+from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError
 
@@ -40,7 +40,8 @@ def generate(
     """
     if repeats < 1 or min(*num_tokens, *batch_sizes, 1) < 1:
         raise ConfigError(
-            f"repeats, tokens and batch must be at least 1, got {repeats}, {num_tokens}, {batch_sizes}"
+            "repeats, tokens and batch must be at least 1, "
+            f"got {repeats}, {num_tokens}, {batch_sizes}"
         )
     if target == "specpool/tiny" and draft is None:
         drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
@@ -48,7 +49,9 @@ def generate(
         raise ConfigError("bench generate needs a draft model")
     else:
         drafts = [str(draft)]
+    check_int("threads", threads, 1, 1 << 10)
     torch.set_num_threads(threads)
+    quiet_loading()
     reference = _Transformers(resolve(target), device)
     results = []
     for name in drafts:
