@@ -61,8 +61,8 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	cargo test --quiet
 	$(BIN)/pytest -n 2
 
-test-gpu: $(VENV)/.dev ## the engine's tests on a CUDA device
-	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_engine.py tests/test_lossless.py
+test-gpu: $(VENV)/.dev ## the losslessness tests on a CUDA device
+	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench generate

@@ -13,6 +13,9 @@ from specpool.engine import Engine
 # Hub names must fail at once, not after a time-out.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# `make test-gpu` runs the losslessness tests on a CUDA device.
+DEVICE = os.environ.get("SPECPOOL_TEST_DEVICE", "cpu")
+
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

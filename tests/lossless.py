@@ -27,7 +27,7 @@ class Reference:
         """The `num_tokens` tokens that greedy decoding gives, end-of-sequence ignored."""
         key = (tuple(prompt), num_tokens)
         if key not in self._texts:
-            ids = torch.tensor([list(prompt)])
+            ids = torch.tensor([list(prompt)], device=self.model.device)
             with torch.inference_mode():
                 out = self.model.generate(
                     input_ids=ids,
@@ -43,7 +43,8 @@ class Reference:
     def gap(self, tokens: Sequence[int]) -> float:
         """Distance of the two largest logits after `tokens`."""
         with torch.inference_mode():
-            logits = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
+            ids = torch.tensor([list(tokens)], device=self.model.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits
         top = logits[0, -1].float().topk(2).values
         return float(top[0] - top[1])
 

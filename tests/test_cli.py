@@ -184,7 +184,6 @@ def test_version_and_info(capsys):
 
 
 def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "bench.png"
     args = ("--tokens", "8", "--batch", "1", "--repeats", "1", "--plot", str(picture))
     code, out, err = call(capsys, "bench", "generate", "--json", *args)

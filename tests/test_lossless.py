@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conftest import DEVICE
 from families import FAMILIES, make_config, make_model
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape, corpus
@@ -30,12 +31,14 @@ SHAPES = {1: (3, 1, 4), 2: (3, 2, 6), 4: (4, 4, 16), 8: (3, 8, 24)}
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"), dtype=torch.float32)
-    return Reference(model)
+    return Reference(model.to(DEVICE))
 
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[TargetModel]:
-    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
+    with TargetModel.from_pretrained(
+        resolve("specpool/tiny"), dtype="float32", device=DEVICE
+    ) as model:
         yield model
 
 
@@ -216,7 +219,7 @@ def test_families_speak_as_transformers_do(family, page_size, topk, layout, batc
     config = make_config(family)
     if config is None:
         pytest.skip(f"this transformers has no {family}")
-    model = make_model(config)
+    model = make_model(config).to(DEVICE)
     reference = Reference(model)
     rng = random.Random(f"{family} {page_size} {topk}")
     vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -234,7 +237,7 @@ def test_families_speak_as_transformers_do(family, page_size, topk, layout, batc
         shape=Shape.eagle(*SHAPES[topk]),
         page_size=page_size,
         layout=layout,
-        placement="shared",
+        placement=PLACEMENTS[batch % 2],
         max_batch=batch,
         max_context_len=300,
     ) as engine:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from specpool.models.eagle import EagleHead
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_tiny"
-MODULES = ("corpus", "train_target", "train_head")
+MODULES = ("corpus", "byte_tokenizer", "train_target", "train_head")
 
 
 @pytest.fixture
@@ -82,3 +82,21 @@ def test_the_shipped_heads_are_heads_of_the_example(
         agreement = train_head.unroll(head, tokens, *inputs)[1]
     # Trained to 0.9 in every step of the unroll.
     assert agreement.min() > 0.75
+
+
+def test_the_shipped_tokenizer_is_the_examples(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """Its ids are bytes, and any bytes survive the way there and back."""
+    from transformers import AutoTokenizer
+
+    example["byte_tokenizer"].save_tokenizer(tmp_path, 2048)
+    shipped = Path(str(resources.files("specpool") / "assets" / "tiny" / "target"))
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert made == json.loads((shipped / "tokenizer.json").read_text())
+    for folder in (tmp_path, shipped):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = 'def f(x):\n    return "\u00e9\u2603"  \n'
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+        assert (tokenizer.eos_token_id, len(tokenizer)) == (257, 259)

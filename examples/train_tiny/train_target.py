@@ -18,6 +18,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import typer
+from byte_tokenizer import save_tokenizer
 from corpus import BOS, EOS, PAD, VOCAB_SIZE, batches, train_tokens, validation_tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -139,6 +140,7 @@ def main(
     print(f"{len(losses) * BATCH_SIZE * LENGTH / 1e6:.2f} M tokens in {len(losses)} steps")
     print(f"held-out loss {validation_loss(model) / math.log(2):.3f} bits per byte")
     model.half().save_pretrained(out)
+    save_tokenizer(out, model.config.max_position_embeddings)
 
 
 @torch.inference_mode()

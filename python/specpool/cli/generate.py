@@ -235,7 +235,7 @@ def quiet_loading() -> None:
     """Keep transformers' own progress bars out of the output."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def run(job: Job) -> None:

@@ -102,7 +102,7 @@ def _plot(title: str, results: Sequence[Result], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+        raise ConfigError("--plot needs matplotlib: pip install 'specpool[plot]'") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 
