@@ -84,9 +84,7 @@ def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
 
 def test_exact_ancestry_pays_or_costs_nothing(capsys):
     """The accept length with the true ancestors is at least that of upstream's reading."""
-    code, out, err = call(
-        capsys, "generate", "--compare-ancestry", "--json", "--shape", "4x4x16", "-n", "96"
-    )
+    code, out, err = call(capsys, "generate", "--compare-ancestry", "--json")
     assert code == 0, err
     result = json.loads(out)
     assert result["exact"]["accept_len"] >= result["branch"]["accept_len"] > 2

@@ -35,6 +35,9 @@ from specpool.errors import ConfigError
 from specpool.request import RequestOutput
 
 NUM_BUILT_IN_PROMPTS = 3
+# Ancestors differ in trees only, and by little: many prompts and a tree unless others are given.
+NUM_ANCESTRY_PROMPTS = 24
+ANCESTRY_SHAPE = Shape.eagle(4, 4, 16)
 # Round an accepted draft where there is no colour: single angle quotation marks.
 MARKS = ("\u2039", "\u203a")
 
@@ -106,7 +109,8 @@ def read_prompts(job: Job) -> list[str]:
         return prompts
     if job.target != "specpool/tiny":
         raise ConfigError("no prompt: give --prompt or --prompt-file")
-    return [bytes(ids).decode() for ids in corpus.prompts(NUM_BUILT_IN_PROMPTS)]
+    count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
+    return [bytes(ids).decode() for ids in corpus.prompts(count)]
 
 
 class Interrupt:
@@ -249,6 +253,8 @@ def run(job: Job) -> None:
     quiet_loading()
     console = Console(stderr=job.json)
     shape = parse_shape(job.shape)
+    if shape is None and job.compare_ancestry:
+        shape = ANCESTRY_SHAPE
     params = SamplingParams(**job.sampling)
     prompts = read_prompts(job)
     draft = draft_of(job.target, job.draft)
