@@ -31,7 +31,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float()
 
 
 def tokens_of(outputs):

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import DEVICE
@@ -30,7 +29,7 @@ SHAPES = {1: (3, 1, 4), 2: (3, 2, 6), 4: (4, 4, 16), 8: (3, 8, 24)}
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float()
     return Reference(model.to(DEVICE))
 
 

@@ -118,7 +118,7 @@ class _Transformers:
     def __init__(self, source: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(source).float()
         self._model = model.to(device).eval()
         self._device = device
 
