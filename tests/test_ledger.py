@@ -289,6 +289,27 @@ def test_decode_waits_for_a_root():
     ledger.prepare_decode([row], [1])
 
 
+def test_pages_needed_refuses_what_no_round_can_start_from():
+    ledger = make(context=10)
+    assert ledger.pages_needed(3, 9, 1).tolist() == [4]  # 9 + 4 slots on pages of 4
+    for lo, hi in ((-1, 3), (4, 3), (3, 10)):
+        match = rf"roots \[{lo}, {hi}\] must be a range inside \[0, 10\)"
+        refuses(ledger, ShapeError, ledger.pages_needed, lo, hi, 1, match=match)
+    for shape in (-1, 2):
+        refuses(ledger, ShapeError, ledger.pages_needed, 3, 9, shape, match=f"shape {shape} is not")
+    for at, name in enumerate(("lo", "hi", "shape")):
+        for bad in (2**31, 2**80, 1.5, "3", None):
+            arguments = [3, 9, 1]
+            arguments[at] = bad
+            refuses(
+                ledger,
+                ShapeError,
+                ledger.pages_needed,
+                *arguments,
+                match=f"{name} must be an int32",
+            )
+
+
 def test_context_end_lists_every_row():
     ledger = make(context=10)
     rows = [prefill(ledger, length) for length in (10, 9, 10)]
@@ -342,6 +363,28 @@ def test_complete_covers_older_steps_and_needs_a_launch():
     ledger.complete(first)
     ledger.finish(row)
     assert ledger.fenced_pages(0) == 0
+
+
+def test_complete_refuses_a_cancelled_step_also_below_what_is_complete():
+    ledger = make()
+    row, other = prefill(ledger, 5), prefill(ledger, 5)
+    launched, cancelled = {1, 2}, set()
+    for _ in range(3):  # Each turn cancels two steps, newest first, and one prepared behind them.
+        first = ledger.prepare_decode([row], [1]).step
+        second = ledger.prepare_decode([other], [1]).step
+        ledger.cancel(second)
+        third = ledger.prepare_decode([other], [1]).step
+        for step in (third, first):
+            ledger.cancel(step)
+        cancelled |= {first, second, third}
+        step = start(ledger, row)
+        end(ledger, step, 1)
+        launched.add(step)
+    for step in sorted(launched | cancelled):
+        if step in launched:
+            ledger.complete(step)
+        else:
+            refuses(ledger, OrderError, ledger.complete, step, match="it was cancelled")
 
 
 def test_cancel_restores_and_only_the_newest():

@@ -246,9 +246,14 @@ impl Ledger {
         Ok(PyArray1::from_vec(py, self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
     }
 
-    fn pages_needed<'py>(&self, py: Python<'py>, lo: i64, hi: i64, shape: i64) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        // Whatever an i32 does not hold is outside of every range.
-        let [lo, hi, shape] = [lo, hi, shape].map(|value| i32::try_from(value).unwrap_or(-1));
+    fn pages_needed<'py>(
+        &self,
+        lo: &Bound<'py, PyAny>,
+        hi: &Bound<'py, PyAny>,
+        shape: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let py = lo.py();
+        let (lo, hi, shape) = (int32("lo", lo)?, int32("hi", hi)?, int32("shape", shape)?);
         Ok(PyArray1::from_vec(py, self.0.pages_needed(lo, hi, shape).map_err(to_py)?))
     }
 
