@@ -3,10 +3,11 @@
 use crate::delta::Delta;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, zeroed};
+use crate::layout::Layout;
 use crate::page_pool::{PagePool, PageRecord, Verb};
 use crate::page_table::PageTable;
 use crate::shape::Shape;
-use crate::sizing::{self, Geometry, Layout, Policy, Reserve};
+use crate::sizing::{self, Geometry, Policy, Reserve};
 
 /// What a group is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

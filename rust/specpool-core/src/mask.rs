@@ -1,8 +1,7 @@
 //! What the queries of one forward see of their rows (spec 5, 9): the prefix, then their own cells.
 
-use crate::check::{fit, same_len};
+use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
-use crate::slots::not_negative;
 
 /// The lanes of one forward. Column `c` of a lane is the cell at in-row position `c`; its *own* cells, those that the
 /// forward writes, start at `starts[lane]`.
