@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use specpool_core::LedgerConfig;
 
 use crate::arrays::{ConfigInt, group, int_array, int32, page, row, step, view, view_2d};
-use crate::errors::to_py;
+use crate::errors::{config_error, to_py};
 use crate::plan::Plan;
 use crate::shape::Shape;
 use crate::sizing::{layout, layout_name, policy, policy_name};
@@ -25,7 +25,7 @@ impl Group {
         hosts_drafts: bool,
         layout: &str,
     ) -> PyResult<Self> {
-        let layout = self::layout(layout)?;
+        let layout = self::layout(layout, config_error)?;
         let spec = specpool_core::Group { name, page_size: page_size.0, num_pages: num_pages.0, hosts_drafts, layout };
         spec.check().map_err(to_py)?;
         Ok(Self(spec))

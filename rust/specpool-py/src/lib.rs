@@ -2,7 +2,6 @@
 //! nothing else; names are those of the core.
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
-mod array_args;
 mod arrays;
 mod errors;
 mod ledger;
