@@ -1,8 +1,9 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
-//! Layers point one way:
-//! `error -> ids, shape -> sizing -> page_pool, page_table -> group, delta -> step, rows -> ledger -> audit`; and
-//! `slots` (row, position) -> slot beside them; `tree -> verify` never sees pages.
+//! Layers point one way; everything may use `error`, `ids` and `check`:
+//! - the ledger: `shape, layout -> sizing`, `page_pool, page_table -> delta`, then `group, step, rows -> ledger -> audit`;
+//! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `mask`;
+//! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
 //! Start at [`Ledger`], whose example runs one request from its prefill to its end.
 #![forbid(unsafe_code)]
