@@ -48,5 +48,7 @@ def _no_page_leaks(_record_engines: None) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     import torch
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
+    logging.disable_progress_bar()

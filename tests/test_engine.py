@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import assert_no_page_leaked
 from lossless import Comparison, Reference
-from specpool import ConfigError, Engine, SamplingParams, Shape, SpecpoolError, corpus, kernels
+from specpool import ConfigError, Engine, SamplingParams, Shape, corpus, kernels
 from specpool.assets import resolve
 from specpool.draft import ScriptedDrafter
 from specpool.engine import Chunk
@@ -490,14 +490,12 @@ def test_impossible_shapes_are_refused(shape):
         Shape.eagle(*shape)
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
-    with Engine.from_pretrained(**PAIR, num_pages=40) as engine:
-        long = SamplingParams(max_new_tokens=500)
-        # One full row always fits; only a pool smaller than a row could refuse, and that one is
-        # refused when it is built.
-        assert engine.generate(corpus.prompts(1, 10)[0], long)[0].finish_reason == "length"
-    with pytest.raises(SpecpoolError, match="33|34|35"):
+def test_a_pool_too_small_for_one_row_is_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"20 pages.*(32|33)|(32|33).*20 pages|num_pages.*20"):
         Engine.from_pretrained(**PAIR, num_pages=20)
+    with Engine.from_pretrained(**PAIR, num_pages=33, shape=Shape.eagle(3, 1, 4)) as engine:
+        output = engine.generate(corpus.prompts(1, 10)[0], SamplingParams(max_new_tokens=600))[0]
+        assert len(output.token_ids) == 512 - 10  # the whole context fits one row
 
 
 def test_parameters_must_match_the_prompts(engine):

@@ -466,6 +466,8 @@ def test_masks_equal_slow_twin(window):
         mask = kernels.attention_mask(starts, q_lens, columns, num_queries=q, window=window)
         expected = ref.attention_mask(starts, q_lens, columns, num_queries=q, window=window)
         assert (mask == expected).all()
+        bias = kernels.attention_bias(starts, q_lens, columns, num_queries=q, window=window)
+        assert (bias == np.where(expected, np.float32(0), np.float32(-np.inf))).all()
         own = rng.random((n, q, w)) < 0.5
         q_positions = i32(starts[:, None] + rng.integers(0, 5, (n, q)))
         own_positions = i32(starts[:, None] + rng.integers(0, 5, (n, w)))

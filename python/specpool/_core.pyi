@@ -15,6 +15,7 @@ __all__ = [
     "__version__",
     "advance_ancestors",
     "apply_table_delta",
+    "attention_bias",
     "attention_mask",
     "branch_copy_moves",
     "branch_pages",
@@ -765,3 +766,16 @@ def attention_mask(
             q_lens.
         window: a query sees only cells whose position is greater than its own minus this.
     """
+
+def attention_bias(
+    starts: _I32,
+    q_lens: _I32,
+    num_columns: int,
+    *,
+    own_mask: _Bool | None = None,
+    q_positions: _I32 | None = None,
+    own_positions: _I32 | None = None,
+    num_queries: int | None = None,
+    window: int | None = None,
+) -> _F32:
+    """`attention_mask` as a bias of the scores: 0 where the query sees the column, else -inf."""

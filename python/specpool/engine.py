@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ class Engine:
                 )
             else:
                 drafter = draft
-            if tokenizer is None and not in_memory:
+            if tokenizer is None and isinstance(source, str | PathLike):
                 tokenizer = load_tokenizer(source)
             return cls(model, drafter, config=config, tokenizer=tokenizer)
         except BaseException:
@@ -293,24 +293,18 @@ class Engine:
         shape: Shape | None,
     ) -> list[Request]:
         """Check every prompt and parameter; nothing is queued yet."""
-        if isinstance(prompts, str) or (
-            len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-        ):
-            prompts = [prompts]  # type: ignore[list-item]
+        several = _several(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+            params = [params or SamplingParams()] * len(several)
+        if len(params) != len(several):
+            raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
         shape = shape or self.shape
         if shape not in self._shapes:
             raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
-        requests = [
+        return [
             self._request(index, prompt, p, shape)
-            for index, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+            for index, (prompt, p) in enumerate(zip(several, params, strict=True))
         ]
-        for request in requests:
-            self._scheduler.check(request)
-        return requests
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape) -> Request:
         ids = self._encode(index, prompt)
@@ -458,3 +452,12 @@ class Engine:
             from_draft=request.from_draft,
             logprobs=request.logprobs if request.params.logprobs is not None else None,
         )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts; one prompt alone is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
+        return [cast("Sequence[int]", prompts)]
+    return cast("Sequence[Prompt]", prompts)

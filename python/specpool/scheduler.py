@@ -10,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from specpool._core import Ledger, Shape
-from specpool.errors import ConfigError
 from specpool.request import Request
 
 
@@ -45,19 +45,8 @@ class Scheduler:
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self._claimed = np.zeros(len(ledger.groups), np.int64)  # pages promised to running rows
 
-    def check(self, request: Request) -> None:
-        """Raise `ConfigError` if the request could never run, even alone."""
-        need = self._pages_needed(request)
-        for group, pages in zip(self._ledger.groups, need, strict=True):
-            if pages > group.num_pages:
-                raise ConfigError(
-                    f"a prompt of {request.prompt_len} tokens with "
-                    f"{request.max_len - request.prompt_len} new ones needs {pages} pages of group "
-                    f"{group.name}, which has {group.num_pages}"
-                )
-
     def submit(self, request: Request) -> None:
-        """Queue a request that `check` has passed."""
+        """Queue a request. A full row always fits the pools, so each one runs at last."""
         self._waiting.append(request)
 
     def requests(self) -> list[Request]:
@@ -104,7 +93,7 @@ class Scheduler:
             self._claimed += need
             self._running.append(request)
 
-    def _pages_needed(self, request: Request) -> np.ndarray:
+    def _pages_needed(self, request: Request) -> npt.NDArray[np.int64]:
         """Pages of each group that the request may ever hold, int64 [num_groups]."""
         shape = self._ledger.shapes.index(request.shape)
         last_root = max(request.prompt_len, request.max_len - 2)

@@ -26,15 +26,18 @@ def draw_tokens(requests: Sequence[Request], logits: torch.Tensor, positions: In
     """
     scores = logits.float().cpu().numpy()
     params = [request.params for request in requests]
-    temperature = np.array([p.temperature for p in params], np.float32)
-    top_k = np.array([p.top_k for p in params], np.int32)
-    top_p = np.array([p.top_p for p in params], np.float32)
-    seeds = np.array([request.seed for request in requests], np.uint64)
-    num_nodes = positions.shape[1]
-    if num_nodes > 1:
-        temperature, top_k, top_p, seeds = (
-            np.repeat(values, num_nodes) for values in (temperature, top_k, top_p, seeds)
+    if all(p.temperature == 0 for p in params):
+        n = positions.size
+        zeros = np.zeros(n, np.float32)
+        tokens = kernels.sample_tokens(
+            scores, zeros, np.zeros(n, np.int32), np.ones(n, np.float32), np.zeros(n)
         )
+        return tokens.reshape(positions.shape)
+    lanes = np.repeat(np.arange(len(params)), positions.shape[1])
+    temperature = np.array([p.temperature for p in params], np.float32)[lanes]
+    top_k = np.array([p.top_k for p in params], np.int32)[lanes]
+    top_p = np.array([p.top_p for p in params], np.float32)[lanes]
+    seeds = np.array([request.seed for request in requests], np.uint64)[lanes]
     uniforms = kernels.uniform(seeds, positions.ravel())
     tokens = kernels.sample_tokens(scores, temperature, top_k, top_p, uniforms)
     return tokens.reshape(positions.shape)
@@ -58,7 +61,11 @@ def verify(tree: DraftTree, target_tokens: Int64, num_steps: int) -> Verdict:
     )
     nodes = accept_index[accept_index >= 0].astype(np.int64)
     return Verdict(
-        accept_index, accept_len, nodes, predict[nodes], (target_tokens < 0).any(1).tolist()
+        accept_index,
+        accept_len,
+        nodes,
+        predict[nodes],
+        [min(lane) < 0 for lane in target_tokens.tolist()],
     )
 
 

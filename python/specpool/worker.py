@@ -71,6 +71,7 @@ class EagleWorker:
             ]
         ).astype(np.int64)
         last = np.cumsum(lanes.q_lens, dtype=np.int64) - 1
+        self._capture(_drafts(requests))
         output = self._forward_causal(lanes, tokens, last)
         done = [end >= request.prompt_len for request, end in zip(requests, ends, strict=True)]
         drawn = draw_tokens(requests, output.logits, plan.new_len.astype(np.int64)[:, None])
@@ -108,10 +109,12 @@ class EagleWorker:
         texts = [request.tokens for request in requests] if self._drafter.reads_tokens else None
         tree = self._drafter.propose(lanes, shape, roots, texts)
         positions = (lanes.starts[:, None] + tree.depths).astype(np.int64)
+        self._capture(True)
         output = self._forward_tree(lanes, tree, positions)
         drawn = draw_tokens(requests, output.logits, positions + 1)
         verdict = verify(tree, drawn, shape.num_steps)
-        self._compact(lanes, verdict.accept_index, shape.num_draft_tokens)
+        if shape.topk > 1:  # a chain's accepted nodes are where they belong
+            self._compact(lanes, verdict.accept_index, shape.num_draft_tokens)
         self._drafter.extend(
             Lanes(lanes.rows, lanes.starts, verdict.accept_len),
             self._to_device(np.maximum(verdict.tokens, 0)),
@@ -130,6 +133,7 @@ class EagleWorker:
         """Shape 0: the root alone goes through the target; no draft KV is kept."""
         roots = np.array([request.tokens[-1] for request in requests], np.int64)
         lanes = Lanes(plan.rows, plan.start, np.ones_like(plan.start))
+        self._capture(False)
         output = self._forward_causal(lanes, roots, None)
         drawn = draw_tokens(requests, output.logits, plan.start.astype(np.int64)[:, None] + 1)
         tokens = drawn.tolist()
@@ -139,6 +143,11 @@ class EagleWorker:
             [token[0] < 0 for token in tokens],
             self._logprobs(requests, output.logits, np.arange(len(tokens)), drawn[:, 0], tokens),
         )
+
+    def _capture(self, wanted: bool) -> None:
+        """Features cost hooks in every forward: have them only while somebody drafts."""
+        layers = self._drafter.feature_layers if wanted and self._drafter is not None else ()
+        self._target.capture(layers)
 
     def _forward_causal(self, lanes: Lanes, tokens: Int64, logits_at: Int64 | None) -> TargetOutput:
         """Prefill or plain decode: every query sees all positions up to its own."""
@@ -153,13 +162,10 @@ class EagleWorker:
     def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Int64) -> TargetOutput:
         """Verify: node i of lane b lies in cell start + i, at position start + depth."""
         clamped = np.minimum(positions, self._last_position).astype(np.int32)
-        cells = lanes.starts[:, None] + np.arange(positions.shape[1], dtype=np.int32)
         views = {}
         for group in set(self._target_groups):
             table, page_size = self._cache.tables[group], self._cache.page_sizes[group]
-            slots = kernels.slots_at(
-                table, page_size, np.repeat(lanes.rows, cells.shape[1]), cells.ravel()
-            )
+            slots = kernels.slot_ranges(table, page_size, lanes.rows, lanes.starts, lanes.q_lens)
             views[group] = own_view(
                 self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped, clamped
             )
@@ -184,7 +190,7 @@ class EagleWorker:
         )
 
     def _compact(self, lanes: Lanes, accept_index: Int32, num_nodes: int) -> None:
-        """Move the accepted nodes' KV to the cells right after the prefix, in every target layer."""
+        """Move the accepted nodes' KV right behind the prefix, in every target layer."""
         for group in set(self._target_groups):
             layers = [i for i in self._target_layers if self._target_groups[i] == group]
             moves.compact_accepted(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from specpool import kernels
-from specpool.attention.view import AttentionView, BoolMask
+from specpool.attention.view import AttentionView
 from specpool.kv_cache import KVCache
 
 Int32 = npt.NDArray[np.int32]
@@ -33,8 +33,16 @@ def causal_view(
     else:
         slots = kernels.slot_ranges(table, page_size, rows, starts, q_lens)
         longest = int((starts + q_lens).max())
-    pages = _pages(cache, group, rows, _columns(cache, group, longest))
-    return _causal(cache, group, pages, starts, q_lens, slots)
+    return _causal(cache, group, _pages(cache, group, rows, longest), starts, q_lens, slots)
+
+
+def last_view(
+    cache: KVCache, group: int, rows: Int32, starts: Int32, q_lens: Int32
+) -> AttentionView:
+    """As `causal_view`, but only each lane's last token is a query; all tokens' KV is written."""
+    slots = kernels.slot_ranges(cache.tables[group], cache.page_sizes[group], rows, starts, q_lens)
+    last = starts + q_lens - np.int32(1)
+    return _causal(cache, group, _pages(cache, group, rows, int(last.max()) + 1), last, None, slots)
 
 
 def paged_view(
@@ -75,11 +83,12 @@ def own_view(
         q_positions: int32 [B, Q], the model position of each query. Windows go by position.
     """
     num_lanes, num_queries, num_cells = own_mask.shape
-    num_columns = _columns(cache, group, int(starts.max()) + num_cells)
+    pages = _pages(cache, group, rows, int(starts.max()) + num_cells)
+    num_columns = pages.shape[1] * cache.page_sizes[group]
     q_lens = np.full(num_lanes, num_queries, np.int32)
 
-    def mask_for(window: int | None) -> BoolMask:
-        return kernels.attention_mask(
+    def bias_for(window: int | None) -> npt.NDArray[np.float32]:
+        return kernels.attention_bias(
             starts,
             q_lens,
             num_columns,
@@ -92,9 +101,9 @@ def own_view(
     return AttentionView(
         page_size=cache.page_sizes[group],
         write_slots=_to_device(cache, slots.reshape(-1)),
-        read_pages=_to_device(cache, _pages(cache, group, rows, num_columns)),
+        read_pages=_to_device(cache, pages),
         q_lens=num_queries,
-        mask_for=mask_for,
+        mask_for=bias_for,
     )
 
 
@@ -115,9 +124,9 @@ def _causal(
 ) -> AttentionView:
     num_columns = pages.shape[1] * cache.page_sizes[group]
 
-    def mask_for(window: int | None) -> BoolMask:
+    def bias_for(window: int | None) -> npt.NDArray[np.float32]:
         lens = np.ones_like(starts) if q_lens is None else q_lens
-        return kernels.attention_mask(starts, lens, num_columns, window=window)
+        return kernels.attention_bias(starts, lens, num_columns, window=window)
 
     lengths = starts.tolist()
     equal = q_lens is None and lengths.count(lengths[0]) == len(lengths)
@@ -126,19 +135,14 @@ def _causal(
         write_slots=_to_device(cache, slots),
         read_pages=_to_device(cache, pages),
         q_lens=1 if q_lens is None else q_lens.tolist(),
-        mask_for=mask_for,
+        mask_for=bias_for,
         decode_len=lengths[0] + 1 if equal else None,
     )
 
 
-def _columns(cache: KVCache, group: int, length: int) -> int:
-    """Cells of the whole pages that cover `[0, length)`."""
-    page_size = cache.page_sizes[group]
-    return -(-length // page_size) * page_size
-
-
-def _pages(cache: KVCache, group: int, rows: Int32, num_columns: int) -> Int32:
-    columns = num_columns // cache.page_sizes[group]
+def _pages(cache: KVCache, group: int, rows: Int32, length: int) -> Int32:
+    """The pages of each row that cover `[0, length)`, int32 [B, C]."""
+    columns = -(-length // cache.page_sizes[group])
     return cache.tables[group][:, :columns].take(rows, 0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specpool.errors import ShapeError
 
-BoolMask = Tensor | NDArray[np.bool_]
+Mask = Tensor | NDArray[np.bool_] | NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -70,10 +70,12 @@ class AttentionView:
         write_slots: int64 [T], the slot of each new token, lane after lane.
         read_pages: int32 or int64 [B, C] page ids. Column ``c * P + o`` of a gathered row is in-row
             position ``c * P + o``. Page 0, the sink, pads.
-        q_lens: queries of each lane (their sum is T), or one int if all lanes have as many.
-        mask_for: window -> bool [B, Q, C * P] with Q = max(q_lens): which columns a query sees,
-            windows by node position. Rows past a lane's q_len are read but their result is dropped.
-            Called at most once per distinct window, and not at all where ``decode_len`` will do.
+        q_lens: queries of each lane, or one int if all lanes have as many. Their sum is T, or less
+            where some tokens are only written.
+        mask_for: window -> [B, Q, C * P] with Q = max(q_lens): which columns a query sees, windows
+            by node position, as bool or as a float32 bias (0 or -inf). Rows past a lane's q_len are
+            read but their result is dropped. Called at most once per distinct window, and not at
+            all where ``decode_len`` will do.
         decode_len: set only if each lane has one query and all of them see exactly the in-row
             positions ``[max(0, decode_len - window), decode_len)``: plain decoding at equal
             lengths, batch 1 above all. Then the read is cut there and no mask is built.
@@ -86,7 +88,7 @@ class AttentionView:
     write_slots: Tensor
     read_pages: Tensor
     q_lens: int | Sequence[int]
-    mask_for: Callable[[int | None], BoolMask]
+    mask_for: Callable[[int | None], Mask]
     decode_len: int | None = None
     num_lanes: int = field(init=False)  # B
     max_q_len: int = field(init=False)  # Q
@@ -111,7 +113,7 @@ class AttentionView:
                 q_lens = widest
         else:
             total, widest = q_lens * num_lanes, q_lens
-        if total != num_tokens or total < 1:
+        if not 1 <= total <= num_tokens:
             raise ShapeError(f"q_lens add up to {total}, write_slots has {num_tokens} entries")
         if self.decode_len is not None:
             width = self.read_pages.shape[1] * self.page_size
@@ -162,16 +164,17 @@ class AttentionView:
         return Reads(pages.reshape(-1).long(), 0, lo, hi, mask)
 
     def _additive_mask(self, window: int | None, width: int, dtype: torch.dtype) -> Tensor:
-        """Float [B, 1, Q, width]: SDPA would make it from the bool mask again in every layer."""
-        visible = torch.as_tensor(self.mask_for(window), device=self.write_slots.device)
+        """Float [B, 1, Q, width]: SDPA would make it from a bool mask again in every layer."""
+        mask = torch.as_tensor(self.mask_for(window), device=self.write_slots.device)
         expected = [self.num_lanes, self.max_q_len, width]
-        if list(visible.shape) != expected or visible.dtype != torch.bool:
+        if list(mask.shape) != expected or mask.dtype not in (torch.bool, torch.float32):
             raise ShapeError(
-                f"mask_for({window}) is {visible.dtype} {list(visible.shape)}, expected bool"
+                f"mask_for({window}) is {mask.dtype} {list(mask.shape)}, expected bool or float32"
                 f" {expected}"
             )
-        seen = torch.zeros((), dtype=dtype, device=visible.device)
-        return torch.where(visible, seen, -torch.inf).unsqueeze(1)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        return mask.to(dtype).unsqueeze(1)
 
 
 def _consecutive(pages: Tensor) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from specpool import corpus
 from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.cli.generate import draft_of, mean_accept_len, parse_shape
+from specpool.cli.generate import mean_accept_len, parse_shape, quiet_loading
 from specpool.cli.machine import Result, interleaved, machine, report
-from specpool.config import SamplingParams
+from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError
 
@@ -39,60 +40,74 @@ def generate(
     """
     if repeats < 1 or min(*num_tokens, *batch_sizes, 1) < 1:
         raise ConfigError(
-            f"repeats, tokens and batch must be at least 1, got {repeats}, {num_tokens}, {batch_sizes}"
+            "repeats, tokens and batch must be at least 1, "
+            f"got {repeats}, {num_tokens}, {batch_sizes}"
         )
-    draft = draft_of(target, draft)
-    if draft is None:
+    if target == "specpool/tiny" and draft is None:
+        drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
+    elif draft in (None, "none"):
         raise ConfigError("bench generate needs a draft model")
+    else:
+        drafts = [str(draft)]
+    check_int("threads", threads, 1, 1 << 10)
     torch.set_num_threads(threads)
+    quiet_loading()
     reference = _Transformers(resolve(target), device)
     results = []
-    with Engine.from_pretrained(
-        target, draft=draft, shape=parse_shape(shape), device=device, max_batch=max(batch_sizes)
-    ) as engine:
-        prompts = _prompts(engine, max(batch_sizes))
-        for batch in batch_sizes:
-            for tokens in num_tokens:
-                results += _case(engine, reference, prompts[:batch], tokens, repeats)
+    for name in drafts:
+        with Engine.from_pretrained(
+            target, draft=name, shape=parse_shape(shape), device=device, max_batch=max(batch_sizes)
+        ) as engine:
+            for batch, tokens in itertools.product(batch_sizes, num_tokens):
+                results += _case(engine, name, reference, batch, tokens, repeats)
     report("bench generate", machine(device, threads), results, json_only=json, plot=plot)
 
 
-def _prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Held-out synthetic text, 128 tokens each: equal lengths, so that nobody pays for padding."""
-    prompts = corpus.prompts(min(count, 24))
+def _groups(engine: Engine, batch: int) -> list[list[list[int]]]:
+    """Held-out synthetic prompts of 128 tokens, at least four of them, in groups of `batch`.
+
+    Equal lengths, so that nobody pays for padding; several prompts, so that no single text decides.
+    """
     if engine.target.vocab_size < 256:
         raise ConfigError(
             f"the prompts are bytes, the vocabulary has {engine.target.vocab_size} ids"
         )
-    return [prompts[i % len(prompts)] for i in range(count)]
+    num_groups = -(-4 // batch)
+    prompts = corpus.prompts(num_groups * batch)
+    return [prompts[i * batch : (i + 1) * batch] for i in range(num_groups)]
 
 
 def _case(
-    engine: Engine, reference: _Transformers, prompts: list[list[int]], tokens: int, repeats: int
+    engine: Engine, draft: str, reference: _Transformers, batch: int, tokens: int, repeats: int
 ) -> list[Result]:
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    groups = _groups(engine, batch)
+    total = tokens * batch * len(groups)
     accept_lens = []
 
     def ours(shape: Shape | None) -> float:
         start = time.perf_counter()
-        outputs = engine.generate(prompts, params, shape=shape)
+        outputs = [
+            output for group in groups for output in engine.generate(group, params, shape=shape)
+        ]
         seconds = time.perf_counter() - start
         if shape is None:
             accept_lens.append(mean_accept_len(outputs))
-        return tokens * len(prompts) / seconds
+        return total / seconds
 
     def theirs() -> float:
-        return tokens * len(prompts) / reference.seconds(prompts, tokens)
+        return total / sum(reference.seconds(group, tokens) for group in groups)
 
     runs = [lambda: ours(None), lambda: ours(Shape.none()), theirs]
     for run in runs:
         run()  # warm up
     drafting, plain, transformers = interleaved(runs, repeats)
-    shape, where = engine.shape, f"batch {len(prompts)}, {tokens} tokens"
-    name = f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens} (accept length {accept_lens[-1]:.2f})"
+    shape, where = engine.shape, f"batch {batch}, {tokens} tokens"
+    form = f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}"
+    name = f"{draft} {form}, {where} (accept length {accept_lens[-1]:.2f})"
     unit = "tokens/s"
     return [
-        Result(f"drafting {name}, {where}", drafting, unit, "plain decoding on our pages", plain),
+        Result(name, drafting, unit, "plain decoding on our pages", plain),
         Result(f"plain decoding, {where}", plain, unit, "transformers generate", transformers),
     ]
 
@@ -111,13 +126,12 @@ class _Transformers:
         """Time of one call; every prompt has the same length."""
         ids = torch.tensor(prompts, device=self._device)
         start = time.perf_counter()
-        with torch.inference_mode():
-            self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
+        self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         return time.perf_counter() - start

@@ -141,7 +141,9 @@ def info(json: Json = False) -> None:
 @bench.command("generate")
 def bench_generate(
     target: Target = "specpool/tiny",
-    draft: Draft = None,
+    draft: Annotated[
+        str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
+    ] = None,
     shape: ShapeText = None,
     tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,

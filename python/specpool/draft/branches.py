@@ -1,4 +1,4 @@
-"""Where the branches of a draft tree write their KV and what they read, step by step (spec 5, 6)."""
+"""Where the branches of a draft tree write their KV and what they read (spec 5, 6)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ class DenseBranches:
 
     def __init__(self, cache: KVCache, group: int, lanes: Lanes, shape: Shape, exact: bool) -> None:
         self._cache, self._group, self._lanes = cache, group, lanes
-        self._form = {
-            "num_steps": shape.num_steps,
-            "topk": shape.topk,
-            "page_size": cache.page_sizes[group],
-            "layout": "dense",
-        }
+        self._shape = shape
         self._slots = kernels.draft_write_slots(
             cache.tables[group],
             cache.page_sizes[group],
@@ -48,13 +43,20 @@ class DenseBranches:
         self._ancestors = np.zeros(size, np.int32) if exact else None
 
     def view(self, step: int, parents: Int32) -> AttentionView:
+        """See `Branches.view`."""
         ancestors = None
         if self._ancestors is not None:
             kernels.advance_ancestors(self._ancestors, parents, step)
             ancestors = self._ancestors
         lanes = self._lanes
         own_mask, own_positions = kernels.draft_visibility(
-            lanes.starts, step=step, ancestors=ancestors, **self._form
+            lanes.starts,
+            num_steps=self._shape.num_steps,
+            topk=self._shape.topk,
+            step=step,
+            page_size=self._cache.page_sizes[self._group],
+            layout="dense",
+            ancestors=ancestors,
         )
         slots = self._slots[:, :, step]
         q_positions = np.repeat(lanes.starts[:, None] + step, own_mask.shape[1], 1)
@@ -71,7 +73,7 @@ class DenseBranches:
 
 
 class HoleyBranches:
-    """Whole-page readers: each branch is a sequence of pages of its own behind the shared prefix."""
+    """Whole-page readers: each branch has pages of its own behind the shared prefix."""
 
     def __init__(
         self,
@@ -85,11 +87,14 @@ class HoleyBranches:
         self._cache, self._group, self._lanes = cache, group, lanes
         self._shape, self._buffers, self._exact = shape, buffers, exact
         self._where = (cache.tables[group], cache.page_sizes[group], lanes.rows, lanes.starts)
-        form = {"num_steps": shape.num_steps, "topk": shape.topk}
-        moves.duplicate_prefix_tail(buffers, *self._where, **form)
-        self._slots = kernels.draft_write_slots(*self._where, **form, layout="holey")
+        num_steps, topk = shape.num_steps, shape.topk
+        moves.duplicate_prefix_tail(buffers, *self._where, num_steps=num_steps, topk=topk)
+        self._slots = kernels.draft_write_slots(
+            *self._where, num_steps=num_steps, topk=topk, layout="holey"
+        )
 
     def view(self, step: int, parents: Int32) -> AttentionView:
+        """See `Branches.view`."""
         num_steps, topk = self._shape.num_steps, self._shape.topk
         if step and self._exact:
             moves.copy_parent_drafts(

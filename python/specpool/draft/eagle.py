@@ -20,7 +20,7 @@ import torch
 from specpool import kernels
 from specpool._core import Shape
 from specpool.attention import AttentionView, attend
-from specpool.attention.lanes import causal_view, range_positions
+from specpool.attention.lanes import causal_view, last_view, range_positions
 from specpool.draft.base import DraftTree, Int32, Int64, Lanes, Links
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
 from specpool.kv_cache import KVCache, LayerKV
@@ -97,29 +97,37 @@ class EagleDrafter:
         )
 
     def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
-        """See `Drafter.extend`."""
-        view = causal_view(self._cache, self._group, lanes.rows, lanes.starts, lanes.q_lens)
-        positions = range_positions(lanes.starts, lanes.q_lens)
-        hidden = self._forward(tokens, self.head.combine(features), positions, view)
+        """See `Drafter.extend`.
+
+        All tokens get their KV, but only each lane's last one is followed to the end: its result
+        is all that the next round wants.
+        """
         rows = self._to_device(lanes.rows.astype(np.int64))
-        ends = np.cumsum(lanes.q_lens, dtype=np.int64)
-        last = hidden.index_select(0, self._to_device(ends - 1))
-        topk_p, topk_ids = self.head.topk(last, self._topk)
-        self._topk_p.index_copy_(0, rows, topk_p)
-        self._topk_ids.index_copy_(0, rows, topk_ids)
-        self._hidden.index_copy_(0, rows, last)
+        last = self._to_device(np.cumsum(lanes.q_lens, dtype=np.int64) - 1)
+        positions = range_positions(lanes.starts, lanes.q_lens)
+        views = [causal_view(self._cache, self._group, lanes.rows, lanes.starts, lanes.q_lens)]
+        views *= len(self.layers) - 1
+        views.append(last_view(self._cache, self._group, lanes.rows, lanes.starts, lanes.q_lens))
+        hidden = self._forward(tokens, self.head.combine(features), positions, views, keep=last)
+        self._hidden.index_copy_(0, rows, hidden)
+        if self._topk == 1:
+            self._topk_ids.index_copy_(0, rows, self.head.best(hidden)[:, None])
+        else:
+            topk_p, topk_ids = self.head.topk(hidden, self._topk)
+            self._topk_p.index_copy_(0, rows, topk_p)
+            self._topk_ids.index_copy_(0, rows, topk_ids)
 
     def propose(
         self, lanes: Lanes, shape: Shape, root_tokens: Int64, tokens: Sequence[Sequence[int]] | None
     ) -> DraftTree:
         """See `Drafter.propose`."""
         rows = self._to_device(lanes.rows.astype(np.int64))
-        topk_p = self._topk_p.index_select(0, rows)
         topk_ids = self._topk_ids.index_select(0, rows)
         hidden = self._hidden.index_select(0, rows)
         if shape.topk == 1:
             drafts = self._chain(lanes, shape.num_steps, topk_ids[:, 0], hidden)
             return DraftTree.chain(np.concatenate([root_tokens[:, None], drafts], 1))
+        topk_p = self._topk_p.index_select(0, rows)
         state = (topk_p[:, : shape.topk], topk_ids[:, : shape.topk], hidden)
         drafts, links = self._tree(lanes, shape, *state)
         return DraftTree.of(np.concatenate([root_tokens[:, None], drafts], 1), links)
@@ -132,8 +140,8 @@ class EagleDrafter:
         for step in range(num_steps - 1):
             starts = lanes.starts + np.int32(step)
             view = causal_view(self._cache, self._group, lanes.rows, starts)
-            hidden = self._forward(token, hidden, starts.astype(np.int64), view)
-            token = self.head.topk(hidden, 1)[1][:, 0]
+            hidden = self._forward(token, hidden, starts.astype(np.int64), self._each_layer(view))
+            token = self.head.best(hidden)
             drafts.append(token)
         return torch.stack(drafts, 1).cpu().numpy()
 
@@ -161,8 +169,8 @@ class EagleDrafter:
                 break
             hidden = hidden.index_select(0, self._to_device(_parent_lanes(parents, step)))
             positions = np.repeat(lanes.starts.astype(np.int64) + step, topk)
-            view = branches.view(step, parents)
-            hidden = self._forward(self._to_device(ids), hidden, positions, view)
+            views = self._each_layer(branches.view(step, parents))
+            hidden = self._forward(self._to_device(ids), hidden, positions, views)
             topk_p, topk_ids = self.head.topk(hidden, topk)
         parent_list, chosen, drafts = candidates.organize(shape.num_draft_tokens)
         return drafts, kernels.build_tree(parent_list, chosen, topk=topk)
@@ -173,10 +181,18 @@ class EagleDrafter:
             return HoleyBranches(self._cache, self._group, lanes, shape, buffers, self._exact)
         return DenseBranches(self._cache, self._group, lanes, shape, self._exact)
 
+    def _each_layer(self, view: AttentionView) -> list[AttentionView]:
+        return [view] * len(self.layers)
+
     def _forward(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: Int64, view: AttentionView
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: Int64,
+        views: Sequence[AttentionView],
+        keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The head over `view`; positions past the context's end are clamped to its last."""
+        """The head, each layer over its view; positions past the context are clamped to its end."""
         clamped = self._to_device(np.minimum(positions, self._last_position))
 
         def attention(
@@ -184,7 +200,7 @@ class EagleDrafter:
         ) -> torch.Tensor:
             i = self._layer_ids[layer]
             return attend(
-                view,
+                views[layer],
                 self._cache.keys[i],
                 self._cache.values[i],
                 q,
@@ -194,7 +210,7 @@ class EagleDrafter:
                 window=self.head.config.sliding_window,
             )
 
-        return self.head.forward(tokens, hidden, clamped, attention)
+        return self.head.forward(tokens, hidden, clamped, attention, keep)
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._cache.device)

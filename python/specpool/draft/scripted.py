@@ -1,4 +1,4 @@
-"""A drafter with dialled acceptance: it knows the text and errs at a given rate (tests, benchmarks)."""
+"""A drafter with dialled acceptance: it knows the text and errs at a given rate."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ScriptedDrafter:
         else:
             known = []
         missing = num_tokens - len(known)
-        return known + self._rng.integers(0, self._vocab_size, missing).tolist()
+        return known + [int(t) for t in self._rng.integers(0, self._vocab_size, missing)]
 
     def _wrong(self, right: int) -> int:
         token = int(self._rng.integers(0, self._vocab_size - 1))

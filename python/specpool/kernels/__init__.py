@@ -11,6 +11,7 @@ written then.
 from specpool._core import (
     advance_ancestors,
     apply_table_delta,
+    attention_bias,
     attention_mask,
     branch_copy_moves,
     branch_pages,
@@ -39,6 +40,7 @@ __all__ = [
     "Candidates",
     "advance_ancestors",
     "apply_table_delta",
+    "attention_bias",
     "attention_mask",
     "branch_copy_moves",
     "branch_pages",

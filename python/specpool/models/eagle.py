@@ -36,8 +36,8 @@ IGNORED = (r"t2d", r".*rotary_emb\..*", r"verifier_.*")
 class _Layer:
     """A decoder layer's tensors; None = it has none."""
 
-    input_norm: torch.Tensor | None  # [h]; EAGLE-3's layer 0 norms the embedding with it
-    hidden_norm: torch.Tensor | None  # [h], EAGLE-3's layer 0 only
+    input_norm: torch.Tensor | None  # [h]
+    pair_norm: torch.Tensor | None  # [2, h], EAGLE-3's layer 0 only: of embedding and hidden
     qkv: torch.Tensor  # [(H + 2 Hk) D, in]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [D]
@@ -219,6 +219,7 @@ class EagleHead:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
+        keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over T tokens.
 
@@ -228,9 +229,12 @@ class EagleHead:
             positions: int64 [T], p, in `[0, max_positions)`.
             attend: (layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) -> [T, H, D]; q and k are
                 rotated; all are views that must not be written.
+            keep: int64 [n], the tokens whose result is wanted; None = all. The last layer keeps
+                all T keys and values, but goes on with these tokens alone: its `attend` gets
+                q [n, H, D].
 
         Returns:
-            The recurrent feature [T, h]: `hidden` of the next step, and what `logits` takes.
+            The recurrent feature [T or n, h]: `hidden` of the next step, and what `logits` takes.
         """
         config = self.config
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -240,12 +244,13 @@ class EagleHead:
             assert self._fc is not None
             hidden = F.linear(torch.cat((embeds, hidden), -1), self._fc, self._fc_bias)
         for i, layer in enumerate(self._layers):
-            if layer.hidden_norm is not None:
-                assert layer.input_norm is not None
-                normed = self._rms(hidden, layer.hidden_norm)
-                x = torch.cat((self._rms(embeds, layer.input_norm), normed), -1)
+            if layer.pair_norm is not None:
+                # One norm for both halves: on a CPU its calls cost more than its arithmetic.
+                both = torch.stack((embeds, hidden), 1)
+                both = F.rms_norm(both, both.shape[-1:], eps=config.rms_norm_eps) * layer.pair_norm
+                x = both.view(len(both), -1)
                 if config.norm_before_residual:
-                    hidden = normed
+                    hidden = both[:, 1]
             else:
                 x = hidden if layer.input_norm is None else self._rms(hidden, layer.input_norm)
             qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
@@ -254,9 +259,11 @@ class EagleHead:
                 q, k = qk[:, :num_heads], qk[:, num_heads:]
                 qk = torch.cat((self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)), 1)
             qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
-            v = qkv[:, num_heads + num_kv_heads :]
-            context = attend(i, qk[:, :num_heads], qk[:, num_heads:], v)
-            hidden = _add_linear(hidden, context.reshape(len(x), -1), layer.o, layer.o_bias)
+            q, k, v = qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :]
+            if keep is not None and i == self.num_layers - 1:
+                q, hidden = q.index_select(0, keep), hidden.index_select(0, keep)
+            context = attend(i, q, k, v)
+            hidden = _add_linear(hidden, context.reshape(len(q), -1), layer.o, layer.o_bias)
             x = self._rms(hidden, layer.post_norm)
             gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = _add_linear(hidden, self._act(gate) * up, layer.down, layer.down_bias)
@@ -275,7 +282,16 @@ class EagleHead:
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Ids of the target's vocabulary, int64, for ids of the draft vocabulary."""
-        return draft_ids if self._d2t is None else draft_ids + self._d2t[draft_ids]
+        if self._d2t is None:
+            return draft_ids
+        return draft_ids + self._d2t.index_select(0, draft_ids.reshape(-1)).view_as(draft_ids)
+
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The most probable token after `forward`'s result [n, h], as a target id, int64 [n].
+
+        Of equally probable tokens the one with the lowest draft id.
+        """
+        return self.to_target_ids(self.logits(hidden).argmax(-1))
 
     def topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The k most probable tokens after `forward`'s result [n, h], best first.
@@ -292,9 +308,6 @@ class EagleHead:
         if not 1 <= k <= self.draft_vocab_size:
             raise ShapeError(f"k must be in [1, {self.draft_vocab_size}], got {k}")
         p = torch.softmax(self.logits(hidden), -1, dtype=torch.float32)
-        if k == 1:
-            best, ids = p.max(-1, keepdim=True)  # the first of equals
-            return best, self.to_target_ids(ids)
         # A float >= 0 sorts as its bits do, so (bits, Vd - 1 - id) is an int64 without ties.
         keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
         top = keys.bitwise_or_(self._tie_break).topk(k).values
@@ -331,11 +344,16 @@ def _load_layer(
             bias = torch.cat([m.new_zeros(len(m)) if b is None else b for m, b in pairs])
         return torch.cat(matrices), bias
 
+    input_norm = get(prefix + "input_layernorm.weight")
+    hidden_norm = get(prefix + "hidden_norm.weight")
+    pair_norm = None
+    if input_norm is not None and hidden_norm is not None:
+        pair_norm = torch.stack((input_norm, hidden_norm))
     qkv, qkv_bias = fused(*(f"self_attn.{x}_proj" for x in "qkv"))
     gate_up, gate_up_bias = fused("mlp.gate_proj", "mlp.up_proj")
     return _Layer(
-        input_norm=get(prefix + "input_layernorm.weight"),
-        hidden_norm=get(prefix + "hidden_norm.weight"),
+        input_norm=input_norm,
+        pair_norm=pair_norm,
         qkv=qkv,
         qkv_bias=qkv_bias,
         q_norm=get(prefix + "self_attn.q_norm.weight"),

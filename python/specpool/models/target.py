@@ -220,6 +220,8 @@ class TargetModel:
         Raises:
             ConfigError: an index outside 0..=num_layers; the old choice stands.
         """
+        if tuple(layers) == self._capture_order:
+            return
         for layer in layers:
             if not 0 <= layer <= self.num_layers:
                 raise ConfigError(

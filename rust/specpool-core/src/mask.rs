@@ -30,9 +30,21 @@ pub struct MaskLanes<'a> {
 /// # Errors
 /// [`Error::Shape`] when lengths differ, or a visible own cell lies beyond the last column.
 pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>> {
+    visibility(lanes, num_columns, false, true)
+}
+
+/// The same as a bias of the scores: 0 where the query sees the column, else -inf.
+///
+/// # Errors
+/// As [`attention_mask`].
+pub fn attention_bias(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<f32>> {
+    visibility(lanes, num_columns, f32::NEG_INFINITY, 0.0)
+}
+
+fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T) -> Result<Vec<T>> {
     let (n, q, w) = (lanes.starts.len(), lanes.num_queries, lanes.own_width);
     lanes.check(num_columns)?;
-    let mut mask = vec![false; fit("mask", &[n, q, num_columns])?];
+    let mut mask = vec![unseen; fit("mask", &[n, q, num_columns])?];
     for lane in 0..n {
         let start = not_negative("starts", lane, lanes.starts[lane])? as usize;
         let len = not_negative("q_lens", lane, lanes.q_lens[lane])? as usize;
@@ -46,19 +58,19 @@ pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>
         }
         for query in 0..q {
             let at = lane * q + query;
-            let seen = &mut mask[at * num_columns..][..num_columns];
+            let cells = &mut mask[at * num_columns..][..num_columns];
             if query >= len {
-                seen[0] = true;
+                cells[0] = seen;
                 continue;
             }
             let position = lanes.q_positions.map_or((start + query) as i64, |positions| i64::from(positions[at]));
             // First position inside the window; a cell below `start` stands at its own index.
             let from = lanes.window.map_or(0, |window| (position - window + 1).max(0));
             if (from as usize) < start {
-                seen[from as usize..start].fill(true);
+                cells[from as usize..start].fill(seen);
             }
             match lanes.own_mask {
-                None => seen[start..=start + query].fill(true),
+                None => cells[start..=start + query].fill(seen),
                 Some(own_mask) => {
                     let own_mask = &own_mask[at * w..][..w];
                     let room = (num_columns - start.min(num_columns)).min(w);
@@ -69,15 +81,17 @@ pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>
                             start + room + beyond
                         )));
                     }
-                    if room > 0 {
-                        seen[start..start + room].copy_from_slice(&own_mask[..room]);
+                    for (cell, _) in cells.iter_mut().skip(start).zip(own_mask).filter(|&(_, &visible)| visible) {
+                        *cell = seen;
                     }
                 }
             }
             if lanes.window.is_some() {
-                for (j, visible) in seen.iter_mut().skip(start).take(own).enumerate() {
-                    let cell = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
-                    *visible &= cell >= from;
+                for (j, cell) in cells.iter_mut().skip(start).take(own).enumerate() {
+                    let position = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
+                    if position < from {
+                        *cell = unseen;
+                    }
                 }
             }
         }

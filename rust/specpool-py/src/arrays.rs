@@ -217,6 +217,17 @@ pub fn expect_dims<const D: usize>(name: &str, dims: [usize; D], expected: [usiz
     Err(shape_error(format!("{name} must have shape {expected:?}, got {dims:?}")))
 }
 
+/// An array with one entry for each of `rows`.
+pub fn per_lane<'py>(
+    rows: &Input<'py, i32, 1>,
+    name: &'static str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<Input<'py, i32, 1>> {
+    let values = Input::new(name, object)?;
+    expect_dims(name, values.dims, rows.dims)?;
+    Ok(values)
+}
+
 /// A new one-dimensional array that takes over `values`.
 pub fn vector<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
     PyArray1::from_vec(py, values)

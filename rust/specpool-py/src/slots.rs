@@ -1,13 +1,12 @@
-//! Slots, draft cells, moves and masks for Python.
+//! Slots, draft cells and moves for Python.
 #![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
 
 use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
 use specpool_core::draft_cells::{self, Drafts};
-use specpool_core::mask::{self, MaskLanes};
 use specpool_core::slots::{self, Moves, TableView};
 
-use crate::arrays::{Input, Output, ShapeInt, array, at_least, count, expect_dims, vector};
+use crate::arrays::{Input, Output, ShapeInt, array, at_least, count, expect_dims, per_lane, vector};
 use crate::errors::{shape_error, to_py};
 use crate::sizing::layout;
 
@@ -30,16 +29,6 @@ impl<'py> Table<'py> {
     fn view(&self) -> PyResult<TableView<'_>> {
         TableView::new(self.pages.slice(), self.pages.dims[1], self.page_size).map_err(to_py)
     }
-}
-
-fn per_lane<'py>(
-    rows: &Input<'py, i32, 1>,
-    name: &'static str,
-    object: &Bound<'py, PyAny>,
-) -> PyResult<Input<'py, i32, 1>> {
-    let values = Input::new(name, object)?;
-    expect_dims(name, values.dims, rows.dims)?;
-    Ok(values)
 }
 
 fn drafts(num_steps: ShapeInt, topk: ShapeInt, page_size: ShapeInt, layout: &str) -> PyResult<Drafts> {
@@ -346,61 +335,4 @@ pub fn check_moves<'py>(src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>, num_sl
 pub fn check_slots(name: &str, slots: &Bound<'_, PyAny>, num_slots: ShapeInt) -> PyResult<()> {
     let slots = Input::<i64, 1>::new("slots", slots)?;
     slots::check_slots(name, slots.slice(), at_least("num_slots", num_slots, 0)?).map_err(to_py)
-}
-
-/// What the queries of one forward see of their rows.
-#[pyfunction]
-#[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
-))]
-pub fn attention_mask<'py>(
-    py: Python<'py>,
-    starts: &Bound<'py, PyAny>,
-    q_lens: &Bound<'py, PyAny>,
-    num_columns: ShapeInt,
-    own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
-    num_queries: Option<ShapeInt>,
-    window: Option<ShapeInt>,
-) -> PyResult<Array3<'py, bool>> {
-    let starts = Input::<i32, 1>::new("starts", starts)?;
-    let q_lens = per_lane(&starts, "q_lens", q_lens)?;
-    let own_mask = Input::<bool, 3>::optional("own_mask", own_mask)?;
-    let q_positions = Input::<i32, 2>::optional("q_positions", q_positions)?;
-    let own_positions = Input::<i32, 2>::optional("own_positions", own_positions)?;
-    let n = starts.dims[0];
-    let longest = q_lens.slice().iter().copied().max().unwrap_or(0).max(0) as usize;
-    let queries = match (&own_mask, &q_positions, num_queries) {
-        (Some(own_mask), _, _) => own_mask.dims[1],
-        (None, Some(positions), _) => positions.dims[1],
-        (None, None, Some(queries)) => count("num_queries", queries, 0)?,
-        (None, None, None) => longest,
-    };
-    let own_width = match (&own_mask, &own_positions) {
-        (Some(own_mask), _) => own_mask.dims[2],
-        (None, Some(positions)) => positions.dims[1],
-        (None, None) => 0,
-    };
-    if let Some(own_mask) = &own_mask {
-        expect_dims("own_mask", own_mask.dims, [n, queries, own_width])?;
-    }
-    if let Some(positions) = &q_positions {
-        expect_dims("q_positions", positions.dims, [n, queries])?;
-    }
-    if let Some(positions) = &own_positions {
-        expect_dims("own_positions", positions.dims, [n, own_width])?;
-    }
-    let columns = at_least("num_columns", num_columns, 1)?;
-    let lanes = MaskLanes {
-        starts: starts.slice(),
-        q_lens: q_lens.slice(),
-        num_queries: queries,
-        own_mask: own_mask.as_ref().map(Input::slice),
-        q_positions: q_positions.as_ref().map(Input::slice),
-        own_positions: own_positions.as_ref().map(Input::slice),
-        own_width,
-        window: window.map(|window| window.0),
-    };
-    array(py, mask::attention_mask(&lanes, columns).map_err(to_py)?, [n, queries, columns])
 }
