@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kernel_reference as ref
+import reference
 from specpool import _core, kernels
 from specpool.errors import ShapeError
 
@@ -45,7 +46,7 @@ class Round:
 
     def cell(self, lane, layout, branch, step):
         root = int(self.roots[lane])
-        return ref.draft_position(root, self.s, self.p, layout, branch, step)
+        return reference.draft_position(root, self.p, self.s, layout, branch, step)
 
 
 def grid(test):
