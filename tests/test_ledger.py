@@ -22,8 +22,10 @@ from specpool import (
     OutOfPages,
     OutOfRows,
     PageStateError,
+    RowOverflow,
     Shape,
     ShapeError,
+    StalePlan,
 )
 
 # --- The interface ---
@@ -538,3 +540,48 @@ def test_the_audit_reports_what_is_broken():
         ledger.finish(row)
     assert (refused.value.page, refused.value.state) == (40, "free")
     assert ledger.resolved_len[row] == 9
+
+
+# --- What errors state ---
+
+
+def states(error: Exception, **expected) -> None:
+    """The attributes are these, and the message holds the same values."""
+    assert vars(error) == expected
+    for value in expected.values():
+        assert str(value) in str(error)
+
+
+def test_errors_state_their_numbers_as_attributes():
+    ledger = make(num_rows=2, num_pages=17)
+    row, other = prefill(ledger, 40), prefill(ledger, 20, tag="request-7")
+    step = start(ledger, other)
+    ledger.trim(other, 9)
+    error = refuses(ledger, OutOfPages, ledger.prepare_extend, [row], [64])
+    states(error, group="kv", need=6, free=1, fenced=3, reclaimable=0)
+    error = refuses(ledger, OutOfRows, ledger.admit)
+    states(error, num_rows=2, fenced=0)
+    error = refuses(ledger, ContextEnd, ledger.prepare_extend, [row], [65])
+    states(error, rows=[row])
+    end(ledger, step, 1)
+    end(ledger, start(ledger, row, shape=0, writes_draft=False), 1)
+    error = refuses(ledger, DraftLag, ledger.prepare_decode, [row], [1])
+    states(error, row=row, drafted=40, resolved=41)
+    stale = ledger.prepare_decode([row], [0]).step
+    ledger.trim(row, 30)
+    error = refuses(ledger, StalePlan, ledger.launch, stale)
+    states(error, step=stale, row=row)
+    ledger.cancel(stale)
+    poke(ledger.page_table(0), (row, 1), 17)
+    with pytest.raises(PageStateError) as caught:
+        ledger.finish(row)
+    states(caught.value, page=17, state="free", owner=caught.value.owner)
+
+
+def test_a_row_overflow_states_its_numbers():
+    ledger = make()
+    row = prefill(ledger, 9)
+    poke(ledger.allocated_len(0), (row,), 72)  # No public call can bring it about.
+    with pytest.raises(RowOverflow) as caught:
+        ledger.prepare_decode([row], [1])
+    states(caught.value, group="kv", row=row, need=13, width=68)

@@ -118,7 +118,7 @@ impl GroupState {
             page_size,
             row_width,
             reserves: Reserve::for_shapes(geometry, sizes.shapes, sizes.policy, sizes.overlap_depth)?,
-            pool: PagePool::new(num_pages as usize),
+            pool: PagePool::new(num_pages)?,
             delta: Delta::new(table.cells().len())?,
             table,
             allocated: zeroed(sizes.num_rows as usize + 1, "allocated lengths")?,

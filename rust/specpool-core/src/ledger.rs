@@ -144,7 +144,13 @@ impl Ledger {
             None => vec![None; config.groups.len()],
         };
         let mut shapes = vec![Shape::NONE];
-        shapes.extend(config.shapes.into_iter().filter(|&shape| shape != Shape::NONE));
+        for shape in config.shapes {
+            // The fields are public: a shape may never have passed the check.
+            let shape = Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens)?;
+            if shape != Shape::NONE {
+                shapes.push(shape);
+            }
+        }
         let policy = config.policy;
         let sizes = Sizes { shapes: &shapes, num_rows, max_context_len, max_batch, overlap_depth, policy };
         let groups = config

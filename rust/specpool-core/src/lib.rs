@@ -32,7 +32,7 @@ pub mod verify;
 pub use delta::DeltaEntries;
 pub use error::{Error, Result};
 pub use group::Group;
-pub use ids::{Page, Row, Slot};
+pub use ids::{Page, Row};
 pub use layout::Layout;
 pub use ledger::{Ledger, LedgerConfig};
 pub use page_pool::{PagePool, PageRecord, PageState, Verb};

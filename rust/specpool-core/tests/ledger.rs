@@ -333,3 +333,13 @@ fn pages_needed_suffices_and_is_reached() {
         }
     }
 }
+
+#[test]
+fn a_shape_written_by_hand_is_checked_too() {
+    let group = Group { name: "kv".into(), page_size: 4, num_pages: 9, hosts_drafts: true, layout: Layout::Holey };
+    for (num_steps, topk, num_draft_tokens) in [(u32::MAX, u32::MAX, 4), (2, 0, 4), (2, 1, 0)] {
+        let shape = Shape { num_steps, topk, num_draft_tokens };
+        let built = Ledger::new(LedgerConfig::new(vec![group.clone()], vec![shape], 1, 8));
+        assert!(matches!(built, Err(Error::Config(_))));
+    }
+}
