@@ -184,18 +184,3 @@ class PagedLanes:
         for pair in self.buffers:
             for buffer in pair:
                 buffer[target] = buffer[source]
-
-
-def random_tree(num_nodes: int, seed: int) -> list[int]:
-    """Parents of a random tree, root first (-1), each parent before its children."""
-    choose = random.Random(seed)
-    return [-1, *(choose.randrange(node) for node in range(1, num_nodes))]
-
-
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """The nodes from the root to this one."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from reference import draft_position
+
 
 def make_table(rng: np.random.Generator, num_rows: int, columns: int) -> np.ndarray:
     """A page table whose rows hold shuffled pages, each once; row 0 is padding."""
@@ -158,20 +160,10 @@ def sample(logits: np.ndarray, temperature: float, top_k: int, top_p: float, u: 
 # --- slots --------------------------------------------------------------------------------------
 
 
-def draft_position(root: int, s: int, p: int, layout: str, branch: int, step: int) -> int:
-    """Spec 6, word for word."""
-    if layout == "dense":
-        return root + branch * s + step
-    last = root % p
-    base = root - last
-    n = -(-(last + s) // p)
-    return base + branch * n * p + last + step
-
-
 def row_pages(roots: list[int], s: int, k: int, n: int, p: int) -> int:
     """Columns that hold the drafts of either layout and N nodes."""
     most = max(
-        max(draft_position(r, s, p, layout, k - 1, s - 1), r + n) + 1
+        max(draft_position(r, p, s, layout, k - 1, s - 1), r + n) + 1
         for r in roots
         for layout in ("dense", "holey")
     )

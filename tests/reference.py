@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# --- Sizing (spec 3) ---
+# --- Sizing (spec 3) and where drafts lie (spec 6) ---
 
 
 def ceil_align(value: int, unit: int) -> int:
@@ -24,18 +24,24 @@ def alloc_len(P: int, S: int, K: int, N: int, hosts_drafts: bool = True, layout=
     return max(S * K, N)
 
 
+def draft_position(s: int, P: int, S: int, layout: str, branch: int, step: int) -> int:
+    """Spec 6, word for word: where a draft of a round from the root `s` lies."""
+    if layout == "dense":
+        return s + branch * S + step
+    last = s % P
+    base = s - last
+    n = -(-(last + S) // P)
+    return base + branch * n * P + last + step
+
+
 def footprint(s: int, P: int, S: int, K: int, N: int, hosts_drafts=True, layout="holey") -> int:
     """One past the last slot that a round from the root `s` writes, by where its drafts lie."""
-    last_slots = [s + N - 1]
-    if hosts_drafts and S > 0:
-        last, base = s % P, s - s % P
-        pages = -(-(last + S) // P)
-        for branch in range(K):
-            if is_holey(P, K, layout):
-                last_slots.append(base + (branch + 1) * pages * P - 1)
-            else:
-                last_slots.append(s + branch * S + S - 1)
-    return max(last_slots) + 1
+    if not hosts_drafts or S == 0:
+        return s + N
+    end = draft_position(s, P, S, layout, K - 1, S - 1) + 1
+    if is_holey(P, K, layout):
+        end = ceil_align(end, P)  # A whole page is the last branch's own.
+    return max(s + N, end)
 
 
 def need_exact(lo: int, hi: int, *geometry, **options) -> int:

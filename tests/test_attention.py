@@ -16,14 +16,6 @@ from specpool.errors import ShapeError  # noqa: E402
 from specpool.kv_cache import LayerKV  # noqa: E402
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def oracle(
     lanes: PagedLanes,
     visible: Any,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import kernel_reference as ref
-from specpool import kernels
+import reference
+from specpool import _core, kernels
 from specpool.errors import ShapeError
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
@@ -45,7 +46,7 @@ class Round:
 
     def cell(self, lane, layout, branch, step):
         root = int(self.roots[lane])
-        return ref.draft_position(root, self.s, self.p, layout, branch, step)
+        return reference.draft_position(root, self.p, self.s, layout, branch, step)
 
 
 def grid(test):
@@ -326,6 +327,23 @@ def test_scenario_20_no_draft_is_written_outside_the_rows_own_pages():
         kernels.branch_copy_moves(*r.place, parents, num_steps=3, step=2)
 
 
+@pytest.mark.parametrize("bad", [2**63, -(2**80), 1.5, "4", None])
+def test_no_number_of_64_bits(bad):
+    """A scalar that is none gives specpool's error, not Python's OverflowError or TypeError."""
+    r = Round(4, 2, 2, num_steps=3)
+    table, _, rows, roots = r.place
+    slots = np.zeros(1, np.int64)
+    sizes = {"num_steps": 3, "topk": 2, "layout": "holey"}
+    for call in (
+        lambda: kernels.slots_at(table, bad, rows, roots),
+        lambda: kernels.draft_write_slots(*r.place, **{**sizes, "topk": bad}),
+        lambda: _core.check_slots("slots", slots, bad),
+        lambda: _core.attention_mask(rows, rows, bad),
+    ):
+        with pytest.raises(ShapeError, match="whole number of 64 bits"):
+            call()
+
+
 def test_bad_draft_arguments():
     r = Round(4, 2, 2, num_steps=3)
     sizes = {"num_steps": 3, "topk": 2, "layout": "holey"}
@@ -335,7 +353,7 @@ def test_bad_draft_arguments():
         with pytest.raises(ShapeError, match=message):
             function(*arguments, **named)
 
-    refused("layout must be 'dense' or 'holey', got \"other\"", kernels.draft_write_slots, *r.place,
+    refused("layout must be 'dense' or 'holey', got 'other'", kernels.draft_write_slots, *r.place,
             **{**sizes, "layout": "other"})  # fmt: skip
     for name, value in [("num_steps", 0), ("topk", -1), ("topk", 1 << 30), ("num_steps", 1 << 20)]:
         named = {**sizes, name: value}

@@ -22,8 +22,10 @@ from specpool import (
     OutOfPages,
     OutOfRows,
     PageStateError,
+    RowOverflow,
     Shape,
     ShapeError,
+    StalePlan,
 )
 
 # --- The interface ---
@@ -289,6 +291,27 @@ def test_decode_waits_for_a_root():
     ledger.prepare_decode([row], [1])
 
 
+def test_pages_needed_refuses_what_no_round_can_start_from():
+    ledger = make(context=10)
+    assert ledger.pages_needed(3, 9, 1).tolist() == [4]  # 9 + 4 slots on pages of 4
+    for lo, hi in ((-1, 3), (4, 3), (3, 10)):
+        match = rf"roots \[{lo}, {hi}\] must be a range inside \[0, 10\)"
+        refuses(ledger, ShapeError, ledger.pages_needed, lo, hi, 1, match=match)
+    for shape in (-1, 2):
+        refuses(ledger, ShapeError, ledger.pages_needed, 3, 9, shape, match=f"shape {shape} is not")
+    for at, name in enumerate(("lo", "hi", "shape")):
+        for bad in (2**31, 2**80, 1.5, "3", None):
+            arguments = [3, 9, 1]
+            arguments[at] = bad
+            refuses(
+                ledger,
+                ShapeError,
+                ledger.pages_needed,
+                *arguments,
+                match=f"{name} must be an int32",
+            )
+
+
 def test_context_end_lists_every_row():
     ledger = make(context=10)
     rows = [prefill(ledger, length) for length in (10, 9, 10)]
@@ -342,6 +365,28 @@ def test_complete_covers_older_steps_and_needs_a_launch():
     ledger.complete(first)
     ledger.finish(row)
     assert ledger.fenced_pages(0) == 0
+
+
+def test_complete_refuses_a_cancelled_step_also_below_what_is_complete():
+    ledger = make()
+    row, other = prefill(ledger, 5), prefill(ledger, 5)
+    launched, cancelled = {1, 2}, set()
+    for _ in range(3):  # Each turn cancels two steps, newest first, and one prepared behind them.
+        first = ledger.prepare_decode([row], [1]).step
+        second = ledger.prepare_decode([other], [1]).step
+        ledger.cancel(second)
+        third = ledger.prepare_decode([other], [1]).step
+        for step in (third, first):
+            ledger.cancel(step)
+        cancelled |= {first, second, third}
+        step = start(ledger, row)
+        end(ledger, step, 1)
+        launched.add(step)
+    for step in sorted(launched | cancelled):
+        if step in launched:
+            ledger.complete(step)
+        else:
+            refuses(ledger, OrderError, ledger.complete, step, match="it was cancelled")
 
 
 def test_cancel_restores_and_only_the_newest():
@@ -495,3 +540,48 @@ def test_the_audit_reports_what_is_broken():
         ledger.finish(row)
     assert (refused.value.page, refused.value.state) == (40, "free")
     assert ledger.resolved_len[row] == 9
+
+
+# --- What errors state ---
+
+
+def states(error: Exception, **expected) -> None:
+    """The attributes are these, and the message holds the same values."""
+    assert vars(error) == expected
+    for value in expected.values():
+        assert str(value) in str(error)
+
+
+def test_errors_state_their_numbers_as_attributes():
+    ledger = make(num_rows=2, num_pages=17)
+    row, other = prefill(ledger, 40), prefill(ledger, 20, tag="request-7")
+    step = start(ledger, other)
+    ledger.trim(other, 9)
+    error = refuses(ledger, OutOfPages, ledger.prepare_extend, [row], [64])
+    states(error, group="kv", need=6, free=1, fenced=3, reclaimable=0)
+    error = refuses(ledger, OutOfRows, ledger.admit)
+    states(error, num_rows=2, fenced=0)
+    error = refuses(ledger, ContextEnd, ledger.prepare_extend, [row], [65])
+    states(error, rows=[row])
+    end(ledger, step, 1)
+    end(ledger, start(ledger, row, shape=0, writes_draft=False), 1)
+    error = refuses(ledger, DraftLag, ledger.prepare_decode, [row], [1])
+    states(error, row=row, drafted=40, resolved=41)
+    stale = ledger.prepare_decode([row], [0]).step
+    ledger.trim(row, 30)
+    error = refuses(ledger, StalePlan, ledger.launch, stale)
+    states(error, step=stale, row=row)
+    ledger.cancel(stale)
+    poke(ledger.page_table(0), (row, 1), 17)
+    with pytest.raises(PageStateError) as caught:
+        ledger.finish(row)
+    states(caught.value, page=17, state="free", owner=caught.value.owner)
+
+
+def test_a_row_overflow_states_its_numbers():
+    ledger = make()
+    row = prefill(ledger, 9)
+    poke(ledger.allocated_len(0), (row,), 72)  # No public call can bring it about.
+    with pytest.raises(RowOverflow) as caught:
+        ledger.prepare_decode([row], [1])
+    states(caught.value, group="kv", row=row, need=13, width=68)

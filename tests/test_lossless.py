@@ -24,6 +24,7 @@ PAGE_SIZES = (1, 2, 3, 16, 64)
 TOPKS = (1, 2, 4, 8)
 PLACEMENTS = ("split", "shared")
 LAYOUTS = ("dense", "holey")
+HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 SHAPES = {1: (3, 1, 4), 2: (3, 2, 6), 4: (4, 4, 16), 8: (3, 8, 24)}
 
 
@@ -43,8 +44,7 @@ def target() -> Iterator[TargetModel]:
 
 @pytest.fixture(scope="module")
 def heads(target: TargetModel) -> dict[str, EagleHead]:
-    names = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
-    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in names}
+    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
 
 
 def prompts(batch: int, page_size: int) -> list[list[int]]:
@@ -92,20 +92,22 @@ def run_case(
     return sum(o.accept_len for o in outputs) / len(outputs)
 
 
-GRID = list(itertools.product(PAGE_SIZES, TOPKS, PLACEMENTS, LAYOUTS))
-
-
-def _part() -> list[tuple[int, int, str, str, int, str]]:
+def _part() -> Iterator[tuple[int, int, str, str, int, str]]:
     """Every page size with every topk, placements, layouts, batches and heads taking turns."""
-    cases = []
     for index, (page_size, topk) in enumerate(itertools.product(PAGE_SIZES, TOPKS)):
-        head = ("specpool/tiny-eagle", "specpool/tiny-eagle3")[(index + index // 4) % 2]
+        head = HEADS[(index + index // 4) % 2]
         placement, layout = PLACEMENTS[(index // 2) % 2], LAYOUTS[(index + index // 3) % 2]
-        cases.append((page_size, topk, placement, layout, 1 + index * 5 % 8, head))
-    return cases
+        yield page_size, topk, placement, layout, 1 + index * 5 % 8, head
 
 
-@pytest.mark.parametrize(("page_size", "topk", "placement", "layout", "batch", "head"), _part())
+def _grid() -> list[object]:
+    """The part that CI runs; the rest of the grid is for `make test-full`."""
+    part = set(_part())
+    grid = itertools.product(PAGE_SIZES, TOPKS, PLACEMENTS, LAYOUTS, range(1, 9), HEADS)
+    return [pytest.param(*c, marks=() if c in part else pytest.mark.full) for c in grid]
+
+
+@pytest.mark.parametrize(("page_size", "topk", "placement", "layout", "batch", "head"), _grid())
 def test_shipped_pair_speaks_as_transformers_does(
     target, heads, reference, page_size, topk, placement, layout, batch, head
 ):
@@ -120,26 +122,6 @@ def test_shipped_pair_speaks_as_transformers_does(
         batch=batch,
     )
     assert accept_len > 2  # drafts are really accepted, so compaction is really at work
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("head", ["specpool/tiny-eagle", "specpool/tiny-eagle3"])
-@pytest.mark.parametrize("batch", range(1, 9))
-@pytest.mark.parametrize(("page_size", "topk", "placement", "layout"), GRID)
-def test_shipped_pair_full_grid(
-    target, heads, reference, page_size, topk, placement, layout, batch, head
-):
-    accept_len = run_case(
-        target,
-        heads[head],
-        reference,
-        page_size=page_size,
-        topk=topk,
-        placement=placement,
-        layout=layout,
-        batch=batch,
-    )
-    assert accept_len > 2
 
 
 @pytest.mark.parametrize(

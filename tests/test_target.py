@@ -8,32 +8,18 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from families import (  # noqa: E402
-    FAMILIES,
-    VOCAB,
-    PagedLanes,
-    make_config,
-    make_model,
-    path_to,
-    random_tree,
-)
+import kernel_reference as ref  # noqa: E402
+from families import FAMILIES, VOCAB, PagedLanes, make_config, make_model  # noqa: E402
 from specpool.errors import ConfigError, ShapeError  # noqa: E402
 from specpool.models import TargetModel  # noqa: E402
 
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
@@ -104,16 +90,14 @@ def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> No
 
     num_nodes = 8
     starts = [len(text) for text in texts]
-    trees = [random_tree(num_nodes, seed=page_size + lane) for lane in range(3)]
+    rng = np.random.default_rng(page_size)
+    trees = [ref.tree(ref.random_parents(rng, num_nodes)) for _ in range(3)]
     nodes = [some_tokens(num_nodes, choose) for _ in range(3)]
-    paths = [[path_to(node, tree) for node in range(num_nodes)] for tree in trees]
-    masks = [torch.zeros(num_nodes, num_nodes, dtype=torch.bool) for _ in range(3)]
-    for mask, lane_paths in zip(masks, paths, strict=True):
-        for node, path in enumerate(lane_paths):
-            mask[node, path] = True
+    masks = [torch.tensor(tree["mask"]) for tree in trees]
+    paths = [[torch.where(seen)[0].tolist() for seen in mask] for mask in masks]
     node_positions = [
-        [start + len(path) - 1 for path in lane_paths]
-        for start, lane_paths in zip(starts, paths, strict=True)
+        [start + depth for depth in tree["depths"]]
+        for start, tree in zip(starts, trees, strict=True)
     ]
     batch, positions = lanes.batch(starts, (num_nodes,) * 3, masks, node_positions)
     out = target.forward(torch.tensor(nodes).flatten(), positions, batch)

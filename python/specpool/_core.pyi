@@ -402,7 +402,7 @@ class Ledger:
         """The step and every step before it have finished on the device: their fences fall.
 
         Raises:
-            OrderError: it is not launched.
+            OrderError: it is not launched, or was cancelled.
         """
     def cancel(self, step: int) -> None:
         """Undoes the newest unlaunched step, also a stale one; its pages are free at once.

@@ -154,10 +154,10 @@ impl Ledger {
 mod tests {
     use super::*;
     use crate::group::Group;
+    use crate::layout::Layout;
     use crate::ledger::LedgerConfig;
     use crate::page_pool::Verb;
     use crate::shape::Shape;
-    use crate::sizing::Layout;
 
     /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
     fn busy() -> (Ledger, Row) {

@@ -1,9 +1,17 @@
-//! Checks that every array function starts with.
+//! The checks that settings and arrays go through: what the error says of a wrong one.
 
 use crate::error::{Error, Result};
 
 /// Ids are int32, so no array of them is longer.
 const MAX_LEN: usize = 1 << 31;
+
+/// Refuses a setting outside `[least, most]`.
+pub(crate) fn in_range(name: &str, value: i64, least: i64, most: i64) -> Result<i64> {
+    if value < least || value > most {
+        return Err(Error::Config(format!("{name} must be in [{least}, {most}], got {value}")));
+    }
+    Ok(value)
+}
 
 /// The product of `sizes`, as long as an array of that many elements can be indexed by int32.
 pub(crate) fn fit(name: &str, sizes: &[usize]) -> Result<usize> {
@@ -20,4 +28,12 @@ pub(crate) fn same_len(name: &str, len: usize, expected: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::Shape(format!("{name} must have {expected} elements, got {len}")))
+}
+
+/// Refuses a negative entry.
+pub(crate) fn not_negative(name: &str, at: usize, value: i32) -> Result<i64> {
+    if value < 0 {
+        return Err(Error::Shape(format!("{name}[{at}] must be 0 or more, got {value}")));
+    }
+    Ok(i64::from(value))
 }

@@ -1,33 +1,20 @@
-//! Where drafts lie in a row, dense or holey (spec 6), and what reads, copies and masks follow from it.
-//!
-//! ```text
-//! holey, last = root % P:  [.. prefix | tail, branch 0 drafts ..| hole = tail copy, branch 1 drafts ..| ...
-//!                                     ^ base                    ^ base + n*P
-//! ```
+//! The cells of a round's drafts, and what reads, copies and masks follow from where they lie (`layout`, spec 6).
 
-use crate::check::{fit, same_len};
+use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
-use crate::slots::{Moves, RowView, TableView, not_negative};
+use crate::layout::{Branches, Layout};
+use crate::slots::{Moves, RowView, TableView};
 
 /// Most drafts of one lane and round.
 const MAX_CELLS: usize = 1 << 20;
-
-/// Where drafts lie in a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
-    /// Branch after branch, without gaps.
-    Dense,
-    /// Every branch in pages of its own, for readers of whole pages.
-    Holey,
-}
 
 /// What the drafts of one round look like: the same for every lane.
 #[derive(Debug, Clone, Copy)]
 pub struct Drafts {
     num_steps: usize,
     topk: usize,
-    page_size: i64,
     layout: Layout,
+    branches: Branches,
 }
 
 /// The draft cells of one lane.
@@ -79,24 +66,21 @@ impl Drafts {
                 "num_steps * topk must be at most {MAX_CELLS}, got {num_steps} * {topk}"
             )));
         }
-        Ok(Self { num_steps, topk, page_size, layout })
+        let branches = Branches::new(layout, page_size, num_steps as i64, topk as i64);
+        Ok(Self { num_steps, topk, layout, branches })
     }
 
     fn lane(&self, lane: usize, root: i32) -> Result<Lane> {
         let root = not_negative("roots", lane, root)?;
-        let (p, last) = (self.page_size, root % self.page_size);
-        let stride = match self.layout {
-            Layout::Dense => self.num_steps as i64,
-            Layout::Holey => (last + self.num_steps as i64 + p - 1) / p * p,
-        };
         // A row has at most 2^31 slots: no position beyond is any use, and the sums below stay far inside i64.
-        if root + stride * self.topk as i64 > 1 << 31 {
+        if self.branches.end(root) > 1 << 31 {
             return Err(Error::Shape(format!(
-                "roots[{lane}] = {root} leaves no room for {} branches of {stride} positions below 2^31",
-                self.topk
+                "roots[{lane}] = {root} leaves no room for {} branches of {} drafts below 2^31",
+                self.topk, self.num_steps
             )));
         }
-        Ok(Lane { root, last, stride })
+        let last = root % self.branches.page_size;
+        Ok(Lane { root, last, stride: self.branches.stride(last) })
     }
 
     fn check_step(&self, step: usize) -> Result<()> {
@@ -262,7 +246,7 @@ impl Drafts {
         self.check_step(step)?;
         self.need_holey("branch_pages")?;
         same_len("roots", roots.len(), rows.len())?;
-        let p = self.page_size;
+        let p = self.branches.page_size;
         let mut width = 0;
         for (lane, &root) in roots.iter().enumerate() {
             let cells = self.lane(lane, root)?;
@@ -347,8 +331,8 @@ impl Drafts {
         mut visit: impl FnMut(usize, &RowView, &Lane, &mut Moves) -> Result<()>,
     ) -> Result<Moves> {
         same_len("roots", roots.len(), rows.len())?;
-        if table.page_size() != self.page_size {
-            let (table, drafts) = (table.page_size(), self.page_size);
+        if table.page_size() != self.branches.page_size {
+            let (table, drafts) = (table.page_size(), self.branches.page_size);
             return Err(Error::Shape(format!("page_size of the table is {table}, of the drafts {drafts}")));
         }
         let mut moves = Moves::default();

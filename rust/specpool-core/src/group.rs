@@ -3,10 +3,11 @@
 use crate::delta::Delta;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, zeroed};
+use crate::layout::Layout;
 use crate::page_pool::{PagePool, PageRecord, Verb};
 use crate::page_table::PageTable;
 use crate::shape::Shape;
-use crate::sizing::{self, Geometry, Layout, Policy, Reserve};
+use crate::sizing::{self, Geometry, Policy, Reserve};
 
 /// What a group is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -117,7 +118,7 @@ impl GroupState {
             page_size,
             row_width,
             reserves: Reserve::for_shapes(geometry, sizes.shapes, sizes.policy, sizes.overlap_depth)?,
-            pool: PagePool::new(num_pages as usize),
+            pool: PagePool::new(num_pages)?,
             delta: Delta::new(table.cells().len())?,
             table,
             allocated: zeroed(sizes.num_rows as usize + 1, "allocated lengths")?,

@@ -1,4 +1,4 @@
-//! Page, row and slot ids with their arithmetic, and the rounding that every length uses.
+//! Page and row ids, and the rounding that every length uses. Slots (`page * page_size + offset`) are made in `slots`.
 //!
 //! Ids are `i32`, as in the tables and kernels; id 0 is the padding sink of its kind. Arrays of ids (a batch's rows,
 //! a table's cells) stay plain `i32`, so that they can be shown to `NumPy` without a copy.
@@ -13,10 +13,6 @@ pub struct Page(pub i32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Row(pub i32);
 
-/// One token's place in the KV buffer of a group: `page * page_size + offset`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot(pub i32);
-
 impl Page {
     /// The sink that padded lanes write to.
     pub const SINK: Self = Self(0);
@@ -25,12 +21,6 @@ impl Page {
     #[must_use]
     pub fn at(self) -> usize {
         self.0 as usize
-    }
-
-    /// The slot of `position`, when this page holds it.
-    #[must_use]
-    pub fn slot(self, position: i32, page_size: i32) -> Slot {
-        Slot(self.0 * page_size + position % page_size)
     }
 }
 

@@ -8,6 +8,7 @@ mod life;
 mod prepare;
 mod release;
 
+use crate::check::in_range;
 use crate::delta::DeltaEntries;
 use crate::error::{Error, Result};
 use crate::group::{Group, GroupState, Sizes};
@@ -112,13 +113,6 @@ pub struct Ledger {
 /// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
 const MAX_ROWS: i64 = 1 << 24;
 
-fn limited(name: &str, value: i64, least: i64, most: i64) -> Result<i64> {
-    if value < least || value > most {
-        return Err(Error::Config(format!("{name} must be in [{least}, {most}], got {value}")));
-    }
-    Ok(value)
-}
-
 impl Ledger {
     /// Builds an empty ledger.
     ///
@@ -126,10 +120,10 @@ impl Ledger {
     /// [`Error::Config`] that names the setting, its value and what is allowed.
     pub fn new(config: LedgerConfig) -> Result<Self> {
         let most = i64::from(i32::MAX);
-        let num_rows = limited("num_rows", config.num_rows, 1, MAX_ROWS)?;
-        let max_context_len = limited("max_context_len", config.max_context_len, 2, most)?;
-        let max_batch = limited("max_batch", config.max_batch.unwrap_or(num_rows), 1, num_rows)?;
-        let overlap_depth = limited("overlap_depth", config.overlap_depth, 0, most - 1)?;
+        let num_rows = in_range("num_rows", config.num_rows, 1, MAX_ROWS)?;
+        let max_context_len = in_range("max_context_len", config.max_context_len, 2, most)?;
+        let max_batch = in_range("max_batch", config.max_batch.unwrap_or(num_rows), 1, num_rows)?;
+        let overlap_depth = in_range("overlap_depth", config.overlap_depth, 0, most - 1)?;
         if config.groups.is_empty() {
             return Err(Error::Config("a ledger needs at least one group, got 0".into()));
         }
@@ -150,7 +144,13 @@ impl Ledger {
             None => vec![None; config.groups.len()],
         };
         let mut shapes = vec![Shape::NONE];
-        shapes.extend(config.shapes.into_iter().filter(|&shape| shape != Shape::NONE));
+        for shape in config.shapes {
+            // The fields are public: a shape may never have passed the check.
+            let shape = Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens)?;
+            if shape != Shape::NONE {
+                shapes.push(shape);
+            }
+        }
         let policy = config.policy;
         let sizes = Sizes { shapes: &shapes, num_rows, max_context_len, max_batch, overlap_depth, policy };
         let groups = config

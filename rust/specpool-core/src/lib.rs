@@ -1,8 +1,9 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
-//! Layers point one way:
-//! `error -> ids, shape -> sizing -> page_pool, page_table -> group, delta -> step, rows -> ledger -> audit`; and
-//! `slots` (row, position) -> slot beside them; `tree -> verify` never sees pages.
+//! Layers point one way; everything may use `error`, `ids` and `check`:
+//! - the ledger: `shape, layout -> sizing`, `page_pool, page_table -> delta`, then `group, step, rows -> ledger -> audit`;
+//! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `mask`;
+//! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
 //! Start at [`Ledger`], whose example runs one request from its prefill to its end.
 #![forbid(unsafe_code)]
@@ -14,6 +15,7 @@ pub mod draft_cells;
 pub mod error;
 pub mod group;
 pub mod ids;
+pub mod layout;
 pub mod ledger;
 pub mod mask;
 pub mod page_pool;
@@ -30,10 +32,11 @@ pub mod verify;
 pub use delta::DeltaEntries;
 pub use error::{Error, Result};
 pub use group::Group;
-pub use ids::{Page, Row, Slot};
+pub use ids::{Page, Row};
+pub use layout::Layout;
 pub use ledger::{Ledger, LedgerConfig};
 pub use page_pool::{PagePool, PageRecord, PageState, Verb};
 pub use page_table::PageTable;
 pub use shape::Shape;
-pub use sizing::{Geometry, Layout, Policy, Reserve};
+pub use sizing::{Geometry, Policy, Reserve};
 pub use step::{Plan, StepKind};

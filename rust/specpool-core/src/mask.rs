@@ -1,8 +1,7 @@
 //! What the queries of one forward see of their rows (spec 5, 9): the prefix, then their own cells.
 
-use crate::check::{fit, same_len};
+use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
-use crate::slots::not_negative;
 
 /// The lanes of one forward. Column `c` of a lane is the cell at in-row position `c`; its *own* cells, those that the
 /// forward writes, start at `starts[lane]`.
@@ -26,12 +25,23 @@ pub struct MaskLanes<'a> {
     pub window: Option<i64>,
 }
 
-/// `[n, Q, num_columns]`: `seen` where the query sees the column, `unseen` elsewhere: a mask with true and false, a bias
-/// of the scores with 0 and -inf. Padded queries see column 0 only.
+/// `[n, Q, num_columns]`: true where the query sees the column. Padded queries see column 0 only.
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ, or a visible own cell lies beyond the last column.
-pub fn attention_mask<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T) -> Result<Vec<T>> {
+pub fn attention_mask(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<bool>> {
+    visibility(lanes, num_columns, false, true)
+}
+
+/// The same as a bias of the scores: 0 where the query sees the column, else -inf.
+///
+/// # Errors
+/// As [`attention_mask`].
+pub fn attention_bias(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<f32>> {
+    visibility(lanes, num_columns, f32::NEG_INFINITY, 0.0)
+}
+
+fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T) -> Result<Vec<T>> {
     let (n, q, w) = (lanes.starts.len(), lanes.num_queries, lanes.own_width);
     lanes.check(num_columns)?;
     let mut mask = vec![unseen; fit("mask", &[n, q, num_columns])?];

@@ -4,6 +4,8 @@
 //! fenced -> free, `give_back` (of a step that was never launched) owned -> free. Each transition checks the state it
 //! leaves, in O(1), always.
 
+use crate::check::in_range;
+use crate::error::Result;
 use crate::ids::{Page, Row};
 
 /// What a page is doing.
@@ -96,9 +98,12 @@ fn blank(page: Page) -> PageRecord {
 
 impl PagePool {
     /// A pool of free pages.
-    #[must_use]
-    pub fn new(num_pages: usize) -> Self {
-        Self { num_pages, returned: Vec::new(), fenced: Vec::new(), map: vec![blank(Page::SINK)] }
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) unless `1 <= num_pages < 2^31`.
+    pub fn new(num_pages: i64) -> Result<Self> {
+        let num_pages = in_range("num_pages", num_pages, 1, i32::MAX.into())? as usize;
+        Ok(Self { num_pages, returned: Vec::new(), fenced: Vec::new(), map: vec![blank(Page::SINK)] })
     }
 
     /// Pages in all.

@@ -3,6 +3,7 @@
 //! `int32 [num_rows + 1, pages_per_row]`, allocated once and never moved, so that a view of it stays good. Cells at or
 //! beyond a row's `allocated_len / P` are 0; row 0 is all 0.
 
+use crate::check::in_range;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, zeroed};
 
@@ -20,8 +21,10 @@ impl PageTable {
     /// An empty table (all cells 0).
     ///
     /// # Errors
-    /// [`Error::Config`] when it has 2^31 cells or more, or memory is short.
+    /// [`Error::Config`] when there is no row or column, 2^31 cells or more, or memory is short.
     pub fn new(num_rows: i64, pages_per_row: i64) -> Result<Self> {
+        in_range("num_rows", num_rows, 1, MAX_CELLS)?;
+        in_range("pages_per_row", pages_per_row, 1, MAX_CELLS)?;
         let cells = (num_rows + 1).checked_mul(pages_per_row).filter(|&cells| cells <= MAX_CELLS).ok_or_else(|| {
             Error::Config(format!(
                 "a page table of {num_rows} + 1 rows of {pages_per_row} pages has more than {MAX_CELLS} cells"

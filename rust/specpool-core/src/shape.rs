@@ -1,5 +1,6 @@
 //! What one round of one row may do: `(num_steps, topk, num_draft_tokens)` (spec 1).
 
+use crate::check::in_range;
 use crate::error::{Error, Result};
 
 /// The draft shape of one row's round.
@@ -16,7 +17,7 @@ pub struct Shape {
 }
 
 /// Largest S, K or N: keeps every product of section 3 inside `i64`.
-const MAX_FIELD: u32 = 1 << 20;
+const MAX_FIELD: i64 = 1 << 20;
 
 impl Shape {
     /// Shape 0: no drafting, one token a round.
@@ -34,13 +35,9 @@ impl Shape {
     /// assert!(Shape::new(1, 0, 2).is_err());
     /// ```
     pub fn new(num_steps: u32, topk: u32, num_draft_tokens: u32) -> Result<Self> {
-        for (name, value, least) in
-            [("num_steps", num_steps, 0), ("topk", topk, 1), ("num_draft_tokens", num_draft_tokens, 1)]
-        {
-            if value < least || value > MAX_FIELD {
-                return Err(Error::Config(format!("{name} must be in [{least}, {MAX_FIELD}], got {value}")));
-            }
-        }
+        in_range("num_steps", num_steps.into(), 0, MAX_FIELD)?;
+        in_range("topk", topk.into(), 1, MAX_FIELD)?;
+        in_range("num_draft_tokens", num_draft_tokens.into(), 1, MAX_FIELD)?;
         Ok(Self { num_steps, topk, num_draft_tokens })
     }
 

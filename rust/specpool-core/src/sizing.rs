@@ -7,8 +7,10 @@
 //! Every function takes any numbers in its stated range and answers [`Error::Config`] outside of it; inside the range
 //! nothing overflows `i64`.
 
+use crate::check::in_range;
 use crate::error::{Error, Result};
 use crate::ids::{ceil_align, ceil_div};
+use crate::layout::{Branches, Layout};
 use crate::shape::Shape;
 
 /// Largest page size: a slot id is an `i32`.
@@ -17,15 +19,6 @@ const MAX_PAGE_SIZE: i64 = 1 << 31;
 const MAX_LEN: i64 = 1 << 48;
 /// Largest count of rows or of rounds prepared ahead.
 const MAX_COUNT: i64 = 1 << 31;
-
-/// Where the drafts of a round lie in their row (spec 6).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Layout {
-    /// Branch b, step j at `s + b*S + j`: for readers of single tokens.
-    Dense,
-    /// Each branch on pages of its own, for readers of whole pages. Where `P == 1` or `K == 1` it is the dense one.
-    Holey,
-}
 
 /// How much is reserved for a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -68,21 +61,15 @@ impl Geometry {
         self.page_size
     }
 
-    fn is_holey(&self, shape: Shape) -> bool {
-        self.layout == Layout::Holey && self.page_size > 1 && shape.topk > 1
+    fn branches(&self, shape: Shape) -> Branches {
+        Branches::new(self.layout, self.page_size, shape.num_steps.into(), shape.topk.into())
     }
 
     /// W, the window of one round (spec 3.1; sgl `get_alloc_len_per_decode`), in slots.
     #[must_use]
     pub fn alloc_len_per_decode(&self, shape: Shape) -> i64 {
-        let (s, k, n) = numbers(shape);
-        if !self.hosts_drafts {
-            n
-        } else if self.is_holey(shape) {
-            (ceil_align(self.page_size - 1 + s, self.page_size) * k).max(n)
-        } else {
-            (s * k).max(n)
-        }
+        let drafts = if self.hosts_drafts { i64::from(shape.topk) * self.branches(shape).widest_stride() } else { 0 };
+        drafts.max(shape.num_draft_tokens.into())
     }
 
     /// W over all shapes.
@@ -90,17 +77,6 @@ impl Geometry {
     pub fn max_alloc_len(&self, shapes: &[Shape]) -> i64 {
         shapes.iter().map(|&shape| self.alloc_len_per_decode(shape)).max().unwrap_or(0)
     }
-}
-
-fn numbers(shape: Shape) -> (i64, i64, i64) {
-    (shape.num_steps.into(), shape.topk.into(), shape.num_draft_tokens.into())
-}
-
-fn in_range(name: &str, value: i64, least: i64, most: i64) -> Result<i64> {
-    if value < least || value > most {
-        return Err(Error::Config(format!("{name} must be in [{least}, {most}], got {value}")));
-    }
-    Ok(value)
 }
 
 /// One shape's reserve in one group, its constants worked out once.
@@ -124,20 +100,20 @@ impl Reserve {
     /// The `exact` policy: the largest footprint over all roots in `[lo, hi]`.
     #[must_use]
     pub fn exact(geometry: Geometry, shape: Shape) -> Self {
-        let (s, k, n) = numbers(shape);
         let page_size = geometry.page_size;
-        let form = if !geometry.hosts_drafts || s == 0 {
-            Form::Flat { window: n }
-        } else if geometry.is_holey(shape) {
-            let n_max = (2 * page_size - 2 + s) / page_size;
+        let (branches, num_draft_tokens) = (geometry.branches(shape), i64::from(shape.num_draft_tokens));
+        let form = if !geometry.hosts_drafts || shape.num_steps == 0 {
+            Form::Flat { window: num_draft_tokens }
+        } else if branches.is_holey {
+            let widest = branches.widest_stride(); // P * n_max
             Form::Holey {
-                threshold: (n_max - 1) * page_size - s,
-                branches: k * page_size * n_max,
-                one_less: k * page_size * (n_max - 1),
-                num_draft_tokens: n,
+                threshold: widest - page_size - branches.num_steps,
+                branches: branches.topk * widest,
+                one_less: branches.topk * (widest - page_size),
+                num_draft_tokens,
             }
         } else {
-            Form::Flat { window: (s * k).max(n) }
+            Form::Flat { window: branches.end(0).max(num_draft_tokens) }
         };
         Self { page_size, form }
     }
@@ -279,7 +255,7 @@ pub fn extend_pages(new_len: i64, allocated: i64, page_size: i64) -> Result<i64>
 pub fn v1_tokens_required(num_rows: i64, page_size: i64, shape: Shape) -> Result<i64> {
     in_range("num_rows", num_rows, 0, MAX_COUNT)?;
     in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
-    let (s, k, n) = numbers(shape);
+    let (s, k, n): (i64, i64, i64) = (shape.num_steps.into(), shape.topk.into(), shape.num_draft_tokens.into());
     let len_per_topk = if page_size > 1 && k > 1 { s + page_size } else { s.max(1) };
     let per_row = (ceil_align(len_per_topk, page_size) * k).max(ceil_align(n, page_size));
     per_row

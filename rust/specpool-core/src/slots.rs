@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::check::{fit, same_len};
+use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
 
 /// A page table as plain cells.
@@ -163,14 +163,6 @@ impl RowView<'_> {
         }
         Ok(())
     }
-}
-
-/// Refuses a negative value, naming it.
-pub(crate) fn not_negative(name: &str, lane: usize, value: i32) -> Result<i64> {
-    if value < 0 {
-        return Err(Error::Shape(format!("{name}[{lane}] must be 0 or more, got {value}")));
-    }
-    Ok(i64::from(value))
 }
 
 /// The slot of each `(rows[i], positions[i])`.

@@ -4,6 +4,7 @@
 //! `[launched .. | unlaunched ..]`. A number is never used twice.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
@@ -87,11 +88,13 @@ pub(crate) struct Steps {
     next: u64,
     /// Every step up to this one has finished on the device.
     completed: u64,
+    /// Runs of numbers that were cancelled, ascending: neighbours share one, so it stays short.
+    cancelled: Vec<Range<u64>>,
 }
 
 impl Steps {
     pub(crate) fn new() -> Self {
-        Self { queue: VecDeque::new(), num_unlaunched: 0, next: 1, completed: 0 }
+        Self { queue: VecDeque::new(), num_unlaunched: 0, next: 1, completed: 0, cancelled: Vec::new() }
     }
 
     pub(crate) fn next(&self) -> u64 {
@@ -181,8 +184,13 @@ impl Steps {
     }
 
     pub(crate) fn check_complete(&self, step: u64) -> Result<()> {
+        let refuse = |why: &str| Err(Error::Order(format!("complete of step {step}: {why}")));
+        let run = self.cancelled.partition_point(|run| run.end <= step);
+        if self.cancelled.get(run).is_some_and(|run| run.contains(&step)) {
+            return refuse("it was cancelled");
+        }
         if step == 0 || (step > self.completed && !self.is_launched(step)) {
-            return Err(Error::Order(format!("complete of step {step}: it is not launched")));
+            return refuse("it is not launched");
         }
         Ok(())
     }
@@ -203,9 +211,16 @@ impl Steps {
         }
     }
 
-    pub(crate) fn pop_newest(&mut self) -> Option<StepRecord> {
+    /// Forgets the newest step, which is not launched; what came after it was cancelled before.
+    pub(crate) fn cancel_newest(&mut self) {
+        let Some(record) = self.queue.pop_back() else { return };
         self.num_unlaunched -= 1;
-        self.queue.pop_back()
+        let mut first = record.plan.step;
+        while let Some(run) = self.cancelled.last().filter(|run| run.end >= first).cloned() {
+            first = first.min(run.start);
+            self.cancelled.pop();
+        }
+        self.cancelled.push(first..self.next);
     }
 
     /// Forgets steps that are over. One that waits for its resolve keeps the younger ones in the queue.

@@ -1,8 +1,10 @@
 //! Where drafts lie, and the copies that keep whole pages true.
 
 use proptest::prelude::*;
-use specpool_core::draft_cells::{Drafts, Layout, advance_ancestors};
+use specpool_core::draft_cells::{Drafts, advance_ancestors};
+use specpool_core::ids::ceil_align;
 use specpool_core::slots::TableView;
+use specpool_core::{Geometry, Layout, Reserve, Shape};
 
 #[test]
 fn the_worked_example_of_sgl_7725() {
@@ -11,6 +13,33 @@ fn the_worked_example_of_sgl_7725() {
     let moves = Drafts::new(5, 8, 4, Layout::Holey).unwrap().prefix_tail_moves(&table, &[1], &[7]).unwrap();
     assert_eq!(moves.src, [8, 9, 10].repeat(7));
     assert_eq!(moves.dst[..6], [16, 17, 18, 24, 25, 26]);
+}
+
+/// What a round reserves for a known root is what it writes: the last draft's cell, in the holey layout its page to
+/// the end, or the last node of the verify window.
+#[test]
+fn the_reserve_ends_where_the_cells_do() {
+    for (page_size, layout) in (1..=6).flat_map(|p| [(p, Layout::Dense), (p, Layout::Holey)]) {
+        let geometry = Geometry::new(page_size, true, layout).unwrap();
+        for (s, k) in (1..=7).flat_map(|s| (1..=4).map(move |k| (s, k))) {
+            let drafts = Drafts::new(s, k, page_size, layout).unwrap();
+            for n in 1..=40 {
+                let reserve = Reserve::exact(geometry, Shape::new(s as u32, k as u32, n).unwrap());
+                for root in 0..=3 * page_size {
+                    let positions = drafts.write_positions(&[root as i32]).unwrap();
+                    let end = i64::from(*positions.iter().max().unwrap()) + 1;
+                    let whole_pages = layout == Layout::Holey && page_size > 1 && k > 1;
+                    let end = if whole_pages { ceil_align(end, page_size) } else { end };
+                    let found = reserve.need(root, root);
+                    assert_eq!(
+                        found,
+                        end.max(root + i64::from(n)),
+                        "P={page_size} {layout:?} ({s}, {k}, {n}) at {root}"
+                    );
+                }
+            }
+        }
+    }
 }
 
 proptest! {

@@ -11,14 +11,41 @@ use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Policy, Row, Sha
 #[derive(Debug, Clone)]
 enum Op {
     Admit,
-    Extend { rows: Pick, add: Vec<i32>, writes_draft: bool },
-    Decode { rows: Pick, shapes: Vec<usize>, writes_draft: bool },
-    Launch { step: usize },
-    Resolve { step: usize, accepts: Vec<i32> },
-    Complete { step: usize },
-    Cancel { step: usize },
-    Trim { row: usize, len: i32 },
-    GiveBack { row: usize, how: u8 },
+    Extend {
+        rows: Pick,
+        add: Vec<i32>,
+        writes_draft: bool,
+    },
+    Decode {
+        rows: Pick,
+        shapes: Vec<usize>,
+        writes_draft: bool,
+    },
+    Launch {
+        step: usize,
+    },
+    Resolve {
+        step: usize,
+        accepts: Vec<i32>,
+    },
+    Complete {
+        step: usize,
+    },
+    /// Any number at all: also one long over, one cancelled, one yet to come.
+    CompleteAny {
+        step: u64,
+    },
+    Cancel {
+        step: usize,
+    },
+    Trim {
+        row: usize,
+        len: i32,
+    },
+    GiveBack {
+        row: usize,
+        how: u8,
+    },
 }
 
 /// Rows of a batch: those of a mask that can most likely take part, or any numbers at all.
@@ -60,6 +87,7 @@ fn any_op() -> impl Strategy<Value = Op> {
         10 => step().prop_map(|step| Op::Launch { step }),
         8 => (step(), prop::collection::vec(accepts(), 5)).prop_map(|(step, accepts)| Op::Resolve { step, accepts }),
         3 => step().prop_map(|step| Op::Complete { step }),
+        1 => (0..50_u64).prop_map(|step| Op::CompleteAny { step }),
         2 => step().prop_map(|step| Op::Cancel { step }),
         1 => (0..=ROWS + 1, -1..CONTEXT).prop_map(|(row, len)| Op::Trim { row, len }),
         1 => (0..=ROWS + 1, 0..3_u8).prop_map(|(row, how)| Op::GiveBack { row, how }),
@@ -147,6 +175,7 @@ fn apply(ledger: &mut Ledger, model: &mut Model, op: &Op) -> (Outcome, Outcome) 
             let step = pending.get(*step).copied().unwrap_or(*step as u64);
             (say(ledger.complete(step)), model.complete(step))
         }
+        Op::CompleteAny { step } => (say(ledger.complete(*step)), model.complete(*step)),
         Op::Cancel { step } => {
             let newest: Vec<u64> = model.steps.iter().rev().map(|s| s.step).collect();
             let step = newest.get(*step).copied().unwrap_or(*step as u64);
@@ -262,5 +291,55 @@ proptest! {
         }
         prop_assert_eq!(ledger.num_free_rows(), ROWS);
         prop_assert_eq!(ledger.check(), Ok(()));
+    }
+}
+
+/// Pages that a row of `root` tokens, with no round in flight, holds once a round of shape 1 is prepared.
+fn pages_held(ledger: &mut Ledger, root: i32) -> i64 {
+    let row = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend(&[row.0], &[root], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let plan = ledger.prepare_decode(&[row.0], &[1], true).unwrap();
+    ledger.cancel(plan.step).unwrap();
+    ledger.finish(row).unwrap();
+    ledger.complete(step).unwrap();
+    i64::from(plan.allocated_after[0]) / ledger.group_spec(0).unwrap().page_size
+}
+
+/// `pages_needed` is the most that any root of the range makes a row hold: enough for each, and one takes it all.
+#[test]
+fn pages_needed_suffices_and_is_reached() {
+    const L: i32 = 13;
+    for (page_size, policy, depth) in
+        (1..=5).flat_map(|p| [(p, Policy::Exact, 0), (p, Policy::DoubleBuffer, 0), (p, Policy::DoubleBuffer, 1)])
+    {
+        for (hosts_drafts, layout) in [(false, Layout::Dense), (true, Layout::Dense), (true, Layout::Holey)] {
+            for (s, k, n) in (0..4).flat_map(|s| (1..4).flat_map(move |k| [1, 2, 5, 9].map(|n| (s, k, n)))) {
+                let group = Group { name: "kv".into(), page_size, num_pages: 200, hosts_drafts, layout };
+                // Twice the same shape would be no use: shape 0 is there already.
+                let shape = if (s, k, n) == (0, 1, 1) { continue } else { Shape::new(s, k, n).unwrap() };
+                let mut config = LedgerConfig::new(vec![group], vec![shape], 1, L.into());
+                (config.policy, config.overlap_depth) = (policy, depth);
+                let mut ledger = Ledger::new(config).unwrap();
+                let held: Vec<i64> = (1..L).map(|root| pages_held(&mut ledger, root)).collect();
+                for lo in 1..L {
+                    for hi in lo..L {
+                        let most = held[lo as usize - 1..hi as usize].iter().max().copied();
+                        let found = ledger.pages_needed(lo, hi, 1).unwrap();
+                        assert_eq!(Some(found[0]), most, "P={page_size} {policy:?} {layout:?} {shape:?} [{lo}, {hi}]");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_shape_written_by_hand_is_checked_too() {
+    let group = Group { name: "kv".into(), page_size: 4, num_pages: 9, hosts_drafts: true, layout: Layout::Holey };
+    for (num_steps, topk, num_draft_tokens) in [(u32::MAX, u32::MAX, 4), (2, 0, 4), (2, 1, 0)] {
+        let shape = Shape { num_steps, topk, num_draft_tokens };
+        let built = Ledger::new(LedgerConfig::new(vec![group.clone()], vec![shape], 1, 8));
+        assert!(matches!(built, Err(Error::Config(_))));
     }
 }

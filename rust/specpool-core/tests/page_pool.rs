@@ -1,6 +1,6 @@
 //! Every page is in one state, and only its owner can give it back.
 
-use specpool_core::{Page, PagePool, PageState, Row, Verb};
+use specpool_core::{Error, Page, PagePool, PageState, PageTable, Row, Verb};
 
 const A: Row = Row(1);
 const B: Row = Row(2);
@@ -11,7 +11,7 @@ fn take(pool: &mut PagePool, row: Row) -> Page {
 
 #[test]
 fn pages_count_from_one_and_end() {
-    let mut pool = PagePool::new(2);
+    let mut pool = PagePool::new(2).unwrap();
     assert_eq!((take(&mut pool, A), take(&mut pool, A)), (Page(1), Page(2)));
     assert_eq!(pool.take(A, 7, Verb::PrepareExtend), None);
     assert_eq!((pool.num_free(), pool.num_fenced()), (0, 0));
@@ -19,7 +19,7 @@ fn pages_count_from_one_and_end() {
 
 #[test]
 fn double_free_and_foreign_free_are_refused_with_the_page_and_its_owner() {
-    let mut pool = PagePool::new(2);
+    let mut pool = PagePool::new(2).unwrap();
     let page = take(&mut pool, A);
     let foreign = pool.release(page, B, None, Verb::Finish).unwrap_err();
     assert_eq!((foreign.page, foreign.state, foreign.owner, foreign.birth_step), (page, PageState::Owned, A, 7));
@@ -31,7 +31,7 @@ fn double_free_and_foreign_free_are_refused_with_the_page_and_its_owner() {
 
 #[test]
 fn a_page_that_never_was_cannot_be_freed() {
-    let mut pool = PagePool::new(2);
+    let mut pool = PagePool::new(2).unwrap();
     for page in [Page::SINK, Page(3), Page(-1), Page(2)] {
         assert_eq!(pool.release(page, A, None, Verb::Finish).unwrap_err().state, PageState::Free);
     }
@@ -40,7 +40,7 @@ fn a_page_that_never_was_cannot_be_freed() {
 
 #[test]
 fn a_fenced_page_comes_back_with_its_step_and_not_before() {
-    let mut pool = PagePool::new(1);
+    let mut pool = PagePool::new(1).unwrap();
     let page = take(&mut pool, A);
     assert_eq!(pool.release(page, A, Some(9), Verb::Trim), Ok(()));
     assert_eq!(pool.release(page, A, Some(9), Verb::Trim).unwrap_err().state, PageState::Fenced);
@@ -52,7 +52,20 @@ fn a_fenced_page_comes_back_with_its_step_and_not_before() {
 
 #[test]
 fn a_huge_pool_costs_nothing_before_it_is_used() {
-    let mut pool = PagePool::new((1 << 31) - 2);
+    let mut pool = PagePool::new((1 << 31) - 2).unwrap();
     assert_eq!(take(&mut pool, A), Page(1));
     assert_eq!(pool.num_free(), (1 << 31) - 3);
+}
+
+#[test]
+fn a_pool_or_table_of_impossible_size_is_refused() {
+    for size in [i64::MIN, -1, 0, 1 << 31, i64::MAX] {
+        assert!(matches!(PagePool::new(size), Err(Error::Config(_))), "{size}");
+        for (num_rows, pages_per_row) in [(size, 1), (1, size), (size, size)] {
+            assert!(
+                matches!(PageTable::new(num_rows, pages_per_row), Err(Error::Config(_))),
+                "{num_rows} {pages_per_row}"
+            );
+        }
+    }
 }

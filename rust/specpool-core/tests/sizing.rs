@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use specpool_core::ids::ceil_align;
-use specpool_core::sizing::{self, Geometry, Layout, Policy, Reserve};
-use specpool_core::{Error, Shape};
+use specpool_core::sizing::{self, Geometry, Policy, Reserve};
+use specpool_core::{Error, Layout, Shape};
 
 const PAGE_SIZES: [i64; 7] = [1, 2, 3, 4, 7, 16, 64];
 

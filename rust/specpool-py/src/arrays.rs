@@ -1,60 +1,52 @@
 //! Numbers and arrays on their way in and out: every wrong one is a specpool error with the numbers.
+//!
+//! Two rules, by what a call is: the ledger's batch calls take [`int_array`]s (int32, int64 or a list; copied);
+//! kernels take an [`Input`] or [`Output`] only as it is (exact dtype, number of dimensions, C order), so that nothing
+//! is copied or converted behind the caller's back.
 
-use numpy::ndarray::{ArrayView1, ArrayView2};
+use numpy::ndarray::{ArrayView1, ArrayView2, Dim, Dimension, IntoDimension};
 use numpy::npyffi::_PyArray_GET_ITEM_DATA;
 use numpy::npyffi::flags::{NPY_ARRAY_ALIGNED, NPY_ARRAY_WRITEABLE};
-use numpy::{Element, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    BorrowError, Element, PyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods,
+    PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray, PyUntypedArrayMethods, dtype,
+};
 use pyo3::prelude::*;
 use specpool_core::{Error, Page, Row};
 
 use crate::errors::{config_error, shape_error, to_py};
 
-/// A whole number of a configuration; one beyond 64 bits is a `ConfigError`, not an `OverflowError`.
+/// Largest number of steps, branches or nodes (as `Shape`'s).
+const MAX_COUNT: i64 = 1 << 20;
+
+/// A whole number of a configuration; anything else is a `ConfigError`.
 #[derive(Clone, Copy)]
 pub struct ConfigInt(pub i64);
+
+/// A whole number among a kernel's arguments; anything else is a `ShapeError`.
+#[derive(Clone, Copy)]
+pub struct ShapeInt(pub i64);
+
+/// The number, or the error that `refuse` makes in place of Python's own `OverflowError` or `TypeError`.
+fn whole(value: Borrowed<'_, '_, PyAny>, refuse: fn(String) -> PyErr) -> PyResult<i64> {
+    value
+        .extract()
+        .or_else(|_: PyErr| Err(refuse(format!("a whole number of 64 bits is needed, got {}", value.repr()?))))
+}
 
 impl<'a, 'py> FromPyObject<'a, 'py> for ConfigInt {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        match value.extract() {
-            Ok(number) => Ok(Self(number)),
-            Err(_) => Err(config_error(format!("a whole number of 64 bits is needed, got {}", value.repr()?))),
-        }
+        whole(value, config_error).map(Self)
     }
 }
 
-/// The entries of any array of the right type, strided or not.
-fn elements<T: Element + Copy>(name: &str, array: &Bound<'_, PyArray1<T>>) -> PyResult<Vec<T>> {
-    // SAFETY: the array is alive, and only its flags are read.
-    let flags = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
-    if flags & NPY_ARRAY_ALIGNED == 0 {
-        return Err(shape_error(format!("{name} is not aligned in memory")));
-    }
-    Ok(array.try_readonly()?.as_array().to_vec())
-}
+impl<'a, 'py> FromPyObject<'a, 'py> for ShapeInt {
+    type Error = PyErr;
 
-/// `int32 [n]` from a `NumPy` array of int32 or int64, or a sequence of ints; anything else is a `ShapeError`.
-pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
-    if let Ok(array) = value.cast::<PyArray1<i32>>() {
-        return elements(name, array);
-    }
-    let narrow = |number: i64| {
-        i32::try_from(number).map_err(|_| shape_error(format!("{name} holds {number}, which is no int32")))
-    };
-    if let Ok(array) = value.cast::<PyArray1<i64>>() {
-        return elements(name, array)?.into_iter().map(narrow).collect();
-    }
-    if let Ok(array) = value.cast::<PyUntypedArray>() {
-        return Err(shape_error(format!(
-            "{name} must be a 1-dimensional array of int32 or int64, got {} dimensions of {}",
-            array.ndim(),
-            array.dtype().typeobj().name()?
-        )));
-    }
-    match value.extract::<Vec<i64>>() {
-        Ok(numbers) => numbers.into_iter().map(narrow).collect(),
-        Err(_) => Err(shape_error(format!("{name} must be an array or a list of ints, got {}", value.repr()?))),
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        whole(value, shape_error).map(Self)
     }
 }
 
@@ -88,6 +80,170 @@ pub fn step(value: &Bound<'_, PyAny>) -> PyResult<u64> {
         Ok(shown) => to_py(Error::Order(format!("no step has the number {shown}"))),
         Err(error) => error,
     })
+}
+
+/// A count or index in `[least, 2^20]`.
+pub fn count(name: &str, ShapeInt(value): ShapeInt, least: i64) -> PyResult<usize> {
+    if (least..=MAX_COUNT).contains(&value) {
+        return Ok(value as usize);
+    }
+    Err(shape_error(format!("{name} must be in [{least}, {MAX_COUNT}], got {value}")))
+}
+
+/// A size of `least` or more.
+pub fn at_least(name: &str, ShapeInt(value): ShapeInt, least: i64) -> PyResult<usize> {
+    usize::try_from(value)
+        .ok()
+        .filter(|_| value >= least)
+        .ok_or_else(|| shape_error(format!("{name} must be {least} or more, got {value}")))
+}
+
+fn misaligned(name: &str) -> PyErr {
+    shape_error(format!("{name} is not aligned in memory for its dtype"))
+}
+
+/// The entries of any array of the right type, strided or not.
+fn elements<T: Element + Copy>(name: &str, array: &Bound<'_, PyArray1<T>>) -> PyResult<Vec<T>> {
+    // SAFETY: the array is alive, and only its flags are read.
+    let flags = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
+    if flags & NPY_ARRAY_ALIGNED == 0 {
+        return Err(misaligned(name));
+    }
+    Ok(array.try_readonly()?.as_array().to_vec())
+}
+
+/// `int32 [n]` from a `NumPy` array of int32 or int64, or a sequence of ints; anything else is a `ShapeError`.
+pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
+    if let Ok(array) = value.cast::<PyArray1<i32>>() {
+        return elements(name, array);
+    }
+    let narrow = |number: i64| {
+        i32::try_from(number).map_err(|_| shape_error(format!("{name} holds {number}, which is no int32")))
+    };
+    if let Ok(array) = value.cast::<PyArray1<i64>>() {
+        return elements(name, array)?.into_iter().map(narrow).collect();
+    }
+    if let Ok(array) = value.cast::<PyUntypedArray>() {
+        return Err(shape_error(format!(
+            "{name} must be a 1-dimensional array of int32 or int64, got {} dimensions of {}",
+            array.ndim(),
+            array.dtype().typeobj().name()?
+        )));
+    }
+    match value.extract::<Vec<i64>>() {
+        Ok(numbers) => numbers.into_iter().map(narrow).collect(),
+        Err(_) => Err(shape_error(format!("{name} must be an array or a list of ints, got {}", value.repr()?))),
+    }
+}
+
+/// An array that is only read.
+pub struct Input<'py, T: Element, const D: usize> {
+    array: PyReadonlyArrayDyn<'py, T>,
+    pub dims: [usize; D],
+}
+
+/// An array that is written in place.
+pub struct Output<'py, T: Element, const D: usize> {
+    array: PyReadwriteArrayDyn<'py, T>,
+    pub dims: [usize; D],
+}
+
+/// The array itself and its shape, or a `ShapeError` that says what was expected and what came.
+fn take<'a, 'py, T: Element, const D: usize>(
+    name: &str,
+    object: &'a Bound<'py, PyAny>,
+) -> PyResult<(&'a Bound<'py, PyArrayDyn<T>>, [usize; D])> {
+    if let Ok(array) = object.cast::<PyArrayDyn<T>>() {
+        if let Ok(dims) = <[usize; D]>::try_from(array.shape()) {
+            if array.is_c_contiguous() {
+                return Ok((array, dims));
+            }
+        }
+    }
+    let got = match object.cast::<PyUntypedArray>() {
+        Ok(array) => {
+            let order = if array.is_c_contiguous() { "" } else { ", not contiguous" };
+            format!("{} of shape {:?}{order}", array.dtype(), array.shape())
+        }
+        Err(_) => object.get_type().to_string(),
+    };
+    let kind = dtype::<T>(object.py());
+    let expected = if kind.is_equiv_to(&dtype::<bool>(object.py())) { "bool".to_string() } else { kind.to_string() };
+    Err(shape_error(format!("{name} must be a C-contiguous {D}-dimensional NumPy array of {expected}, got {got}")))
+}
+
+fn borrowed(name: &str, error: &BorrowError) -> PyErr {
+    match error {
+        BorrowError::NotWriteable => shape_error(format!("{name} is written in place and must be writable")),
+        _ => shape_error(format!("{name} shares memory with another argument of the call")),
+    }
+}
+
+impl<'py, T: Element, const D: usize> Input<'py, T, D> {
+    pub fn new(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let (array, dims) = take::<T, D>(name, object)?;
+        let array = array.try_readonly().map_err(|error| borrowed(name, &error))?;
+        array.as_slice().map_err(|_| misaligned(name))?;
+        Ok(Self { array, dims })
+    }
+
+    pub fn optional(name: &'static str, object: Option<&Bound<'py, PyAny>>) -> PyResult<Option<Self>> {
+        object.map(|object| Self::new(name, object)).transpose()
+    }
+
+    pub fn slice(&self) -> &[T] {
+        self.array.as_slice().unwrap_or_default()
+    }
+}
+
+impl<'py, T: Element, const D: usize> Output<'py, T, D> {
+    pub fn new(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let (array, dims) = take::<T, D>(name, object)?;
+        let array = array.try_readwrite().map_err(|error| borrowed(name, &error))?;
+        array.as_slice().map_err(|_| misaligned(name))?;
+        Ok(Self { array, dims })
+    }
+
+    pub fn slice(&mut self) -> &mut [T] {
+        self.array.as_slice_mut().unwrap_or_default()
+    }
+}
+
+/// Refuses an array of another shape than expected.
+pub fn expect_dims<const D: usize>(name: &str, dims: [usize; D], expected: [usize; D]) -> PyResult<()> {
+    if dims == expected {
+        return Ok(());
+    }
+    Err(shape_error(format!("{name} must have shape {expected:?}, got {dims:?}")))
+}
+
+/// An array with one entry for each of `rows`.
+pub fn per_lane<'py>(
+    rows: &Input<'py, i32, 1>,
+    name: &'static str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<Input<'py, i32, 1>> {
+    let values = Input::new(name, object)?;
+    expect_dims(name, values.dims, rows.dims)?;
+    Ok(values)
+}
+
+/// A new one-dimensional array that takes over `values`.
+pub fn vector<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
+    PyArray1::from_vec(py, values)
+}
+
+/// A new array of shape `dims` that takes over `values`.
+pub fn array<T: Element, const D: usize>(
+    py: Python<'_>,
+    values: Vec<T>,
+    dims: [usize; D],
+) -> PyResult<Bound<'_, PyArray<T, Dim<[usize; D]>>>>
+where
+    [usize; D]: IntoDimension<Dim = Dim<[usize; D]>>,
+    Dim<[usize; D]>: Dimension,
+{
+    PyArray1::from_vec(py, values).reshape(dims)
 }
 
 /// A read-only `NumPy` view of `data`, which lives in `owner` and is never moved while `owner` lives.

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use specpool_core::LedgerConfig;
 
 use crate::arrays::{ConfigInt, group, int_array, int32, page, row, step, view, view_2d};
-use crate::errors::to_py;
+use crate::errors::{config_error, to_py};
 use crate::plan::Plan;
 use crate::shape::Shape;
 use crate::sizing::{layout, layout_name, policy, policy_name};
@@ -25,7 +25,7 @@ impl Group {
         hosts_drafts: bool,
         layout: &str,
     ) -> PyResult<Self> {
-        let layout = self::layout(layout)?;
+        let layout = self::layout(layout, config_error)?;
         let spec = specpool_core::Group { name, page_size: page_size.0, num_pages: num_pages.0, hosts_drafts, layout };
         spec.check().map_err(to_py)?;
         Ok(Self(spec))
@@ -246,9 +246,14 @@ impl Ledger {
         Ok(PyArray1::from_vec(py, self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
     }
 
-    fn pages_needed<'py>(&self, py: Python<'py>, lo: i64, hi: i64, shape: i64) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        // Whatever an i32 does not hold is outside of every range.
-        let [lo, hi, shape] = [lo, hi, shape].map(|value| i32::try_from(value).unwrap_or(-1));
+    fn pages_needed<'py>(
+        &self,
+        lo: &Bound<'py, PyAny>,
+        hi: &Bound<'py, PyAny>,
+        shape: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let py = lo.py();
+        let (lo, hi, shape) = (int32("lo", lo)?, int32("hi", hi)?, int32("shape", shape)?);
         Ok(PyArray1::from_vec(py, self.0.pages_needed(lo, hi, shape).map_err(to_py)?))
     }
 

@@ -2,10 +2,10 @@
 //! nothing else; names are those of the core.
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
-mod array_args;
 mod arrays;
 mod errors;
 mod ledger;
+mod mask;
 mod plan;
 mod shape;
 mod sizing;
@@ -17,6 +17,8 @@ mod _core {
     #[pymodule_export]
     use super::ledger::{Group, Ledger};
     #[pymodule_export]
+    use super::mask::{attention_bias, attention_mask};
+    #[pymodule_export]
     use super::plan::Plan;
     #[pymodule_export]
     use super::shape::Shape;
@@ -27,9 +29,9 @@ mod _core {
     };
     #[pymodule_export]
     use super::slots::{
-        advance_ancestors, apply_table_delta, attention_bias, attention_mask, branch_copy_moves, branch_pages,
-        check_moves, check_slots, compact_moves, draft_read_indices, draft_visibility, draft_write_positions,
-        draft_write_slots, page_csr, prefix_tail_moves, slot_ranges, slots_at,
+        advance_ancestors, apply_table_delta, branch_copy_moves, branch_pages, check_moves, check_slots, compact_moves,
+        draft_read_indices, draft_visibility, draft_write_positions, draft_write_slots, page_csr, prefix_tail_moves,
+        slot_ranges, slots_at,
     };
     #[pymodule_export]
     use super::tree::{

@@ -8,11 +8,12 @@ use crate::arrays::ConfigInt;
 use crate::errors::{config_error, to_py};
 use crate::shape::{Shape, shape};
 
-pub fn layout(name: &str) -> PyResult<Layout> {
+/// The layout of that name; `refuse` makes the error of the caller's kind.
+pub fn layout(name: &str, refuse: fn(String) -> PyErr) -> PyResult<Layout> {
     match name {
         "dense" => Ok(Layout::Dense),
         "holey" => Ok(Layout::Holey),
-        _ => Err(config_error(format!("layout must be 'dense' or 'holey', got '{name}'"))),
+        _ => Err(refuse(format!("layout must be 'dense' or 'holey', got '{name}'"))),
     }
 }
 
@@ -39,7 +40,7 @@ pub fn policy_name(policy: Policy) -> &'static str {
 }
 
 fn geometry(page_size: i64, hosts_drafts: bool, layout_name: &str) -> PyResult<Geometry> {
-    Geometry::new(page_size, hosts_drafts, layout(layout_name)?).map_err(to_py)
+    Geometry::new(page_size, hosts_drafts, layout(layout_name, config_error)?).map_err(to_py)
 }
 
 #[pyfunction]

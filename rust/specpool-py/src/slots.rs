@@ -1,14 +1,14 @@
-//! Slots, draft cells, moves and masks for Python.
+//! Slots, draft cells and moves for Python.
 #![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
 
 use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
-use specpool_core::draft_cells::{self, Drafts, Layout};
-use specpool_core::mask::{self, MaskLanes};
+use specpool_core::draft_cells::{self, Drafts};
 use specpool_core::slots::{self, Moves, TableView};
 
-use crate::array_args::{Input, Output, array, count, expect_dims, vector};
+use crate::arrays::{Input, Output, ShapeInt, array, at_least, count, expect_dims, per_lane, vector};
 use crate::errors::{shape_error, to_py};
+use crate::sizing::layout;
 
 type Array1<'py, T> = Bound<'py, PyArray1<T>>;
 type Array2<'py, T> = Bound<'py, PyArray2<T>>;
@@ -22,8 +22,8 @@ struct Table<'py> {
 }
 
 impl<'py> Table<'py> {
-    fn new(page_table: &Bound<'py, PyAny>, page_size: i64) -> PyResult<Self> {
-        Ok(Self { pages: Input::new("page_table", page_table)?, page_size })
+    fn new(page_table: &Bound<'py, PyAny>, page_size: ShapeInt) -> PyResult<Self> {
+        Ok(Self { pages: Input::new("page_table", page_table)?, page_size: page_size.0 })
     }
 
     fn view(&self) -> PyResult<TableView<'_>> {
@@ -31,34 +31,20 @@ impl<'py> Table<'py> {
     }
 }
 
-fn per_lane<'py>(
-    rows: &Input<'py, i32, 1>,
-    name: &'static str,
-    object: &Bound<'py, PyAny>,
-) -> PyResult<Input<'py, i32, 1>> {
-    let values = Input::new(name, object)?;
-    expect_dims(name, values.dims, rows.dims)?;
-    Ok(values)
-}
-
-fn drafts(num_steps: i64, topk: i64, page_size: i64, layout: &str) -> PyResult<Drafts> {
-    let layout = match layout {
-        "dense" => Layout::Dense,
-        "holey" => Layout::Holey,
-        other => return Err(shape_error(format!("layout must be 'dense' or 'holey', got {other:?}"))),
-    };
+fn drafts(num_steps: ShapeInt, topk: ShapeInt, page_size: ShapeInt, layout: &str) -> PyResult<Drafts> {
+    let layout = self::layout(layout, shape_error)?;
     let (num_steps, topk) = (count("num_steps", num_steps, 1)?, count("topk", topk, 1)?);
-    Drafts::new(num_steps, topk, page_size, layout).map_err(to_py)
+    Drafts::new(num_steps, topk, page_size.0, layout).map_err(to_py)
 }
 
 fn ancestor_array<'py>(
     ancestors: Option<&Bound<'py, PyAny>>,
     lanes: usize,
-    topk: i64,
+    topk: ShapeInt,
 ) -> PyResult<Option<Input<'py, i32, 3>>> {
     let ancestors = Input::<i32, 3>::optional("ancestors", ancestors)?;
     if let Some(ancestors) = &ancestors {
-        expect_dims("ancestors", ancestors.dims, [lanes, topk as usize, ancestors.dims[2]])?;
+        expect_dims("ancestors", ancestors.dims, [lanes, topk.0 as usize, ancestors.dims[2]])?;
     }
     Ok(ancestors)
 }
@@ -72,7 +58,7 @@ fn move_arrays(py: Python<'_>, moves: Moves) -> MoveArrays<'_> {
 pub fn slots_at<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     positions: &Bound<'py, PyAny>,
 ) -> PyResult<Array1<'py, i64>> {
@@ -87,7 +73,7 @@ pub fn slots_at<'py>(
 pub fn slot_ranges<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     starts: &Bound<'py, PyAny>,
     lens: &Bound<'py, PyAny>,
@@ -104,7 +90,7 @@ pub fn slot_ranges<'py>(
 pub fn page_csr<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     lens: &Bound<'py, PyAny>,
 ) -> PyResult<(Array1<'py, i32>, Array1<'py, i32>, Array1<'py, i32>)> {
@@ -136,15 +122,15 @@ pub fn apply_table_delta<'py>(
 pub fn draft_write_positions<'py>(
     py: Python<'py>,
     roots: &Bound<'py, PyAny>,
-    num_steps: i64,
-    topk: i64,
-    page_size: i64,
+    num_steps: ShapeInt,
+    topk: ShapeInt,
+    page_size: ShapeInt,
     layout: &str,
 ) -> PyResult<Array3<'py, i32>> {
     let roots = Input::<i32, 1>::new("roots", roots)?;
     let drafts = drafts(num_steps, topk, page_size, layout)?;
     let positions = drafts.write_positions(roots.slice()).map_err(to_py)?;
-    array(py, positions, [roots.dims[0], topk as usize, num_steps as usize])
+    array(py, positions, [roots.dims[0], topk.0 as usize, num_steps.0 as usize])
 }
 
 /// The slot that each draft is written to.
@@ -153,11 +139,11 @@ pub fn draft_write_positions<'py>(
 pub fn draft_write_slots<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     roots: &Bound<'py, PyAny>,
-    num_steps: i64,
-    topk: i64,
+    num_steps: ShapeInt,
+    topk: ShapeInt,
     layout: &str,
 ) -> PyResult<Array3<'py, i64>> {
     let table = Table::new(page_table, page_size)?;
@@ -165,7 +151,7 @@ pub fn draft_write_slots<'py>(
     let roots = per_lane(&rows, "roots", roots)?;
     let drafts = drafts(num_steps, topk, page_size, layout)?;
     let slots = drafts.write_slots(&table.view()?, rows.slice(), roots.slice()).map_err(to_py)?;
-    array(py, slots, [rows.dims[0], topk as usize, num_steps as usize])
+    array(py, slots, [rows.dims[0], topk.0 as usize, num_steps.0 as usize])
 }
 
 /// Brings the ancestors of each branch to a step, in place.
@@ -173,7 +159,7 @@ pub fn draft_write_slots<'py>(
 pub fn advance_ancestors<'py>(
     ancestors: &Bound<'py, PyAny>,
     branch_parents: &Bound<'py, PyAny>,
-    step: i64,
+    step: ShapeInt,
 ) -> PyResult<()> {
     let step = count("step", step, 0)?;
     let mut ancestors = Output::<i32, 3>::new("ancestors", ancestors)?;
@@ -192,12 +178,12 @@ pub fn advance_ancestors<'py>(
 pub fn draft_read_indices<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     roots: &Bound<'py, PyAny>,
-    num_steps: i64,
-    topk: i64,
-    step: i64,
+    num_steps: ShapeInt,
+    topk: ShapeInt,
+    step: ShapeInt,
     layout: &str,
     ancestors: Option<&Bound<'py, PyAny>>,
     out: Option<Bound<'py, PyAny>>,
@@ -234,10 +220,10 @@ pub fn draft_read_indices<'py>(
 pub fn draft_visibility<'py>(
     py: Python<'py>,
     roots: &Bound<'py, PyAny>,
-    num_steps: i64,
-    topk: i64,
-    step: i64,
-    page_size: i64,
+    num_steps: ShapeInt,
+    topk: ShapeInt,
+    step: ShapeInt,
+    page_size: ShapeInt,
     layout: &str,
     ancestors: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<(Array3<'py, bool>, Array2<'py, i32>)> {
@@ -247,7 +233,7 @@ pub fn draft_visibility<'py>(
     let seen = drafts.visibility(roots.slice(), step, ancestors.as_ref().map(Input::slice)).map_err(to_py)?;
     let (own_mask, own_positions) = seen;
     let (n, width) = (roots.dims[0], own_positions.width);
-    Ok((array(py, own_mask.cells, [n, topk as usize, width])?, array(py, own_positions.cells, [n, width])?))
+    Ok((array(py, own_mask.cells, [n, topk.0 as usize, width])?, array(py, own_positions.cells, [n, width])?))
 }
 
 /// The page-table form of the draft reads, for readers of whole pages.
@@ -256,19 +242,19 @@ pub fn draft_visibility<'py>(
 pub fn branch_pages<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     roots: &Bound<'py, PyAny>,
-    num_steps: i64,
-    topk: i64,
-    step: i64,
+    num_steps: ShapeInt,
+    topk: ShapeInt,
+    step: ShapeInt,
 ) -> PyResult<Array2<'py, i32>> {
     let table = Table::new(page_table, page_size)?;
     let rows = Input::new("rows", rows)?;
     let roots = per_lane(&rows, "roots", roots)?;
     let (drafts, step) = (drafts(num_steps, topk, page_size, "holey")?, count("step", step, 0)?);
     let pages = drafts.branch_pages(&table.view()?, rows.slice(), roots.slice(), step).map_err(to_py)?;
-    array(py, pages.cells, [rows.dims[0] * topk as usize, pages.width])
+    array(py, pages.cells, [rows.dims[0] * topk.0 as usize, pages.width])
 }
 
 /// Copies of the prefix's partial tail page into the holes before the drafts of branches 1..K.
@@ -277,11 +263,11 @@ pub fn branch_pages<'py>(
 pub fn prefix_tail_moves<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     roots: &Bound<'py, PyAny>,
-    num_steps: i64,
-    topk: i64,
+    num_steps: ShapeInt,
+    topk: ShapeInt,
 ) -> PyResult<MoveArrays<'py>> {
     let table = Table::new(page_table, page_size)?;
     let rows = Input::new("rows", rows)?;
@@ -296,12 +282,12 @@ pub fn prefix_tail_moves<'py>(
 pub fn branch_copy_moves<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     roots: &Bound<'py, PyAny>,
     branch_parents: &Bound<'py, PyAny>,
-    num_steps: i64,
-    step: i64,
+    num_steps: ShapeInt,
+    step: ShapeInt,
     layout: &str,
 ) -> PyResult<MoveArrays<'py>> {
     let table = Table::new(page_table, page_size)?;
@@ -310,7 +296,7 @@ pub fn branch_copy_moves<'py>(
     let parents = Input::<i32, 2>::new("branch_parents", branch_parents)?;
     let topk = parents.dims[1];
     expect_dims("branch_parents", parents.dims, [rows.dims[0], topk])?;
-    let (drafts, step) = (drafts(num_steps, topk as i64, page_size, layout)?, count("step", step, 0)?);
+    let (drafts, step) = (drafts(num_steps, ShapeInt(topk as i64), page_size, layout)?, count("step", step, 0)?);
     let moves = drafts.branch_copy_moves(&table.view()?, rows.slice(), roots.slice(), step, parents.slice());
     Ok(move_arrays(py, moves.map_err(to_py)?))
 }
@@ -321,11 +307,11 @@ pub fn branch_copy_moves<'py>(
 pub fn compact_moves<'py>(
     py: Python<'py>,
     page_table: &Bound<'py, PyAny>,
-    page_size: i64,
+    page_size: ShapeInt,
     rows: &Bound<'py, PyAny>,
     roots: &Bound<'py, PyAny>,
     accept_index: &Bound<'py, PyAny>,
-    num_draft_tokens: i64,
+    num_draft_tokens: ShapeInt,
 ) -> PyResult<MoveArrays<'py>> {
     let n = count("num_draft_tokens", num_draft_tokens, 1)?;
     let table = Table::new(page_table, page_size)?;
@@ -339,111 +325,14 @@ pub fn compact_moves<'py>(
 
 /// Refuses moves that a buffer of `num_slots` slots cannot do.
 #[pyfunction]
-pub fn check_moves<'py>(src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>, num_slots: usize) -> PyResult<()> {
+pub fn check_moves<'py>(src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>, num_slots: ShapeInt) -> PyResult<()> {
     let (src, dst) = (Input::<i64, 1>::new("src", src)?, Input::<i64, 1>::new("dst", dst)?);
-    slots::check_moves(src.slice(), dst.slice(), num_slots).map_err(to_py)
+    slots::check_moves(src.slice(), dst.slice(), at_least("num_slots", num_slots, 0)?).map_err(to_py)
 }
 
 /// Refuses slots outside `[0, num_slots)`; `name` is what the error calls them.
 #[pyfunction]
-pub fn check_slots(name: &str, slots: &Bound<'_, PyAny>, num_slots: usize) -> PyResult<()> {
+pub fn check_slots(name: &str, slots: &Bound<'_, PyAny>, num_slots: ShapeInt) -> PyResult<()> {
     let slots = Input::<i64, 1>::new("slots", slots)?;
-    slots::check_slots(name, slots.slice(), num_slots).map_err(to_py)
-}
-
-type MaskArray<'py, T> = Bound<'py, PyArray3<T>>;
-
-/// What the queries of one forward see of their rows, as `seen` and `unseen`.
-fn visibility<'py, T: Copy + numpy::Element>(
-    py: Python<'py>,
-    starts: &Bound<'py, PyAny>,
-    q_lens: &Bound<'py, PyAny>,
-    num_columns: i64,
-    own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
-    num_queries: Option<i64>,
-    window: Option<i64>,
-    (unseen, seen): (T, T),
-) -> PyResult<MaskArray<'py, T>> {
-    let starts = Input::<i32, 1>::new("starts", starts)?;
-    let q_lens = per_lane(&starts, "q_lens", q_lens)?;
-    let own_mask = Input::<bool, 3>::optional("own_mask", own_mask)?;
-    let q_positions = Input::<i32, 2>::optional("q_positions", q_positions)?;
-    let own_positions = Input::<i32, 2>::optional("own_positions", own_positions)?;
-    let n = starts.dims[0];
-    let longest = q_lens.slice().iter().copied().max().unwrap_or(0).max(0) as usize;
-    let queries = match (&own_mask, &q_positions, num_queries) {
-        (Some(own_mask), _, _) => own_mask.dims[1],
-        (None, Some(positions), _) => positions.dims[1],
-        (None, None, Some(queries)) => count("num_queries", queries, 0)?,
-        (None, None, None) => longest,
-    };
-    let own_width = match (&own_mask, &own_positions) {
-        (Some(own_mask), _) => own_mask.dims[2],
-        (None, Some(positions)) => positions.dims[1],
-        (None, None) => 0,
-    };
-    if let Some(own_mask) = &own_mask {
-        expect_dims("own_mask", own_mask.dims, [n, queries, own_width])?;
-    }
-    if let Some(positions) = &q_positions {
-        expect_dims("q_positions", positions.dims, [n, queries])?;
-    }
-    if let Some(positions) = &own_positions {
-        expect_dims("own_positions", positions.dims, [n, own_width])?;
-    }
-    let columns = usize::try_from(num_columns)
-        .map_err(|_| shape_error(format!("num_columns must be 1 or more, got {num_columns}")))?;
-    let lanes = MaskLanes {
-        starts: starts.slice(),
-        q_lens: q_lens.slice(),
-        num_queries: queries,
-        own_mask: own_mask.as_ref().map(Input::slice),
-        q_positions: q_positions.as_ref().map(Input::slice),
-        own_positions: own_positions.as_ref().map(Input::slice),
-        own_width,
-        window,
-    };
-    array(py, mask::attention_mask(&lanes, columns, unseen, seen).map_err(to_py)?, [n, queries, columns])
-}
-
-/// What the queries of one forward see of their rows.
-#[pyfunction]
-#[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
-))]
-pub fn attention_mask<'py>(
-    py: Python<'py>,
-    starts: &Bound<'py, PyAny>,
-    q_lens: &Bound<'py, PyAny>,
-    num_columns: i64,
-    own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
-    num_queries: Option<i64>,
-    window: Option<i64>,
-) -> PyResult<MaskArray<'py, bool>> {
-    let values = (false, true);
-    visibility(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, values)
-}
-
-/// The same as a bias of the scores: 0 where a query sees the column, else -inf.
-#[pyfunction]
-#[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
-))]
-pub fn attention_bias<'py>(
-    py: Python<'py>,
-    starts: &Bound<'py, PyAny>,
-    q_lens: &Bound<'py, PyAny>,
-    num_columns: i64,
-    own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
-    num_queries: Option<i64>,
-    window: Option<i64>,
-) -> PyResult<MaskArray<'py, f32>> {
-    let values = (f32::NEG_INFINITY, 0.0);
-    visibility(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, values)
+    slots::check_slots(name, slots.slice(), at_least("num_slots", num_slots, 0)?).map_err(to_py)
 }

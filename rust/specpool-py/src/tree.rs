@@ -7,7 +7,7 @@ use specpool_core::sample::{self, SampleParams};
 use specpool_core::tree::{Candidates, Tree};
 use specpool_core::{tree, verify};
 
-use crate::array_args::{Input, Output, array, count, expect_dims, vector};
+use crate::arrays::{Input, Output, ShapeInt, array, count, expect_dims, vector};
 use crate::errors::{shape_error, to_py};
 
 type Array1<'py, T> = Bound<'py, PyArray1<T>>;
@@ -47,7 +47,7 @@ impl<'py> Buffers<'py> {
 #[pyfunction]
 pub fn select_topk<'py>(
     py: Python<'py>,
-    step: i64,
+    step: ShapeInt,
     topk_p: &Bound<'py, PyAny>,
     topk_index: &Bound<'py, PyAny>,
     scores: Option<&Bound<'py, PyAny>>,
@@ -81,8 +81,8 @@ pub fn organize<'py>(
     candidate_scores: &Bound<'py, PyAny>,
     candidate_tokens: &Bound<'py, PyAny>,
     candidate_parents: &Bound<'py, PyAny>,
-    topk: i64,
-    num_draft_tokens: i64,
+    topk: ShapeInt,
+    num_draft_tokens: ShapeInt,
 ) -> PyResult<(Array2<'py, i64>, Array2<'py, i64>, Array2<'py, i64>)> {
     let (k, n) = (count("topk", topk, 1)?, count("num_draft_tokens", num_draft_tokens, 1)?);
     let mut buffers = Buffers::new(candidate_scores, candidate_tokens, candidate_parents)?;
@@ -113,7 +113,7 @@ pub fn build_tree<'py>(
     py: Python<'py>,
     parent_list: &Bound<'py, PyAny>,
     top_scores_index: &Bound<'py, PyAny>,
-    topk: i64,
+    topk: ShapeInt,
 ) -> PyResult<Trees<'py>> {
     let topk = count("topk", topk, 1)?;
     let parent_list = Input::<i64, 2>::new("parent_list", parent_list)?;
@@ -144,7 +144,7 @@ pub fn verify_tree<'py>(
     first_child: &Bound<'py, PyAny>,
     next_sibling: &Bound<'py, PyAny>,
     target_tokens: &Bound<'py, PyAny>,
-    num_steps: i64,
+    num_steps: ShapeInt,
 ) -> PyResult<(Array2<'py, i32>, Array1<'py, i32>, Array1<'py, i64>)> {
     let num_steps = count("num_steps", num_steps, 0)?;
     let tokens = Input::<i64, 2>::new("tokens", tokens)?;

@@ -79,7 +79,7 @@ impl Ledger {
     /// that is complete already, no effect.
     ///
     /// # Errors
-    /// [`Error::Order`] when it is not launched.
+    /// [`Error::Order`] when it is not launched, or was cancelled.
     pub fn complete(&mut self, step: u64) -> Result<()> {
         self.steps.check_complete(step)?;
         self.steps.complete(step);
@@ -127,7 +127,7 @@ impl Ledger {
                 }
             }
         }
-        self.steps.pop_newest();
+        self.steps.cancel_newest();
         Ok(())
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::Ledger;
 use crate::error::{Error, Result};
+use crate::group::GroupState;
 use crate::ids::{Row, ceil_align};
 use crate::page_pool::Verb;
 use crate::step::{Plan, StepKind};
@@ -72,7 +73,7 @@ impl Ledger {
     pub fn tokens_required(&self, rows: &[i32], shapes: &[i32]) -> Result<Vec<i64>> {
         self.check_rows(rows, "shapes", shapes.len())?;
         self.check_shapes(rows, shapes)?;
-        let required = |group: &crate::group::GroupState| {
+        let required = |group: &GroupState| {
             rows.iter()
                 .zip(shapes)
                 .map(|(&row, &shape)| {
@@ -100,7 +101,7 @@ impl Ledger {
         if shape < 0 || shape as usize >= self.shapes.len() {
             return Err(Error::Shape(format!("shape {shape} is not in 0..{}", self.shapes.len())));
         }
-        let pages = |group: &crate::group::GroupState| {
+        let pages = |group: &GroupState| {
             let reserve = &group.reserves[shape as usize];
             // `double_buffer` grows with lo, `exact` is the largest footprint of the whole range.
             let slots = reserve.need(lo.into(), hi.into()).max(reserve.need(hi.into(), hi.into()));

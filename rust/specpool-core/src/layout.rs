@@ -1,0 +1,56 @@
+//! Where the drafts of a round lie in their row (spec 6). The reserve (`sizing`) and the cells (`draft_cells`) both
+//! come from here, so a draft is never written where nothing was reserved.
+//!
+//! ```text
+//! holey, last = root % P:  [.. prefix | tail, branch 0 drafts ..| hole = tail copy, branch 1 drafts ..| ...
+//!                                     ^ base                    ^ base + stride
+//! dense:                   [.. prefix     | branch 0 drafts | branch 1 drafts | ...
+//!                                         ^ root            ^ root + stride
+//! ```
+
+use crate::ids::ceil_align;
+
+/// Where the drafts of a round lie in their row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Branch after branch, without gaps: for readers of single tokens.
+    Dense,
+    /// Each branch on pages of its own, for readers of whole pages. Where `P == 1` or `K == 1` it is the dense one.
+    Holey,
+}
+
+/// The branches of one round, at any root. Numbers are those of a checked shape and page size, so nothing overflows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Branches {
+    /// S.
+    pub(crate) num_steps: i64,
+    /// K.
+    pub(crate) topk: i64,
+    /// P.
+    pub(crate) page_size: i64,
+    /// Each branch has pages of its own.
+    pub(crate) is_holey: bool,
+}
+
+impl Branches {
+    pub(crate) fn new(layout: Layout, page_size: i64, num_steps: i64, topk: i64) -> Self {
+        Self { num_steps, topk, page_size, is_holey: layout == Layout::Holey && page_size > 1 && topk > 1 }
+    }
+
+    /// Positions from one branch to the next, where `last` tokens of the prefix lie in its partial tail page.
+    pub(crate) fn stride(&self, last: i64) -> i64 {
+        if self.is_holey { ceil_align(last + self.num_steps, self.page_size) } else { self.num_steps }
+    }
+
+    /// The largest stride of any root.
+    pub(crate) fn widest_stride(&self) -> i64 {
+        self.stride(self.page_size - 1)
+    }
+
+    /// One past the last position that is the branches' own.
+    pub(crate) fn end(&self, root: i64) -> i64 {
+        let last = root % self.page_size;
+        let start = if self.is_holey { root - last } else { root };
+        start + self.topk * self.stride(last)
+    }
+}
