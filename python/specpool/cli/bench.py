@@ -118,8 +118,8 @@ class _Transformers:
     def __init__(self, source: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(source).float()
-        self._model = model.to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(source)
+        self._model = model.float().to(device).eval()
         self._device = device
 
     def seconds(self, prompts: list[list[int]], tokens: int) -> float:
