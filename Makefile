@@ -41,15 +41,15 @@ build: $(VENV)/.dev ## build the wheel into dist/
 
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples benches
-	$(BIN)/ruff check --fix-only --quiet python tests examples benches
+	$(BIN)/ruff format python tests examples
+	$(BIN)/ruff check --fix-only --quiet python tests examples
 
 lint: $(VENV)/.dev ## rustfmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
-	$(BIN)/ruff format --check python tests examples benches
-	$(BIN)/ruff check python tests examples benches
+	$(BIN)/ruff format --check python tests examples
+	$(BIN)/ruff check python tests examples
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
 

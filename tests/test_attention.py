@@ -260,7 +260,7 @@ def test_random_batches_equal_the_oracle(seed: int) -> None:
         ({"page_size": 0}, "page_size 0"),
         ({"read_pages": torch.ones(3, dtype=torch.long)}, r"read_pages is \[B, C\], got \[3\]"),
         ({"q_lens": [2, 1, 1]}, "3 q_lens for 2 lanes"),
-        ({"q_lens": [2, 1]}, "add up to 3, write_slots has 4"),
+        ({"q_lens": [3, 2]}, "add up to 5, write_slots has 4"),
         ({"q_lens": [5, -1]}, "q_lens -1"),
         ({"q_lens": 3}, "add up to 6, write_slots has 4"),
         ({"decode_len": 4}, "decode_len 4 needs one query per lane"),
@@ -286,8 +286,51 @@ def test_a_mask_of_another_shape_is_refused() -> None:
     q, k, v = random_qkv(6, 4, 2)
     batch, _ = lanes.batch([5, 9], [3, 3])
     before = lanes.buffers[0][0].clone()
-    for wrong in (torch.ones(2, 3, 5, dtype=torch.bool), torch.zeros(2, 3, 12)):
+    for wrong in (torch.ones(2, 3, 5, dtype=torch.bool), torch.zeros(2, 3, 12).double()):
         batch.views[0].mask_for = lambda window, wrong=wrong: wrong
-        with pytest.raises(ShapeError, match=r"expected bool \[2, 3, 12\]"):
+        with pytest.raises(ShapeError, match=r"expected bool or float32 \[2, 3, 12\]"):
             attend(batch.views[0], *lanes.buffers[0], q, k, v, scaling=1.0)
     assert torch.equal(lanes.buffers[0][0], before)
+
+
+def test_a_bias_is_as_good_as_a_mask() -> None:
+    """0 and -inf in float32 say the same as true and false."""
+    lanes = make_lanes(4, 2)
+    q, k, v = random_qkv(6, 4, 2)
+    outputs = []
+    for as_bias in (False, True):
+        batch, _ = lanes.batch([5, 9], [3, 3])
+        view = batch.views[0]
+        if as_bias:
+            visible = torch.as_tensor(view.mask_for(None))
+            bias = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+            view.mask_for = lambda window, bias=bias: bias
+        outputs.append(attend(view, *lanes.buffers[0], q, k, v, scaling=0.5))
+    assert torch.equal(*outputs)
+
+
+def test_tokens_that_are_only_written_ask_nothing() -> None:
+    """A draft-extend follows each lane's last token alone, but all its tokens leave their KV."""
+    q, k, v = random_qkv(6, 4, 2)
+    last = torch.tensor([2, 5])
+    buffers, outputs = [], []
+    for only_last in (False, True):
+        lanes = make_lanes(4, 2)
+        batch, _ = lanes.batch([5, 9], [3, 3])
+        view = batch.views[0]
+        if only_last:
+            visible = torch.as_tensor(view.mask_for(None))[:, 2:]
+            view = AttentionView(
+                page_size=4,
+                write_slots=view.write_slots,
+                read_pages=view.read_pages,
+                q_lens=1,
+                mask_for=lambda window, visible=visible: visible,
+            )
+            outputs.append(attend(view, *lanes.buffers[0], q[last], k, v, scaling=0.5))
+        else:
+            outputs.append(attend(view, *lanes.buffers[0], q, k, v, scaling=0.5)[last])
+        buffers.append(lanes.buffers[0])
+    torch.testing.assert_close(outputs[0], outputs[1])
+    for a, b in zip(*buffers, strict=True):
+        assert torch.equal(a, b)
