@@ -262,7 +262,6 @@ def speculators_eagle(name: str) -> str:
         {"extra": {"embed_tokens.weight": torch.zeros(VOCAB, H)}},
         {"nested": True},
     ],
-    ids=str,
 )
 def test_spellings_of_one_eagle3_head_give_identical_outputs(
     spelling: dict[str, Any], tmp_path: Path
