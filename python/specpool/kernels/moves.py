@@ -124,11 +124,9 @@ def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int 
         ShapeError: wrong dtype or shape, a slot outside a buffer, or one written twice. (The values
             of index tensors are trusted, since reading them would wait for their device.)
     """
-    if not buffers:
+    if not buffers or len(src) == len(dst) == 0:
         return
     _check(buffers, src, dst, slot_dim)
-    if len(src) == 0:
-        return
     device = _device(buffers)
     read, written = _as_index("src", src, device), _as_index("dst", dst, device)
     for buffer in buffers:
