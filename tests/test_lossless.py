@@ -79,7 +79,7 @@ def run_case(
         max_batch=batch,
         **{"max_context_len": 320, **options},
     )
-    drafter = EagleDrafter(head, max_context_len=config.max_context_len, ancestry=config.ancestry)
+    drafter = EagleDrafter(head, ancestry=config.ancestry)
     engine = Engine(target, drafter, config=config)
     texts = prompts(batch, page_size)
     outputs = engine.generate(texts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))

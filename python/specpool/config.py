@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -108,7 +107,7 @@ class SamplingParams:
             ("top_p", self.top_p, 1.0),
         ):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or math.isnan(value) or not 0 <= value <= most:
+            if not number or not 0 <= value <= most:  # NaN fails both comparisons
                 raise ConfigError(f"{name} must be a number in [0, {most:g}], got {value!r}")
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0, got 0")

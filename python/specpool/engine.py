@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +19,7 @@ from specpool._core import Plan, Shape
 from specpool.assets import resolve
 from specpool.config import EngineConfig, SamplingParams
 from specpool.draft import Drafter, EagleDrafter
-from specpool.errors import ConfigError, CorruptState
+from specpool.errors import ConfigError, CorruptState, OrderError
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
@@ -138,6 +140,7 @@ class Engine:
         )
         self._ids = itertools.count(1)
         self._shapes = self.ledger.shapes
+        self._next_step = 1  # the ledger's number of the step that is open, or of the next one
         self._num_pages = [group.num_pages for group in self.ledger.groups]
         self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
@@ -174,6 +177,11 @@ class Engine:
         except TypeError as error:
             names = ", ".join(EngineConfig.__dataclass_fields__)
             raise ConfigError(f"{error}; the options are {names}") from None
+        if feature_layers is not None and not (
+            isinstance(feature_layers, Sequence)
+            and all(isinstance(layer, int) for layer in feature_layers)
+        ):
+            raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
         source = resolve(target) if isinstance(target, str) else target
         in_memory = not isinstance(source, str | PathLike)
         if dtype is None and not in_memory:
@@ -187,12 +195,15 @@ class Engine:
                 drafter = EagleDrafter.from_pretrained(
                     resolve(draft) if isinstance(draft, str) else draft,
                     model,
-                    max_context_len=config.max_context_len,
                     ancestry=config.ancestry,
                     feature_layers=feature_layers,
                 )
-            else:
+            elif draft is None or hasattr(draft, "propose"):
                 drafter = draft
+            else:
+                raise ConfigError(
+                    f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
+                )
             if tokenizer is None and isinstance(source, str | PathLike):
                 tokenizer = load_tokenizer(source)
             return cls(model, drafter, config=config, tokenizer=tokenizer)
@@ -293,9 +304,15 @@ class Engine:
         shape: Shape | None,
     ) -> list[Request]:
         """Check every prompt and parameter; nothing is queued yet."""
+        if self.target.closed:
+            raise ConfigError("the engine, or its target model, has been closed: make a new one")
         several = _several(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(several)
+        if not isinstance(params, Sequence) or any(
+            not isinstance(p, SamplingParams) for p in params
+        ):
+            raise ConfigError(f"params must be SamplingParams or a list of it, got {params!r:.80}")
         if len(params) != len(several):
             raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
         shape = shape or self.shape
@@ -339,7 +356,7 @@ class Engine:
         if not isinstance(prompt, str):
             try:
                 return [operator.index(token) for token in prompt]
-            except TypeError:
+            except (TypeError, ValueError, RuntimeError):
                 raise ConfigError(
                     f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
                 ) from None
@@ -347,6 +364,12 @@ class Engine:
             raise ConfigError(
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"prompt {index} is no valid text: a lone surrogate at position {error.start}"
+            ) from None
         return list(self.tokenizer.encode(prompt))
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[int, int]]:
@@ -374,10 +397,28 @@ class Engine:
                     self._finish(request, "abort")
 
     def _step(self) -> None:
-        """One forward of the target, prepared, launched, resolved and completed."""
-        batch = self._scheduler.next_batch()
-        if batch is None:
-            raise CorruptState("a request is neither waiting nor running")
+        """One forward of the target; if anything stops it, every row in it goes back."""
+        batch = None
+        try:
+            batch = self._scheduler.next_batch()
+            if batch is None:
+                raise CorruptState("a request is neither waiting nor running")
+            plan = self._prepare(batch)
+            result = self._launch(plan, batch)
+            for i, request in enumerate(batch.requests):
+                request.tainted |= result.not_finite[i]
+                if isinstance(batch, PrefillBatch):
+                    request.prefilled_len += batch.chunk_lens[i]
+                else:
+                    request.accept_lens.append(int(result.accept_len[i]))
+                request.append(result.tokens[i], result.logprobs[i])
+                if request.finish_reason is not None:
+                    self._finish(request, request.finish_reason)
+        except BaseException as error:
+            self._recover([] if batch is None else batch.requests, error)
+            raise
+
+    def _prepare(self, batch: PrefillBatch | DecodeBatch) -> Plan:
         rows = np.array([request.row for request in batch.requests], np.int32)
         keeps_kv = self.drafter is not None and bool(self.drafter.layers)
         writes_draft = keeps_kv and any(r.shape.num_draft_tokens > 1 for r in batch.requests)
@@ -385,46 +426,49 @@ class Engine:
             ends = [
                 r.prefilled_len + n for r, n in zip(batch.requests, batch.chunk_lens, strict=True)
             ]
-            plan = self.ledger.prepare_extend(
+            return self.ledger.prepare_extend(
                 rows, np.array(ends, np.int32), writes_draft=writes_draft
             )
-        else:
-            shapes = np.full(len(rows), self._shapes.index(batch.shape), np.int32)
-            plan = self.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
-        result = self._launch(plan, batch)
-        for i, request in enumerate(batch.requests):
-            request.tainted |= result.not_finite[i]
-            if isinstance(batch, PrefillBatch):
-                request.prefilled_len += batch.chunk_lens[i]
-            else:
-                request.accept_lens.append(int(result.accept_len[i]))
-            request.append(result.tokens[i], result.logprobs[i])
-            if request.finish_reason is not None:
-                self._finish(request, request.finish_reason)
+        shapes = np.full(len(rows), self._shapes.index(batch.shape), np.int32)
+        return self.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
 
     def _launch(self, plan: Plan, batch: PrefillBatch | DecodeBatch) -> RoundResult:
-        """Run a prepared step to its end; if the forward fails, every row in it goes back."""
+        """Run a prepared step to its end."""
         for group, num_pages in enumerate(self._num_pages):
             used = num_pages - self.ledger.free_pages(group)
             self.peak_pages[group] = max(self.peak_pages[group], used)
         self.ledger.launch(plan.step)
-        try:
-            self.cache.apply_delta(plan.step)
-            if isinstance(batch, PrefillBatch):
-                result = self._worker.prefill(plan, batch.requests)
-            else:
-                result = self._worker.decode(plan, batch.requests, batch.shape)
-                self.ledger.resolve(plan.step, result.accept_len)
-        except BaseException:
-            for request in batch.requests:
-                request.tainted = True
-                self._finish(request, "abort")
-            if isinstance(batch, DecodeBatch):
-                self.ledger.resolve(plan.step, np.ones(len(plan.rows), np.int32))
-            self.ledger.complete(plan.step)
-            raise
+        self.cache.apply_delta(plan.step)
+        if isinstance(batch, PrefillBatch):
+            result = self._worker.prefill(plan, batch.requests)
+        else:
+            result = self._worker.decode(plan, batch.requests, batch.shape)
+            self.ledger.resolve(plan.step, result.accept_len)
         self.ledger.complete(plan.step)
+        self._next_step = plan.step + 1
         return result
+
+    def _recover(self, requests: Sequence[Request], error: BaseException) -> None:
+        """End a step's requests, and the step, wherever it was stopped.
+
+        Ctrl-C can strike between any two calls, so nothing is known about how far the step got: of
+        the verbs that end one, the ledger refuses those that do not fit its state.
+        """
+        for request in requests:
+            if request.finish_reason is None:
+                request.error = f"a step failed: {type(error).__name__}: {error}"
+            request.tainted = True
+            self._finish(request, request.finish_reason or "abort")
+        self._scheduler.release_strays()
+        step, worst = self._next_step, np.ones(len(requests), np.int32)
+        for end in (
+            partial(self.ledger.cancel, step),
+            partial(self.ledger.resolve, step, worst),
+            partial(self.ledger.complete, step),
+        ):
+            with contextlib.suppress(OrderError):
+                end()
+                self._next_step = step + 1
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
@@ -458,6 +502,14 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts; one prompt alone is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) > 0 and isinstance(prompts[0], int | np.integer):
-        return [cast("Sequence[int]", prompts)]
-    return cast("Sequence[Prompt]", prompts)
+    try:
+        several = [prompts[i] for i in range(len(prompts))]
+    except (TypeError, KeyError, IndexError):
+        raise ConfigError(
+            f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
+        ) from None
+    # An array's items are arrays without a dimension, which know their index as integers do.
+    if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):
+        if getattr(several[0], "ndim", 0) == 0:
+            return [cast("Sequence[int]", several)]
+    return cast("Sequence[Prompt]", several)

@@ -59,6 +59,7 @@ class KVCache:
         self.dtype = dtype
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.layer_groups = list(layer_groups)
+        self.max_context_len = ledger.max_context_len
         self._ledger = ledger
         slots = [(group.num_pages + 1) * group.page_size for group in ledger.groups]
 

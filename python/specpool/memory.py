@@ -68,7 +68,7 @@ def plan_pools(
         device: where the KV lives.
 
     Raises:
-        ConfigError: the memory does not hold one full row.
+        ConfigError: the memory does not hold one full row, or not the pages asked for.
     """
     split = config.placement == "split" and bool(draft_layers)
     # A shared group hosts the branches whoever drafts, as upstream's does.
@@ -128,6 +128,12 @@ def plan_pools(
         draft_kv=bool(draft_layers),
     )
     kv_bytes = sum((n + 1) * b for n, b in zip(num_pages, page_bytes, strict=True))
+    free = free_bytes(device)
+    if kv_bytes > free:
+        raise ConfigError(
+            f"{' + '.join(map(str, num_pages))} pages need {kv_bytes} bytes of KV, {free} are free:"
+            " lower num_pages, kv_bytes or page_size"
+        )
     return PoolPlan(ledger, layer_groups, target_groups, draft_group, kv_bytes)
 
 

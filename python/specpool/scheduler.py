@@ -6,6 +6,7 @@ running ones could need. So no round ever runs out of pages, and nothing is retr
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Shape
+from specpool.errors import SpecpoolError
 from specpool.request import Request
 
 
@@ -43,7 +45,6 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
-        self._claimed = np.zeros(len(ledger.groups), np.int64)  # pages promised to running rows
 
     def submit(self, request: Request) -> None:
         """Queue a request. A full row always fits the pools, so each one runs at last."""
@@ -72,26 +73,36 @@ class Scheduler:
 
     def release(self, request: Request) -> None:
         """Give a finished or aborted request's row and pages back; a waiting one is forgotten."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-        if request.row:
-            self._running.remove(request)
-            self._claimed -= self._pages_needed(request)
+        for queue in (self._waiting, self._running):
+            if request in queue:
+                queue.remove(request)
+        row, request.row = request.row, 0
+        if row:
             if request.finish_reason in ("stop", "length"):
-                self._ledger.finish(request.row)
+                self._ledger.finish(row)
             else:
-                self._ledger.abort(request.row)
-            request.row = 0
+                self._ledger.abort(row)
+
+    def release_strays(self) -> None:
+        """Abort rows that no running request has: Ctrl-C came while one was taken or given back."""
+        owned = {request.row for request in self._running}
+        for row in range(1, self._ledger.num_rows + 1):
+            if row not in owned:
+                with contextlib.suppress(SpecpoolError):  # most are free
+                    self._ledger.abort(row)
 
     def _admit(self) -> None:
+        if not self._waiting or len(self._running) >= self._max_batch:
+            return
+        claimed = sum(map(self._pages_needed, self._running), np.zeros_like(self._num_pages))
         while self._waiting and len(self._running) < self._max_batch:
-            need = self._pages_needed(self._waiting[0])
-            if (self._claimed + need > self._num_pages).any():
+            request = self._waiting[0]
+            claimed += self._pages_needed(request)
+            if (claimed > self._num_pages).any():
                 return
-            request = self._waiting.popleft()
             request.row = self._ledger.admit(tag=str(request.request_id))
-            self._claimed += need
             self._running.append(request)
+            self._waiting.popleft()
 
     def _pages_needed(self, request: Request) -> npt.NDArray[np.int64]:
         """Pages of each group that the request may ever hold, int64 [num_groups]."""

@@ -19,6 +19,7 @@ from specpool._core import Plan, Shape
 from specpool.attention import AttentionBatch, AttentionView
 from specpool.attention.lanes import causal_view, own_view, range_positions
 from specpool.draft.base import Drafter, DraftTree, Int32, Int64, Lanes
+from specpool.errors import ShapeError
 from specpool.kernels import moves
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
@@ -108,6 +109,9 @@ class EagleWorker:
         lanes = Lanes(plan.rows, plan.start, np.full_like(plan.start, shape.num_draft_tokens))
         texts = [request.tokens for request in requests] if self._drafter.reads_tokens else None
         tree = self._drafter.propose(lanes, shape, roots, texts)
+        if not isinstance(tree, DraftTree):
+            raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
+        tree.check(shape, roots, self._target.vocab_size)
         positions = (lanes.starts[:, None] + tree.depths).astype(np.int64)
         self._capture(True)
         output = self._forward_tree(lanes, tree, positions)

@@ -13,6 +13,7 @@ import torch
 
 from specpool import kernels
 from specpool._core import Shape
+from specpool.errors import ShapeError
 from specpool.kv_cache import KVCache, LayerKV
 
 Int32 = npt.NDArray[np.int32]
@@ -31,6 +32,27 @@ class DraftTree:
     first_child: Int32  # [B, N], -1 = none
     next_sibling: Int32  # [B, N], -1 = none
 
+    def check(self, shape: Shape, root_tokens: Int64, vocab_size: int) -> None:
+        """Refuse what no verify could walk, or would walk to another text than the target's.
+
+        Raises:
+            ShapeError: names the field, or the token.
+        """
+        batch, num_nodes = len(root_tokens), shape.num_draft_tokens
+        flat, square = (batch, num_nodes), (batch, num_nodes, num_nodes)
+        _check_array("tokens", self.tokens, np.int64, flat)
+        _check_array("depths", self.depths, np.int32, flat)
+        _check_array("mask", self.mask, np.bool_, square)
+        if (self.tokens[:, 0] != root_tokens).any():
+            raise ShapeError(f"node 0 of each tree is the root {root_tokens}: {self.tokens[:, 0]}")
+        for token in (self.tokens.min(), self.tokens.max()):
+            if not 0 <= token < vocab_size:
+                raise ShapeError(
+                    f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
+                )
+        if (self.mask.sum(-1) != self.depths + 1).any():
+            raise ShapeError("mask and depths disagree: a node sees its ancestors and itself")
+
     @classmethod
     def of(cls, tokens: Int64, links: Links) -> DraftTree:
         """Tokens with the links that `build_tree` or `tree_from_parents` returns."""
@@ -46,6 +68,16 @@ class DraftTree:
     def chain(cls, tokens: Int64) -> DraftTree:
         """Each token [B, N] continues the one before."""
         return cls.of(tokens, _chain_links(*tokens.shape))
+
+
+def _check_array(name: str, array: object, dtype: type, size: tuple[int, ...]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ShapeError(f"{name} of a draft tree is a NumPy array, got {type(array).__name__}")
+    if array.dtype != dtype or array.shape != size:
+        raise ShapeError(
+            f"{name} of the draft trees is {np.dtype(dtype)} {list(size)}, "
+            f"got {array.dtype} {list(array.shape)}"
+        )
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ from specpool.attention import AttentionView, attend
 from specpool.attention.lanes import causal_view, last_view, range_positions
 from specpool.draft.base import DraftTree, Int32, Int64, Lanes, Links
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
+from specpool.errors import ConfigError
 from specpool.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
 
@@ -36,14 +37,13 @@ class EagleDrafter:
 
     reads_tokens = False
 
-    def __init__(self, head: EagleHead, *, max_context_len: int, ancestry: str = "exact") -> None:
+    def __init__(self, head: EagleHead, *, ancestry: str = "exact") -> None:
         """Draft with `head`; `ancestry` is `exact` or `branch` (`EngineConfig.ancestry`)."""
         self.head = head
-        head.reserve_positions(max_context_len)
         self.layers = tuple(LayerKV(h, d, d) for h, d in head.layer_kv)
         self.feature_layers = tuple(head.feature_layers)
         self._exact = ancestry == "exact"
-        self._last_position = max_context_len - 1
+        self._attached = False
 
     @classmethod
     def from_pretrained(
@@ -51,7 +51,6 @@ class EagleDrafter:
         source: str | PathLike[str],
         target: TargetModel,
         *,
-        max_context_len: int | None = None,
         ancestry: str = "exact",
         feature_layers: Sequence[int] | None = None,
     ) -> EagleDrafter:
@@ -60,7 +59,6 @@ class EagleDrafter:
         Args:
             source: a folder or a hub name.
             target: whose embedding and output matrix the head shares.
-            max_context_len: tokens of a sequence at most; None = the target's.
             ancestry: `exact` or `branch` (`EngineConfig.ancestry`).
             feature_layers: target layers whose inputs are the features, whatever the file says.
 
@@ -79,14 +77,29 @@ class EagleDrafter:
             device=target.device,
             feature_layers=feature_layers,
         )
-        limit = max_context_len or target.max_context_len
-        return cls(head, max_context_len=limit, ancestry=ancestry)
+        return cls(head, ancestry=ancestry)
 
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
     ) -> None:
-        """See `Drafter.attach`."""
+        """See `Drafter.attach`. What it keeps per row is one engine's, so it serves only one.
+
+        Raises:
+            ConfigError: it is attached already, or the head knows fewer tokens than topk.
+        """
+        if self._attached:
+            raise ConfigError(
+                "this drafter is attached to another engine: make a new one of the same head"
+            )
+        if shape.topk > self.head.draft_vocab_size:
+            raise ConfigError(
+                f"topk {shape.topk} is above the {self.head.draft_vocab_size} tokens that the draft"
+                " head knows"
+            )
+        self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
+        self._last_position = cache.max_context_len - 1
+        self.head.reserve_positions(cache.max_context_len)
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
         num_rows = cache.tables[group].shape[0]
         self._topk = shape.topk

@@ -91,9 +91,9 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
         CheckpointError: neither a folder nor a model that the hub could give.
     """
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise CheckpointError(f"{path} is a file; give the folder that holds it and config.json")
     if not isinstance(source, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise CheckpointError(f"{path}: no such folder, nor a hub name of the form owner/name")

@@ -115,12 +115,18 @@ class TargetModel:
         max_context_len: longest context in tokens.
         layer_kv: what each layer keeps per token.
         eos_token_ids: tokens that end a text; may be empty.
+        closed: whether the model has been given back.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over ``model`` until `close`. See `from_pretrained` for the errors."""
         check_config(model.config)
         check_class(type(model), model.config.model_type)
+        if model.config._attn_implementation == _ATTENTION:
+            raise ConfigError(
+                "the model in memory is in use by another engine, or a copy of one that is: close"
+                " that engine first"
+            )
         self.model = model
         self.dtype, self.device = _placement(model)
         self._captured: dict[int, Tensor] = {}
@@ -128,7 +134,7 @@ class TargetModel:
         self._hooks: list[Any] = []
         self._training = [module for module in model.modules() if module.training]
         self._configs = _isolate_configs(model)
-        self._closed = False
+        self.closed = False
         try:
             model.train(False)
             self._use(_ATTENTION)
@@ -174,6 +180,8 @@ class TargetModel:
                     target.close()
                     raise ConfigError(f"the model in memory has {name} {has}, not {want}")
             return target
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(f"the target is a folder, a hub name or a model, got {source!r:.80}")
         options: dict[str, Any] = {"local_files_only": local_files_only, "revision": revision}
         config = _load(AutoConfig, source, options)
         check_config(config)
@@ -295,9 +303,9 @@ class TargetModel:
 
     def close(self) -> None:
         """Gives the model back as it was: attention, hooks, training flags. Can be repeated."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._remove_hooks()
         for module, config in self._configs:
             module.config = config
@@ -373,11 +381,11 @@ def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) 
     name = os.fspath(source)
     is_path = not isinstance(source, str) or name.startswith((".", "~", os.sep))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if not (path / "config.json").is_file():
             raise ConfigError(f"no model at {name!r}: the folder has no config.json")
         name = str(path)
-    elif is_path or path.exists():
+    elif is_path or os.path.exists(path):
         raise ConfigError(f"no model at {name!r}: there is no such folder")
     try:
         return loader.from_pretrained(name, **options)
@@ -411,7 +419,7 @@ def _parse_device(device: torch.device | str) -> torch.device:
         parsed = torch.device(device)
         # Devices compare by index, and weights on "cuda" are on "cuda:0".
         return torch.empty(0, device=parsed).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device {str(device)!r} cannot be used: {reason}") from error
 

@@ -1,0 +1,288 @@
+"""Laws of failure: whatever stops an engine, the error is clear and nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import assert_no_page_leaked
+from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape, ShapeError, corpus
+from specpool.assets import resolve
+from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine import Chunk
+from specpool.models import TargetModel
+
+PROMPTS = corpus.prompts(3, 30)
+PARAMS = SamplingParams(max_new_tokens=30)
+CONFIG = EngineConfig(shape=Shape.eagle(4, 4, 16), max_context_len=256, max_batch=2)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def texts(target) -> list[list[int]]:
+    return tokens_of(Engine(target, config=EngineConfig(max_context_len=256)).generate(*JOB))
+
+
+JOB = (PROMPTS, PARAMS)
+
+
+def tokens_of(outputs):
+    return [output.token_ids for output in outputs]
+
+
+def eagle(target: TargetModel) -> EagleDrafter:
+    return EagleDrafter.from_pretrained(resolve("specpool/tiny-eagle3"), target)
+
+
+# --- interrupts ----------------------------------------------------------------------------------
+
+
+class InterruptedLedger:
+    """A ledger whose n-th call of one verb is hit by Ctrl-C, just before or just after it."""
+
+    def __init__(self, ledger: Any, verb: str, when: str, countdown: int) -> None:
+        self._ledger, self._verb, self._when, self._countdown = ledger, verb, when, countdown
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ledger, name)
+        if name != self._verb:
+            return value
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._countdown -= 1
+            if self._countdown == 0 and self._when == "before":
+                raise KeyboardInterrupt
+            result = value(*args, **options)
+            if self._countdown == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+VERBS = ("admit", "prepare_extend", "prepare_decode", "launch", "take_delta", "ack_delta")
+
+
+@pytest.mark.parametrize("countdown", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("verb", [*VERBS, "resolve", "complete", "finish"])
+def test_ctrl_c_at_any_verb_leaves_a_working_engine(target, texts, verb, when, countdown):
+    engine = Engine(target, eagle(target), config=CONFIG)
+    ledger = engine.ledger
+    engine.ledger = InterruptedLedger(ledger, verb, when, countdown)
+    engine._scheduler._ledger = engine.cache._ledger = engine.ledger
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(*JOB)
+    engine.ledger = engine._scheduler._ledger = engine.cache._ledger = ledger
+    assert_no_page_leaked(engine)
+    assert tokens_of(engine.generate(*JOB)) == texts
+    assert_no_page_leaked(engine)
+
+
+def test_a_failed_step_ends_other_streams_with_the_reason(target, monkeypatch):
+    """Two streams share a batch; the one that did not run the step learns why it ended."""
+    engine = Engine(target, eagle(target), config=CONFIG)
+    first, second = engine.stream(PROMPTS[0], PARAMS), engine.stream(PROMPTS[1], PARAMS)
+    for _ in range(2):
+        assert isinstance(next(first), Chunk) and isinstance(next(second), Chunk)
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.target, "forward", failing)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(first)
+    *_, output = second
+    assert output.finish_reason == "abort"
+    assert "RuntimeError: the device is gone" in output.error
+
+
+# --- drafters that break their protocol ----------------------------------------------------------
+
+
+class BadDrafter(ScriptedDrafter):
+    """Spoils each tree."""
+
+    def __init__(self, spoil: Callable[[DraftTree], Any]) -> None:
+        super().__init__([], vocab_size=259)
+        self._spoil = spoil
+
+    def propose(self, *args: Any) -> DraftTree:
+        return self._spoil(super().propose(*args))
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[DraftTree], DraftTree]:
+    return lambda tree: dataclasses.replace(tree, **{name: change(getattr(tree, name).copy())})
+
+
+def with_second_token(token: int) -> Callable[[DraftTree], DraftTree]:
+    return changed("tokens", lambda t: np.where(np.arange(16) == 1, token, t))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda tree: None, "DraftTree, got None"),
+        (with_second_token(259), r"token 259: .*vocabulary is \[0, 259\)"),
+        (with_second_token(1 << 40), "token 1099511627776"),
+        (with_second_token(-5), "token -5"),
+        (changed("tokens", lambda t: np.roll(t, 1, 1)), "root"),
+        (changed("tokens", lambda t: t[:1]), r"tokens .*int64 \[2, 16\], got int64 \[1, 16\]"),
+        (changed("tokens", lambda t: t.astype(float)), "got float64"),
+        (changed("tokens", torch.from_numpy), "tokens .*got Tensor"),
+        (changed("mask", lambda m: m[:, :9]), r"mask .*bool \[2, 16, 16\], got bool \[2, 9, 16\]"),
+        (changed("mask", np.ones_like), "ancestors"),
+        (changed("mask", np.zeros_like), "ancestors"),
+        (changed("depths", lambda d: d * 100), "ancestors"),
+        (changed("depths", lambda d: d - 50), "ancestors"),
+        (changed("next_sibling", lambda n: np.where(np.arange(16) == 1, 1, n)), "next_sibling"),
+        (changed("first_child", lambda c: np.where(np.arange(16) == 0, 99, c)), "first_child"),
+    ],
+)
+def test_a_drafter_that_proposes_nonsense_is_named(target, spoil, message):
+    engine = Engine(target, BadDrafter(spoil), config=CONFIG)
+    with pytest.raises(ShapeError, match=message):
+        engine.generate(*JOB)
+    assert_no_page_leaked(engine)
+
+
+@pytest.mark.parametrize("method", ["propose", "extend"])
+def test_a_drafter_that_raises_returns_every_page(target, texts, monkeypatch, method):
+    engine = Engine(target, drafter := eagle(target), config=CONFIG)
+    working, calls = getattr(drafter, method), itertools.count()
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("the head is gone")
+        return working(*args)
+
+    monkeypatch.setattr(drafter, method, failing)
+    with pytest.raises(RuntimeError, match="the head is gone"):
+        engine.generate(*JOB)
+    assert_no_page_leaked(engine)
+    assert tokens_of(engine.generate(*JOB)) == texts
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((4, 4, 16), "holey")])
+def test_a_broken_head_costs_speed_and_no_text(target, texts, value, shape, layout):
+    drafter = eagle(target)
+    drafter.head._fc = torch.full_like(drafter.head._fc, value)
+    config = dataclasses.replace(CONFIG, shape=Shape.eagle(*shape), layout=layout)
+    assert tokens_of(Engine(target, drafter, config=config).generate(*JOB)) == texts
+
+
+def test_a_drafter_serves_one_engine(target):
+    drafter = eagle(target)
+    with pytest.raises(ConfigError, match="attached to another engine"):
+        Engine(target, drafter, config=CONFIG), Engine(target, drafter, config=CONFIG)
+
+
+def test_more_branches_than_the_head_has_tokens_are_refused(target):
+    config = dataclasses.replace(CONFIG, shape=Shape.eagle(3, 129, 200))
+    with pytest.raises(ConfigError, match=r"topk 129 .* 128"):
+        Engine(target, eagle(target), config=config)
+
+
+# --- closing -------------------------------------------------------------------------------------
+
+
+def test_a_closed_engine_says_so():
+    engine = Engine.from_pretrained(max_context_len=256)
+    stream = engine.stream(*JOB)
+    next(stream)
+    engine.close()
+    engine.close()
+    assert {x.finish_reason for x in stream if not isinstance(x, Chunk)} == {"abort"}
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(ConfigError, match="closed"):
+            call(*JOB)
+
+
+def test_a_model_in_memory_serves_one_engine_at_a_time(texts):
+    model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"), dtype=torch.float32)
+    with Engine.from_pretrained(model, max_context_len=256) as first:
+        for taken in (model, copy.deepcopy(model)):
+            with pytest.raises(ConfigError, match="in use by another"):
+                Engine.from_pretrained(taken, max_context_len=256)
+        assert tokens_of(first.generate(*JOB)) == texts
+    with Engine.from_pretrained(model, max_context_len=256) as second:
+        assert tokens_of(second.generate(*JOB)) == texts
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(target) -> Engine:
+    return Engine(target, eagle(target), config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, {"a": 1}, {1, 2}, np.array(3), iter([[1]]), [[[1]]], [None]]
+)
+def test_prompts_of_another_kind_are_refused(engine, prompts):
+    with pytest.raises(ConfigError, match="prompt"):
+        engine.generate(prompts, PARAMS)
+
+
+@pytest.mark.parametrize("params", [5, {"temperature": 1}, [5], iter([PARAMS]), "a"])
+def test_parameters_of_another_kind_are_refused(engine, params):
+    with pytest.raises(ConfigError, match="SamplingParams"):
+        engine.generate(PROMPTS[0], params)
+
+
+@pytest.mark.parametrize("as_ids", [tuple, np.array, torch.tensor, lambda ids: np.array([ids])])
+def test_token_ids_come_in_any_sequence(engine, texts, as_ids):
+    assert tokens_of(engine.generate(as_ids(PROMPTS[0]), PARAMS)) == texts[:1]
+
+
+def test_text_that_is_no_text_is_refused():
+    """A lone surrogate, as a shell makes it of bytes that are no UTF-8."""
+    with (
+        Engine.from_pretrained(max_context_len=64) as engine,
+        pytest.raises(ConfigError, match=r"prompt 1 .*position 2"),
+    ):
+        engine.generate(["a", "ab\udcff"], PARAMS)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_a_number_too_large_for_a_float_is_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        SamplingParams(**{name: 10**400})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 42}, "target .*42"),
+        ({"target": None}, "target .*None"),
+        ({"target": "x" * 300}, "xxx"),
+        ({"draft": 42}, "draft.* 42"),
+        ({"draft": "x" * 300}, "xxx"),
+        ({"device": object()}, "device"),
+        ({"feature_layers": 5}, "feature_layers .*5"),
+        ({"feature_layers": "abc"}, "feature_layers .*abc"),
+        ({"max_context_len": 1 << 30}, "1073741824 is above the model's 2048 positions"),
+        ({"num_pages": 100_000_000}, r"100000000 pages need \d+ bytes of KV, \d+ are free"),
+    ],
+)
+def test_options_of_another_kind_or_size_are_refused(options, message):
+    """Before anything is allocated."""
+    with pytest.raises(ConfigError, match=message):
+        Engine.from_pretrained(
+            **{"draft": "specpool/tiny-eagle3", "max_context_len": 256, **options}
+        )
