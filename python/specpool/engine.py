@@ -383,7 +383,7 @@ class Engine:
                 # Another iterator's steps may have moved ours on, so look before each step.
                 for index in sorted(pending):
                     request, start = requests[index], seen[index]
-                    seen[index] = len(request.output_ids)
+                    seen[index] = request.num_output_tokens
                     if request.finish_reason is not None:
                         pending.discard(index)
                     if seen[index] > start or index not in pending:

@@ -54,6 +54,11 @@ class Request:
         return self.prefilled_len >= self.prompt_len
 
     @property
+    def num_output_tokens(self) -> int:
+        """How many tokens it has generated."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
     def output_ids(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[self.prompt_len :]

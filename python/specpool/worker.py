@@ -117,8 +117,7 @@ class EagleWorker:
         output = self._forward_tree(lanes, tree, positions)
         drawn = draw_tokens(requests, output.logits, positions + 1)
         verdict = verify(tree, drawn, shape.num_steps)
-        if shape.topk > 1:  # a chain's accepted nodes are where they belong
-            self._compact(lanes, verdict.accept_index, shape.num_draft_tokens)
+        self._compact(lanes, verdict.accept_index, shape.num_draft_tokens)
         self._drafter.extend(
             Lanes(lanes.rows, lanes.starts, verdict.accept_len),
             self._to_device(np.maximum(verdict.tokens, 0)),
