@@ -159,7 +159,10 @@ class EagleWorker:
             group: causal_view(self._cache, group, lanes.rows, lanes.starts, q_lens)
             for group in set(self._target_groups)
         }
-        positions = range_positions(lanes.starts, lanes.q_lens)
+        if q_lens is None:
+            positions = lanes.starts.astype(np.int64)
+        else:
+            positions = range_positions(lanes.starts, q_lens)
         return self._forward(tokens, positions, views, logits_at)
 
     def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Int64) -> TargetOutput:
