@@ -196,6 +196,79 @@ def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "/no/such/folder", "--draft", "x"], "/no/such/folder"),
+        (["--target", "no/such-hub-name", "--draft", "x"], "no/such-hub-name"),
+        (["--device", "abacus"], "abacus"),
+        (["--tokens", "1921"], "prompts of 128 tokens and 1921 new ones .* 2048"),
+        (["--plot", "/no/such/folder/x.png"], "/no/such/folder"),
+        (["--plot", "picture.nope"], "nope"),
+        (["--shape", "none"], "shape none drafts nothing"),
+    ],
+)
+def test_bad_bench_options_are_refused_before_anything_is_measured(capsys, args, message):
+    import re
+
+    code, out, err = call(capsys, "bench", "generate", "--batch", "1", "--repeats", "1", *args)
+    assert code == 2
+    assert re.search(message, err), err
+    assert out == ""
+
+
+def run_raw(*args: bytes | str, stdin: bytes = b"", **environment: str):
+    """The command in a process of its own; bytes in, bytes out."""
+    command = [sys.executable, "-m", "specpool", "generate", "-n", "6", *args]
+    environment = {**os.environ, "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, input=stdin, capture_output=True, env=environment, check=False)
+
+
+def test_a_terminal_without_unicode_gets_what_it_can_show():
+    run = run_raw("-p", "a", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0, run.stderr
+    assert b"identical to plain decoding" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin"), [(["-p", b"ab\xff"], b""), (["--prompt-file", "-"], b"ab\xff")]
+)
+def test_bytes_that_are_no_text_are_refused(args, stdin):
+    run = run_raw(*args, stdin=stdin, PYTHONIOENCODING="utf-8", LC_ALL="C.UTF-8")
+    assert run.returncode == 2
+    assert b"error: " in run.stderr and b"Traceback" not in run.stderr
+
+
+def test_text_is_printed_as_it_is(capsys):
+    """Neither markup nor names of emoji are read into it."""
+    prompt = "[bold]x[/bold] :smile: [/] \\"
+    _, out, _ = call(capsys, "generate", "-n", "4", "-p", prompt)
+    assert prompt in out
+
+
+def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
+    """The others' text and the table are still printed, and the error names the position."""
+    import torch
+
+    from specpool.models import TargetModel
+
+    forward = TargetModel.forward
+
+    def failing(self, token_ids, positions, batch, logits_index=None):
+        output = forward(self, token_ids, positions, batch, logits_index)
+        if logits_index is None:
+            output.logits = output.logits.clone()
+            output.logits[positions == 9] = torch.nan
+        return output
+
+    monkeypatch.setattr(TargetModel, "forward", failing)
+    code, out, err = call(capsys, "generate", "-n", "30", "-p", "a", "--draft", "none")
+    assert code == 2
+    assert "position 9" in err
+    assert "0 leaked" in out
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
     ("text", "numbers"),
     [("3", (3, 1, 4)), ("4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1))],
 )

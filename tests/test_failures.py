@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import assert_no_page_leaked
@@ -221,6 +225,47 @@ def test_a_model_in_memory_serves_one_engine_at_a_time(texts):
         assert tokens_of(first.generate(*JOB)) == texts
     with Engine.from_pretrained(model, max_context_len=256) as second:
         assert tokens_of(second.generate(*JOB)) == texts
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def broken_copy(tmp_path: Path, config: dict[str, Any], weights: Any) -> str:
+    """The shipped target with other settings and with `weights` applied to its tensors."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("specpool/tiny"), folder)
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | config))
+    path = folder / "model.safetensors"
+    if weights is None:
+        path.write_bytes(path.read_bytes()[:1000])
+    else:
+        tensors = load_file(path)
+        weights(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "message"),
+    [
+        ({}, None, "header"),
+        ({}, lambda w: w.pop("model.norm.weight"), "missing model.norm.weight"),
+        ({"num_hidden_layers": 5}, len, "missing model.layers.4.input_layernorm.weight"),
+        (
+            {"intermediate_size": 99},
+            len,
+            r"model.layers.0.mlp.down_proj.weight is \[128, \d+\], expected \[128, 99\]",
+        ),
+        ({"num_attention_heads": 0}, len, "cannot load a model"),
+        ({"hidden_size": "big"}, len, "cannot load a model"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, len, "cannot load a model"),
+    ],
+)
+def test_a_target_that_does_not_fit_its_config_is_refused(tmp_path, config, weights, message):
+    """transformers would go on with random numbers in place of what is missing."""
+    with pytest.raises(ConfigError, match=message):
+        Engine.from_pretrained(broken_copy(tmp_path, config, weights), max_context_len=64)
 
 
 # --- arguments -----------------------------------------------------------------------------------

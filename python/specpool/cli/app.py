@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -19,6 +20,8 @@ def main() -> None:
     from specpool.cli.commands import app
     from specpool.errors import SpecpoolError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
     try:
         app()
     except SpecpoolError as error:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from specpool import corpus
 from specpool._core import Shape
 from specpool.assets import resolve
 from specpool.cli.generate import mean_accept_len, parse_shape, quiet_loading
-from specpool.cli.machine import Result, interleaved, machine, report
+from specpool.cli.machine import Result, check_plot, interleaved, machine, report
 from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError
@@ -50,17 +52,44 @@ def generate(
     else:
         drafts = [str(draft)]
     check_int("threads", threads, 1, 1 << 10)
+    parsed = parse_shape(shape)
+    if parsed == Shape.none():
+        raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
+    if plot is not None:
+        check_plot(plot)
     torch.set_num_threads(threads)
     quiet_loading()
-    reference = _Transformers(resolve(target), device)
+    reference = None
     results = []
-    for name in drafts:
-        with Engine.from_pretrained(
-            target, draft=name, shape=parse_shape(shape), device=device, max_batch=max(batch_sizes)
-        ) as engine:
-            for batch, tokens in itertools.product(batch_sizes, num_tokens):
-                results += _case(engine, name, reference, batch, tokens, repeats)
+    cases = list(itertools.product(batch_sizes, num_tokens))
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(drafts) * len(cases))
+        for name in drafts:
+            with Engine.from_pretrained(
+                target,
+                draft=name,
+                shape=parsed,
+                device=device,
+                dtype="float32",
+                max_batch=max(batch_sizes),
+            ) as engine:
+                _check_context(engine, max(num_tokens))
+                # After the engine, which says more clearly what is wrong with a target.
+                reference = reference or _Transformers(resolve(target), device)
+                for batch, tokens in cases:
+                    results += _case(engine, name, reference, batch, tokens, repeats)
+                    progress.advance(task)
     report("bench generate", machine(device, threads), results, json_only=json, plot=plot)
+
+
+def _check_context(engine: Engine, num_tokens: int) -> None:
+    prompt_len = len(corpus.prompts(1)[0])
+    if prompt_len + num_tokens > engine.max_context_len:
+        raise ConfigError(
+            f"prompts of {prompt_len} tokens and {num_tokens} new ones do not fit the model's "
+            f"{engine.max_context_len} positions"
+        )
 
 
 def _groups(engine: Engine, batch: int) -> list[list[list[int]]]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,6 +25,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from specpool import corpus
 from specpool._core import Shape
@@ -96,7 +96,10 @@ def read_prompts(job: Job) -> list[str]:
     """
     prompts = list(job.prompts)
     if job.prompt_file == "-":
-        prompts.append(sys.stdin.read())
+        try:
+            prompts.append(sys.stdin.read())
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is no text: {error}") from None
     elif job.prompt_file is not None:
         try:
             lines = Path(job.prompt_file).read_text(encoding="utf-8").splitlines()
@@ -161,8 +164,7 @@ class Printer:
         self._current += 1
         if self._current < len(self._prompts):
             self._console.rule(f"prompt {self._current + 1}")
-            prompt = escape(self._prompts[self._current])
-            self._console.print(f"[dim]{prompt}[/dim]", end="", highlight=False, soft_wrap=True)
+            self._print(self._prompts[self._current], "dim")
             self._flush()
 
     def _flush(self) -> None:
@@ -170,8 +172,12 @@ class Printer:
             if from_draft and self._console.color_system is None:
                 text = f"{MARKS[0]}{text}{MARKS[1]}"
             style = "green" if from_draft else "bold yellow"
-            self._console.print(escape(text), style=style, end="", highlight=False, soft_wrap=True)
+            self._print(text, style)
         self._waiting[self._current].clear()
+
+    def _print(self, text: str, style: str) -> None:
+        """As it is: a `Text` is not searched for markup and names of emoji."""
+        self._console.print(Text(text, style=style), end="", soft_wrap=True)
 
 
 @dataclass(slots=True)
@@ -327,6 +333,11 @@ def _generate(
         print(json.dumps(report))
     else:
         console.print(_table(report))
+    for output in drafted.outputs:
+        if output.error is not None:
+            print(f"error: prompt {output.index + 1}: {output.error}", file=sys.stderr)
+    if report["errors"]:
+        raise SystemExit(2)
 
 
 @contextmanager

@@ -98,11 +98,28 @@ def report(
         _plot(title, results, plot)
 
 
-def _plot(title: str, results: Sequence[Result], path: Path) -> None:
+def check_plot(path: Path) -> None:
+    """Refuse a picture that could not be written, before minutes go into measuring.
+
+    Raises:
+        ConfigError: matplotlib, the folder or the format is missing.
+    """
     try:
-        import matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install 'specpool[plot]'") from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write the picture {path}: there is no folder {path.parent}")
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ConfigError(
+            f"cannot write the picture {path}: the formats are {', '.join(sorted(formats))}"
+        )
+
+
+def _plot(title: str, results: Sequence[Result], path: Path) -> None:
+    import matplotlib
+
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -114,7 +114,8 @@ class EagleHead:
         self._tie_break = torch.arange(self.draft_vocab_size - 1, -1, -1, device=device)
         self._act = _activation(config.hidden_act)
         self.max_positions = 0
-        self.reserve_positions(config.max_position_embeddings)
+        # Some configs name millions; who needs more than this says so.
+        self.reserve_positions(min(config.max_position_embeddings, 4096))
 
     @classmethod
     def from_pretrained(

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from specpool.attention import AttentionBatch, attend
-from specpool.errors import ConfigError, ShapeError
+from specpool.errors import CheckpointError, ConfigError, ShapeError
 from specpool.kv_cache import LayerKV
 from specpool.models.support import (
     ProbeBatch,
@@ -167,6 +167,7 @@ class TargetModel:
         Raises:
             ConfigError: nothing found at ``source``; an unknown dtype or device; or a model that
                 cannot run over pages, with its type and the reason.
+            CheckpointError: tensors are missing or have other shapes than the config says.
         """
         wanted = _parse_dtype(dtype)
         place = None if device is None else _parse_device(device)
@@ -188,7 +189,9 @@ class TargetModel:
         check_class(_model_class(config), config.model_type)
         name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
         options[name] = "auto" if wanted is None else wanted
-        model = _load(AutoModelForCausalLM, source, options)
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, loaded = _load(AutoModelForCausalLM, source, options)
+        _check_loaded(source, loaded)
         return cls(model.to(place or torch.device("cpu")))
 
     @property
@@ -389,9 +392,24 @@ def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) 
         raise ConfigError(f"no model at {name!r}: there is no such folder")
     try:
         return loader.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a broken file makes of transformers is of many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"cannot load a model from {name!r}: {reason}") from error
+
+
+def _check_loaded(source: str | os.PathLike[str], loaded: dict[str, Any]) -> None:
+    """Refuses a checkpoint whose gaps transformers would fill with random numbers.
+
+    Raises:
+        CheckpointError: names each tensor, and its shapes if it has the wrong one.
+    """
+    faults = [
+        f"{name} is {list(found)}, expected {list(expected)}"
+        for name, found, expected in sorted(loaded["mismatched_keys"])
+    ]
+    faults += [f"missing {name}" for name in sorted(loaded["missing_keys"])]
+    if faults:
+        raise CheckpointError(f"{os.fspath(source)}: {'; '.join(faults)}")
 
 
 def _model_class(config: Any) -> type:
