@@ -50,7 +50,7 @@ class Reads:
 
     def folded_mask(self, groups: int) -> Tensor | None:
         """The mask ``[B, 1, groups * Q, hi - lo]`` for query heads folded into the query axis."""
-        if self.mask is None or groups == 1:
+        if self.mask is None or groups == 1 or self.mask.shape[2] == 1:  # one query broadcasts
             return self.mask
         mask = self.folded.get(groups)
         if mask is None:

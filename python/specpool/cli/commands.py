@@ -42,7 +42,7 @@ Draft = Annotated[
     str | None,
     typer.Option(
         help="EAGLE head: a folder, a hub name, specpool/tiny-eagle, specpool/tiny-eagle3, or "
-        "'none'. [default: specpool/tiny-eagle3 with the embedded target, else none]"
+        "'none'. [default: specpool/tiny-eagle with the embedded target, else none]"
     ),
 ]
 ShapeText = Annotated[

@@ -84,7 +84,7 @@ def parse_shape(text: str | None) -> Shape | None:
 def draft_of(target: str, draft: str | None) -> str | None:
     """The draft model to load: the embedded head goes with the embedded target."""
     if draft is None:
-        return "specpool/tiny-eagle3" if target == "specpool/tiny" else None
+        return "specpool/tiny-eagle" if target == "specpool/tiny" else None
     return None if draft == "none" else draft
 
 
