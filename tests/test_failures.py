@@ -217,7 +217,7 @@ def test_a_closed_engine_says_so():
 
 
 def test_a_model_in_memory_serves_one_engine_at_a_time(texts):
-    model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float()
     with Engine.from_pretrained(model, max_context_len=256) as first:
         for taken in (model, copy.deepcopy(model)):
             with pytest.raises(ConfigError, match="in use by another"):
@@ -255,7 +255,7 @@ def broken_copy(tmp_path: Path, config: dict[str, Any], weights: Any) -> str:
         (
             {"intermediate_size": 99},
             len,
-            r"model.layers.0.mlp.down_proj.weight is \[128, \d+\], expected \[128, 99\]",
+            r"layers.0.mlp.down_proj.weight is (\[128, \d+\]|of another shape), expected \[128, 99",
         ),
         ({"num_attention_heads": 0}, len, "cannot load a model"),
         ({"hidden_size": "big"}, len, "cannot load a model"),

@@ -191,7 +191,7 @@ class TargetModel:
         options[name] = "auto" if wanted is None else wanted
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, loaded = _load(AutoModelForCausalLM, source, options)
-        _check_loaded(source, loaded)
+        _check_loaded(source, model, loaded)
         return cls(model.to(place or torch.device("cpu")))
 
     @property
@@ -397,16 +397,18 @@ def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) 
         raise ConfigError(f"cannot load a model from {name!r}: {reason}") from error
 
 
-def _check_loaded(source: str | os.PathLike[str], loaded: dict[str, Any]) -> None:
+def _check_loaded(source: str | os.PathLike[str], model: Any, loaded: dict[str, Any]) -> None:
     """Refuses a checkpoint whose gaps transformers would fill with random numbers.
 
     Raises:
         CheckpointError: names each tensor, and its shapes if it has the wrong one.
     """
-    faults = [
-        f"{name} is {list(found)}, expected {list(expected)}"
-        for name, found, expected in sorted(loaded["mismatched_keys"])
-    ]
+    faults = []
+    for mismatch in sorted(loaded["mismatched_keys"]):
+        # transformers 4 gives names only
+        name, *shapes = (mismatch,) if isinstance(mismatch, str) else mismatch
+        found = list(shapes[0]) if shapes else "of another shape"
+        faults.append(f"{name} is {found}, expected {list(model.get_parameter(name).shape)}")
     faults += [f"missing {name}" for name in sorted(loaded["missing_keys"])]
     if faults:
         raise CheckpointError(f"{os.fspath(source)}: {'; '.join(faults)}")
