@@ -116,7 +116,6 @@ class Engine:
             device=target.device,
         )
         self.ledger = pools.ledger
-        self.kv_bytes = pools.kv_bytes
         self.cache = KVCache(
             pools.ledger,
             [*target.layer_kv, *draft_layers],
@@ -124,6 +123,7 @@ class Engine:
             dtype=target.dtype,
             device=target.device,
         )
+        self.kv_bytes = self.cache.num_bytes
         if drafter is not None:
             target.capture(drafter.feature_layers)
             layout = pools.ledger.groups[pools.draft_group].layout

@@ -24,14 +24,12 @@ class PoolPlan:
         layer_groups: the group of each layer: the target's layers, then the draft's.
         target_groups: the same for the target's layers alone.
         draft_group: the group that hosts the draft's layers.
-        kv_bytes: bytes of all KV buffers.
     """
 
     ledger: Ledger
     layer_groups: list[int]
     target_groups: list[int]
     draft_group: int
-    kv_bytes: int
 
 
 def free_bytes(device: torch.device) -> int:
@@ -134,7 +132,7 @@ def plan_pools(
             f"{' + '.join(map(str, num_pages))} pages need {kv_bytes} bytes of KV, {free} are free:"
             " lower num_pages, kv_bytes or page_size"
         )
-    return PoolPlan(ledger, layer_groups, target_groups, draft_group, kv_bytes)
+    return PoolPlan(ledger, layer_groups, target_groups, draft_group)
 
 
 def _fit(

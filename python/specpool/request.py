@@ -22,9 +22,9 @@ class TokenLogprob:
         return TokenLogprob(self.token_id, self.logprob, dict(list(self.top.items())[:num_top]))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and its output so far.
+    """One prompt and its output so far; two requests are never the same one.
 
     `tokens` are the prompt and the output; while it runs, the last one is the root: the only token
     without KV.
