@@ -393,7 +393,7 @@ class Ledger:
     def reclaimable_pages(self, group: int) -> int:
         """Pages whose every holder is an idle row."""
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:
-        """Of a page: state (free, owned, shared, fenced), the row that took it, birth, last verb."""
+        """Of a page: state (free, owned, shared, fenced), who took it, birth step, last verb."""
     def ownership_map(self, group: int) -> tuple[NDArray[np.uint8], _I32, _I32]:
         """[num_pages + 1] each, copies: states, owners (rows that took them), numbers of holders.
 
