@@ -196,6 +196,8 @@ struct Followed {
     pages: Vec<BTreeMap<PageId, i32>>,
     /// Per group: a device's copy of the table, which only acknowledged deltas change.
     device: Vec<Vec<i32>>,
+    /// The turn of the newest take that is acknowledged.
+    device_turn: u64,
     /// Per step with a delta taken: the table that the device has once it is applied, and the turn of the take.
     taken: BTreeMap<u64, (Vec<Vec<i32>>, u64)>,
     /// Per group and cell: the turn in which it last changed, while the change is not acknowledged.
@@ -214,7 +216,7 @@ impl Followed {
         let device = tables(&ledger);
         let pages = vec![BTreeMap::new(); device.len()];
         let (taken, pending) = (BTreeMap::new(), BTreeMap::new());
-        Self { ledger, pages, device, taken, pending, turn: 0, history: Vec::new() }
+        Self { ledger, pages, device, device_turn: 0, taken, pending, turn: 0, history: Vec::new() }
     }
 
     /// One operation, and all that must hold after it.
@@ -271,7 +273,9 @@ impl Followed {
             }
             (Op::AckDelta { step }, _) => {
                 let (device, turn) = self.taken[step].clone();
-                self.device = device;
+                if turn > self.device_turn {
+                    (self.device, self.device_turn) = (device, turn);
+                }
                 self.pending.retain(|_, changed| *changed > turn);
                 self.taken = self.taken.split_off(&(step + 1));
             }

@@ -21,12 +21,16 @@ impl Model {
 
     /// The row is cut to `len` tokens in one group; a checkpoint that does not stay is forgotten.
     fn cut(&mut self, row: usize, group: usize, len: i32, checkpoint_stays: bool) {
-        let columns = self.window_columns(group, len).end;
+        let window = self.window_columns(group, len);
+        let columns = window.end;
         let (page_size, evict_to) = (self.groups[group].page_size, self.evict_to(group, len));
         let mut held = std::mem::take(&mut self.rows[row].groups[group]);
         let dropped = held.table.split_off(&columns);
         for &page in dropped.values() {
             self.leave_fence(group, page, row);
+        }
+        if held.evicted > evict_to && window.is_empty() {
+            held.evicted = evict_to;
         }
         if held.evicted > evict_to {
             let gone = held.kept.split_off(&columns);
