@@ -39,7 +39,7 @@ pub use event::Event;
 pub use group::Group;
 pub use ids::{Page, Row};
 pub use layout::Layout;
-pub use ledger::{Ledger, LedgerConfig, Snapshot};
+pub use ledger::{Ledger, LedgerConfig, PageNames, Snapshot};
 pub use page_copy::PageCopy;
 pub use page_pool::{PagePool, PageRecord, PageState, Verb};
 pub use page_table::PageTable;

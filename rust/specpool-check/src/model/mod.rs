@@ -3,10 +3,12 @@
 //! ledger but the reserve, which `tests/sizing.rs` proves.
 
 mod admission;
+pub(crate) mod ask;
 mod cuts;
 mod life;
 mod pages;
 mod prepare;
+pub(crate) mod same;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,15 +21,31 @@ pub(crate) type PageId = u32;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are those of the ledger's errors")]
 pub(crate) enum Refusal {
-    OutOfPages { group: String, need: usize, free: usize, fenced: usize, reclaimable: usize },
-    OutOfRows { fenced: usize },
+    OutOfPages {
+        group: String,
+        need: usize,
+        free: usize,
+        fenced: usize,
+        reclaimable: usize,
+    },
+    OutOfRows {
+        fenced: usize,
+    },
     ContextEnd(Vec<usize>),
-    StalePlan { row: usize },
+    StalePlan {
+        row: usize,
+    },
     Order,
     NotReady,
-    DraftLag { row: usize, drafted: i64, resolved: i64 },
+    DraftLag {
+        row: usize,
+        drafted: i64,
+        resolved: i64,
+    },
     Shape,
     Config,
+    /// No call may end like this.
+    Never(String),
 }
 
 /// What a verb returns: a row, a step, a prefix or a length, 0 where there is nothing to say.
