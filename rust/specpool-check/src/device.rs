@@ -31,6 +31,7 @@ struct Facts {
     /// Per group: the target model's layers live here.
     has_target: Vec<bool>,
     page_fencing: bool,
+    draft_kv: bool,
 }
 
 /// One row as the device knows it.
@@ -132,6 +133,7 @@ impl Device {
             columns: tables.iter().map(|table| table.pages_per_row()).collect(),
             has_target: groups.iter().map(|group| !(is_split && group.hosts_drafts)).collect(),
             page_fencing: ledger.page_fencing(),
+            draft_kv: ledger.draft_kv(),
             groups,
         };
         Self {
@@ -450,7 +452,7 @@ impl Lane<'_> {
             return self.fault(&format!("its length {len} is outside of [{lo}, {hi}]"));
         }
         let shape = self.device.facts.shapes[self.plan.shapes[self.lane] as usize];
-        self.read_prefix(root, shape.num_steps > 0)?;
+        self.read_prefix(root, shape.num_steps > 0 && self.device.facts.draft_kv)?;
         self.write_round(root)?;
         let more = i64::from(self.device.has(Plant::AcceptMore));
         self.keep(root, root + i64::from(accept_len) + more)

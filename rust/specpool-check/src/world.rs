@@ -254,6 +254,12 @@ impl World {
         Ok(true)
     }
 
+    /// A copied tail waits for the next step.
+    #[must_use]
+    pub fn has_waiting_copies(&self) -> bool {
+        !self.model.pending.is_empty()
+    }
+
     fn forget_flights(&mut self) {
         self.flights.retain(|flight| !(flight.is_settled && flight.is_complete));
     }
