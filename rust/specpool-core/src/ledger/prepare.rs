@@ -359,12 +359,11 @@ impl Ledger {
                     evicted.map_err(|record| self.page_error(at, record))?;
                 }
             }
-            let group = &mut self.groups[at];
-            let claims = plan.allocated_before[lanes.clone()].iter().zip(&plan.allocated_after[lanes]);
-            for (&row, (before, after)) in plan.rows.iter().zip(claims) {
-                if after > before {
-                    group.grow(Row(row), i64::from(*after), plan.step, verb, &mut self.digest)?;
-                }
+            let (before, after) = (&plan.allocated_before[lanes.clone()], &plan.allocated_after[lanes]);
+            for lane in growing_lanes(before, after) {
+                let row = Row(plan.rows[lane as usize]);
+                let to = after[lane as usize].into();
+                self.groups[at].grow(row, to, plan.step, verb, &mut self.digest)?;
             }
         }
         self.drop_orphan_copies(verb);
@@ -382,6 +381,18 @@ impl Ledger {
         self.note(&Event::Prepare { plan: &plan });
         Ok(plan)
     }
+}
+
+/// The lanes that take pages. Which do is hardly predictable, so they are found without a branch.
+fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
+    let mut lanes = vec![0; before.len() + 1];
+    let mut len = 0;
+    for (lane, (before, after)) in before.iter().zip(after).enumerate() {
+        lanes[len] = lane as u32;
+        len += usize::from(after > before);
+    }
+    lanes.truncate(len);
+    lanes
 }
 
 fn overflow(group: &str, row: i32, need: i64, width: i64) -> Error {
