@@ -341,7 +341,7 @@ impl Ledger {
             let group = &mut self.groups[at];
             for (&row, &after) in plan.rows.iter().zip(&plan.allocated_after[lanes]) {
                 if after > group.allocated[row as usize] {
-                    group.grow(Row(row), after.into(), plan.step, verb, &mut self.digest)?;
+                    group.grow(Row(row), after.into(), plan.step, verb)?;
                 }
             }
         }
