@@ -30,7 +30,7 @@ class Round:
     shape: int  # index into Ledger.shapes
     lo: int  # least position of the round's root
     hi: int  # greatest, inclusive
-    state: str  # "prepared" or "launched"
+    state: str  # "prepared", "stale" or "launched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +174,23 @@ class Film:
             protected=tuple(int(ledger.protected_len(at)[row]) for at in groups),
             evicted=tuple(int(ledger.evicted_len(at)[row]) for at in groups),
             pages=tuple(
-                tuple(
-                    ledger.page_table(at)[row, : allocated[at] // ledger.groups[at].page_size].tolist()
-                )
-                for at in groups
+                tuple(ledger.page_table(at)[row, : length // group.page_size].tolist())
+                for at, (length, group) in enumerate(zip(allocated, ledger.groups, strict=True))
             ),
         )
 
     def _rounds(self, row: int) -> Iterator[Round]:
+        """The row's rounds in flight, with the bounds that the resolved ones leave (spec 3.2)."""
+        lo = hi = int(self.ledger.resolved_len[row])
         for step, kind, state in self.ledger.steps():
             plan = self._plans.get(step)
-            if plan is None or kind != "decode" or state not in ("prepared", "launched"):
+            if plan is None or kind != "decode" or state == "resolved":
                 continue
             for lane in np.flatnonzero(plan.rows == row):
                 if plan.epochs[lane] == self.ledger.epoch[row]:
-                    lo, hi = int(plan.lo[lane]), int(plan.hi[lane])
-                    yield Round(step, int(plan.shapes[lane]), lo, hi, state)
+                    shape = int(plan.shapes[lane])
+                    yield Round(step, shape, lo, hi, state)
+                    lo, hi = lo + 1, hi + self.ledger.shapes[shape].max_accept_len
 
 
 def live_rows(ledger: Ledger) -> list[int]:
@@ -214,7 +215,10 @@ def slots(row: RowPicture, at: int, group: Group, shapes: list[Shape]) -> list[S
 
     The drafts are those of the newest round in flight, with its root at the least place it can be.
     """
-    kinds = [Slot(position, _kind(row, at, position)) for position in range(row.allocated[at])]
+    kinds = [
+        Slot(position, _kind(row, at, group.page_size, position))
+        for position in range(row.allocated[at])
+    ]
     if not row.rounds:
         return kinds
     newest = row.rounds[-1]
@@ -228,8 +232,8 @@ def slots(row: RowPicture, at: int, group: Group, shapes: list[Shape]) -> list[S
     return kinds
 
 
-def _kind(row: RowPicture, at: int, position: int) -> SlotKind:
-    if position < row.evicted[at] and not row.pages[at][position * len(row.pages[at]) // row.allocated[at]]:
+def _kind(row: RowPicture, at: int, page_size: int, position: int) -> SlotKind:
+    if row.pages[at][position // page_size] == 0:
         return "evicted"
     if position < row.protected[at]:
         return "shared"
@@ -239,7 +243,7 @@ def _kind(row: RowPicture, at: int, position: int) -> SlotKind:
 
 
 def _drafts(group: Group, shape: Shape, root: int) -> Iterator[Slot]:
-    """The cells that the round's branches write, and the copies of the prefix's tail before them."""
+    """The cells of the round's branches, and the copies of the prefix's tail before them."""
     if not group.hosts_drafts or shape.num_steps == 0:
         return
     cells = draft_write_positions(

@@ -7,7 +7,6 @@ from itertools import groupby
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from specpool._core import Group, Ledger
@@ -40,37 +39,35 @@ STYLES = {
 LEGEND = (
     "pools: A owned by row A, a fenced (freed by A, still in use on the device), 2 shared by two "
     "holders (* ten or more), . free",
-    "slots: # committed, s committed on a shared page, o root claimed, d draft, h hole (copy of the "
-    "prefix's tail), v verify window, - reserved, x given back below the window",
+    "slots: # or p3 committed (position 3), s committed on a shared page, o root claimed, d or d0 "
+    "draft (of step 0), h or h3 hole: a copy of the prefix's tail, v or ~ verify window, "
+    "- reserved, x given back below the window",
+    "rows: one mark a page, the most telling one of its slots",
 )
+MAX_POOL_LINES = 24
+MAX_ROWS = 40
 # Slots that are drawn with their text; a longer row is drawn one mark a slot.
 MAX_LABELLED = 96
 
 
-def draw(
-    console: Console, ledger: Ledger, picture: Picture, *, num_events: int | None, row: int | None
-) -> None:
+def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None) -> None:
     """Print the whole picture; the slots are those of `row`, or of one with a round in flight."""
     event = picture.event
-    head = Text("before the first event" if event is None else f"event {event.index}", "bold")
-    if num_events is not None:
-        head.append(f" of {num_events}")
-    if event is not None:
-        head.append(f", {_step(event.step)}{event.text}")
-        head.append(f"\ndigest {event.digest:016x}, byte {event.offset} of the log", "dim")
-    console.print(head)
+    if event is None:
+        console.print(Text("before the first event", "bold"))
+    else:
+        step = f", step {event.step}" if event.step else ""
+        console.print(Text(f"event {event.index}{step}: {event.text}", "bold"), soft_wrap=True)
+        console.print(Text(f"digest {event.digest:016x}, byte {event.offset} of the log", "dim"))
     for at in range(len(ledger.groups)):
         _pool(console, ledger, picture, at)
     _rows(console, ledger, picture)
     chosen = [one for one in picture.rows if one.row == row] if row else _most_telling(picture)
     if chosen:
         _slots(console, ledger, chosen[0])
-    for line in LEGEND:
-        console.print(Text(line, "dim"))
-
-
-def _step(step: int) -> str:
-    return f"step {step}: " if step else ""
+    console.print()
+    for text in LEGEND:
+        console.print(Text(text, "dim"))
 
 
 def _most_telling(picture: Picture) -> Sequence[RowPicture]:
@@ -89,7 +86,9 @@ def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
     window = f", window of {group.window}" if group.window is not None else ""
     drafts = f", hosts drafts, {group.layout}" if group.hosts_drafts else ""
     title = Text(f"\n{group.name}", "bold")
-    title.append(f": {group.num_pages} pages of {group.page_size} slots{window}{drafts}", "not bold")
+    title.append(
+        f": {group.num_pages} pages of {group.page_size} slots{window}{drafts}", "not bold"
+    )
     console.print(title)
     console.print(
         f"  {count[OWNED]} owned, {count[SHARED]} shared, {pool.fenced} fenced, {pool.free} free"
@@ -100,11 +99,20 @@ def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
     width = len(row_name(1, ledger.num_rows)) + 1
     number = len(str(group.num_pages))
     per_line = max(8, (console.width - number - 4) // width // 8 * 8)
-    for first in range(1, last + 1, per_line):
+    drawn = min(last, MAX_POOL_LINES * per_line)
+    for first in range(1, drawn + 1, per_line):
         line = Text(f"  {first:>{number}}  ", "dim")
-        for page in range(first, min(first + per_line, last + 1)):
-            line.append_text(_page(pool.states[page], pool.owners[page], pool.holders[page], width, ledger.num_rows))
+        for page in range(first, min(first + per_line, drawn + 1)):
+            line.append_text(
+                _page(
+                    pool.states[page], pool.owners[page], pool.holders[page], width, ledger.num_rows
+                )
+            )
         console.print(line)
+    if drawn < last:
+        console.print(
+            Text(f"  pages {drawn + 1} to {last} are in use too: --html draws all", "dim")
+        )
     if last < group.num_pages:
         console.print(Text(f"  pages {last + 1} to {group.num_pages} were never taken", "dim"))
 
@@ -122,29 +130,34 @@ def _page(state: int, owner: int, holders: int, width: int, num_rows: int) -> Te
 
 
 def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
+    console.print(Text("\nrows", "bold"))
     if not picture.rows:
-        console.print("\nno row is admitted")
-        return
-    names = [group.name for group in ledger.groups]
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left", title="\nrows")
-    for column in ("row", "", "resolved", "in flight", "drafted", "epoch", *names):
-        table.add_column(column, justify="right" if column in ("resolved", "drafted", "epoch") else "left", overflow="fold")
-    for row in picture.rows:
-        newest = row.rounds[-1] if row.rounds else None
-        flight = f"{row.in_flight}, root in [{newest.lo}, {newest.hi}]" if newest else ""
-        name = Text(f"{row_name(row.row, ledger.num_rows)} = {row.row}", f"bold {colour(row.row)}")
-        about = (row.tag or "") + (" (idle)" if row.idle else "")
-        strips = [
-            _strip(slots(row, at, group, ledger.shapes), group.page_size, colour(row.row))
-            for at, group in enumerate(ledger.groups)
-        ]
-        table.add_row(name, Text(about), str(row.resolved), flight, str(row.drafted), str(row.epoch), *strips)
-    console.print(table)
+        console.print("  none is admitted")
+    width = max(len(group.name) for group in ledger.groups)
+    for row in picture.rows[:MAX_ROWS]:
+        name = row_name(row.row, ledger.num_rows)
+        head = Text(f"  {name} = row {row.row}", f"bold {colour(row.row)}")
+        about = f", {row.tag}" if row.tag else ""
+        about += ", idle" if row.idle else ""
+        about += f": resolved_len {row.resolved}"
+        if row.rounds:
+            newest = row.rounds[-1]
+            about += f", {row.in_flight} in flight, root in [{newest.lo}, {newest.hi}]"
+        about += f", drafted_len {row.drafted}, epoch {row.epoch}"
+        console.print(head.append(about, "not bold default"), soft_wrap=True)
+        for at, group in enumerate(ledger.groups):
+            line = Text(f"    {group.name:<{width}}  ", "dim")
+            line.append_text(_strip(slots(row, at, group, ledger.shapes), group.page_size, row.row))
+            pages = sum(1 for page in row.pages[at] if page)
+            line.append(f"  {pages} page{'' if pages == 1 else 's'}", "dim")
+            console.print(line)
+    if len(picture.rows) > MAX_ROWS:
+        console.print(Text(f"  and {len(picture.rows) - MAX_ROWS} more rows: --row N", "dim"))
 
 
-def _strip(cells: Sequence[Slot], page_size: int, owner: str) -> Text:
-    """One mark a page: what most of it is; runs of the same are counted."""
-    order = ("root", "draft", "hole", "verify", "committed", "shared", "evicted", "reserved")
+def _strip(cells: Sequence[Slot], page_size: int, row: int) -> Text:
+    """One mark a page, the most telling one in it; long runs of the same are counted."""
+    order = ("draft", "hole", "root", "verify", "committed", "shared", "evicted", "reserved")
     marks = []
     for first in range(0, len(cells), page_size):
         kinds = {slot.kind for slot in cells[first : first + page_size]}
@@ -152,9 +165,8 @@ def _strip(cells: Sequence[Slot], page_size: int, owner: str) -> Text:
     text = Text()
     for kind, run in groupby(marks):
         count = len(list(run))
-        style = owner if kind in ("committed", "shared") else STYLES[kind]
-        text.append(MARKS[kind] * count if count <= 8 else f"{MARKS[kind]}*{count}", style)
-        text.append(" " if count > 8 else "")
+        style = colour(row) if kind in ("committed", "shared") else STYLES[kind]
+        text.append(MARKS[kind] * count if count <= 8 else f" {MARKS[kind]}x{count} ", style)
     return text
 
 
@@ -182,11 +194,17 @@ def _slot_lines(cells: Sequence[Slot], group: Group, width: int) -> Iterator[Tex
     labelled = len(cells) <= MAX_LABELLED
     cell = len(str(len(cells))) + 2 if labelled else 1
     page = group.page_size * cell + 2
-    per_line = max(1, (width - 12) // page) * group.page_size if page <= width - 12 else max(1, (width - 12) // cell)
+    per_line = (
+        max(1, (width - 12) // page) * group.page_size
+        if page <= width - 12
+        else max(1, (width - 12) // cell)
+    )
     skipped = 0
     for first in range(0, len(cells), per_line):
         part = cells[first : first + per_line]
-        if all(slot.kind in ("committed", "shared", "evicted") for slot in part) and first + per_line < len(cells):
+        if all(
+            slot.kind in ("committed", "shared", "evicted") for slot in part
+        ) and first + per_line < len(cells):
             ahead = cells[first + per_line : first + 2 * per_line]
             if all(slot.kind in ("committed", "shared", "evicted") for slot in ahead):
                 skipped += len(part)
@@ -208,7 +226,6 @@ def _slot_line(part: Sequence[Slot], page_size: int, cell: int, labelled: bool) 
         below.append(("~" if slot.in_verify else " ") * cell, "magenta")
     yield line
     if any(slot.in_verify for slot in part):
-        below.append(" verify window", "magenta dim")
         yield below
 
 
@@ -216,5 +233,5 @@ def _label(slot: Slot) -> str:
     if slot.kind in ("committed", "shared"):
         return f"p{slot.position}"
     if slot.kind == "hole":
-        return f"p{slot.source}"
+        return f"h{slot.source}"
     return f"d{slot.step}" if slot.kind == "draft" else MARKS[slot.kind]

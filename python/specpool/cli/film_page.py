@@ -1,4 +1,4 @@
-"""`specpool inspect --html`: one page that holds its film, its drawing code and nothing from outside."""
+"""`specpool inspect --html`: one page with its film and its drawing code, nothing from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from specpool.errors import RecordError
 from specpool.picture import GroupPicture, Picture, RowPicture
 
 
-def write(path: Path, log: str, made_by: str, ledger: Ledger, pictures: Sequence[Picture], *, start: int, num_events: int) -> None:
+def write(
+    path: Path,
+    log: str,
+    made_by: str,
+    ledger: Ledger,
+    pictures: Sequence[Picture],
+    *,
+    start: int,
+    num_events: int,
+) -> None:
     """Write the page.
 
     Args:
@@ -56,9 +65,14 @@ def write(path: Path, log: str, made_by: str, ledger: Ledger, pictures: Sequence
     }
     # No tag of the page may end inside the data.
     data = json.dumps(film, separators=(",", ":")).replace("<", "\\u003c")
-    page = resources.files("specpool.cli").joinpath("inspect.html").read_text(encoding="utf-8")
+    folder = resources.files("specpool.assets").joinpath("inspect")
+    html, style, script = (
+        folder.joinpath(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("html", "css", "js")
+    )
+    html = html.replace("STYLE", style, 1).replace("SCRIPT", script, 1)
     try:
-        path.write_text(page.replace(">FILM<", f">{data}<", 1), encoding="utf-8")
+        path.write_text(html.replace("FILM", data, 1), encoding="utf-8")
     except OSError as error:
         raise RecordError(f"cannot write the page {path}: {error}") from None
 

@@ -35,6 +35,8 @@ pub struct EventLog {
     written: u64,
     /// Most bytes of the file.
     limit: u64,
+    /// The last attempt to write failed: the next one comes before anything else.
+    is_stuck: bool,
     /// The last record is pushed.
     is_over: bool,
     /// The process that opened the file: a forked child must not write the parent's bytes again.
@@ -62,6 +64,7 @@ impl EventLog {
             buffer: header,
             written: 0,
             limit,
+            is_stuck: false,
             is_over: false,
             process: std::process::id(),
         };
@@ -92,7 +95,7 @@ impl EventLog {
     /// # Errors
     /// [`Error::Record`] when the disk refuses; what is not written stays in memory, and the next call tries again.
     pub fn make_room(&mut self) -> Result<()> {
-        if self.buffer.len() < FLUSH_AT { Ok(()) } else { self.flush() }
+        if self.is_stuck || self.buffer.len() >= FLUSH_AT { self.flush() } else { Ok(()) }
     }
 
     /// One record: the encoded call, what is kept beside it and not hashed, and the digest before and after. At the
@@ -145,6 +148,7 @@ impl EventLog {
         };
         self.buffer.drain(..done);
         self.written += done as u64;
+        self.is_stuck = outcome.is_err();
         outcome.map_err(|error| {
             Error::Record(format!(
                 "cannot write the event log {}: {error}; {} bytes are written, {} wait in memory",

@@ -1,130 +1,5 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>specpool inspect</title>
-<style>
-:root {
-  --paper: #fbfaf7; --card: #ffffff; --ink: #1f2328; --quiet: #6e7681; --line: #d9d6cf;
-  --free: #f0eee8; --spare: #e9e6df; --draft: #3f7fd9; --hole: #f0b429; --verify: #a23bc4;
-  --root: #d1242f; --light: 62%; --sat: 52%;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #14161a; --card: #1c1f25; --ink: #e6e6e3; --quiet: #949ba5; --line: #363b44;
-    --free: #242830; --spare: #2b3039; --draft: #4d8df0; --hole: #d99e1c; --verify: #c678e0;
-    --root: #ff6b6b; --light: 50%; --sat: 42%;
-  }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 14px/1.45 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 18px 20px 60px; }
-h1 { font-size: 20px; margin: 0; letter-spacing: .2px; }
-h2 { font-size: 15px; margin: 0 0 8px; }
-h2 small, h1 small { font-weight: 400; color: var(--quiet); font-size: 13px; margin-left: 8px; }
-code, .mono { font: 12.5px/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; margin-top: 14px; }
-.controls { position: sticky; top: 0; z-index: 5; box-shadow: 0 3px 12px #0000001c; border-top-left-radius: 0; border-top-right-radius: 0; margin-top: 8px; }
-.bar { display: flex; align-items: center; gap: 8px; }
-.bar input[type=range] { flex: 1; accent-color: var(--draft); min-width: 120px; }
-button, select { font: inherit; color: inherit; background: var(--free); border: 1px solid var(--line); border-radius: 7px; padding: 3px 10px; cursor: pointer; }
-button:hover { border-color: var(--quiet); }
-.now { margin-top: 8px; display: flex; gap: 12px; flex-wrap: wrap; align-items: baseline; }
-.now b { font-size: 15px; }
-.quiet { color: var(--quiet); }
-.call { background: var(--free); border-radius: 6px; padding: 2px 8px; overflow-wrap: anywhere; }
-.grid { display: flex; flex-wrap: wrap; gap: 3px; }
-.page { width: 22px; height: 22px; border-radius: 4px; background: var(--free); display: grid; place-items: center;
-  font: 600 10.5px/1 ui-monospace, monospace; color: #fff; position: relative; cursor: default; }
-.wide .page { width: 30px; }
-.page.free { color: transparent; border: 1px solid var(--line); }
-.page.shared { box-shadow: inset 0 0 0 2px var(--ink); }
-.page.fenced { background-image: repeating-linear-gradient(45deg, #ffffffb8 0 3px, transparent 3px 6px); color: #000; }
-.page.hit, .strip i.hit { outline: 2px solid var(--ink); outline-offset: 1px; }
-.dim .page:not(.hit) { opacity: .35; }
-.counts { display: flex; gap: 14px; flex-wrap: wrap; margin: 2px 0 10px; }
-.counts span { color: var(--quiet); } .counts b { font-variant-numeric: tabular-nums; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; font-weight: 500; color: var(--quiet); font-size: 12.5px; padding: 2px 10px 4px 0; }
-td { padding: 4px 10px 4px 0; vertical-align: middle; border-top: 1px solid var(--line); font-variant-numeric: tabular-nums; }
-tr.row { cursor: pointer; } tr.row:hover td { background: var(--free); } tr.picked td { background: var(--free); }
-.name { display: inline-grid; place-items: center; min-width: 22px; height: 22px; padding: 0 4px; border-radius: 5px; color: #fff; font: 600 11px/1 ui-monospace, monospace; }
-.strip { display: flex; flex-wrap: wrap; gap: 2px; max-width: 460px; }
-.strip i { width: 13px; height: 18px; border-radius: 3px; border: 1px solid var(--line); background: var(--spare); overflow: hidden; display: block; position: relative; }
-.strip i b { position: absolute; left: 0; top: 0; bottom: 0; display: block; }
-.strip i.gone { background: none; border-style: dashed; }
-.strip i.shared { border: 2px solid var(--ink); }
-.detail { overflow-x: auto; padding-bottom: 4px; }
-.lane { display: flex; align-items: flex-end; margin-top: 9px; }
-.lane > label { width: 92px; flex: none; color: var(--quiet); font-size: 12.5px; padding-bottom: 7px; }
-.cells { display: flex; flex-wrap: wrap; row-gap: 8px; }
-.cell { position: relative; padding-top: 14px; }
-.cell.edge { margin-left: 5px; }
-.cell.edge:first-child { margin-left: 0; }
-.cell > em { position: absolute; top: 0; left: 1px; font: 10px/1 ui-monospace, monospace; color: var(--quiet); font-style: normal; white-space: nowrap; }
-.cell > s { display: grid; place-items: center; text-decoration: none; height: 24px; border: 1px solid #00000026; margin-right: 1px; border-radius: 3px;
-  font: 600 10.5px/1 ui-monospace, monospace; color: #fff; overflow: hidden; background: var(--spare); }
-.k-reserved > s { color: var(--quiet); font-weight: 400; }
-.k-evicted > s { background: none; border: 1px dashed var(--line); }
-.k-shared > s { background-image: repeating-linear-gradient(90deg, #ffffff55 0 2px, transparent 2px 6px); }
-.k-draft > s { background: var(--draft); }
-.k-hole > s { background: repeating-linear-gradient(45deg, var(--hole) 0 5px, #f7d37d 5px 8px); color: #4d3800; }
-.k-tail > s { box-shadow: inset 0 0 0 2px var(--hole); }
-.k-verify > s { background: var(--spare); }
-.cell > u { display: block; height: 3px; margin: 2px 1px 0 0; background: transparent; }
-.cell.v > u { background: var(--verify); }
-.cell.root > s { outline: 2px solid var(--root); outline-offset: 0; z-index: 1; }
-.note { margin: 10px 0 0; max-width: 92ch; }
-.note b.hole { color: #b07d00; } .note b.draft { color: var(--draft); } .note b.verify { color: var(--verify); } .note b.root { color: var(--root); }
-.rootpick { display: flex; align-items: center; gap: 8px; margin-top: 8px; }
-.legend { display: flex; flex-wrap: wrap; gap: 8px 18px; align-items: center; }
-.legend span { display: inline-flex; align-items: center; gap: 6px; }
-.legend .cell { padding: 0; width: 22px; } .legend .cell > s { height: 18px; }
-.legend .strip i { border-color: var(--quiet); }
-#tip { position: fixed; z-index: 9; pointer-events: none; background: var(--ink); color: var(--paper); border-radius: 7px; padding: 6px 9px; font-size: 12.5px;
-  max-width: 360px; white-space: pre-line; display: none; }
-kbd { border: 1px solid var(--line); border-bottom-width: 2px; border-radius: 4px; padding: 0 5px; font: 12px/1.5 ui-monospace, monospace; background: var(--free); }
-</style>
-</head>
-<body>
-<main>
-<h1>specpool inspect <small id="title"></small></h1>
-<div class="quiet" id="config"></div>
-
-<section class="controls">
-  <div class="bar">
-    <button id="first" title="first event (Home)">&#x23EE;</button>
-    <button id="back" title="one event back (left arrow)">&#x25C0;</button>
-    <button id="play" title="play (space)">&#x25B6; play</button>
-    <button id="next" title="one event on (right arrow)">&#x25B6;</button>
-    <button id="last" title="last event (End)">&#x23ED;</button>
-    <input id="slider" type="range" min="0" value="0" aria-label="event">
-    <select id="speed" aria-label="speed"><option value="1000">slow</option><option value="400" selected>normal</option><option value="120">fast</option></select>
-  </div>
-  <div class="now"><b id="step"></b><code class="call" id="call"></code><span class="quiet" id="where"></span></div>
-</section>
-
-<div id="pools"></div>
-
-<section>
-  <h2>Rows <small>click one to see its slots</small></h2>
-  <table><thead id="head"></thead><tbody id="rows"></tbody></table>
-</section>
-
-<section id="detail"></section>
-
-<section>
-  <h2>Legend</h2>
-  <div class="legend" id="legend"></div>
-  <p class="quiet">Keys: <kbd>&larr;</kbd> <kbd>&rarr;</kbd> one event, <kbd>shift</kbd> with them one step (the next preparation),
-  <kbd>space</kbd> play, <kbd>Home</kbd> <kbd>End</kbd>, <kbd>&uarr;</kbd> <kbd>&darr;</kbd> another row. Hover over anything to read what it is.</p>
-</section>
-</main>
-<div id="tip"></div>
-<script type="application/json" id="film">FILM</script>
-<script>
 "use strict";
+// The drawing of `specpool inspect --html`: the frames come from film_page.py, in the element #film.
 const film = JSON.parse(document.getElementById("film").textContent);
 const $ = id => document.getElementById(id);
 const FREE = 0, OWNED = 1, SHARED = 2, FENCED = 3;
@@ -172,7 +47,7 @@ function name(row) {
   for (let rest = row - 1; width > 0; width -= 1, rest = Math.floor(rest / 26)) text = String.fromCharCode(65 + rest % 26) + text;
   return text;
 }
-const colour = row => row === 0 ? "var(--quiet)" : `hsl(${(row - 1) * 137.5 % 360} var(--sat) var(--light))`;
+const colour = row => row === 0 ? "var(--quiet)" : `hsl(${((row - 1) * 137.5 + 150) % 360} var(--sat) var(--light))`;
 const badge = row => el("span", {class: "name", style: `background:${colour(row)}`}, name(row));
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
@@ -244,12 +119,13 @@ function draw() {
   drawPools(); drawRows(); drawDetail();
 }
 function drawPools() {
+  const scrolled = [...document.querySelectorAll(".grid")].map(grid => grid.scrollTop);
   $("pools").replaceChildren(...film.groups.map((group, g) => {
     const state = now.groups[g];
     const grid = el("div", {class: "grid" + (film.num_rows > 26 ? " wide" : "")});
     const counts = [0, 0, 0, 0];
     for (let page = 1; page <= group.shown; page++) {
-      const [kind, owner, holders, verb, birth] = state.pages.get(page) || [FREE, 0, 0, "none", 0];
+      const [kind, owner, holders] = state.pages.get(page) || [FREE, 0, 0];
       counts[kind] += 1;
       const style = kind === FREE ? "" : `background-color:${kind === SHARED ? "var(--quiet)" : colour(owner)}`;
       const who = owner ? `row ${owner} (${name(owner)})` : "nobody";
@@ -271,6 +147,7 @@ function drawPools() {
       el("div", {class: "counts"}, fact("in rows and prefixes", used), fact("shared", counts[SHARED]), fact("fenced", state.fenced), fact("free", state.free), fact("reclaimable", state.reclaimable)),
       grid, rest > 0 ? el("p", {class: "quiet"}, `${plural(rest, "more page")}: free throughout`) : "");
   }));
+  document.querySelectorAll(".grid").forEach((grid, g) => { grid.scrollTop = scrolled[g] || 0; });
 }
 function strip(row, id, g) {
   const group = film.groups[g], P = group.page_size, tail = row.evicted[g] / P;
@@ -334,45 +211,49 @@ function drawDetail() {
 function groupDetail(row, g, root, round) {
   const group = film.groups[g], P = group.page_size, {slots, shape} = slotsOf(row, g, root);
   const box = el("div", {class: "detail"});
-  const lane = (label, from, to, width) => { if (to > from) box.append(el("div", {class: "lane"}, el("label", {}, label), cellsOf(slots, from, to, picked, g, width))); };
+  const lane = (label, from, to, caption = null) => {
+    if (to <= from) return;
+    const cells = cellsOf(slots, from, to, picked, g, width);
+    if (caption !== null) cells.classList.add("one");
+    box.append(el("div", {class: "lane"}, el("label", {}, label), cells, caption && width >= 20 ? el("small", {}, caption) : ""));
+  };
   const drafts = shape && group.hosts_drafts && shape[0] > 0 ? branches(group, shape, root) : null;
-  const prefixEnd = drafts ? drafts.base : root;
-  const lineLen = drafts ? drafts.stride : Math.max(P, 16);
-  const width = Math.max(7, Math.min(30, Math.floor(1000 / Math.max(lineLen, 16))));
+  const hasLanes = drafts && shape[1] > 1;  // a chain and a verify window just go on behind the prefix
+  const laneLen = hasLanes ? drafts.stride : 16;
+  const width = Math.max(7, Math.min(30, Math.floor(900 / Math.max(laneLen, 16)) - 1));
   const perLine = Math.max(1, Math.floor(1000 / (width + 1) / P)) * P;
-  const shown = Math.max(0, Math.floor(prefixEnd / P) - Math.max(1, Math.floor(perLine / P) - 1)) * P;
-  const title = `${group.name}: ${row.allocated[g]} slots on ${plural(row.pages[g].filter(Boolean).length, "page")}`;
+  const prefixEnd = hasLanes ? drafts.base : Math.floor(root / P) * P;
+  const kept = Math.max(1, hasLanes ? Math.floor(perLine / P) - 1 : 2);
+  const shown = Math.max(0, Math.floor(prefixEnd / P) - kept) * P;
+  const title = `${group.name}: ${plural(row.allocated[g], "slot")} on ${plural(row.pages[g].filter(Boolean).length, "page")}`;
   box.append(el("div", {class: "quiet", style: "margin-top:14px"}, title + (shown ? `; positions [0, ${shown}) are left out here` : "")));
-  lane("prefix", shown, Math.min(prefixEnd, slots.length), width);
-  let end = Math.min(prefixEnd, slots.length);
-  if (drafts) {
-    for (let b = 0; b < shape[1]; b++) lane(`branch ${b}`, drafts.base + b * drafts.stride, drafts.base + (b + 1) * drafts.stride, width);
-    end = drafts.end;
-  }
-  if (shape) {
-    const verifyEnd = Math.min(root + shape[2], slots.length);
-    if (verifyEnd > end) { lane(drafts ? "rest of verify" : "verify", end, verifyEnd, width); end = verifyEnd; }
-  }
-  lane("reserved", end, slots.length, width);
-  if (shape) box.append(note(row, g, root, shape, drafts, slots));
+  if (hasLanes) {
+    lane("prefix", shown, drafts.base);
+    for (let b = 0; b < shape[1]; b++) {
+      const tail = drafts.last === 0 ? "" : b === 0 ? "the prefix's own tail, then drafts" : "a copy of the tail, then drafts";
+      lane(`branch ${b}`, drafts.base + b * drafts.stride, drafts.base + (b + 1) * drafts.stride, tail);
+    }
+    lane(root + shape[2] > drafts.end ? "behind them" : "reserved", drafts.end, slots.length);
+  } else lane("slots", shown, slots.length);
+  if (shape) box.append(note(group, root, shape, drafts, slots));
   return box;
 }
-function note(row, g, root, [S, K, N], drafts, slots) {
-  const group = film.groups[g], P = group.page_size;
+function note(group, root, [S, K, N], drafts, slots) {
+  const P = group.page_size;
   const text = el("p", {class: "note"});
   const strong = (kind, words) => el("b", {class: kind}, words);
   text.append("The ", strong("root", `root`), ` is the target's own last token, at position ${root}. `);
   if (drafts && drafts.holey) {
     text.append("This group is holey: its reader fetches whole pages, so every branch has ", plural(drafts.stride / P, "page"), " of its own. ");
-    if (drafts.last) text.append(`The prefix ends inside a page: ${root} % ${P} = ${drafts.last}. These ${plural(drafts.last, "token")}, positions [${drafts.base}, ${root}), are copied to the head of branches 1 to ${K - 1}: the `,
-      strong("hole", `${(K - 1) * drafts.last} holes`), ". A whole-page read of any branch then sees the real prefix, followed by that branch's ", strong("draft", `${S} drafts`), ". ");
-    else text.append(`The prefix ends on a page edge, so nothing is copied: no holes this time. Each branch has `, strong("draft", `${S} drafts`), ". ");
+    if (drafts.last) text.append(`The prefix ends inside a page: ${root} % ${P} = ${drafts.last}. Its last ${plural(drafts.last, "token")}, positions [${drafts.base}, ${root}), are copied to the head of the other ${plural(K - 1, "branch").replace("branchs", "branches")}: the `,
+      strong("hole", plural((K - 1) * drafts.last, "hole")), ". A whole-page read of any branch then sees the real prefix, followed by that branch's ", strong("draft", plural(S, "draft")), ". ");
+    else text.append(`The prefix ends on a page edge, so nothing is copied: no holes this time. Each branch has `, strong("draft", plural(S, "draft")), ". ");
   } else if (drafts) {
-    text.append(K > 1 ? "This group is dense: branch after branch, without gaps, for readers of single tokens. " : "A chain: one branch. ", strong("draft", `${K * S} drafts`), ` lie at [${root}, ${drafts.end}). `);
+    text.append(K > 1 ? "This group is dense: branch after branch, without gaps, for readers of single tokens. " : "The draft is a chain. ", strong("draft", plural(K * S, "draft")), ` lie at [${root}, ${drafts.end}). `);
   } else if (!group.hosts_drafts) text.append("This group hosts no drafts. ");
-  text.append("Then the target ", strong("verify", `verifies ${plural(N, "node")}`), ` at [${root}, ${root + N}), and the accepted ones move to the front of that window.`);
+  text.append("The ", strong("verify", `verify window of ${plural(N, "node")}`), ` is [${root}, ${root + N}); accepted tokens move to its front.`);
   const spare = slots.filter(slot => slot.kind === "reserved" && slot.verify === undefined).length;
-  if (spare) text.append(` ${plural(spare, "slot")} of the row ${spare === 1 ? "is" : "are"} touched by neither.`);
+  if (spare) text.append(` ${plural(spare, "reserved slot")} ${spare === 1 ? "is" : "are"} touched by neither with the root here.`);
   return text;
 }
 function drawLegend() {
@@ -394,7 +275,7 @@ function step(direction) {
 function play() {
   if (timer) { clearInterval(timer); timer = null; $("play").textContent = "\u25B6 play"; return; }
   if (at >= film.frames.length - 1) seek(0);
-  $("play").textContent = "\u23F8 pause";
+  $("play").textContent = "\u2016 pause";
   timer = setInterval(() => { if (at >= film.frames.length - 1) play(); else seek(at + 1); }, +$("speed").value);
 }
 function pickNeighbour(direction) {
@@ -435,6 +316,3 @@ $("config").textContent = `${plural(film.num_rows, "row")}, context ${film.max_c
   + film.shapes.map(shape => shape.join("/")).join(", ") + ` \u00b7 written by specpool ${film.made_by}`;
 drawLegend();
 seek(film.start);
-</script>
-</body>
-</html>
