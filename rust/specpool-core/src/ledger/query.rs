@@ -254,7 +254,7 @@ impl Ledger {
     /// ranks that did the same.
     #[must_use]
     pub fn digest(&self) -> Option<u64> {
-        self.digest.map(Digest::value)
+        self.recorder.digest.map(Digest::value)
     }
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs, page
