@@ -16,7 +16,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="KV-cache memory manager for speculative decoding.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Speed, beside a reference in the same run.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Speed and memory, beside a reference in the same run."
+)
 app.add_typer(bench, name="bench")
 
 
@@ -53,6 +55,7 @@ ShapeText = Annotated[
         "a chain's depth alone. [default: 3, that is 3x1x4]",
     ),
 ]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
@@ -151,7 +154,7 @@ def bench_generate(
     device: DeviceName = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     json: Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")] = None,
+    plot: Plot = None,
 ) -> None:
     """Drafting beside plain decoding on our pages, beside transformers' own generate."""
     from specpool.cli.bench import generate as run
@@ -165,6 +168,30 @@ def bench_generate(
         repeats=repeats,
         device=device,
         threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("reserve")
+def bench_reserve(
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 64,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
+    draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
+    from specpool.cli.bench_reserve import reserve as run
+
+    run(
+        page_size=page_size,
+        shape=shape,
+        overlap_depth=depth,
+        target_layers=layers,
+        draft_layers=draft_layers,
         json=json,
         plot=plot,
     )
