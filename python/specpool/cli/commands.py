@@ -195,3 +195,30 @@ def bench_reserve(
         json=json,
         plot=plot,
     )
+
+
+@bench.command("ledger")
+def bench_ledger(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
+    placement: Annotated[Placement, typer.Option(help="Two groups, or one.")] = "shared",
+    layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The ledger's calls for one decode step, beside the same bookkeeping in plain Python."""
+    from specpool.cli.bench_ledger import BATCHES
+    from specpool.cli.bench_ledger import ledger as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        repeats=repeats,
+        overlap_depth=depth,
+        placement=placement,
+        layout=layout,
+        json=json,
+        plot=plot,
+    )

@@ -1,4 +1,4 @@
-"""The load of `bench ledger`: a batch whose requests come, grow and end, on our ledger and on plain Python.
+"""The load of `bench ledger`: a batch whose requests come, grow and end, on either side.
 
 `step` is what is timed: all calls that an engine makes for one decode step. `refill` is not: it
 replaces the requests that have reached their end, so that pages are taken now and then and come
@@ -40,36 +40,32 @@ class Setting:
     layout: Literal["dense", "holey"] = "dense"
 
     @property
-    def row_width(self) -> int:
-        """Slots of a row, enough for both sides."""
-        window = _core.sizing_alloc_len_per_decode(**self._group)  # type: ignore[arg-type]
-        return (END + self.shape.max_accept_len + 2 * window) // self.page_size * self.page_size + (
-            2 * self.page_size
+    def reserve(self) -> int:
+        """Slots that SGLang reserves beyond the committed length."""
+        return 2 * _core.sizing_alloc_len_per_decode(
+            page_size=self.page_size,
+            num_steps=self.shape.num_steps,
+            topk=self.shape.topk,
+            num_draft_tokens=self.shape.num_draft_tokens,
+            layout=self.layout,
         )
 
     @property
-    def reserve(self) -> int:
-        """Slots that SGLang reserves beyond the committed length."""
-        return 2 * _core.sizing_alloc_len_per_decode(**self._group)  # type: ignore[arg-type]
-
-    @property
-    def _group(self) -> dict[str, Any]:
-        return {
-            "page_size": self.page_size,
-            "num_steps": self.shape.num_steps,
-            "topk": self.shape.topk,
-            "num_draft_tokens": self.shape.num_draft_tokens,
-            "layout": self.layout,
-        }
+    def pages_per_row(self) -> int:
+        """Pages of a row at its end, enough for either side."""
+        return (END + self.shape.max_accept_len + self.reserve) // self.page_size + 1
 
     def ledger(self, batch: int, num_pages: int | None = None, **options: Any) -> Ledger:
         """A ledger with rows and pages for the batch and for what is still fenced behind it."""
-        pages = {
-            "page_size": self.page_size,
-            "num_pages": num_pages or 2 * batch * self.row_width // self.page_size,
-        }
-        target = Group("target", **pages)
-        draft = Group("draft", hosts_drafts=True, layout=self.layout, **pages)
+        num_pages = num_pages or 2 * batch * self.pages_per_row
+        target = Group("target", page_size=self.page_size, num_pages=num_pages)
+        draft = Group(
+            "draft",
+            page_size=self.page_size,
+            num_pages=num_pages,
+            hosts_drafts=True,
+            layout=self.layout,
+        )
         options = {"num_rows": 2 * batch, "max_context_len": END + 16} | options
         groups = [target, draft] if self.placement == "split" else [draft]
         return Ledger(groups, [self.shape], overlap_depth=self.overlap_depth, **options)
@@ -139,9 +135,18 @@ class LedgerLoad:
         """Finish the rows at their end and admit others in their place."""
         (lanes,) = np.nonzero(self.ledger.resolved_len[self.rows] >= END)
         if len(lanes):
-            for row in self.rows[lanes]:
+            for row in self.rows[lanes].tolist():
                 self.ledger.finish(row)
             self._admit(lanes)
+
+    def drain(self) -> None:
+        """End everything: nothing is held afterwards."""
+        last = self._launch()
+        for row in self.rows.tolist():
+            self.ledger.finish(row)
+        for step in [*self._launched, last]:
+            self.ledger.resolve(step, self._outcomes[0])
+        self.ledger.complete(last)
 
 
 class PlainLoad:
@@ -151,24 +156,24 @@ class PlainLoad:
         self._rng = np.random.default_rng(seed)
         self._outcomes = _outcomes(setting, batch, self._rng)
         self._round = 0
-        self._plain = PlainLedger(
+        self.plain = PlainLedger(
             page_size=setting.page_size,
-            num_pages=batch * setting.row_width // setting.page_size,
+            num_pages=batch * setting.pages_per_row,
             num_rows=batch,
-            row_width=setting.row_width,
+            pages_per_row=setting.pages_per_row,
             reserve=setting.reserve,
         )
-        self._reqs = self._admit(batch)
-        self._rng.shuffle(self._reqs)  # type: ignore[arg-type]
+        self.reqs = self._admit(batch)
+        self._rng.shuffle(self.reqs)
 
     def _admit(self, count: int) -> list[Req]:
-        reqs = [self._plain.admit() for _ in range(count)]
-        self._plain.prepare_for_extend(reqs, self._rng.integers(*PROMPT, count).tolist())
+        reqs = [self.plain.admit() for _ in range(count)]
+        self.plain.prepare_for_extend(reqs, self._rng.integers(*PROMPT, count).tolist())
         return reqs
 
     def step(self) -> int:
         """One decode step."""
-        plain, reqs = self._plain, self._reqs
+        plain, reqs = self.plain, self.reqs
         accept_lens = self._outcomes[self._round % NUM_OUTCOMES]
         self._round += 1
         start = time.perf_counter_ns()
@@ -179,11 +184,11 @@ class PlainLoad:
 
     def refill(self) -> None:
         """Release the requests at their end and admit others in their place."""
-        lanes = [lane for lane, req in enumerate(self._reqs) if req.kv_committed_len >= END]
+        lanes = [lane for lane, req in enumerate(self.reqs) if req.kv_committed_len >= END]
         for lane in lanes:
-            self._plain.release(self._reqs[lane])
+            self.plain.release(self.reqs[lane])
         for lane, req in zip(lanes, self._admit(len(lanes)), strict=True):
-            self._reqs[lane] = req
+            self.reqs[lane] = req
 
 
 def _outcomes(setting: Setting, batch: int, rng: np.random.Generator) -> Ints:

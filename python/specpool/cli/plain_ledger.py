@@ -53,13 +53,13 @@ class PlainLedger:
     """
 
     def __init__(
-        self, *, page_size: int, num_pages: int, num_rows: int, row_width: int, reserve: int
+        self, *, page_size: int, num_pages: int, num_rows: int, pages_per_row: int, reserve: int
     ) -> None:
         self.page_size = page_size
         self.reserve = reserve
         self.free_pages = list(range(num_pages, 0, -1))
         self.free_rows = list(range(num_rows, 0, -1))
-        self.page_table = np.zeros((num_rows + 1, row_width // page_size), np.int32)
+        self.page_table = np.zeros((num_rows + 1, pages_per_row), np.int32)
 
     def admit(self) -> Req:
         """A request without pages."""
