@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specpool._core import Group, Ledger, Plan, Shape, __version__
+from specpool._core import Group, Ledger, Plan, Shape, Snapshot, __version__
 from specpool.config import EngineConfig, SamplingParams
 from specpool.errors import (
     CheckpointError,
@@ -60,6 +60,7 @@ __all__ = [
     "SamplingParams",
     "Shape",
     "ShapeError",
+    "Snapshot",
     "SpecpoolError",
     "StalePlan",
     "__version__",

@@ -12,6 +12,7 @@ __all__ = [
     "Ledger",
     "Plan",
     "Shape",
+    "Snapshot",
     "__version__",
     "advance_ancestors",
     "apply_table_delta",
@@ -170,6 +171,8 @@ class Group:
         hosts_drafts: whether the draft model's branches live in its rows.
         layout: where they lie; "holey" (for readers of whole pages) is "dense" where P == 1 or
             K == 1.
+        window: w, of sliding-window layers: a query sees the last `w` positions, its own among
+            them, and pages wholly below are given back at prepare. None: all positions.
 
     Raises:
         ConfigError: naming the group, the value and what is allowed.
@@ -183,6 +186,7 @@ class Group:
         num_pages: int,
         hosts_drafts: bool = False,
         layout: _Layout = "dense",
+        window: int | None = None,
     ) -> Group: ...
     @property
     def name(self) -> str: ...
@@ -194,6 +198,8 @@ class Group:
     def hosts_drafts(self) -> bool: ...
     @property
     def layout(self) -> _Layout: ...
+    @property
+    def window(self) -> int | None: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -240,8 +246,23 @@ class Plan:
     @property
     def allocated_after(self) -> _I32:
         """[num_groups, b]: `allocated_len` that the step needs and has."""
+    @property
+    def page_copies(self) -> _I32:
+        """[n, 4], a copy: (group, src page, dst page, tokens).
+
+        The first `tokens` slots of page src go to page dst, in every layer of the group: in this
+        order, before the step's forward and everything that is launched after it.
+        """
     def __len__(self) -> int:
         """B, the number of lanes."""
+
+@final
+class Snapshot:
+    """The state of a ledger at a moment when nothing was in flight, for `Ledger.restore`."""
+
+    @property
+    def number(self) -> int:
+        """Counts the snapshots of its ledger, from 1."""
 
 @final
 class Ledger:
@@ -266,6 +287,12 @@ class Ledger:
         policy: "exact" reserves what a round can write, "double_buffer" what SGLang reserves.
         row_width: slots of a row per group; None takes the least that suffices (spec 3.3).
         draft_kv: False for drafters without draft KV (n-gram): `DraftLag` is never raised.
+        max_chunk: most tokens of one extend; None sets no limit. A window group needs pages for
+            its window and a chunk.
+        sessions: `end_turn` is used; a window group then needs pages for a checkpoint too.
+        page_fencing: False for an engine whose forwards and copies all run on one stream: freed
+            pages are free at once. Rows wait for their fences in any case.
+        digest: keep the running digest.
 
     Raises:
         ConfigError: naming the setting, its value and what is allowed.
@@ -283,6 +310,10 @@ class Ledger:
         policy: _Policy = "exact",
         row_width: Sequence[int] | None = None,
         draft_kv: bool = True,
+        max_chunk: int | None = None,
+        sessions: bool = False,
+        page_fencing: bool = True,
+        digest: bool = False,
     ) -> Ledger: ...
     @property
     def groups(self) -> list[Group]: ...
@@ -304,6 +335,53 @@ class Ledger:
     def policy(self) -> _Policy: ...
     @property
     def draft_kv(self) -> bool: ...
+    @property
+    def max_chunk(self) -> int | None: ...
+    @property
+    def sessions(self) -> bool: ...
+    @property
+    def page_fencing(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def digest(self) -> int | None:
+        """The running 64-bit hash over every successful state-changing call and the ids it gave.
+
+        Equal on ranks that did the same; not over tags, deltas, queries and the accept_lens of
+        dropped lanes. None unless it is kept.
+        """
+    @property
+    def completed(self) -> int:
+        """Every step up to this one has finished on the device."""
+    @property
+    def prefixes(self) -> list[int]:
+        """The ids of the pinned prefixes, ascending."""
+    def state_hash(self) -> int:
+        """A 64-bit hash of everything that decides what the ledger will do, O(rows + pages).
+
+        Not of tags, deltas, the counters of steps, prefixes and snapshots, or the digest. A refused
+        call leaves it as it was, and so does a cancelled prepare that evicted nothing.
+        """
+    def steps(
+        self,
+    ) -> list[
+        tuple[
+            int, Literal["extend", "decode"], Literal["prepared", "stale", "launched", "resolved"]
+        ]
+    ]:
+        """(step, kind, state) of every step that is not over, oldest first."""
+    def tag(self, row: int) -> str | None:
+        """The name of the row's request, also after its release."""
+    def is_live(self, row: int) -> bool:
+        """Whether the row is admitted."""
+    def checkpoint_len(self, row: int) -> int | None:
+        """Tokens of the row's checkpoint, which `end_turn` set."""
+    def prefix_len(self, prefix: int) -> int:
+        """Tokens of a pinned prefix.
+
+        Raises:
+            ShapeError: there is no such prefix.
+        """
     def row_width(self, group: int) -> int:
         """Slots of a row in the group, a multiple of its page size."""
     def pages_per_row(self, group: int) -> int:
@@ -312,14 +390,28 @@ class Ledger:
         """Pages that can be handed out now."""
     def fenced_pages(self, group: int) -> int:
         """Pages given back that a launched step may still touch; free once it is complete."""
+    def reclaimable_pages(self, group: int) -> int:
+        """Pages whose every holder is an idle row."""
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:
-        """Of a page: state (free, owned, fenced), (last) owner's row, birth step, last verb."""
+        """Of a page: state (free, owned, shared, fenced), who took it, birth step, last verb."""
+    def ownership_map(self, group: int) -> tuple[NDArray[np.uint8], _I32, _I32]:
+        """[num_pages + 1] each, copies: states, owners (rows that took them), numbers of holders.
+
+        States are 0 free, 1 owned, 2 shared, 3 fenced; page 0 is the sink.
+        """
     def page_table(self, group: int) -> _I32:
         """[num_rows + 1, pages_per_row], view: pages; 0 from a row's `allocated_len / P` on."""
     def full_table(self, group: int) -> _I32:
         """A copy of `page_table`, for a device that must start over."""
     def allocated_len(self, group: int) -> _I32:
         """[num_rows + 1], view: slots that each row holds, a multiple of P."""
+    def protected_len(self, group: int) -> _I32:
+        """[num_rows + 1], view: p, slots of shared, read-only pages; a multiple of P."""
+    def evicted_len(self, group: int) -> _I32:
+        """[num_rows + 1], view: e, slots below the window that were given back."""
+    @property
+    def idle(self) -> _Bool:
+        """[num_rows + 1], view: between turns of a session, its pages reclaimable."""
     @property
     def resolved_len(self) -> _I32:
         """[num_rows + 1], view: r, tokens whose KV is final (an extend's from its prepare on)."""
@@ -335,11 +427,46 @@ class Ledger:
     @property
     def kv_committed_len(self) -> _I32:
         """[num_rows + 1], a copy: r + k."""
-    def admit(self, tag: str | None = None) -> int:
-        """Takes a free, empty row; `tag` names the request in error messages.
+    def admit(
+        self, tag: str | None = None, *, prefix: int | None = None, length: int | None = None
+    ) -> int:
+        """Takes a free row; `tag` names the request in error messages.
+
+        On a prefix the row starts with its first `length` tokens (default: all): it shares their
+        whole pages and takes a page for the copy of a partly filled tail, which rides on the next
+        step prepared.
 
         Raises:
+            ShapeError: no such prefix, or `length` is not in 0..= its length.
+            NotReady: a window below `length` is not held by the prefix.
             OutOfRows: no row is free.
+            OutOfPages: no page for a tail.
+        """
+    def fork(self, row: int, tag: str | None = None) -> int:
+        """Takes a free row with the same tokens as `row`: shares its whole pages, copies its tail.
+
+        Raises:
+            NotReady: something of the row is in flight, its last launched step is not complete, or
+                a page copy into it is not finished.
+            OutOfRows: no row is free.
+            OutOfPages: no page for a tail.
+        """
+    def pin_prefix(self, row: int, length: int) -> int:
+        """Keeps the row's first tokens for later requests; returns the prefix's id.
+
+        As many tokens as fill whole pages in every group, at most `length`. Their pages are shared,
+        read-only, until `release_prefix`.
+
+        Raises:
+            ShapeError: `length` is not in 1..=resolved_len, or fills no whole page of every group.
+            NotReady: a step that is not complete writes these pages, a page copy into the row is
+                not finished, or the window below the prefix's end is not held.
+        """
+    def release_prefix(self, prefix: int) -> None:
+        """Keeps the prefix's pages no longer; rows that share them go on.
+
+        Raises:
+            ShapeError: there is no such prefix.
         """
     def prepare_extend(
         self, rows: _IntArray, new_lens: _IntArray, *, writes_draft: bool = True
@@ -410,11 +537,32 @@ class Ledger:
         Raises:
             OrderError: it is launched or not the newest.
         """
+    def abandon(self, step: int) -> None:
+        """The launched step's forward failed: retracts its rows and those its page copies went to.
+
+        Rows that were given back since are left alone, rows that were cut since are not. For a
+        decode this is its resolve. The pages stay fenced until `complete` reaches the step, after a
+        synchronise or a reset of the device.
+
+        Raises:
+            OrderError: it is not launched, is complete, or is abandoned already.
+        """
     def trim(self, row: int, length: int) -> int:
         """Cuts the row to at most `length` and to what launched forwards have written.
 
-        Rounds in flight no longer count (a root already written does). Returns the new
+        Goes further back where a window below is no longer held, or to a page edge inside shared
+        pages. Rounds in flight no longer count (a root already written does). Returns the new
         `resolved_len`: feed the tokens from there; no round before an extend of it has launched.
+        Set the device's length to it in stream order before the row's next forward.
+        """
+    def end_turn(self, row: int, length: int) -> int:
+        """A `trim` for a session that stays: the row is idle until its next prepare.
+
+        Its pages count as reclaimable; the windows below the new `resolved_len` are held as its
+        checkpoint until the next `end_turn`, or a trim below it.
+
+        Raises:
+            ConfigError: there are window groups, and the ledger was built without `sessions`.
         """
     def retract(self, row: int) -> None:
         """Takes everything from a row whose request will come back."""
@@ -438,6 +586,23 @@ class Ledger:
         Raises:
             OrderError: no delta of the step is waiting.
         """
+    def snapshot(self) -> Snapshot:
+        """Keeps the whole state.
+
+        Raises:
+            NotReady: a step is not over.
+        """
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes back to a state of this ledger, or of one built alike.
+
+        Epochs, step and prefix numbers never go back; table cells that differ become deltas.
+
+        Raises:
+            NotReady: a step is not over.
+            ConfigError: the snapshot is of a ledger that was built otherwise.
+        """
+    def close(self) -> None:
+        """Refuses every verb from now on (OrderError); queries and views stay. Twice is once."""
     def check(self) -> None:
         """Full audit, O(pages + table cells).
 

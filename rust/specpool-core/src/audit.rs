@@ -1,9 +1,10 @@
 //! The full audit: every page and every row is counted, and the sums must meet (spec 4 and 11, level 2).
 
 use crate::error::{Error, Result};
-use crate::group::GroupState;
+use crate::group::{GroupState, Kept};
 use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
+use crate::page_pool::PageState;
 use crate::step::StepKind;
 
 /// Lines of a report before it is cut.
@@ -18,7 +19,7 @@ impl Ledger {
         let mut report = Vec::new();
         self.audit_rows(&mut report);
         self.audit_rounds(&mut report);
-        for group in &self.groups {
+        for group in 0..self.groups.len() {
             self.audit_group(group, &mut report);
         }
         if report.is_empty() {
@@ -51,6 +52,10 @@ impl Ledger {
             if !rows.live[at] && (r, k, hi, drafted) != (0, 0, 0, 0) {
                 report.push(format!("{} is not admitted but reads r={r} k={k} hi={hi} drafted={drafted}", name()));
             }
+            let checkpoint = rows.checkpoint(Row(at as i32)).unwrap_or(0);
+            if !rows.live[at] && (rows.idle[at] || checkpoint != 0) || checkpoint > r {
+                report.push(format!("{}: r={r} idle={} checkpoint={checkpoint}", name(), rows.idle[at]));
+            }
             if r < 0 || k < 0 || k > self.overlap_depth + 1 || hi < r + k || drafted < 0 || drafted > r {
                 report.push(format!("{}: r={r} k={k} hi={hi} drafted={drafted}", name()));
             }
@@ -63,6 +68,15 @@ impl Ledger {
                         name(),
                         r.saturating_add(k),
                         group.row_width
+                    ));
+                }
+                let (e, p) = (group.evicted[at], group.protected[at]);
+                let is_whole = |len: i32| i64::from(len) % group.page_size == 0;
+                if !is_whole(e) || !is_whole(p) || e < 0 || p < 0 || p > r || i64::from(e) > group.evict_to(r) {
+                    report.push(format!(
+                        "{} in group {name_of_group}: r={r} protected_len {p} evicted_len {e}, at most {} is out of its window",
+                        name(),
+                        group.evict_to(r)
                     ));
                 }
                 if !rows.live[at] && a != 0 {
@@ -112,40 +126,87 @@ impl Ledger {
         }
     }
 
-    /// Owned pages and table cells must be the same thing seen from two sides.
-    fn audit_group(&self, group: &GroupState, report: &mut Vec<String>) {
-        let name = &group.spec.name;
-        let mut cells_in_use = 0;
-        for at in 0..=self.rows.num_rows() {
-            let row = Row(at as i32);
-            let held = (i64::from(group.allocated[at]) / group.page_size) as usize;
+    /// Held pages and the cells, checkpoints, prefixes and copies that hold them must be the same thing seen from two
+    /// sides.
+    fn audit_group(&self, at: usize, report: &mut Vec<String>) {
+        let group = &self.groups[at];
+        let (name, pool) = (&group.spec.name, &group.pool);
+        let mut holders = vec![(0_u32, 0_u32); pool.num_mapped()];
+        let mut count = |page: Page| {
+            if let Some((holders, _)) = holders.get_mut(page.at()) {
+                *holders += 1;
+            }
+        };
+        for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
+            let held = group.held_columns(row);
+            let own = (i64::from(group.protected[row.at()].max(0)) / group.page_size) as usize;
             let row_name = self.rows.describe(row);
-            for (column, &page) in group.table.row(row).iter().enumerate() {
-                if column >= held {
-                    if page != 0 {
+            for (column, &cell) in group.table.row(row).iter().enumerate() {
+                let page = Page(cell);
+                if !held.contains(&column) {
+                    if cell != 0 {
                         report
-                            .push(format!("{row_name} column {column} of group {name} is page {page}, beyond its end"));
+                            .push(format!("{row_name} column {column} of group {name} is page {cell}, beyond its end"));
                     }
-                } else if let Err(record) = group.pool.check_owned(Page(page), row) {
+                    continue;
+                }
+                let record = pool.record(page);
+                let is_shared = record.is_some_and(|record| record.state == PageState::Shared);
+                if let Err(record) = pool.check_held(page, row) {
                     report.push(format!(
-                        "{row_name} column {column} of group {name} is page {page}, which is {}, owner {}",
+                        "{row_name} column {column} of group {name} is page {cell}, which is {}, owner {}",
                         record.state,
                         self.rows.describe(record.owner)
                     ));
-                } else {
-                    cells_in_use += 1;
+                } else if is_shared && column >= own {
+                    report.push(format!(
+                        "{row_name} column {column} of group {name} is page {cell}, which is shared, beyond protected_len {}",
+                        group.protected[row.at()]
+                    ));
                 }
+                count(page);
+            }
+            self.audit_checkpoint(group, row, report);
+            group.kept(row).iter().for_each(|kept| count(kept.page));
+        }
+        self.prefix_holders(at).for_each(&mut count);
+        let riding = self.steps.unlaunched().flat_map(|record| &record.before.copies);
+        for copy in self.copies.iter().chain(riding).filter(|copy| copy.group() == at) {
+            copy.pages().iter().for_each(|page| holders[page.at()].1 += 1);
+        }
+        for (page, (found, marked)) in holders.iter().zip(pool.counts()).enumerate() {
+            if *found != marked {
+                report.push(format!(
+                    "page {page} of group {name}: {} holders and {} copies, the pool counts {} and {}",
+                    found.0, found.1, marked.0, marked.1
+                ));
             }
         }
-        let pool = &group.pool;
+        let held = pool.counts().filter(|&(holders, _)| holders > 0).count();
         let (free, fenced, all) = (pool.num_free(), pool.num_fenced(), pool.num_pages());
-        if cells_in_use + free + fenced != all {
-            report.push(format!(
-                "group {name}: {cells_in_use} pages in rows + {free} free + {fenced} fenced are not {all}"
-            ));
+        if held + free + fenced != all {
+            report.push(format!("group {name}: {held} pages held + {free} free + {fenced} fenced are not {all}"));
         }
         let parts = pool.broken(self.steps.completed()).into_iter().chain(group.delta.broken());
         report.extend(parts.map(|line| format!("group {name}: {line}")));
+    }
+
+    /// A checkpoint's pages are all held, and what is kept outside the table is below e.
+    fn audit_checkpoint(&self, group: &GroupState, row: Row, report: &mut Vec<String>) {
+        let needed = group.checkpoint_columns(self.rows.checkpoint(row));
+        let below = group.held_columns(row).start;
+        let is_right = |kept: &Kept| needed.contains(&(kept.column as usize)) && (kept.column as usize) < below;
+        let kept = group.kept(row);
+        let held = |column: usize| group.held_columns(row).contains(&column);
+        let kept_at = |column: usize| kept.iter().any(|kept| kept.column as usize == column);
+        let is_complete = needed.clone().all(|column| held(column) || kept_at(column));
+        if !kept.iter().all(is_right) || !is_complete || !kept.is_sorted_by_key(|kept| kept.column) {
+            report.push(format!(
+                "{} in group {}: the checkpoint needs columns {needed:?}, e is at {below}, kept are {kept:?}",
+                self.rows.describe(row),
+                group.spec.name
+            ));
+        }
     }
 }
 
@@ -161,7 +222,14 @@ mod tests {
 
     /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
     fn busy() -> (Ledger, Row) {
-        let group = Group { name: "kv".into(), page_size: 4, num_pages: 20, hosts_drafts: true, layout: Layout::Dense };
+        let group = Group {
+            name: "kv".into(),
+            page_size: 4,
+            num_pages: 20,
+            hosts_drafts: true,
+            layout: Layout::Dense,
+            window: None,
+        };
         let shapes = vec![Shape::eagle(3, 1, 4).unwrap()];
         let mut config = LedgerConfig::new(vec![group], shapes, 2, 40);
         config.overlap_depth = 1;
@@ -196,9 +264,9 @@ mod tests {
                 ledger.groups[0].table.set(cell, Page(1));
             }),
             ("which is free", |ledger, row| {
-                ledger.groups[0].pool.release(Page(2), row, None, Verb::Trim).unwrap();
+                ledger.groups[0].pool.release(Page(2), row, 0, 0, Verb::Trim).unwrap();
             }),
-            ("4 pages in rows + 15 free + 0 fenced are not 20", |ledger, row| {
+            ("page 5 of group kv: 0 holders and 0 copies, the pool counts 1 and 0", |ledger, row| {
                 ledger.groups[0].pool.take(row, 1, Verb::Trim).unwrap();
             }),
             ("2 live + 1 free + 0 fenced rows are not 2", |ledger, _| ledger.rows.live[2] = true),
@@ -241,7 +309,7 @@ mod tests {
     #[test]
     fn a_foreign_page_is_never_given_back() {
         let (mut ledger, row) = busy();
-        ledger.groups[0].pool.release(Page(3), row, None, Verb::Trim).unwrap();
+        ledger.groups[0].pool.release(Page(3), row, 0, 0, Verb::Trim).unwrap();
         ledger.groups[0].pool.take(Row(2), 9, Verb::PrepareDecode).unwrap();
         let before = format!("{ledger:?}");
         for refused in [ledger.finish(row), ledger.trim(row, 5).map(drop)] {

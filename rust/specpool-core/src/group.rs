@@ -1,8 +1,18 @@
-//! A group: a page pool, the page table that it fills, and the rules by which a row grows in it (spec 2).
+//! A group: a page pool, the page table that it fills, and the rules by which a row grows, slides and shrinks in it
+//! (spec 2 and 9).
+//!
+//! The columns of one row, in pages, half-open:
+//!
+//! ```text
+//!   [0, e/P) evicted: 0 in the table; of these a session's checkpoint may keep some, outside the table
+//!   [e/P, p/P) shared, read-only | [p/P, a/P) the row's own | [a/P, ..) 0
+//! ```
 
+use crate::check::in_range;
 use crate::delta::Delta;
+use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::ids::{Page, Row, zeroed};
+use crate::ids::{Page, Row, ceil_align, ceil_div, zeroed};
 use crate::layout::Layout;
 use crate::page_pool::{PagePool, PageRecord, Verb};
 use crate::page_table::PageTable;
@@ -22,6 +32,8 @@ pub struct Group {
     pub hosts_drafts: bool,
     /// Where they lie.
     pub layout: Layout,
+    /// w: a query sees the last `w` positions only, its own among them (sliding-window layers); `None`: all of them.
+    pub window: Option<i64>,
 }
 
 impl Group {
@@ -39,6 +51,11 @@ impl Group {
         }
         if self.num_pages < 1 {
             return refuse(format!("num_pages must be at least 1, got {}", self.num_pages));
+        }
+        if let Some(window) = self.window {
+            if let Err(error) = in_range("window", window, 1, i32::MAX.into()) {
+                return refuse(error.to_string());
+            }
         }
         let (limit, slots) = (1_i128 << 31, (i128::from(self.num_pages) + 1) * i128::from(self.page_size));
         if slots > limit {
@@ -63,6 +80,24 @@ pub(crate) struct Sizes<'a> {
     pub(crate) max_batch: i64,
     pub(crate) overlap_depth: i64,
     pub(crate) policy: Policy,
+    pub(crate) max_chunk: i64,
+    pub(crate) sessions: bool,
+}
+
+/// A page that a session's checkpoint keeps outside the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kept {
+    pub(crate) column: u32,
+    pub(crate) page: Page,
+}
+
+/// Until when what a row gives back may be touched.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fence {
+    /// The row's last launched step; 0 where pages are not fenced.
+    pub(crate) step: u64,
+    /// Every step up to this one has finished on the device.
+    pub(crate) completed: u64,
 }
 
 /// A group at work in a ledger.
@@ -70,6 +105,8 @@ pub(crate) struct Sizes<'a> {
 pub(crate) struct GroupState {
     pub(crate) spec: Group,
     pub(crate) page_size: i64,
+    /// w; of a full group longer than any row.
+    window: i64,
     /// Slots of a row, a multiple of `page_size`.
     pub(crate) row_width: i64,
     /// Per shape.
@@ -77,9 +114,17 @@ pub(crate) struct GroupState {
     pub(crate) pool: PagePool,
     pub(crate) table: PageTable,
     pub(crate) delta: Delta,
-    /// `int32 [num_rows + 1]`: slots that each row holds, a multiple of `page_size`.
+    /// `int32 [num_rows + 1]`: a, slots that each row holds, a multiple of `page_size`.
     pub(crate) allocated: Vec<i32>,
+    /// `int32 [num_rows + 1]`: p, slots of shared pages, a multiple of `page_size`.
+    pub(crate) protected: Vec<i32>,
+    /// `int32 [num_rows + 1]`: e, slots below the window that were given back, a multiple of `page_size`.
+    pub(crate) evicted: Vec<i32>,
+    /// `[num_rows + 1]`, or empty in a full group: each checkpoint's pages below e, ascending.
+    pub(crate) kept: Vec<Vec<Kept>>,
 }
+
+type Held = std::result::Result<(), PageRecord>;
 
 impl GroupState {
     pub(crate) fn new(spec: Group, sizes: &Sizes<'_>, row_width: Option<i64>) -> Result<Self> {
@@ -96,12 +141,15 @@ impl GroupState {
                 "row_width must be at least {least} and a multiple of page_size {page_size}, got {row_width}"
             )));
         }
+        if row_width > i32::MAX.into() {
+            return Err(refuse(format!("row_width must be below 2^31, got {row_width}")));
+        }
         let pages_per_row = row_width / page_size;
+        let reserves = Reserve::for_shapes(geometry, sizes.shapes, sizes.policy, sizes.overlap_depth)?;
         let num_pages = spec.num_pages;
-        if num_pages < pages_per_row {
-            return Err(refuse(format!(
-                "num_pages must be at least {pages_per_row}, the pages of one row of {row_width} slots, got {num_pages}"
-            )));
+        let (needed, why) = least_pages(&spec, sizes, &reserves, row_width);
+        if num_pages < needed {
+            return Err(refuse(format!("num_pages must be at least {needed}, {why}, got {num_pages}")));
         }
         let limit = 1_i128 << 31;
         let topk = sizes.shapes.iter().map(|shape| shape.topk).max().unwrap_or(1);
@@ -113,57 +161,243 @@ impl GroupState {
             )));
         }
         let table = PageTable::new(sizes.num_rows, pages_per_row)?;
+        let len = sizes.num_rows as usize + 1;
         Ok(Self {
-            spec,
             page_size,
+            window: spec.window.unwrap_or(1 << 40),
             row_width,
-            reserves: Reserve::for_shapes(geometry, sizes.shapes, sizes.policy, sizes.overlap_depth)?,
+            reserves,
             pool: PagePool::new(num_pages)?,
             delta: Delta::new(table.cells().len())?,
             table,
-            allocated: zeroed(sizes.num_rows as usize + 1, "allocated lengths")?,
+            allocated: zeroed(len, "allocated lengths")?,
+            protected: zeroed(len, "protected lengths")?,
+            evicted: zeroed(len, "evicted lengths")?,
+            kept: if spec.window.is_some() { zeroed(len, "checkpoints")? } else { Vec::new() },
+            spec,
         })
     }
 
-    fn columns(&self, from: i64, to: i64) -> std::ops::Range<usize> {
+    /// Slots below this are out of every window from the query at `len` on, in whole pages; 0 in a full group.
+    pub(crate) fn evict_to(&self, len: i32) -> i64 {
+        let below = i64::from(len) - self.window + 1;
+        if below <= 0 { 0 } else { below / self.page_size * self.page_size }
+    }
+
+    /// Columns that a row of `len` tokens must hold to go on from there: its window, and the page of its last token
+    /// where that is partly filled.
+    pub(crate) fn window_columns(&self, len: i32) -> std::ops::Range<usize> {
+        self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))
+    }
+
+    /// Pages that a row holds at most where it claims `ahead` slots beyond `resolved_len`; `None` in a full group.
+    pub(crate) fn window_pages(&self, ahead: i64) -> Option<i64> {
+        self.spec.window.map(|window| ceil_div(window - 1 + ahead, self.page_size) + 1)
+    }
+
+    /// Columns of the slots `[from, to)`, multiples of P.
+    pub(crate) fn columns(&self, from: i64, to: i64) -> std::ops::Range<usize> {
         (from / self.page_size) as usize..(to / self.page_size) as usize
     }
 
-    /// Gives the row pages up to `to` slots; the caller has counted the free ones.
-    pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb) -> Result<()> {
+    /// Columns of the row that are in the table.
+    pub(crate) fn held_columns(&self, row: Row) -> std::ops::Range<usize> {
+        self.columns(self.evicted[row.at()].into(), self.allocated[row.at()].into())
+    }
+
+    pub(crate) fn kept(&self, row: Row) -> &[Kept] {
+        self.kept.get(row.at()).map_or(&[], Vec::as_slice)
+    }
+
+    /// The page of a column, in the table or kept by the row's checkpoint.
+    fn page_of(&self, row: Row, column: usize) -> Option<Page> {
+        if self.held_columns(row).contains(&column) {
+            return Some(Page(self.table.row(row)[column]));
+        }
+        self.kept(row).iter().find(|kept| kept.column as usize == column).map(|kept| kept.page)
+    }
+
+    /// Whether the row holds the page at that column.
+    pub(crate) fn holds(&self, row: Row, column: usize, page: Page) -> bool {
+        self.page_of(row, column) == Some(page)
+    }
+
+    /// Every page of the row, in the table or kept outside.
+    pub(crate) fn pages(&self, row: Row) -> impl Iterator<Item = Page> {
+        let in_table = self.table.row(row)[self.held_columns(row)].iter().map(|&page| Page(page));
+        in_table.chain(self.kept(row).iter().map(|kept| kept.page))
+    }
+
+    /// Whether the row can be cut to `len` tokens and go on from there (spec 4, trim).
+    pub(crate) fn can_cut(&self, row: Row, len: i32) -> bool {
+        let is_page_edge = i64::from(len) % self.page_size == 0;
+        if len < self.protected[row.at()] && !is_page_edge {
+            return false;
+        }
+        self.evict_to(len) >= i64::from(self.evicted[row.at()])
+            || self.window_columns(len).all(|column| self.page_of(row, column).is_some())
+    }
+
+    /// Gives the row pages up to `to` slots; the caller has counted the free ones. The pages taken are appended to
+    /// `taken`.
+    pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb, digest: &mut Option<Digest>) -> Result<()> {
         for column in self.columns(self.allocated[row.at()].into(), to) {
             let page = self.pool.take(row, step, verb).ok_or_else(|| {
                 Error::Corrupt(format!("group {}: the pool ran dry inside a claim that it had granted", self.spec.name))
             })?;
-            let cell = self.table.cell(row, column);
-            self.table.set(cell, page);
-            self.delta.mark(cell);
+            if let Some(digest) = digest {
+                digest.word(page.0 as u64);
+            }
+            self.set(row, column, page);
         }
         self.allocated[row.at()] = self.allocated[row.at()].max(to as i32);
         Ok(())
     }
 
-    /// Whether the row owns every page from `to` slots on.
-    pub(crate) fn check_shrink(&self, row: Row, to: i64) -> std::result::Result<(), PageRecord> {
-        self.columns(to, self.allocated[row.at()].into())
-            .try_for_each(|column| self.pool.check_owned(Page(self.table.row(row)[column]), row))
+    /// Writes a cell of the table and its delta.
+    pub(crate) fn set(&mut self, row: Row, column: usize, page: Page) {
+        let cell = self.table.cell(row, column);
+        self.table.set(cell, page);
+        self.delta.mark(cell);
+    }
+
+    /// Whether the row holds every page of these columns of the table.
+    pub(crate) fn check_columns(&self, row: Row, mut columns: std::ops::Range<usize>) -> Held {
+        columns.try_for_each(|column| self.pool.check_held(Page(self.table.row(row)[column]), row))
+    }
+
+    /// Whether the row holds every page that a cut to `len` would drop.
+    pub(crate) fn check_cut(&self, row: Row, len: i32) -> Held {
+        let held = self.held_columns(row);
+        let first = (ceil_div(len.into(), self.page_size) as usize).max(held.start);
+        self.check_columns(row, first..held.end)?;
+        self.kept(row).iter().try_for_each(|kept| self.pool.check_held(kept.page, row))
+    }
+
+    /// Whether the row holds every page at or beyond `to` slots, a multiple of P.
+    pub(crate) fn check_shrink(&self, row: Row, to: i64) -> Held {
+        self.check_columns(row, self.columns(to, self.allocated[row.at()].into()))
+    }
+
+    fn drop_column(&mut self, row: Row, column: usize, fence: Fence, verb: Verb) -> Held {
+        self.pool.release(Page(self.table.row(row)[column]), row, fence.step, fence.completed, verb)?;
+        self.set(row, column, Page::SINK);
+        Ok(())
     }
 
     /// Takes the row's pages from `to` slots on, last first, so that an undone claim leaves the pool as it was.
-    pub(crate) fn shrink(
-        &mut self,
-        row: Row,
-        to: i64,
-        fence: Option<u64>,
-        verb: Verb,
-    ) -> std::result::Result<(), PageRecord> {
-        for column in self.columns(to, self.allocated[row.at()].into()).rev() {
-            let cell = self.table.cell(row, column);
-            self.pool.release(Page(self.table.cells()[cell]), row, fence, verb)?;
-            self.table.set(cell, Page::SINK);
-            self.delta.mark(cell);
+    pub(crate) fn shrink(&mut self, row: Row, to: i64, fence: Fence, verb: Verb) -> Held {
+        let held = self.held_columns(row);
+        for column in (((to / self.page_size) as usize).max(held.start)..held.end).rev() {
+            self.drop_column(row, column, fence, verb)?;
         }
         self.allocated[row.at()] = self.allocated[row.at()].min(to as i32);
         Ok(())
     }
+
+    /// Columns that leave the table when e rises to `to`.
+    pub(crate) fn evicted_columns(&self, row: Row, to: i64) -> std::ops::Range<usize> {
+        self.columns(self.evicted[row.at()].into(), to.max(self.evicted[row.at()].into()))
+    }
+
+    /// The columns that the row's checkpoint of `checkpoint` tokens holds.
+    pub(crate) fn checkpoint_columns(&self, checkpoint: Option<i32>) -> std::ops::Range<usize> {
+        checkpoint.map_or(0..0, |len| self.window_columns(len))
+    }
+
+    /// Gives back what lies wholly below the window; what the checkpoint needs stays with the row, outside the table.
+    pub(crate) fn evict(&mut self, row: Row, to: i64, checkpoint: Option<i32>, fence: Fence, verb: Verb) -> Held {
+        let keep = self.checkpoint_columns(checkpoint);
+        for column in self.evicted_columns(row, to) {
+            if keep.contains(&column) {
+                let page = Page(self.table.row(row)[column]);
+                self.kept[row.at()].push(Kept { column: column as u32, page });
+                self.set(row, column, Page::SINK);
+            } else {
+                self.drop_column(row, column, fence, verb)?;
+            }
+        }
+        self.evicted[row.at()] = self.evicted[row.at()].max(to as i32);
+        Ok(())
+    }
+
+    /// Cuts the row to `len` tokens, which [`can_cut`](Self::can_cut) allowed: drops the tail, brings the pages that
+    /// the window needs back from the checkpoint, and forgets the checkpoint's pages unless it `stays`.
+    pub(crate) fn cut(&mut self, row: Row, len: i32, stays: bool, fence: Fence, verb: Verb) -> Held {
+        let at = row.at();
+        let end = ceil_align(len.into(), self.page_size);
+        let (evict_to, needs_back) = (self.evict_to(len), self.evict_to(len) < self.evicted[at].into());
+        self.shrink(row, end, fence, verb)?;
+        if needs_back {
+            let last = (end / self.page_size) as usize;
+            let kept = std::mem::take(&mut self.kept[at]);
+            let (back, gone): (Vec<Kept>, Vec<Kept>) = kept.into_iter().partition(|kept| (kept.column as usize) < last);
+            for kept in gone {
+                self.pool.release(kept.page, row, fence.step, fence.completed, verb)?;
+            }
+            let first = back.first().map_or(evict_to, |kept| i64::from(kept.column) * self.page_size);
+            for kept in back {
+                self.set(row, kept.column as usize, kept.page);
+            }
+            self.evicted[at] = first.min(evict_to) as i32;
+        } else if !stays {
+            self.drop_kept(row, fence, verb)?;
+        }
+        self.protected[at] = self.protected[at].min(len);
+        // Where e had passed the new end, the window is empty there and so is the row's part of the table.
+        self.allocated[at] = end as i32;
+        Ok(())
+    }
+
+    /// Gives back what the checkpoint keeps outside the table.
+    pub(crate) fn drop_kept(&mut self, row: Row, fence: Fence, verb: Verb) -> Held {
+        if let Some(kept) = self.kept.get_mut(row.at()) {
+            for kept in std::mem::take(kept) {
+                self.pool.release(kept.page, row, fence.step, fence.completed, verb)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back everything.
+    pub(crate) fn clear(&mut self, row: Row, fence: Fence, verb: Verb) -> Held {
+        self.drop_kept(row, fence, verb)?;
+        self.shrink(row, 0, fence, verb)?;
+        self.protected[row.at()] = 0;
+        self.evicted[row.at()] = 0;
+        Ok(())
+    }
+
+    /// Every number of the rows and of the pool that decides what the group will do.
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        for lengths in [&self.allocated, &self.protected, &self.evicted] {
+            digest.ints(lengths);
+        }
+        for at in 1..self.allocated.len() {
+            let row = Row(at as i32);
+            digest.ints(&self.table.row(row)[self.held_columns(row)]);
+            for kept in self.kept(row) {
+                digest.ints(&[i64::from(kept.column), i64::from(kept.page.0)]);
+            }
+        }
+        self.pool.hash(digest);
+    }
+}
+
+/// The pages without which one row alone could run dry, and what they are for (spec 2).
+fn least_pages(spec: &Group, sizes: &Sizes<'_>, reserves: &[Reserve], row_width: i64) -> (i64, String) {
+    let page_size = spec.page_size;
+    let row = (row_width / page_size, format!("the pages of one row of {row_width} slots"));
+    let Some(window) = spec.window else { return row };
+    let most_accepted = sizes.shapes.iter().map(|shape| i64::from(shape.max_accept_len())).max().unwrap_or(1);
+    let spread = sizes.overlap_depth.saturating_mul(most_accepted);
+    let reserve = reserves.iter().map(|reserve| reserve.most_ahead(sizes.overlap_depth, spread)).max().unwrap_or(0);
+    let ahead = sizes.max_chunk.max(reserve);
+    let checkpoint = if sizes.sessions { ceil_div(window - 1, page_size) + 1 } else { 0 };
+    let pages = ceil_div(window - 1 + ahead, page_size) + 1 + checkpoint;
+    if pages >= row.0 {
+        return row; // Every page of a row has a column of its own.
+    }
+    let kept = if sizes.sessions { format!(" and the {checkpoint} pages of a checkpoint") } else { String::new() };
+    (pages, format!("a window of {window} with {ahead} slots ahead{kept}"))
 }

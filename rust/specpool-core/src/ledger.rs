@@ -1,27 +1,35 @@
 //! The ledger: rows, their pages in every group and the steps that use them (spec 4).
 //!
-//! Verbs by file: this one builds a ledger and answers queries; `prepare` claims pages for a step; `life` launches,
-//! resolves, completes and cancels steps; `release` cuts rows and gives them back. A refused call changes nothing:
-//! every verb checks all it can refuse before its first change.
+//! Verbs by file: this one builds a ledger; `query` answers questions; `prepare` claims pages for a step; `life`
+//! launches, resolves, completes, cancels and abandons steps; `release` cuts rows and gives them back; `share` puts
+//! rows on common pages; `snapshot` keeps and restores the whole. A refused call changes nothing: every verb checks all
+//! it can refuse before its first change.
 
 mod life;
 mod prepare;
+mod query;
 mod release;
+mod share;
+mod snapshot;
+
+use std::collections::BTreeMap;
 
 use crate::check::in_range;
 use crate::delta::DeltaEntries;
+use crate::digest::Digest;
 use crate::error::{Error, Result};
+use crate::event::Event;
 use crate::group::{Group, GroupState, Sizes};
-use crate::ids::{Page, Row};
-use crate::page_pool::PageRecord;
-use crate::page_table::PageTable;
+use crate::ids::Row;
+use crate::page_copy::TailCopy;
 use crate::rows::Rows;
 use crate::shape::Shape;
 use crate::sizing::Policy;
 use crate::step::Steps;
+pub use snapshot::Snapshot;
 
 /// What a ledger is built from.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LedgerConfig {
     /// At least one; names are unique.
     pub groups: Vec<Group>,
@@ -41,6 +49,15 @@ pub struct LedgerConfig {
     pub row_width: Option<Vec<i64>>,
     /// Whether drafting depends on draft KV (`drafted_len`).
     pub draft_kv: bool,
+    /// Most tokens of one extend; `None` sets no limit. Window groups need pages for a window and a chunk.
+    pub max_chunk: Option<i64>,
+    /// Whether `end_turn` is used: window groups then need pages for a checkpoint too.
+    pub sessions: bool,
+    /// Whether freed pages wait for the launched steps that may touch them. An engine whose forwards and copies all run
+    /// on one stream can do without; rows wait in any case.
+    pub page_fencing: bool,
+    /// Whether the running digest is kept.
+    pub digest: bool,
 }
 
 impl LedgerConfig {
@@ -57,6 +74,10 @@ impl LedgerConfig {
             policy: Policy::Exact,
             row_width: None,
             draft_kv: true,
+            max_chunk: None,
+            sessions: false,
+            page_fencing: true,
+            digest: false,
         }
     }
 }
@@ -76,7 +97,7 @@ pub(crate) struct ShapeFacts {
 /// use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
 ///
 /// let group =
-///     Group { name: "kv".into(), page_size: 4, num_pages: 64, hosts_drafts: true, layout: Layout::Dense };
+///     Group { name: "kv".into(), page_size: 4, num_pages: 64, hosts_drafts: true, layout: Layout::Dense, window: None };
 /// let chain = Shape::eagle(3, 1, 4)?;
 /// let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![chain], 2, 100))?;
 ///
@@ -106,8 +127,22 @@ pub struct Ledger {
     pub(crate) overlap_depth: i32,
     pub(crate) policy: Policy,
     pub(crate) draft_kv: bool,
+    /// Most tokens of one extend; `i32::MAX` where there is no limit.
+    pub(crate) max_chunk: i32,
+    pub(crate) sessions: bool,
+    pub(crate) page_fencing: bool,
     pub(crate) rows: Rows,
     pub(crate) steps: Steps,
+    /// Page copies that wait for the next step prepared, in order.
+    pub(crate) copies: Vec<TailCopy>,
+    /// By id.
+    prefixes: BTreeMap<u64, share::Prefix>,
+    next_prefix: u64,
+    /// Snapshots taken so far.
+    snapshots: u64,
+    /// Over every state-changing call that succeeded, if it is kept.
+    digest: Option<Digest>,
+    closed: bool,
 }
 
 /// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
@@ -124,6 +159,7 @@ impl Ledger {
         let max_context_len = in_range("max_context_len", config.max_context_len, 2, most)?;
         let max_batch = in_range("max_batch", config.max_batch.unwrap_or(num_rows), 1, num_rows)?;
         let overlap_depth = in_range("overlap_depth", config.overlap_depth, 0, most - 1)?;
+        let max_chunk = config.max_chunk.map(|chunk| in_range("max_chunk", chunk, 1, most)).transpose()?;
         if config.groups.is_empty() {
             return Err(Error::Config("a ledger needs at least one group, got 0".into()));
         }
@@ -152,7 +188,16 @@ impl Ledger {
             }
         }
         let policy = config.policy;
-        let sizes = Sizes { shapes: &shapes, num_rows, max_context_len, max_batch, overlap_depth, policy };
+        let sizes = Sizes {
+            shapes: &shapes,
+            num_rows,
+            max_context_len,
+            max_batch,
+            overlap_depth,
+            policy,
+            max_chunk: max_chunk.unwrap_or(most).min(max_context_len),
+            sessions: config.sessions,
+        };
         let groups = config
             .groups
             .into_iter()
@@ -175,9 +220,36 @@ impl Ledger {
             overlap_depth: overlap_depth as i32,
             policy,
             draft_kv: config.draft_kv,
+            max_chunk: max_chunk.unwrap_or(most) as i32,
+            sessions: config.sessions,
+            page_fencing: config.page_fencing,
             rows: Rows::new(num_rows as usize, overlap_depth as usize + 1)?,
             steps: Steps::new(),
+            copies: Vec::new(),
+            prefixes: BTreeMap::new(),
+            next_prefix: 1,
+            snapshots: 0,
+            digest: config.digest.then(Digest::new),
+            closed: false,
         })
+    }
+
+    /// What every state-changing verb asks first.
+    fn gate(&self) -> Result<()> {
+        if self.closed { Err(Error::Order("the ledger is closed".into())) } else { Ok(()) }
+    }
+
+    /// What every state-changing verb that succeeded says last.
+    fn note(&mut self, event: &Event<'_>) {
+        if let Some(digest) = &mut self.digest {
+            event.hash(digest);
+        }
+    }
+
+    /// Ends the ledger's work: every verb is refused from now on, queries and views stay. Closing twice is closing
+    /// once.
+    pub fn close(&mut self) {
+        self.closed = true;
     }
 
     /// Takes a free row. `tag` names the request in error messages and audits.
@@ -187,8 +259,11 @@ impl Ledger {
     /// # Errors
     /// [`Error::OutOfRows`].
     pub fn admit(&mut self, tag: Option<&str>) -> Result<Row> {
-        let refusal = Error::OutOfRows { num_rows: self.rows.num_rows(), fenced: self.rows.num_fenced() };
-        self.rows.admit(tag).ok_or(refusal)
+        self.gate()?;
+        let row = self.next_free_row()?;
+        self.rows.admit(tag, self.steps.next());
+        self.note(&Event::Admit { prefix: 0, len: 0, row, tag });
+        Ok(row)
     }
 
     /// The pending table changes of every group, remembered as taken for `step`.
@@ -199,6 +274,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when the step is not in flight.
     pub fn take_delta(&mut self, step: u64) -> Result<Vec<DeltaEntries>> {
+        self.gate()?;
         if self.steps.get(step).is_none() {
             return Err(Error::Order(format!("take_delta of step {step}: no such step is in flight")));
         }
@@ -211,6 +287,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when nothing was taken for the step, or it is acknowledged already.
     pub fn ack_delta(&mut self, step: u64) -> Result<()> {
+        self.gate()?;
         if !self.groups[0].delta.has_take(step) {
             return Err(Error::Order(format!("ack_delta of step {step}: no delta of it is waiting")));
         }
@@ -218,166 +295,5 @@ impl Ledger {
             group.delta.acknowledge(step);
         }
         Ok(())
-    }
-
-    /// A group's index, checked.
-    fn group(&self, group: usize) -> Result<&GroupState> {
-        self.groups.get(group).ok_or_else(|| Error::Shape(format!("group {group} is not in 0..{}", self.groups.len())))
-    }
-
-    /// What the group was built from.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] when there is no such group; so in every query that takes one.
-    pub fn group_spec(&self, group: usize) -> Result<&Group> {
-        Ok(&self.group(group)?.spec)
-    }
-
-    /// Number of groups.
-    #[must_use]
-    pub fn num_groups(&self) -> usize {
-        self.groups.len()
-    }
-
-    /// All shapes, shape 0 first.
-    #[must_use]
-    pub fn shapes(&self) -> &[Shape] {
-        &self.shapes
-    }
-
-    /// Rows, besides row 0.
-    #[must_use]
-    pub fn num_rows(&self) -> usize {
-        self.rows.num_rows()
-    }
-
-    /// Rows that can be admitted now.
-    #[must_use]
-    pub fn num_free_rows(&self) -> usize {
-        self.rows.num_free()
-    }
-
-    /// L.
-    #[must_use]
-    pub fn max_context_len(&self) -> i32 {
-        self.max_context_len
-    }
-
-    /// Most rows in one step.
-    #[must_use]
-    pub fn max_batch(&self) -> usize {
-        self.max_batch
-    }
-
-    /// D.
-    #[must_use]
-    pub fn overlap_depth(&self) -> i32 {
-        self.overlap_depth
-    }
-
-    /// How much is reserved for a round.
-    #[must_use]
-    pub fn policy(&self) -> Policy {
-        self.policy
-    }
-
-    /// Whether drafting depends on draft KV.
-    #[must_use]
-    pub fn draft_kv(&self) -> bool {
-        self.draft_kv
-    }
-
-    /// Slots of a row in the group.
-    ///
-    /// # Errors
-    /// As [`Ledger::group_spec`].
-    pub fn row_width(&self, group: usize) -> Result<i64> {
-        Ok(self.group(group)?.row_width)
-    }
-
-    /// The group's page table.
-    ///
-    /// # Errors
-    /// As [`Ledger::group_spec`].
-    pub fn page_table(&self, group: usize) -> Result<&PageTable> {
-        Ok(&self.group(group)?.table)
-    }
-
-    /// Pages of the group that can be handed out now.
-    ///
-    /// # Errors
-    /// As [`Ledger::group_spec`].
-    pub fn free_pages(&self, group: usize) -> Result<usize> {
-        Ok(self.group(group)?.pool.num_free())
-    }
-
-    /// Pages of the group that were given back but that a launched step may still touch.
-    ///
-    /// # Errors
-    /// As [`Ledger::group_spec`].
-    pub fn fenced_pages(&self, group: usize) -> Result<usize> {
-        Ok(self.group(group)?.pool.num_fenced())
-    }
-
-    /// The ownership map's line for a page: state, owner, birth step, last verb.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] when there is no such group or page.
-    pub fn page_record(&self, group: usize, page: Page) -> Result<PageRecord> {
-        let group = self.group(group)?;
-        group.pool.record(page).ok_or_else(|| {
-            Error::Shape(format!(
-                "page {} is not in 1..={} of group {}",
-                page.0,
-                group.pool.num_pages(),
-                group.spec.name
-            ))
-        })
-    }
-
-    /// `int32 [num_rows + 1]`: slots that each row holds in the group.
-    ///
-    /// # Errors
-    /// As [`Ledger::group_spec`].
-    pub fn allocated_len(&self, group: usize) -> Result<&[i32]> {
-        Ok(&self.group(group)?.allocated)
-    }
-
-    /// `int32 [num_rows + 1]`: r, tokens whose KV is final (the new length from an extend's preparation on).
-    #[must_use]
-    pub fn resolved_len(&self) -> &[i32] {
-        &self.rows.resolved
-    }
-
-    /// `int32 [num_rows + 1]`: k, rounds prepared and not resolved. `kv_committed_len` is r + k.
-    #[must_use]
-    pub fn in_flight(&self) -> &[i32] {
-        &self.rows.in_flight
-    }
-
-    /// `int32 [num_rows + 1]`: draft KV is valid below it.
-    #[must_use]
-    pub fn drafted_len(&self) -> &[i32] {
-        &self.rows.drafted
-    }
-
-    /// `uint64 [num_rows + 1]`: bumped by every release of the row (trim, retract, finish, abort).
-    #[must_use]
-    pub fn epoch(&self) -> &[u64] {
-        &self.rows.epoch
-    }
-
-    pub(crate) fn page_error(&self, group: usize, record: PageRecord) -> Error {
-        Error::PageState {
-            group: self.groups[group].spec.name.clone(),
-            page: record.page.at(),
-            state: record.state.to_string(),
-            owner: format!(
-                "{} (since step {}, last {})",
-                self.rows.describe(record.owner),
-                record.birth_step,
-                record.last_verb.name()
-            ),
-        }
     }
 }

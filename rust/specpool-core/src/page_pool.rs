@@ -1,10 +1,22 @@
-//! The pages of one group: which are free, owned or fenced, and by whom.
+//! The pages of one group: which are free, owned, shared or fenced, by whom, and until when.
 //!
-//! Every page is in exactly one state. `take` moves free -> owned, `release` owned -> fenced or free, `complete`
-//! fenced -> free, `give_back` (of a step that was never launched) owned -> free. Each transition checks the state it
-//! leaves, in O(1), always.
+//! Every page is in exactly one state:
+//!
+//! ```text
+//!           take             share (a second holder)
+//!   free ---------> owned -------------------------> shared
+//!    ^                |                                |
+//!    |                |  the last holder drops it      |
+//!    |   complete     v                                |
+//!    '-----------  fenced <----------------------------'     (straight to free when nothing can still touch it)
+//! ```
+//!
+//! A page keeps the latest fence of everyone who held it, and is also fenced while a page copy that has not been
+//! launched holds it. Once shared it stays shared, read-only, until nobody holds it. Each transition checks the state
+//! it leaves, in O(1), always.
 
 use crate::check::in_range;
+use crate::digest::Digest;
 use crate::error::Result;
 use crate::ids::{Page, Row};
 
@@ -14,9 +26,11 @@ pub enum PageState {
     /// Can be handed out.
     #[default]
     Free,
-    /// Held by a row.
+    /// Held by one row, which may write it.
     Owned,
-    /// Given back, but a launched step may still touch it.
+    /// Read-only, under a count of holders (rows and pinned prefixes).
+    Shared,
+    /// Given back, but a launched step or a page copy may still touch it.
     Fenced,
 }
 
@@ -25,6 +39,7 @@ impl std::fmt::Display for PageState {
         formatter.write_str(match self {
             Self::Free => "free",
             Self::Owned => "owned",
+            Self::Shared => "shared",
             Self::Fenced => "fenced",
         })
     }
@@ -36,10 +51,17 @@ impl std::fmt::Display for PageState {
 pub enum Verb {
     #[default]
     None,
+    Admit,
+    Fork,
+    PinPrefix,
+    ReleasePrefix,
     PrepareExtend,
     PrepareDecode,
+    Launch,
     Cancel,
+    Abandon,
     Trim,
+    EndTurn,
     Retract,
     Finish,
     Abort,
@@ -52,10 +74,17 @@ impl Verb {
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
+            Self::Admit => "admit",
+            Self::Fork => "fork",
+            Self::PinPrefix => "pin_prefix",
+            Self::ReleasePrefix => "release_prefix",
             Self::PrepareExtend => "prepare_extend",
             Self::PrepareDecode => "prepare_decode",
+            Self::Launch => "launch",
             Self::Cancel => "cancel",
+            Self::Abandon => "abandon",
             Self::Trim => "trim",
+            Self::EndTurn => "end_turn",
             Self::Retract => "retract",
             Self::Finish => "finish",
             Self::Abort => "abort",
@@ -71,12 +100,29 @@ pub struct PageRecord {
     pub page: Page,
     /// What it is doing.
     pub state: PageState,
-    /// Who holds it, or held it last; row 0 if nobody ever did.
+    /// Who took it from the pool last; row 0 if nobody ever did.
     pub owner: Row,
+    /// Rows and pinned prefixes that hold it.
+    pub holders: u32,
     /// The step that it was last taken for.
     pub birth_step: u64,
+    /// The latest launched step that may touch it, of everyone who gave it back since it was taken; 0 if none.
+    pub fence: u64,
     /// What touched it last.
     pub last_verb: Verb,
+}
+
+/// One page's line, without its number.
+#[derive(Debug, Clone, Copy, Default)]
+struct Line {
+    birth_step: u64,
+    fence: u64,
+    owner: i32,
+    holders: u32,
+    /// Page copies not launched yet that read or write it.
+    copies: u32,
+    state: PageState,
+    last_verb: Verb,
 }
 
 /// The pages `1..=num_pages` of one group.
@@ -85,16 +131,14 @@ pub struct PagePool {
     num_pages: usize,
     /// Free pages that were handed out before; the last one goes first.
     returned: Vec<Page>,
-    /// (step, page): free once that step is complete.
-    fenced: Vec<(u64, Page)>,
+    /// Given back: free once their fence is complete and no copy holds them.
+    fenced: Vec<Page>,
     /// The ownership map of page 0 and of every page handed out so far. Pages behind its end are free, so that a huge
     /// pool costs nothing before it is used.
-    map: Vec<PageRecord>,
+    map: Vec<Line>,
 }
 
-fn blank(page: Page) -> PageRecord {
-    PageRecord { page, state: PageState::Free, owner: Row(0), birth_step: 0, last_verb: Verb::None }
-}
+type Checked = std::result::Result<(), PageRecord>;
 
 impl PagePool {
     /// A pool of free pages.
@@ -103,7 +147,7 @@ impl PagePool {
     /// [`Error::Config`](crate::Error::Config) unless `1 <= num_pages < 2^31`.
     pub fn new(num_pages: i64) -> Result<Self> {
         let num_pages = in_range("num_pages", num_pages, 1, i32::MAX.into())? as usize;
-        Ok(Self { num_pages, returned: Vec::new(), fenced: Vec::new(), map: vec![blank(Page::SINK)] })
+        Ok(Self { num_pages, returned: Vec::new(), fenced: Vec::new(), map: vec![Line::default()] })
     }
 
     /// Pages in all.
@@ -118,87 +162,191 @@ impl PagePool {
         self.num_pages + 1 - self.map.len() + self.returned.len()
     }
 
-    /// Pages given back that a launched step may still touch.
+    /// Pages given back that a launched step or a page copy may still touch.
     #[must_use]
     pub fn num_fenced(&self) -> usize {
         self.fenced.len()
+    }
+
+    /// Pages handed out at least once, and page 0: what the ownership map has memory for.
+    #[must_use]
+    pub fn num_mapped(&self) -> usize {
+        self.map.len()
+    }
+
+    /// Bytes that the pool keeps for each page handed out so far.
+    #[must_use]
+    pub const fn bytes_per_page() -> usize {
+        size_of::<Line>() + size_of::<Page>()
+    }
+
+    fn line(&self, page: Page) -> Line {
+        self.map.get(page.at()).copied().unwrap_or_default()
+    }
+
+    fn seen(&self, page: Page) -> PageRecord {
+        let Line { birth_step, fence, owner, holders, state, last_verb, .. } =
+            if page.0 > 0 { self.line(page) } else { Line::default() };
+        PageRecord { page, state, owner: Row(owner), holders, birth_step, fence, last_verb }
     }
 
     /// The ownership map's line for `page`, if there is such a page.
     #[must_use]
     pub fn record(&self, page: Page) -> Option<PageRecord> {
         let exists = page.0 >= 1 && page.at() <= self.num_pages;
-        exists.then(|| self.map.get(page.at()).copied().unwrap_or(blank(page)))
+        exists.then(|| self.seen(page))
+    }
+
+    /// The lines of page 0 and of every page.
+    pub(crate) fn records(&self) -> impl Iterator<Item = PageRecord> {
+        (0..=self.num_pages).map(|page| self.seen(Page(page as i32)))
     }
 
     /// Hands a free page to `owner`, or nothing when there is none.
-    pub fn take(&mut self, owner: Row, step: u64, verb: Verb) -> Option<Page> {
+    pub fn take(&mut self, owner: Row, birth_step: u64, last_verb: Verb) -> Option<Page> {
         let page = match self.returned.pop() {
             Some(page) => page,
             None if self.map.len() <= self.num_pages => {
-                let page = Page(self.map.len() as i32);
-                self.map.push(blank(page));
-                page
+                self.map.push(Line::default());
+                Page(self.map.len() as i32 - 1)
             }
             None => return None,
         };
-        self.map[page.at()] = PageRecord { page, state: PageState::Owned, owner, birth_step: step, last_verb: verb };
+        self.map[page.at()] =
+            Line { birth_step, fence: 0, owner: owner.0, holders: 1, copies: 0, state: PageState::Owned, last_verb };
         Some(page)
     }
 
-    /// Whether `owner` holds `page`.
+    /// Whether `row` may hold `page`: it owns it, or the page is shared.
     ///
     /// # Errors
     /// The page's record when it is free, fenced, another row's, or no page at all.
-    pub fn check_owned(&self, page: Page, owner: Row) -> std::result::Result<(), PageRecord> {
-        match self.record(page) {
-            Some(record) if record.state == PageState::Owned && record.owner == owner => Ok(()),
-            record => Err(record.unwrap_or(blank(page))),
+    pub fn check_held(&self, page: Page, row: Row) -> Checked {
+        let line = if page.0 > 0 { self.line(page) } else { Line::default() };
+        match line.state {
+            PageState::Owned if line.owner == row.0 => Ok(()),
+            PageState::Shared => Ok(()),
+            _ => Err(self.seen(page)),
         }
     }
 
-    /// Takes `page` back from `owner`: free at once, or fenced until the step `fence` is complete.
+    /// One more holder: from now on the page is read-only.
     ///
     /// # Errors
-    /// As [`PagePool::check_owned`]; nothing is changed then.
-    pub fn release(
-        &mut self,
-        page: Page,
-        owner: Row,
-        fence: Option<u64>,
-        verb: Verb,
-    ) -> std::result::Result<(), PageRecord> {
-        self.check_owned(page, owner)?;
-        let record = &mut self.map[page.at()];
-        record.last_verb = verb;
-        if let Some(step) = fence {
-            record.state = PageState::Fenced;
-            self.fenced.push((step, page));
+    /// The page's record when nobody holds it.
+    pub fn share(&mut self, page: Page, verb: Verb) -> Checked {
+        if !matches!(self.line(page).state, PageState::Owned | PageState::Shared) {
+            return Err(self.seen(page));
+        }
+        let line = &mut self.map[page.at()];
+        line.state = PageState::Shared;
+        line.holders += 1;
+        line.last_verb = verb;
+        Ok(())
+    }
+
+    /// `row` holds the page no longer; the step `fence` is the last launched one by which it may touch it (0: none,
+    /// or one that is complete). The last holder's drop frees the page, or fences it until every fence left on it is
+    /// complete.
+    ///
+    /// # Errors
+    /// As [`PagePool::check_held`]; nothing is changed then.
+    pub fn release(&mut self, page: Page, row: Row, fence: u64, completed: u64, verb: Verb) -> Checked {
+        self.check_held(page, row)?;
+        self.drop_holder(page, fence, completed, verb);
+        Ok(())
+    }
+
+    /// A pinned prefix holds the page no longer.
+    ///
+    /// # Errors
+    /// The page's record when it is not shared.
+    pub fn release_shared(&mut self, page: Page, completed: u64, verb: Verb) -> Checked {
+        if self.line(page).state != PageState::Shared {
+            return Err(self.seen(page));
+        }
+        self.drop_holder(page, 0, completed, verb);
+        Ok(())
+    }
+
+    fn drop_holder(&mut self, page: Page, fence: u64, completed: u64, verb: Verb) {
+        let line = &mut self.map[page.at()];
+        line.holders -= 1;
+        line.fence = line.fence.max(fence);
+        line.last_verb = verb;
+        if line.holders > 0 {
+            return;
+        }
+        if line.fence > completed || line.copies > 0 {
+            line.state = PageState::Fenced;
+            self.fenced.push(page);
         } else {
-            record.state = PageState::Free;
+            line.state = PageState::Free;
             self.returned.push(page);
         }
-        Ok(())
+    }
+
+    /// A page copy, not launched yet, reads or writes the page.
+    pub(crate) fn hold(&mut self, page: Page) {
+        self.map[page.at()].copies += 1;
+    }
+
+    /// The copy was launched with the step `fence`, or dropped (0).
+    pub(crate) fn unhold(&mut self, page: Page, fence: u64, completed: u64, verb: Verb) {
+        let line = &mut self.map[page.at()];
+        line.copies -= 1;
+        line.fence = line.fence.max(fence);
+        if line.state == PageState::Fenced && line.copies == 0 && line.fence <= completed {
+            line.state = PageState::Free;
+            line.last_verb = verb;
+            self.fenced.retain(|&other| other != page);
+            self.returned.push(page);
+        }
+    }
+
+    /// Holders that the page would have to lose to be free at once; `None` when a fence or a copy would keep it.
+    pub(crate) fn holders_if_unfenced(&self, page: Page, completed: u64) -> Option<u32> {
+        let line = self.line(page);
+        (line.fence <= completed && line.copies == 0).then_some(line.holders)
     }
 
     /// Steps up to `completed` have finished on the device: their fences fall.
     pub fn complete(&mut self, completed: u64) {
         let Self { fenced, returned, map, .. } = self;
-        fenced.retain(|&(fence, page)| {
-            let stays = fence > completed;
+        fenced.retain(|&page| {
+            let line = &mut map[page.at()];
+            let stays = line.fence > completed || line.copies > 0;
             if !stays {
-                map[page.at()].state = PageState::Free;
-                map[page.at()].last_verb = Verb::Complete;
+                line.state = PageState::Free;
+                line.last_verb = Verb::Complete;
                 returned.push(page);
             }
             stays
         });
     }
 
+    /// Everything that decides what the pool will do: the lines of pages in use, and the order of the free ones.
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        for (page, line) in self.map.iter().enumerate().filter(|(_, line)| line.state != PageState::Free) {
+            digest.ints(&[page as i64, line.state as i64, i64::from(line.owner), i64::from(line.holders)]);
+            digest.word(line.fence);
+            digest.word(line.copies.into());
+        }
+        digest.ints(&self.fenced.iter().map(|page| page.0).collect::<Vec<_>>());
+        // Pages handed out once and given back in order are as if never touched.
+        let mut fresh = self.map.len() as i32;
+        let mut returned = &self.returned[..];
+        while let Some((&bottom, above)) = returned.split_first().filter(|(bottom, _)| bottom.0 == fresh - 1) {
+            (fresh, returned) = (bottom.0, above);
+        }
+        digest.word(fresh as u64);
+        digest.ints(&returned.iter().map(|page| page.0).collect::<Vec<_>>());
+    }
+
     /// Every broken rule of the pool itself, with the numbers (for the audit).
     pub(crate) fn broken(&self, completed: u64) -> Vec<String> {
         let mut report = Vec::new();
-        let marked = |state| self.map[1..].iter().filter(|record| record.state == state).count();
+        let marked = |state| self.map[1..].iter().filter(|line| line.state == state).count();
         let (free, fenced) = (marked(PageState::Free), marked(PageState::Fenced));
         if free != self.returned.len() || fenced != self.fenced.len() {
             report.push(format!(
@@ -209,7 +357,7 @@ impl PagePool {
         }
         let mut listed = vec![false; self.map.len()];
         let lists = (self.returned.iter().map(|&page| (PageState::Free, page)))
-            .chain(self.fenced.iter().map(|&(_, page)| (PageState::Fenced, page)));
+            .chain(self.fenced.iter().map(|&page| (PageState::Fenced, page)));
         for (state, page) in lists {
             if std::mem::replace(&mut listed[page.at()], true) {
                 report.push(format!("page {} is listed twice", page.0));
@@ -218,9 +366,26 @@ impl PagePool {
                 report.push(format!("page {} is listed {state}, marked {}", page.0, self.map[page.at()].state));
             }
         }
-        if let Some(&(fence, page)) = self.fenced.iter().find(|&&(fence, _)| fence <= completed) {
-            report.push(format!("page {} is fenced behind step {fence}, complete is {completed}", page.0));
+        for (page, line) in self.map.iter().enumerate() {
+            let is_held = matches!(line.state, PageState::Owned | PageState::Shared);
+            if is_held != (line.holders > 0) || (line.state == PageState::Owned && line.holders != 1) {
+                report.push(format!("page {page} is {} with {} holders", line.state, line.holders));
+            }
+            if line.state == PageState::Fenced && line.fence <= completed && line.copies == 0 {
+                report.push(format!("page {page} is fenced behind step {}, complete is {completed}", line.fence));
+            }
+            if line.state == PageState::Free && (line.fence > completed || line.copies > 0) {
+                report.push(format!(
+                    "page {page} is free, but step {} and {} copies may touch it",
+                    line.fence, line.copies
+                ));
+            }
         }
         report
+    }
+
+    /// `(holders, copies)` of each page in the map, for the audit's own count.
+    pub(crate) fn counts(&self) -> impl Iterator<Item = (u32, u32)> {
+        self.map.iter().map(|line| (line.holders, line.copies))
     }
 }

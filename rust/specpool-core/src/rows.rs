@@ -3,6 +3,7 @@
 //! Of one row: `0 <= resolved <= resolved + in_flight <= allocated`. A row that is not live reads 0 everywhere but in
 //! `epoch`, which never goes back.
 
+use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Row, zeroed};
 
@@ -34,6 +35,12 @@ pub(crate) struct Rows {
     pub(crate) undrafted_rounds: Vec<i32>,
     /// The last launched step that the row took part in, 0 if none.
     pub(crate) last_launched: Vec<u64>,
+    /// The step that was next when the row was admitted: older ones belong to an earlier holder.
+    pub(crate) admitted_at: Vec<u64>,
+    /// A session's row between turns.
+    pub(crate) idle: Vec<bool>,
+    /// Tokens of the row's checkpoint plus one; 0 when it has none.
+    checkpoint: Vec<i32>,
     /// `[num_rows + 1, max_rounds]`: the steps of the rounds in flight, oldest first.
     rounds: Vec<u64>,
     pub(crate) tags: Vec<Option<Box<str>>>,
@@ -68,6 +75,9 @@ impl Rows {
             launched_rounds: lengths()?,
             undrafted_rounds: lengths()?,
             last_launched: zeroed(len, "row fences")?,
+            admitted_at: zeroed(len, "row states")?,
+            idle: zeroed(len, "row states")?,
+            checkpoint: lengths()?,
             rounds: zeroed(num_rounds, "rounds in flight")?,
             tags: zeroed(len, "row tags")?,
             free,
@@ -114,11 +124,32 @@ impl Rows {
         }
     }
 
-    pub(crate) fn admit(&mut self, tag: Option<&str>) -> Option<Row> {
-        let row = self.free.pop()?;
-        self.live[row.at()] = true;
-        self.tags[row.at()] = tag.map(Into::into);
-        Some(row)
+    /// The row that [`admit`](Self::admit) will give.
+    pub(crate) fn next_free(&self) -> Option<Row> {
+        self.free.last().copied()
+    }
+
+    /// Takes the next free row; `next_step` is the number of the step prepared next.
+    pub(crate) fn admit(&mut self, tag: Option<&str>, next_step: u64) {
+        if let Some(row) = self.free.pop() {
+            self.live[row.at()] = true;
+            self.admitted_at[row.at()] = next_step;
+            self.tags[row.at()] = tag.map(Into::into);
+        }
+    }
+
+    /// Whether the row is still held by the request that it had when `step` was prepared.
+    pub(crate) fn is_resident(&self, row: i32, step: u64) -> bool {
+        self.live[row as usize] && self.admitted_at[row as usize] <= step
+    }
+
+    /// Tokens of the row's checkpoint.
+    pub(crate) fn checkpoint(&self, row: Row) -> Option<i32> {
+        Some(self.checkpoint[row.at()] - 1).filter(|&len| len >= 0)
+    }
+
+    pub(crate) fn set_checkpoint(&mut self, row: Row, len: Option<i32>) {
+        self.checkpoint[row.at()] = len.map_or(0, |len| len + 1);
     }
 
     /// Makes the row free, or fenced until the step `fence` is complete. Its tag stays for error messages.
@@ -131,6 +162,8 @@ impl Rows {
         self.hi[at] = 0;
         self.drafted[at] = 0;
         self.last_launched[at] = 0;
+        self.idle[at] = false;
+        self.checkpoint[at] = 0;
         match fence {
             Some(step) => self.fenced.push((step, row)),
             None => self.free.push(row),
@@ -227,6 +260,61 @@ impl Rows {
         match self.extend_from[row.at()] {
             0 => self.resolved[row.at()] + self.launched_rounds[row.at()],
             from => from - 1,
+        }
+    }
+
+    /// Everything that decides what the rows will do.
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        let lengths = [
+            &self.resolved,
+            &self.in_flight,
+            &self.hi,
+            &self.drafted,
+            &self.extend_from,
+            &self.launched_rounds,
+            &self.undrafted_rounds,
+            &self.checkpoint,
+        ];
+        for lengths in lengths {
+            digest.ints(lengths);
+        }
+        for flags in [&self.live, &self.ready, &self.idle] {
+            digest.ints(flags);
+        }
+        for &number in self.epoch.iter().chain(&self.last_launched) {
+            digest.word(number);
+        }
+        for at in 1..=self.count {
+            self.rounds_in_flight(Row(at as i32)).iter().for_each(|&step| digest.word(step));
+        }
+        digest.ints(&self.free.iter().map(|row| row.0).collect::<Vec<_>>());
+        for &(fence, row) in &self.fenced {
+            digest.word(fence);
+            digest.word(row.0 as u64);
+        }
+    }
+
+    /// Takes over another state of the same rows, in place; epochs go on from the greater of both.
+    pub(crate) fn restore(&mut self, other: &Self) {
+        self.live.copy_from_slice(&other.live);
+        self.ready.copy_from_slice(&other.ready);
+        self.idle.copy_from_slice(&other.idle);
+        self.resolved.copy_from_slice(&other.resolved);
+        self.in_flight.copy_from_slice(&other.in_flight);
+        self.hi.copy_from_slice(&other.hi);
+        self.drafted.copy_from_slice(&other.drafted);
+        self.extend_from.copy_from_slice(&other.extend_from);
+        self.launched_rounds.copy_from_slice(&other.launched_rounds);
+        self.undrafted_rounds.copy_from_slice(&other.undrafted_rounds);
+        self.last_launched.copy_from_slice(&other.last_launched);
+        self.admitted_at.copy_from_slice(&other.admitted_at);
+        self.checkpoint.copy_from_slice(&other.checkpoint);
+        self.rounds.copy_from_slice(&other.rounds);
+        self.tags.clone_from(&other.tags);
+        self.free.clone_from(&other.free);
+        self.fenced.clone_from(&other.fenced);
+        for (now, then) in self.epoch.iter_mut().zip(&other.epoch).skip(1) {
+            *now = (*now).max(*then) + 1;
         }
     }
 }

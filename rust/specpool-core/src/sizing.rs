@@ -171,6 +171,16 @@ impl Reserve {
         }
     }
 
+    /// Slots beyond `resolved_len` that no round passes, with `rounds` in flight that accept at most `spread` tokens.
+    #[must_use]
+    pub(crate) fn most_ahead(&self, rounds: i64, spread: i64) -> i64 {
+        match self.form {
+            Form::DoubleBuffer { ahead } => rounds + ahead,
+            Form::Flat { window } => spread + window,
+            Form::Holey { branches, num_draft_tokens, .. } => spread + branches.max(num_draft_tokens),
+        }
+    }
+
     /// `ceil_align(max(allocated, need), P)`; `allocated` is a multiple of P.
     #[must_use]
     pub fn next_allocated(&self, allocated: i64, lo: i64, hi: i64) -> i64 {

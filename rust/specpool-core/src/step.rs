@@ -7,7 +7,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::digest::Digest;
 use crate::error::{Error, Result};
+use crate::page_copy::{PageCopy, TailCopy};
 
 /// What a step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +58,8 @@ pub struct Plan {
     pub allocated_before: Vec<i32>,
     /// `int32 [num_groups, b]`: `allocated_len` that the step needs and has.
     pub allocated_after: Vec<i32>,
+    /// Copies of partly filled pages, to be applied in this order before the step's forward and every later one.
+    pub page_copies: Vec<PageCopy>,
 }
 
 impl Plan {
@@ -66,16 +70,54 @@ impl Plan {
     }
 }
 
+/// What a step must remember besides its plan.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Before {
+    /// Per lane: `drafted_len` before the step; empty in a decode, which does not move it.
+    pub(crate) drafted: Vec<i32>,
+    /// Rows that were idle before the step.
+    pub(crate) idle: Vec<i32>,
+    /// The copies that ride on the step, those of its plan.
+    pub(crate) copies: Vec<TailCopy>,
+}
+
 /// A step that is not over.
 #[derive(Debug, Clone)]
 pub(crate) struct StepRecord {
     pub(crate) plan: Arc<Plan>,
-    /// Per lane: `drafted_len` before the step.
-    pub(crate) drafted_before: Vec<i32>,
+    pub(crate) before: Before,
     /// A row has been released since prepare.
     pub(crate) stale: bool,
     /// Extends have nothing to resolve and are born resolved.
     pub(crate) resolved: bool,
+    /// Its forward failed: its rows were retracted.
+    abandoned: bool,
+}
+
+/// Where a step stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StepState {
+    /// Not launched.
+    Prepared,
+    /// Not launched, and never to be: a row of it was released since. It must be cancelled.
+    Stale,
+    /// Launched; a decode's results are still to be resolved.
+    Launched,
+    /// Nothing is left to resolve; the device may not have finished it.
+    Resolved,
+}
+
+impl StepState {
+    /// `"prepared"`, `"stale"`, `"launched"` or `"resolved"`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prepared => "prepared",
+            Self::Stale => "stale",
+            Self::Launched => "launched",
+            Self::Resolved => "resolved",
+        }
+    }
 }
 
 /// All steps that are not over, oldest first.
@@ -105,11 +147,73 @@ impl Steps {
         self.completed
     }
 
-    pub(crate) fn push(&mut self, plan: Arc<Plan>, drafted_before: Vec<i32>) {
+    pub(crate) fn push(&mut self, plan: Arc<Plan>, before: Before) {
         self.next = plan.step + 1;
         self.num_unlaunched += 1;
         let resolved = plan.kind == StepKind::Extend;
-        self.queue.push_back(StepRecord { plan, drafted_before, stale: false, resolved });
+        self.queue.push_back(StepRecord { plan, before, stale: false, resolved, abandoned: false });
+    }
+
+    /// Numbers go on behind those of another ledger whose state is taken over, and never go back.
+    pub(crate) fn skip_to(&mut self, other: &Self) {
+        self.next = self.next.max(other.next);
+        self.completed = self.completed.max(other.completed);
+    }
+
+    /// The oldest step that is not over.
+    pub(crate) fn oldest(&self) -> Option<u64> {
+        self.queue.front().map(|record| record.plan.step)
+    }
+
+    /// Every step that is not over, oldest first, and where it stands.
+    pub(crate) fn states(&self) -> impl Iterator<Item = (&StepRecord, StepState)> {
+        self.queue.iter().enumerate().map(|(place, record)| {
+            let state = match (place < self.num_launched(), record.stale, record.resolved) {
+                (false, false, _) => StepState::Prepared,
+                (false, true, _) => StepState::Stale,
+                (true, _, false) => StepState::Launched,
+                (true, _, true) => StepState::Resolved,
+            };
+            (record, state)
+        })
+    }
+
+    /// The steps that the device may still run, launched or not.
+    pub(crate) fn incomplete(&self) -> impl Iterator<Item = &StepRecord> {
+        self.queue.iter().filter(|record| record.plan.step > self.completed)
+    }
+
+    /// The step, if it is launched, not complete and not abandoned.
+    pub(crate) fn check_abandon(&self, step: u64) -> Result<&StepRecord> {
+        let refuse = |why: &str| Err(Error::Order(format!("abandon of step {step}: {why}")));
+        match self.get(step) {
+            None => refuse("no such step is in flight"),
+            Some(_) if !self.is_launched(step) => refuse("it is not launched: cancel it"),
+            Some(_) if step <= self.completed => refuse("it is complete"),
+            Some(record) if record.abandoned => refuse("it is already abandoned"),
+            Some(record) => Ok(record),
+        }
+    }
+
+    pub(crate) fn set_abandoned(&mut self, step: u64) {
+        if let Some(place) = self.place(step) {
+            self.queue[place].abandoned = true;
+        }
+        self.set_resolved(step);
+    }
+
+    /// Everything that decides what the steps in flight will do.
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        for (record, state) in self.states() {
+            let plan = &record.plan;
+            digest.word(plan.step);
+            digest.ints(&[plan.kind as i64, i64::from(plan.writes_draft), state as i64, i64::from(record.abandoned)]);
+            for lanes in [&plan.rows, &plan.shapes, &plan.lo, &plan.hi, &plan.new_len, &plan.allocated_before] {
+                digest.ints(lanes);
+            }
+            plan.epochs.iter().for_each(|&epoch| digest.word(epoch));
+            record.before.copies.iter().for_each(|copy| copy.hash(digest));
+        }
     }
 
     fn num_launched(&self) -> usize {
@@ -211,9 +315,10 @@ impl Steps {
         }
     }
 
-    /// Forgets the newest step, which is not launched; what came after it was cancelled before.
-    pub(crate) fn cancel_newest(&mut self) {
-        let Some(record) = self.queue.pop_back() else { return };
+    /// Forgets the newest step, which is not launched; what came after it was cancelled before. The copies that rode
+    /// on it.
+    pub(crate) fn cancel_newest(&mut self) -> Vec<TailCopy> {
+        let Some(record) = self.queue.pop_back() else { return Vec::new() };
         self.num_unlaunched -= 1;
         let mut first = record.plan.step;
         while let Some(run) = self.cancelled.last().filter(|run| run.end >= first).cloned() {
@@ -221,6 +326,7 @@ impl Steps {
             self.cancelled.pop();
         }
         self.cancelled.push(first..self.next);
+        record.before.copies
     }
 
     /// Forgets steps that are over. One that waits for its resolve keeps the younger ones in the queue.

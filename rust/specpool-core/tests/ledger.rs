@@ -256,8 +256,8 @@ proptest! {
         let width = sizing::row_width(draft, &shapes, CONTEXT.into(), depth as i64, policy).unwrap();
         let draft_pages = width / page_size + slack;
         let groups = vec![
-            Group { name: "target".into(), page_size: 4, num_pages: 12 + slack, hosts_drafts: false, layout: Layout::Dense },
-            Group { name: "draft".into(), page_size, num_pages: draft_pages, hosts_drafts: true, layout },
+            Group { name: "target".into(), page_size: 4, num_pages: 12 + slack, hosts_drafts: false, layout: Layout::Dense, window: None },
+            Group { name: "draft".into(), page_size, num_pages: draft_pages, hosts_drafts: true, layout, window: None },
         ];
         let mut config = LedgerConfig::new(groups.clone(), shapes.clone(), ROWS as i64, CONTEXT.into());
         config.policy = policy;
@@ -315,7 +315,7 @@ fn pages_needed_suffices_and_is_reached() {
     {
         for (hosts_drafts, layout) in [(false, Layout::Dense), (true, Layout::Dense), (true, Layout::Holey)] {
             for (s, k, n) in (0..4).flat_map(|s| (1..4).flat_map(move |k| [1, 2, 5, 9].map(|n| (s, k, n)))) {
-                let group = Group { name: "kv".into(), page_size, num_pages: 200, hosts_drafts, layout };
+                let group = Group { name: "kv".into(), page_size, num_pages: 200, hosts_drafts, layout, window: None };
                 // Twice the same shape would be no use: shape 0 is there already.
                 let shape = if (s, k, n) == (0, 1, 1) { continue } else { Shape::new(s, k, n).unwrap() };
                 let mut config = LedgerConfig::new(vec![group], vec![shape], 1, L.into());
@@ -336,7 +336,14 @@ fn pages_needed_suffices_and_is_reached() {
 
 #[test]
 fn a_shape_written_by_hand_is_checked_too() {
-    let group = Group { name: "kv".into(), page_size: 4, num_pages: 9, hosts_drafts: true, layout: Layout::Holey };
+    let group = Group {
+        name: "kv".into(),
+        page_size: 4,
+        num_pages: 9,
+        hosts_drafts: true,
+        layout: Layout::Holey,
+        window: None,
+    };
     for (num_steps, topk, num_draft_tokens) in [(u32::MAX, u32::MAX, 4), (2, 0, 4), (2, 1, 0)] {
         let shape = Shape { num_steps, topk, num_draft_tokens };
         let built = Ledger::new(LedgerConfig::new(vec![group.clone()], vec![shape], 1, 8));

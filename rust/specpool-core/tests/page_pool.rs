@@ -21,10 +21,10 @@ fn pages_count_from_one_and_end() {
 fn double_free_and_foreign_free_are_refused_with_the_page_and_its_owner() {
     let mut pool = PagePool::new(2).unwrap();
     let page = take(&mut pool, A);
-    let foreign = pool.release(page, B, None, Verb::Finish).unwrap_err();
+    let foreign = pool.release(page, B, 0, 0, Verb::Finish).unwrap_err();
     assert_eq!((foreign.page, foreign.state, foreign.owner, foreign.birth_step), (page, PageState::Owned, A, 7));
-    assert_eq!(pool.release(page, A, None, Verb::Finish), Ok(()));
-    let twice = pool.release(page, A, None, Verb::Abort).unwrap_err();
+    assert_eq!(pool.release(page, A, 0, 0, Verb::Finish), Ok(()));
+    let twice = pool.release(page, A, 0, 0, Verb::Abort).unwrap_err();
     assert_eq!((twice.state, twice.owner, twice.last_verb), (PageState::Free, A, Verb::Finish));
     assert_eq!(pool.num_free(), 2);
 }
@@ -33,7 +33,7 @@ fn double_free_and_foreign_free_are_refused_with_the_page_and_its_owner() {
 fn a_page_that_never_was_cannot_be_freed() {
     let mut pool = PagePool::new(2).unwrap();
     for page in [Page::SINK, Page(3), Page(-1), Page(2)] {
-        assert_eq!(pool.release(page, A, None, Verb::Finish).unwrap_err().state, PageState::Free);
+        assert_eq!(pool.release(page, A, 0, 0, Verb::Finish).unwrap_err().state, PageState::Free);
     }
     assert!(pool.record(Page::SINK).is_none() && pool.record(Page(3)).is_none());
 }
@@ -42,8 +42,8 @@ fn a_page_that_never_was_cannot_be_freed() {
 fn a_fenced_page_comes_back_with_its_step_and_not_before() {
     let mut pool = PagePool::new(1).unwrap();
     let page = take(&mut pool, A);
-    assert_eq!(pool.release(page, A, Some(9), Verb::Trim), Ok(()));
-    assert_eq!(pool.release(page, A, Some(9), Verb::Trim).unwrap_err().state, PageState::Fenced);
+    assert_eq!(pool.release(page, A, 9, 7, Verb::Trim), Ok(()));
+    assert_eq!(pool.release(page, A, 9, 7, Verb::Trim).unwrap_err().state, PageState::Fenced);
     pool.complete(8);
     assert_eq!((pool.take(B, 10, Verb::PrepareDecode), pool.num_fenced()), (None, 1));
     pool.complete(9);
@@ -68,4 +68,35 @@ fn a_pool_or_table_of_impossible_size_is_refused() {
             );
         }
     }
+}
+
+#[test]
+fn a_shared_page_goes_with_its_last_holder_and_stays_until_the_latest_fence_of_all() {
+    let mut pool = PagePool::new(1).unwrap();
+    let page = take(&mut pool, A);
+    assert_eq!(pool.share(page, Verb::Fork), Ok(()));
+    assert_eq!(pool.record(page).map(|record| (record.state, record.holders)), Some((PageState::Shared, 2)));
+    assert_eq!(pool.release(page, A, 9, 3, Verb::Finish), Ok(()));
+    assert_eq!((pool.num_free(), pool.num_fenced()), (0, 0));
+    assert_eq!(pool.record(page).unwrap().state, PageState::Shared, "read-only under its last holder too");
+    assert_eq!(pool.release(page, B, 5, 3, Verb::Finish), Ok(()));
+    pool.complete(8);
+    assert_eq!((pool.num_free(), pool.num_fenced()), (0, 1), "the first holder's step 9 may still read it");
+    pool.complete(9);
+    assert_eq!((pool.num_free(), pool.num_fenced()), (1, 0));
+    assert_eq!(pool.share(page, Verb::Fork).unwrap_err().state, PageState::Free);
+    assert_eq!(pool.release_shared(page, 9, Verb::ReleasePrefix).unwrap_err().state, PageState::Free);
+}
+
+#[test]
+fn a_page_taken_again_has_no_fence_of_its_earlier_life() {
+    let mut pool = PagePool::new(1).unwrap();
+    let page = take(&mut pool, A);
+    assert_eq!(pool.release(page, A, 9, 3, Verb::Trim), Ok(()));
+    pool.complete(9);
+    assert_eq!(pool.take(B, 10, Verb::PrepareDecode), Some(page));
+    assert_eq!(pool.record(page).unwrap().fence, 0);
+    // Only the same numbers again: completed is behind the old fence, as after a cancel in another order.
+    assert_eq!(pool.release(page, B, 0, 8, Verb::Cancel), Ok(()));
+    assert_eq!((pool.num_free(), pool.num_fenced()), (1, 0));
 }

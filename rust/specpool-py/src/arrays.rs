@@ -82,6 +82,14 @@ pub fn step(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     })
 }
 
+/// A prefix's id.
+pub fn prefix(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    value.extract().map_err(|_| match value.repr() {
+        Ok(shown) => shape_error(format!("there is no prefix {shown}")),
+        Err(error) => error,
+    })
+}
+
 /// A count or index in `[least, 2^20]`.
 pub fn count(name: &str, ShapeInt(value): ShapeInt, least: i64) -> PyResult<usize> {
     if (least..=MAX_COUNT).contains(&value) {

@@ -1,70 +1,25 @@
-//! `Group` and `Ledger` for Python.
+//! `Ledger` and `Snapshot` for Python.
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use specpool_core::LedgerConfig;
 
-use crate::arrays::{ConfigInt, group, int_array, int32, page, row, step, view, view_2d};
-use crate::errors::{config_error, to_py};
+use crate::arrays::{ConfigInt, group, int_array, int32, page, prefix, row, step, vector, view, view_2d};
+use crate::errors::{shape_error, to_py};
+use crate::group::Group;
 use crate::plan::Plan;
 use crate::shape::Shape;
-use crate::sizing::{layout, layout_name, policy, policy_name};
+use crate::sizing::{policy, policy_name};
 
-#[pyclass(frozen, eq, hash, from_py_object, module = "specpool._core")]
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Group(specpool_core::Group);
+/// The state of a ledger at a moment when nothing was in flight.
+#[pyclass(frozen, module = "specpool._core")]
+pub struct Snapshot(specpool_core::Snapshot);
 
 #[pymethods]
-impl Group {
-    #[new]
-    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense"))]
-    fn new(
-        name: String,
-        page_size: ConfigInt,
-        num_pages: ConfigInt,
-        hosts_drafts: bool,
-        layout: &str,
-    ) -> PyResult<Self> {
-        let layout = self::layout(layout, config_error)?;
-        let spec = specpool_core::Group { name, page_size: page_size.0, num_pages: num_pages.0, hosts_drafts, layout };
-        spec.check().map_err(to_py)?;
-        Ok(Self(spec))
-    }
-
+impl Snapshot {
     #[getter]
-    fn name(&self) -> &str {
-        &self.0.name
-    }
-
-    #[getter]
-    fn page_size(&self) -> i64 {
-        self.0.page_size
-    }
-
-    #[getter]
-    fn num_pages(&self) -> i64 {
-        self.0.num_pages
-    }
-
-    #[getter]
-    fn hosts_drafts(&self) -> bool {
-        self.0.hosts_drafts
-    }
-
-    #[getter]
-    fn layout(&self) -> &'static str {
-        layout_name(self.0.layout)
-    }
-
-    fn __repr__(&self) -> String {
-        let flag = if self.0.hosts_drafts { "True" } else { "False" };
-        format!(
-            "Group('{}', page_size={}, num_pages={}, hosts_drafts={flag}, layout='{}')",
-            self.0.name,
-            self.0.page_size,
-            self.0.num_pages,
-            self.layout()
-        )
+    fn number(&self) -> u64 {
+        self.0.number()
     }
 }
 
@@ -74,15 +29,17 @@ pub struct Ledger(specpool_core::Ledger);
 type Ints<'py> = Bound<'py, PyArray1<i32>>;
 /// rows, columns, pages of one group.
 type DeltaArrays<'py> = (Ints<'py>, Ints<'py>, Ints<'py>);
+/// states, owners, holders of one group.
+type Ownership<'py> = (Bound<'py, PyArray1<u8>>, Ints<'py>, Ints<'py>);
 
 #[pymethods]
 impl Ledger {
     #[new]
     #[pyo3(signature = (groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=ConfigInt(0),
-        policy="exact", row_width=None, draft_kv=true),
+        policy="exact", row_width=None, draft_kv=true, max_chunk=None, sessions=false, page_fencing=true, digest=false),
         text_signature = "(groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=0, policy='exact', \
-        row_width=None, draft_kv=True)")]
-    #[allow(clippy::too_many_arguments, reason = "a configuration, all by keyword")]
+        row_width=None, draft_kv=True, max_chunk=None, sessions=False, page_fencing=True, digest=False)")]
+    #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a configuration, all by keyword")]
     fn new(
         groups: Vec<Group>,
         shapes: Vec<Shape>,
@@ -93,6 +50,10 @@ impl Ledger {
         policy: &str,
         row_width: Option<Vec<ConfigInt>>,
         draft_kv: bool,
+        max_chunk: Option<ConfigInt>,
+        sessions: bool,
+        page_fencing: bool,
+        digest: bool,
     ) -> PyResult<Self> {
         let config = LedgerConfig {
             groups: groups.into_iter().map(|group| group.0).collect(),
@@ -104,6 +65,10 @@ impl Ledger {
             policy: self::policy(policy)?,
             row_width: row_width.map(|widths| widths.into_iter().map(|number| number.0).collect()),
             draft_kv,
+            max_chunk: max_chunk.map(|number| number.0),
+            sessions,
+            page_fencing,
+            digest,
         };
         specpool_core::Ledger::new(config).map(Self).map_err(to_py)
     }
@@ -153,6 +118,65 @@ impl Ledger {
         self.0.draft_kv()
     }
 
+    #[getter]
+    fn max_chunk(&self) -> Option<i32> {
+        self.0.max_chunk()
+    }
+
+    #[getter]
+    fn sessions(&self) -> bool {
+        self.0.sessions()
+    }
+
+    #[getter]
+    fn page_fencing(&self) -> bool {
+        self.0.page_fencing()
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.0.is_closed()
+    }
+
+    #[getter]
+    fn digest(&self) -> Option<u64> {
+        self.0.digest()
+    }
+
+    #[getter]
+    fn completed(&self) -> u64 {
+        self.0.completed()
+    }
+
+    #[getter]
+    fn prefixes(&self) -> Vec<u64> {
+        self.0.prefixes().collect()
+    }
+
+    fn state_hash(&self) -> u64 {
+        self.0.state_hash()
+    }
+
+    fn steps(&self) -> Vec<(u64, &'static str, &'static str)> {
+        self.0.steps().map(|(step, kind, state)| (step, kind.name(), state.name())).collect()
+    }
+
+    fn tag(&self, row: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+        Ok(self.0.tag(self::row(row)?).map(Into::into))
+    }
+
+    fn is_live(&self, row: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(self.0.is_live(self::row(row)?))
+    }
+
+    fn checkpoint_len(&self, row: &Bound<'_, PyAny>) -> PyResult<Option<i32>> {
+        Ok(self.0.checkpoint_len(self::row(row)?))
+    }
+
+    fn prefix_len(&self, prefix: &Bound<'_, PyAny>) -> PyResult<i32> {
+        self.0.prefix_len(self::prefix(prefix)?).map_err(to_py)
+    }
+
     fn row_width(&self, group: &Bound<'_, PyAny>) -> PyResult<i64> {
         self.0.row_width(self::group(group)?).map_err(to_py)
     }
@@ -167,6 +191,19 @@ impl Ledger {
 
     fn fenced_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.fenced_pages(self::group(group)?).map_err(to_py)
+    }
+
+    fn reclaimable_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.reclaimable_pages(self::group(group)?).map_err(to_py)
+    }
+
+    fn ownership_map<'py>(&self, group: &Bound<'py, PyAny>) -> PyResult<Ownership<'py>> {
+        let py = group.py();
+        let records = self.0.ownership_map(self::group(group)?).map_err(to_py)?;
+        let states = records.iter().map(|record| record.state as u8).collect();
+        let owners = records.iter().map(|record| record.owner.0).collect();
+        let holders = records.iter().map(|record| record.holders as i32).collect();
+        Ok((vector(py, states), vector(py, owners), vector(py, holders)))
     }
 
     fn page_record(
@@ -192,6 +229,21 @@ impl Ledger {
     fn allocated_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
         let ledger = slf.try_borrow()?;
         Ok(view(ledger.0.allocated_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
+    }
+
+    fn protected_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
+        let ledger = slf.try_borrow()?;
+        Ok(view(ledger.0.protected_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
+    }
+
+    fn evicted_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
+        let ledger = slf.try_borrow()?;
+        Ok(view(ledger.0.evicted_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
+    }
+
+    #[getter]
+    fn idle<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray1<bool>>> {
+        Ok(view(slf.try_borrow()?.0.idle(), slf.as_any()))
     }
 
     #[getter]
@@ -220,9 +272,35 @@ impl Ledger {
         PyArray1::from_vec(py, pairs.map(|(&resolved, &in_flight)| resolved.saturating_add(in_flight)).collect())
     }
 
-    #[pyo3(signature = (tag=None))]
-    fn admit(&mut self, tag: Option<&str>) -> PyResult<i32> {
-        self.0.admit(tag).map(|row| row.0).map_err(to_py)
+    #[pyo3(signature = (tag=None, *, prefix=None, length=None))]
+    fn admit(
+        &mut self,
+        tag: Option<&str>,
+        prefix: Option<&Bound<'_, PyAny>>,
+        length: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<i32> {
+        let length = length.map(|length| int32("length", length)).transpose()?;
+        let admitted = match prefix {
+            Some(prefix) => self.0.admit_on(self::prefix(prefix)?, length, tag),
+            None if length.is_some_and(|length| length != 0) => {
+                return Err(shape_error("admit: a length needs a prefix".into()));
+            }
+            None => self.0.admit(tag),
+        };
+        admitted.map(|row| row.0).map_err(to_py)
+    }
+
+    #[pyo3(signature = (row, tag=None))]
+    fn fork(&mut self, row: &Bound<'_, PyAny>, tag: Option<&str>) -> PyResult<i32> {
+        self.0.fork(self::row(row)?, tag).map(|row| row.0).map_err(to_py)
+    }
+
+    fn pin_prefix(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<u64> {
+        self.0.pin_prefix(self::row(row)?, int32("length", length)?).map_err(to_py)
+    }
+
+    fn release_prefix(&mut self, prefix: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.release_prefix(self::prefix(prefix)?).map_err(to_py)
     }
 
     #[pyo3(signature = (rows, new_lens, *, writes_draft=true))]
@@ -284,6 +362,14 @@ impl Ledger {
         self.0.cancel(self::step(step)?).map_err(to_py)
     }
 
+    fn abandon(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.abandon(self::step(step)?).map_err(to_py)
+    }
+
+    fn end_turn(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
+        self.0.end_turn(self::row(row)?, int32("length", length)?).map_err(to_py)
+    }
+
     fn trim(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
         self.0.trim(self::row(row)?, int32("length", length)?).map_err(to_py)
     }
@@ -308,6 +394,18 @@ impl Ledger {
 
     fn ack_delta(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         self.0.ack_delta(self::step(step)?).map_err(to_py)
+    }
+
+    fn snapshot(&mut self) -> PyResult<Snapshot> {
+        self.0.snapshot().map(Snapshot).map_err(to_py)
+    }
+
+    fn restore(&mut self, snapshot: &Snapshot) -> PyResult<()> {
+        self.0.restore(&snapshot.0).map_err(to_py)
+    }
+
+    fn close(&mut self) {
+        self.0.close();
     }
 
     fn check(&self) -> PyResult<()> {

@@ -4,6 +4,7 @@
 
 mod arrays;
 mod errors;
+mod group;
 mod ledger;
 mod mask;
 mod plan;
@@ -15,7 +16,9 @@ mod tree;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use super::ledger::{Group, Ledger};
+    use super::group::Group;
+    #[pymodule_export]
+    use super::ledger::{Ledger, Snapshot};
     #[pymodule_export]
     use super::mask::{attention_bias, attention_mask};
     #[pymodule_export]

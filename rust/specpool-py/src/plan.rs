@@ -5,7 +5,7 @@ use std::sync::Arc;
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
-use crate::arrays::{view, view_2d};
+use crate::arrays::{array, view, view_2d};
 
 #[pyclass(frozen, module = "specpool._core")]
 pub struct Plan(pub Arc<specpool_core::Plan>);
@@ -72,6 +72,13 @@ impl Plan {
     #[getter]
     fn allocated_after<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         view_2d(&slf.get().0.allocated_after, slf.get().0.num_lanes(), slf.as_any())
+    }
+
+    #[getter]
+    fn page_copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let copies = &self.0.page_copies;
+        let cells = copies.iter().flat_map(|copy| [copy.group, copy.src, copy.dst, copy.tokens]).collect();
+        array(py, cells, [copies.len(), 4])
     }
 
     fn __len__(&self) -> usize {

@@ -1,7 +1,11 @@
-//! A prepared step's way: `launch`, `resolve`, `complete`, or `cancel`.
+//! A prepared step's way: `launch`, `resolve`, `complete`; or `cancel`; or, where its forward failed, `abandon`.
+
+use std::borrow::Cow;
 
 use super::Ledger;
 use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::group::Fence;
 use crate::ids::Row;
 use crate::page_pool::Verb;
 use crate::step::StepKind;
@@ -13,6 +17,7 @@ impl Ledger {
     /// [`Error::Order`] unless it is the oldest step not launched; [`Error::StalePlan`] when a row of it was released
     /// since prepare (cancel it).
     pub fn launch(&mut self, step: u64) -> Result<()> {
+        self.gate()?;
         let plan = self.steps.check_launch(step)?.plan.clone();
         for (&row, &planned) in plan.rows.iter().zip(&plan.epochs) {
             let now = self.rows.epoch[row as usize];
@@ -27,8 +32,28 @@ impl Ledger {
             }
             self.rows.last_launched[row as usize] = step;
         }
+        if !plan.page_copies.is_empty() {
+            self.launch_copies(step);
+        }
         self.steps.launch_next();
+        self.note(&Event::Launch { step });
         Ok(())
+    }
+
+    /// The copies of the step are about to be enqueued: from here on the step's fence keeps their pages, and their
+    /// rows take part in it.
+    fn launch_copies(&mut self, step: u64) {
+        let copies = self.steps.get(step).map_or_else(Vec::new, |record| record.before.copies.clone());
+        let completed = self.steps.completed();
+        let fence = if self.page_fencing { step } else { 0 };
+        for copy in copies {
+            for page in copy.pages() {
+                self.groups[copy.group()].pool.unhold(page, fence, completed, Verb::Launch);
+            }
+            if self.rows.is_resident(copy.row.0, step) {
+                self.rows.last_launched[copy.row.at()] = step;
+            }
+        }
     }
 
     /// The round's outcome: `accept_lens[lane]` tokens count, the bonus token included. Oldest round first per row.
@@ -38,6 +63,7 @@ impl Ledger {
     /// [`Error::Order`] (an extend; not launched; already resolved; an older round of a row is unresolved),
     /// [`Error::Shape`] (a wrong number of entries; one outside `1..=A` of its lane's shape).
     pub fn resolve(&mut self, step: u64, accept_lens: &[i32]) -> Result<()> {
+        self.gate()?;
         let plan = self.steps.check_resolve(step)?.plan.clone();
         if accept_lens.len() != plan.num_lanes() {
             return Err(Error::Shape(format!(
@@ -47,9 +73,14 @@ impl Ledger {
             )));
         }
         let stands = |lane: usize| self.rows.epoch[plan.rows[lane] as usize] == plan.epochs[lane];
-        let lanes: Vec<usize> = (0..plan.num_lanes()).filter(|&lane| stands(lane)).collect();
-        for &lane in &lanes {
+        let mut all_stand = true;
+        for (lane, &accept_len) in accept_lens.iter().enumerate() {
+            if !stands(lane) {
+                all_stand = false;
+                continue;
+            }
             let row = Row(plan.rows[lane]);
+            let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
             let oldest = self.rows.rounds_in_flight(row).first().copied();
             if oldest != Some(step) {
                 return Err(Error::Order(format!(
@@ -58,20 +89,24 @@ impl Ledger {
                     oldest.unwrap_or(0)
                 )));
             }
-            let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
-            if !(1..=most).contains(&accept_lens[lane]) {
+            if !(1..=most).contains(&accept_len) {
                 return Err(Error::Shape(format!(
-                    "resolve of step {step}: accept_len of {} must be in [1, {most}], got {}",
+                    "resolve of step {step}: accept_len of {} must be in [1, {most}], got {accept_len}",
                     self.rows.describe(row),
-                    accept_lens[lane]
                 )));
             }
         }
-        for lane in lanes {
+        let counted: Cow<'_, [i32]> = if all_stand {
+            Cow::Borrowed(accept_lens)
+        } else {
+            (0..plan.num_lanes()).map(|lane| if stands(lane) { accept_lens[lane] } else { 0 }).collect()
+        };
+        for (lane, &accept_len) in counted.iter().enumerate().filter(|&(_, &accept_len)| accept_len > 0) {
             let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
-            self.rows.resolve_oldest_round(Row(plan.rows[lane]), accept_lens[lane], most, plan.writes_draft);
+            self.rows.resolve_oldest_round(Row(plan.rows[lane]), accept_len, most, plan.writes_draft);
         }
         self.steps.set_resolved(step);
+        self.note(&Event::Resolve { step, accept_lens: &counted });
         Ok(())
     }
 
@@ -81,6 +116,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when it is not launched, or was cancelled.
     pub fn complete(&mut self, step: u64) -> Result<()> {
+        self.gate()?;
         self.steps.check_complete(step)?;
         self.steps.complete(step);
         let completed = self.steps.completed();
@@ -88,46 +124,78 @@ impl Ledger {
         for group in &mut self.groups {
             group.pool.complete(completed);
         }
+        self.note(&Event::Complete { step });
         Ok(())
     }
 
-    /// Undoes the newest unlaunched step: its rows get their lengths back, the pages that it took are free at once.
-    /// A lane whose row was released since prepare was undone by that.
+    /// Undoes the newest unlaunched step, also a stale one: its rows get their lengths back, the pages that it took
+    /// are free at once, its page copies wait again, before all others. A lane whose row was released since prepare was
+    /// undone by that. What the prepare evicted stays evicted.
     ///
     /// # Errors
     /// [`Error::Order`] unless it is the newest step and not launched.
     pub fn cancel(&mut self, step: u64) -> Result<()> {
+        self.gate()?;
         let record = self.steps.check_cancel(step)?;
-        let plan = record.plan.clone();
-        let drafted_before = record.drafted_before.clone();
-        let lanes: Vec<usize> = (0..plan.num_lanes())
-            .rev()
-            .filter(|&lane| self.rows.epoch[plan.rows[lane] as usize] == plan.epochs[lane])
-            .collect();
-        let before = |group: usize, lane: usize| i64::from(plan.allocated_before[group * plan.num_lanes() + lane]);
+        let (plan, before) = (record.plan.clone(), record.before.clone());
+        let stands = |lane: &usize| self.rows.epoch[plan.rows[*lane] as usize] == plan.epochs[*lane];
+        let lanes: Vec<usize> = (0..plan.num_lanes()).rev().filter(stands).collect();
+        let allocated = |group: usize, lane: usize| i64::from(plan.allocated_before[group * plan.num_lanes() + lane]);
         for (at, group) in self.groups.iter().enumerate() {
             for &lane in &lanes {
-                let checked = group.check_shrink(Row(plan.rows[lane]), before(at, lane));
+                let checked = group.check_shrink(Row(plan.rows[lane]), allocated(at, lane));
                 checked.map_err(|record| self.page_error(at, record))?;
             }
         }
+        // No launched step has seen the pages that the prepare took.
+        let fence = Fence { step: 0, completed: self.steps.completed() };
         for at in 0..self.groups.len() {
             for &lane in &lanes {
-                let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), before(at, lane), None, Verb::Cancel);
+                let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
                 shrunk.map_err(|record| self.page_error(at, record))?;
             }
         }
         for &lane in &lanes {
             let row = Row(plan.rows[lane]);
             match plan.kind {
-                StepKind::Extend => self.rows.undo_extend(row, plan.start[lane], drafted_before[lane]),
+                StepKind::Extend => self.rows.undo_extend(row, plan.start[lane], before.drafted[lane]),
                 StepKind::Decode => {
                     let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
                     self.rows.pop_newest_round(row, most, plan.writes_draft);
                 }
             }
+            self.rows.idle[row.at()] = before.idle.contains(&row.0);
         }
-        self.steps.cancel_newest();
+        let mut copies = self.steps.cancel_newest();
+        copies.append(&mut self.copies);
+        self.copies = copies;
+        self.drop_orphan_copies(Verb::Cancel);
+        self.note(&Event::Cancel { step });
+        Ok(())
+    }
+
+    /// The launched step's forward failed. Every row in it, and every row that a page copy of it went to, is retracted
+    /// unless it was given back since; also one that was cut since. For a decode this is its resolve. What the rows
+    /// held stays fenced until [`Ledger::complete`] reaches the step, after a synchronise or a reset of the device.
+    ///
+    /// # Errors
+    /// [`Error::Order`] when it is not launched, is complete, or is abandoned already.
+    pub fn abandon(&mut self, step: u64) -> Result<()> {
+        self.gate()?;
+        let record = self.steps.check_abandon(step)?;
+        let mut rows: Vec<i32> = record.plan.rows.clone();
+        rows.extend(record.before.copies.iter().map(|copy| copy.row.0));
+        rows.retain(|&row| self.rows.is_resident(row, step));
+        rows.sort_unstable();
+        rows.dedup();
+        for &row in &rows {
+            self.check_give_back(Row(row))?;
+        }
+        for row in rows {
+            self.drop_row(Row(row), Verb::Abandon)?;
+        }
+        self.steps.set_abandoned(step);
+        self.note(&Event::Abandon { step });
         Ok(())
     }
 }

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::Ledger;
 use crate::error::{Error, Result};
+use crate::event::Event;
 use crate::group::GroupState;
-use crate::ids::{Row, ceil_align};
+use crate::ids::{Page, Row, ceil_align};
 use crate::page_pool::Verb;
-use crate::step::{Plan, StepKind};
+use crate::step::{Before, Plan, StepKind};
 
 impl Ledger {
     /// Prepares a prefill, or a chunk of one: each row gets the pages for `new_lens` tokens and `resolved_len` becomes
@@ -15,15 +16,22 @@ impl Ledger {
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, more than `max_batch`,
-    /// `new_len <= resolved_len`), [`Error::NotReady`] (an uncancelled stale step; rounds in flight; an extend of the
+    /// `new_len <= resolved_len`, more than `max_chunk` new tokens), [`Error::NotReady`] (an uncancelled stale step; rounds in flight; an extend of the
     /// row that is not launched), [`Error::ContextEnd`] (every row whose new length is past L),
     /// [`Error::RowOverflow`], [`Error::OutOfPages`].
     pub fn prepare_extend(&mut self, rows: &[i32], new_lens: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
+        self.gate()?;
         self.check_batch(rows, "new_lens", new_lens.len())?;
         for (&row, &new_len) in rows.iter().zip(new_lens) {
             let resolved = self.rows.resolved[row as usize];
             if new_len <= resolved {
                 return Err(Error::Shape(format!("row {row}: new_len {new_len} is not above resolved_len {resolved}")));
+            }
+            if new_len - resolved > self.max_chunk {
+                return Err(Error::Shape(format!(
+                    "row {row}: an extend from {resolved} to {new_len} is longer than max_chunk {}",
+                    self.max_chunk
+                )));
             }
         }
         self.check_no_stale_step()?;
@@ -57,12 +65,12 @@ impl Ledger {
             }
         }
         self.check_pages(&plan)?;
-        self.claim(&plan, Verb::PrepareExtend)?;
-        let drafted_before = self.drafted(rows);
+        let drafted = rows.iter().map(|&row| self.rows.drafted[row as usize]).collect();
+        let plan = self.claim(plan, drafted, Verb::PrepareExtend)?;
         for (&row, &new_len) in rows.iter().zip(new_lens) {
             self.rows.push_extend(Row(row), new_len, writes_draft);
         }
-        Ok(self.push(plan, drafted_before))
+        Ok(plan)
     }
 
     /// Slots that `prepare_decode` of the same rows and shapes would take, per group. No effect; rows that a prepare
@@ -105,7 +113,10 @@ impl Ledger {
             let reserve = &group.reserves[shape as usize];
             // `double_buffer` grows with lo, `exact` is the largest footprint of the whole range.
             let slots = reserve.need(lo.into(), hi.into()).max(reserve.need(hi.into(), hi.into()));
-            ceil_align(slots, group.page_size) / group.page_size
+            let all = ceil_align(slots, group.page_size) / group.page_size;
+            // Behind a window nothing stays: what one prepare finds held, and what it claims ahead.
+            let ahead = i64::from(self.max_chunk.min(lo)).max(reserve.most_ahead(0, 0));
+            group.window_pages(ahead).map_or(all, |pages| pages.min(all))
         };
         Ok(self.groups.iter().map(pages).collect())
     }
@@ -119,6 +130,7 @@ impl Ledger {
     /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
     /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
     pub fn prepare_decode(&mut self, rows: &[i32], shapes: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
+        self.gate()?;
         self.check_batch(rows, "shapes", shapes.len())?;
         self.check_shapes(rows, shapes)?;
         self.check_no_stale_step()?;
@@ -147,13 +159,12 @@ impl Ledger {
             }
         }
         self.check_pages(&plan)?;
-        self.claim(&plan, Verb::PrepareDecode)?;
-        let drafted_before = self.drafted(rows);
+        let plan = self.claim(plan, Vec::new(), Verb::PrepareDecode)?;
         for (&row, &shape) in rows.iter().zip(shapes) {
             let most = self.shape_facts[shape as usize].max_accept_len;
             self.rows.push_round(Row(row), plan.step, most, writes_draft);
         }
-        Ok(self.push(plan, drafted_before))
+        Ok(plan)
     }
 
     /// `[lo, hi]`: where the true root of the row's next round can be.
@@ -211,6 +222,17 @@ impl Ledger {
     /// Everything that keeps a row from one more round, but for the pages.
     fn check_rounds(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
         let state = &self.rows;
+        let lags = |at: usize| state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;
+        let is_able = |(&row, &shape): (&i32, &i32)| {
+            let at = row as usize;
+            state.ready[at]
+                && state.resolved[at] < self.max_context_len
+                && state.in_flight[at] <= self.overlap_depth
+                && !(self.draft_kv && self.shape_facts[shape as usize].drafts && lags(at))
+        };
+        if rows.iter().zip(shapes).all(is_able) {
+            return Ok(());
+        }
         if let Some(&row) = rows.iter().find(|&&row| !state.ready[row as usize]) {
             return Err(Error::NotReady(format!(
                 "{} has no root: extend it and launch the extend first",
@@ -228,18 +250,15 @@ impl Ledger {
                 self.overlap_depth + 1
             )));
         }
-        if !self.draft_kv {
-            return Ok(());
-        }
-        for (&row, &shape) in rows.iter().zip(shapes) {
-            let at = row as usize;
-            let lags = state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;
-            if lags && self.shape_facts[shape as usize].drafts {
+        let lagging = |&(&row, &shape): &(&i32, &i32)| self.shape_facts[shape as usize].drafts && lags(row as usize);
+        match rows.iter().zip(shapes).find(lagging).filter(|_| self.draft_kv) {
+            Some((&row, _)) => {
+                let at = row as usize;
                 let resolved = i64::from(state.resolved[at]) + i64::from(state.undrafted_rounds[at]);
-                return Err(Error::DraftLag { row: at, drafted: state.drafted[at].into(), resolved });
+                Err(Error::DraftLag { row: at, drafted: state.drafted[at].into(), resolved })
             }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// A plan without its claim.
@@ -259,49 +278,84 @@ impl Ledger {
             new_len: Vec::new(),
             allocated_before: Vec::with_capacity(claims),
             allocated_after: Vec::with_capacity(claims),
+            page_copies: Vec::new(),
         }
     }
 
+    /// Whether every group has the pages of the plan's claims, its own evictions reckoned in, and every page that is
+    /// evicted is the row's.
     fn check_pages(&self, plan: &Plan) -> Result<()> {
         let lanes = plan.num_lanes();
         for (at, group) in self.groups.iter().enumerate() {
+            if group.spec.window.is_some() {
+                for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
+                    let columns = group.evicted_columns(Row(row), group.evict_to(resolved));
+                    group.check_columns(Row(row), columns).map_err(|record| self.page_error(at, record))?;
+                }
+            }
             let range = at * lanes..(at + 1) * lanes;
             let slots: i64 = (plan.allocated_after[range.clone()].iter().zip(&plan.allocated_before[range]))
                 .map(|(&after, &before)| i64::from(after) - i64::from(before))
                 .sum();
             let (need, free) = ((slots / group.page_size) as usize, group.pool.num_free());
-            if need > free {
-                return Err(Error::OutOfPages {
-                    group: group.spec.name.clone(),
-                    need,
-                    free,
-                    fenced: group.pool.num_fenced(),
-                    reclaimable: 0,
-                });
+            if need > free && need > free + self.freed_by_evictions(group, plan) {
+                return Err(self.out_of_pages(at, need));
             }
         }
         Ok(())
     }
 
-    fn claim(&mut self, plan: &Plan, verb: Verb) -> Result<()> {
-        for (group, after) in self.groups.iter_mut().zip(plan.allocated_after.chunks(plan.num_lanes())) {
-            for (&row, &after) in plan.rows.iter().zip(after) {
+    /// Pages that the plan's own evictions make free at once: those whose every holder evicts them, unfenced.
+    fn freed_by_evictions(&self, group: &GroupState, plan: &Plan) -> usize {
+        let completed = self.steps.completed();
+        let mut dropped: Vec<Page> = Vec::new();
+        for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
+            let row = Row(row);
+            if self.fence(row).step > completed {
+                continue; // What the row drops is fenced.
+            }
+            let keep = group.checkpoint_columns(self.rows.checkpoint(row));
+            let columns = group.evicted_columns(row, group.evict_to(resolved));
+            dropped.extend(columns.filter(|column| !keep.contains(column)).map(|at| Page(group.table.row(row)[at])));
+        }
+        dropped.sort_unstable();
+        let is_freed = |drops: &&[Page]| {
+            group.pool.holders_if_unfenced(drops[0], completed).is_some_and(|holders| holders as usize == drops.len())
+        };
+        dropped.chunk_by(|a, b| a == b).filter(is_freed).count()
+    }
+
+    /// Evicts and grows every lane, and puts the step, with the copies that were waiting, into the queue.
+    fn claim(&mut self, mut plan: Plan, drafted: Vec<i32>, verb: Verb) -> Result<Arc<Plan>> {
+        for at in 0..self.groups.len() {
+            let lanes = at * plan.num_lanes()..(at + 1) * plan.num_lanes();
+            if self.groups[at].spec.window.is_some() {
+                for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
+                    let (row, checkpoint) = (Row(row), self.rows.checkpoint(Row(row)));
+                    let fence = self.fence(row);
+                    let to = self.groups[at].evict_to(resolved);
+                    let evicted = self.groups[at].evict(row, to, checkpoint, fence, verb);
+                    evicted.map_err(|record| self.page_error(at, record))?;
+                }
+            }
+            let group = &mut self.groups[at];
+            for (&row, &after) in plan.rows.iter().zip(&plan.allocated_after[lanes]) {
                 if after > group.allocated[row as usize] {
-                    group.grow(Row(row), after.into(), plan.step, verb)?;
+                    group.grow(Row(row), after.into(), plan.step, verb, &mut self.digest)?;
                 }
             }
         }
-        Ok(())
-    }
-
-    fn drafted(&self, rows: &[i32]) -> Vec<i32> {
-        rows.iter().map(|&row| self.rows.drafted[row as usize]).collect()
-    }
-
-    fn push(&mut self, plan: Plan, drafted_before: Vec<i32>) -> Arc<Plan> {
+        self.drop_orphan_copies(verb);
+        let copies = std::mem::take(&mut self.copies);
+        plan.page_copies = copies.iter().map(|copy| copy.copy).collect();
+        let idle: Vec<i32> = plan.rows.iter().copied().filter(|&row| self.rows.idle[row as usize]).collect();
+        for &row in &idle {
+            self.rows.idle[row as usize] = false;
+        }
         let plan = Arc::new(plan);
-        self.steps.push(Arc::clone(&plan), drafted_before);
-        plan
+        self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
+        self.note(&Event::Prepare { plan: &plan });
+        Ok(plan)
     }
 }
 

@@ -1,35 +1,59 @@
-//! What makes a row shorter or gives it back: `trim`, `retract`, `finish`, `abort`. Each bumps the row's epoch.
+//! What makes a row shorter or gives it back: `trim`, `end_turn`, `retract`, `finish`, `abort`. Each bumps the row's
+//! epoch.
 
 use super::Ledger;
 use crate::error::{Error, Result};
-use crate::ids::{Row, ceil_align};
+use crate::event::Event;
+use crate::group::Fence;
+use crate::ids::Row;
 use crate::page_pool::Verb;
 
 impl Ledger {
-    /// Cuts the row to at most `len` tokens and to what launched forwards have written; returns the new
-    /// `resolved_len`. The caller feeds the tokens from there: no round before an extend of the row has launched.
-    /// Rounds in flight no longer count, the pages behind the new length go back behind the row's fence.
+    /// Cuts the row; returns the new `resolved_len` c, from which the caller feeds the tokens: no round before an
+    /// extend of the row has launched.
+    ///
+    /// c is the greatest length, at most `len` and at most what launched forwards have written, from which the row can
+    /// go on: every window below c is still held, and the page of the last token where that is partly filled; and
+    /// where c is below a group's `protected_len` it is a page edge there. 0 always is one. Rounds in flight no longer
+    /// count; the pages behind c go back behind the row's fence; pages of the row's checkpoint that its window needs
+    /// come back into the table. A cut below the checkpoint ends it. The device's length must be set to c in stream
+    /// order before the row's next forward.
     ///
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted or `len < 0`.
     pub fn trim(&mut self, row: Row, len: i32) -> Result<i32> {
-        let row = self.rows.check_live(row.0)?;
-        if len < 0 {
-            return Err(Error::Shape(format!(
-                "trim of {}: length must be at least 0, got {len}",
-                self.rows.describe(row)
+        self.gate()?;
+        let resolved = self.cut(row, len, Verb::Trim)?;
+        self.note(&Event::Cut { verb: Verb::Trim, row, len, resolved });
+        Ok(resolved)
+    }
+
+    /// A [`trim`](Ledger::trim) for a session that stays: the row is idle, its pages count as reclaimable, and the
+    /// windows below its new `resolved_len` are held as its checkpoint until the next `end_turn`. Any prepare ends
+    /// idleness.
+    ///
+    /// # Errors
+    /// As [`Ledger::trim`]; [`Error::Config`] where there are window groups and the ledger was built without
+    /// `sessions`, so that its pools may not hold a checkpoint.
+    pub fn end_turn(&mut self, row: Row, len: i32) -> Result<i32> {
+        self.gate()?;
+        if let Some(group) = self.groups.iter().find(|group| group.spec.window.is_some() && !self.sessions) {
+            return Err(Error::Config(format!(
+                "end_turn keeps a checkpoint in window group {}: build the ledger with sessions",
+                group.spec.name
             )));
         }
-        let at = row.at();
-        let cut = len.min(self.rows.written(row));
-        let drafted = self.drafted_after_cut(row, cut);
-        self.drop_pages(row, cut, Verb::Trim)?;
-        self.rows.forget_rounds(row);
-        self.rows.set_resolved(row, cut);
-        self.rows.drafted[at] = drafted;
-        self.rows.epoch[at] += 1;
-        self.steps.mark_stale(row.0);
-        Ok(cut)
+        let resolved = self.cut(row, len, Verb::EndTurn)?;
+        let fence = self.fence(row);
+        for at in 0..self.groups.len() {
+            let dropped = self.groups[at].drop_kept(row, fence, Verb::EndTurn);
+            dropped.map_err(|record| self.page_error(at, record))?;
+        }
+        self.rows.set_checkpoint(row, Some(resolved));
+        self.rows.idle[row.at()] = true;
+        self.drop_orphan_copies(Verb::EndTurn);
+        self.note(&Event::Cut { verb: Verb::EndTurn, row, len, resolved });
+        Ok(resolved)
     }
 
     /// Takes everything from a row whose request will come back later.
@@ -57,32 +81,72 @@ impl Ledger {
     }
 
     fn give_back(&mut self, row: Row, verb: Verb) -> Result<()> {
+        self.gate()?;
         let row = self.rows.check_live(row.0)?;
-        self.drop_pages(row, 0, verb)?;
-        let fence = self.fence(row);
-        self.rows.give_back(row, fence);
-        self.steps.mark_stale(row.0);
+        self.check_give_back(row)?;
+        self.drop_row(row, verb)?;
+        self.note(&Event::GiveBack { verb, row });
         Ok(())
     }
 
-    /// The last launched step that the row took part in, while that is not complete.
-    fn fence(&self, row: Row) -> Option<u64> {
-        Some(self.rows.last_launched[row.at()]).filter(|&step| step > self.steps.completed())
-    }
-
-    /// Gives back every page that lies wholly at or beyond `len`, in all groups.
-    fn drop_pages(&mut self, row: Row, len: i32, verb: Verb) -> Result<()> {
-        let fence = self.fence(row);
+    /// Whether the row holds every page that giving it back would drop.
+    pub(super) fn check_give_back(&self, row: Row) -> Result<()> {
         for (at, group) in self.groups.iter().enumerate() {
-            let to = ceil_align(len.into(), group.page_size);
-            group.check_shrink(row, to).map_err(|record| self.page_error(at, record))?;
-        }
-        for at in 0..self.groups.len() {
-            let to = ceil_align(len.into(), self.groups[at].page_size);
-            let shrunk = self.groups[at].shrink(row, to, fence, verb);
-            shrunk.map_err(|record| self.page_error(at, record))?;
+            group.check_cut(row, 0).map_err(|record| self.page_error(at, record))?;
         }
         Ok(())
+    }
+
+    /// Gives a live row and everything it holds back.
+    pub(super) fn drop_row(&mut self, row: Row, verb: Verb) -> Result<()> {
+        let fence = self.fence(row);
+        for at in 0..self.groups.len() {
+            let cleared = self.groups[at].clear(row, fence, verb);
+            cleared.map_err(|record| self.page_error(at, record))?;
+        }
+        let last = self.rows.last_launched[row.at()];
+        self.rows.give_back(row, Some(last).filter(|&step| step > fence.completed));
+        self.steps.mark_stale(row.0);
+        self.drop_orphan_copies(verb);
+        Ok(())
+    }
+
+    fn cut(&mut self, row: Row, len: i32, verb: Verb) -> Result<i32> {
+        let row = self.rows.check_live(row.0)?;
+        if len < 0 {
+            return Err(Error::Shape(format!(
+                "{} of {}: length must be at least 0, got {len}",
+                verb.name(),
+                self.rows.describe(row)
+            )));
+        }
+        let at = row.at();
+        let most = len.min(self.rows.written(row));
+        let stands = |&cut: &i32| self.groups.iter().all(|group| group.can_cut(row, cut));
+        let cut = (0..=most).rev().find(stands).unwrap_or(0);
+        let drafted = self.drafted_after_cut(row, cut);
+        for (at, group) in self.groups.iter().enumerate() {
+            group.check_cut(row, cut).map_err(|record| self.page_error(at, record))?;
+        }
+        let (fence, checkpoint) = (self.fence(row), self.rows.checkpoint(row).filter(|&len| len <= cut));
+        for at in 0..self.groups.len() {
+            let shorter = self.groups[at].cut(row, cut, checkpoint.is_some(), fence, verb);
+            shorter.map_err(|record| self.page_error(at, record))?;
+        }
+        self.rows.set_checkpoint(row, checkpoint);
+        self.rows.forget_rounds(row);
+        self.rows.set_resolved(row, cut);
+        self.rows.drafted[at] = drafted;
+        self.rows.epoch[at] += 1;
+        self.steps.mark_stale(row.0);
+        self.drop_orphan_copies(verb);
+        Ok(cut)
+    }
+
+    /// By when the device is done with what the row gives back: the last launched step that it took part in.
+    pub(super) fn fence(&self, row: Row) -> Fence {
+        let step = if self.page_fencing { self.rows.last_launched[row.at()] } else { 0 };
+        Fence { step, completed: self.steps.completed() }
     }
 
     /// Where draft KV ends after a cut: at the cut, if roots of launched rounds count and all that is below is drafted.

@@ -1,0 +1,143 @@
+//! What a ledger did: one variant per state-changing verb, its arguments and the id that it gave (spec 4).
+
+use crate::digest::Digest;
+use crate::ids::Row;
+use crate::page_pool::Verb;
+use crate::step::Plan;
+
+/// One successful call that changed the state. Arrays are borrowed: an event lives as long as the call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// `admit`: `prefix` 0 is none; `len` is the new row's `resolved_len`.
+    Admit {
+        /// The prefix, or 0.
+        prefix: u64,
+        /// `resolved_len` of the new row.
+        len: i32,
+        /// The row given.
+        row: Row,
+        /// The embedder's name for the request.
+        tag: Option<&'a str>,
+    },
+    /// `fork`: `row` is the new row.
+    Fork {
+        /// The row forked.
+        parent: Row,
+        /// The row given.
+        row: Row,
+        /// The embedder's name for the request.
+        tag: Option<&'a str>,
+    },
+    /// `pin_prefix`: `prefix` is the id given.
+    PinPrefix {
+        /// The row.
+        row: Row,
+        /// The length asked for.
+        len: i32,
+        /// The id given.
+        prefix: u64,
+    },
+    /// `release_prefix`.
+    ReleasePrefix {
+        /// The prefix.
+        prefix: u64,
+    },
+    /// `prepare_extend` or `prepare_decode`.
+    Prepare {
+        /// The plan given.
+        plan: &'a Plan,
+    },
+    /// `launch`.
+    Launch {
+        /// The step.
+        step: u64,
+    },
+    /// `resolve`; the `accept_lens` of dropped lanes are 0.
+    Resolve {
+        /// The step.
+        step: u64,
+        /// Per lane.
+        accept_lens: &'a [i32],
+    },
+    /// `complete`.
+    Complete {
+        /// The step.
+        step: u64,
+    },
+    /// `cancel`.
+    Cancel {
+        /// The step.
+        step: u64,
+    },
+    /// `abandon`.
+    Abandon {
+        /// The step.
+        step: u64,
+    },
+    /// `trim` or `end_turn`.
+    Cut {
+        /// Which of the two.
+        verb: Verb,
+        /// The row.
+        row: Row,
+        /// The length asked for.
+        len: i32,
+        /// The new `resolved_len`.
+        resolved: i32,
+    },
+    /// `retract`, `finish` or `abort`.
+    GiveBack {
+        /// Which of the three.
+        verb: Verb,
+        /// The row.
+        row: Row,
+    },
+    /// `snapshot`: its number, from 1.
+    Snapshot {
+        /// The snapshot given.
+        number: u64,
+    },
+    /// `restore`.
+    Restore {
+        /// The snapshot's number.
+        number: u64,
+    },
+}
+
+impl Event<'_> {
+    /// Adds the call and the id that it gave; not its tag.
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        let mut words = |verb: u64, words: &[u64]| {
+            digest.word(verb);
+            for &word in words {
+                digest.word(word);
+            }
+        };
+        match *self {
+            Self::Admit { prefix, len, row, .. } => words(1, &[prefix, len as u64, row.0 as u64]),
+            Self::Fork { parent, row, .. } => words(2, &[parent.0 as u64, row.0 as u64]),
+            Self::PinPrefix { row, len, prefix } => words(3, &[row.0 as u64, len as u64, prefix]),
+            Self::ReleasePrefix { prefix } => words(4, &[prefix]),
+            Self::Prepare { plan } => {
+                words(5, &[plan.kind as u64, plan.step, u64::from(plan.writes_draft)]);
+                digest.ints(&plan.rows);
+                digest.ints(&plan.shapes);
+                digest.ints(&plan.new_len);
+            }
+            Self::Launch { step } => words(6, &[step]),
+            Self::Resolve { step, accept_lens } => {
+                words(7, &[step]);
+                digest.ints(accept_lens);
+            }
+            Self::Complete { step } => words(8, &[step]),
+            Self::Cancel { step } => words(9, &[step]),
+            Self::Abandon { step } => words(10, &[step]),
+            Self::Cut { verb, row, len, resolved } => {
+                words(11, &[verb as u64, row.0 as u64, len as u64, resolved as u64]);
+            }
+            Self::GiveBack { verb, row } => words(12, &[verb as u64, row.0 as u64]),
+            Self::Snapshot { number } => words(13, &[number]),
+            Self::Restore { number } => words(14, &[number]),
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! What a ledger can be asked: nothing here changes it.
+
+use super::Ledger;
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::group::{Group, GroupState};
+use crate::ids::{Page, Row};
+use crate::page_pool::PageRecord;
+use crate::page_table::PageTable;
+use crate::shape::Shape;
+use crate::sizing::Policy;
+use crate::step::{StepKind, StepState};
+
+impl Ledger {
+    /// A group's index, checked.
+    pub(crate) fn group(&self, group: usize) -> Result<&GroupState> {
+        self.groups.get(group).ok_or_else(|| Error::Shape(format!("group {group} is not in 0..{}", self.groups.len())))
+    }
+
+    /// What the group was built from.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such group; so in every query that takes one.
+    pub fn group_spec(&self, group: usize) -> Result<&Group> {
+        Ok(&self.group(group)?.spec)
+    }
+
+    /// Number of groups.
+    #[must_use]
+    pub fn num_groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// All shapes, shape 0 first.
+    #[must_use]
+    pub fn shapes(&self) -> &[Shape] {
+        &self.shapes
+    }
+
+    /// Rows, besides row 0.
+    #[must_use]
+    pub fn num_rows(&self) -> usize {
+        self.rows.num_rows()
+    }
+
+    /// Rows that can be admitted now.
+    #[must_use]
+    pub fn num_free_rows(&self) -> usize {
+        self.rows.num_free()
+    }
+
+    /// L.
+    #[must_use]
+    pub fn max_context_len(&self) -> i32 {
+        self.max_context_len
+    }
+
+    /// Most rows in one step.
+    #[must_use]
+    pub fn max_batch(&self) -> usize {
+        self.max_batch
+    }
+
+    /// D.
+    #[must_use]
+    pub fn overlap_depth(&self) -> i32 {
+        self.overlap_depth
+    }
+
+    /// How much is reserved for a round.
+    #[must_use]
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    /// Whether drafting depends on draft KV.
+    #[must_use]
+    pub fn draft_kv(&self) -> bool {
+        self.draft_kv
+    }
+
+    /// Slots of a row in the group.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn row_width(&self, group: usize) -> Result<i64> {
+        Ok(self.group(group)?.row_width)
+    }
+
+    /// The group's page table.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn page_table(&self, group: usize) -> Result<&PageTable> {
+        Ok(&self.group(group)?.table)
+    }
+
+    /// Pages of the group that can be handed out now.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn free_pages(&self, group: usize) -> Result<usize> {
+        Ok(self.group(group)?.pool.num_free())
+    }
+
+    /// Pages of the group that were given back but that a launched step may still touch.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn fenced_pages(&self, group: usize) -> Result<usize> {
+        Ok(self.group(group)?.pool.num_fenced())
+    }
+
+    /// The ownership map's line for a page: state, owner, birth step, last verb.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such group or page.
+    pub fn page_record(&self, group: usize, page: Page) -> Result<PageRecord> {
+        let group = self.group(group)?;
+        group.pool.record(page).ok_or_else(|| {
+            Error::Shape(format!(
+                "page {} is not in 1..={} of group {}",
+                page.0,
+                group.pool.num_pages(),
+                group.spec.name
+            ))
+        })
+    }
+
+    /// The ownership map of every page of the group, page 0 first.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn ownership_map(&self, group: usize) -> Result<Vec<PageRecord>> {
+        Ok(self.group(group)?.pool.records().collect())
+    }
+
+    /// `int32 [num_rows + 1]`: slots that each row holds in the group.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn allocated_len(&self, group: usize) -> Result<&[i32]> {
+        Ok(&self.group(group)?.allocated)
+    }
+
+    /// `int32 [num_rows + 1]`: r, tokens whose KV is final (the new length from an extend's preparation on).
+    #[must_use]
+    pub fn resolved_len(&self) -> &[i32] {
+        &self.rows.resolved
+    }
+
+    /// `int32 [num_rows + 1]`: k, rounds prepared and not resolved. `kv_committed_len` is r + k.
+    #[must_use]
+    pub fn in_flight(&self) -> &[i32] {
+        &self.rows.in_flight
+    }
+
+    /// `int32 [num_rows + 1]`: draft KV is valid below it.
+    #[must_use]
+    pub fn drafted_len(&self) -> &[i32] {
+        &self.rows.drafted
+    }
+
+    /// `int32 [num_rows + 1]`: p, slots of shared pages at the row's start in the group; read-only, a multiple of P.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn protected_len(&self, group: usize) -> Result<&[i32]> {
+        Ok(&self.group(group)?.protected)
+    }
+
+    /// `int32 [num_rows + 1]`: e, slots below the row's window that were given back in the group; a multiple of P.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn evicted_len(&self, group: usize) -> Result<&[i32]> {
+        Ok(&self.group(group)?.evicted)
+    }
+
+    /// `bool [num_rows + 1]`: between turns of a session, its pages reclaimable.
+    #[must_use]
+    pub fn idle(&self) -> &[bool] {
+        &self.rows.idle
+    }
+
+    /// Tokens of the row's checkpoint, which `end_turn` set; `None` where there is none, or no such row.
+    #[must_use]
+    pub fn checkpoint_len(&self, row: Row) -> Option<i32> {
+        self.rows.check_live(row.0).ok().and_then(|row| self.rows.checkpoint(row))
+    }
+
+    /// The embedder's name for the row's request, also after its release.
+    #[must_use]
+    pub fn tag(&self, row: Row) -> Option<&str> {
+        self.rows.tags.get(usize::try_from(row.0).ok()?)?.as_deref()
+    }
+
+    /// Whether the row is admitted.
+    #[must_use]
+    pub fn is_live(&self, row: Row) -> bool {
+        self.rows.check_live(row.0).is_ok()
+    }
+
+    /// Every step that is not over, oldest first: its number, kind and state.
+    pub fn steps(&self) -> impl Iterator<Item = (u64, StepKind, StepState)> {
+        self.steps.states().map(|(record, state)| (record.plan.step, record.plan.kind, state))
+    }
+
+    /// Every step up to this one has finished on the device.
+    #[must_use]
+    pub fn completed(&self) -> u64 {
+        self.steps.completed()
+    }
+
+    /// The ids of the pinned prefixes, ascending.
+    pub fn prefixes(&self) -> impl Iterator<Item = u64> {
+        self.prefixes.keys().copied()
+    }
+
+    /// Tokens of a pinned prefix.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such prefix.
+    pub fn prefix_len(&self, prefix: u64) -> Result<i32> {
+        Ok(self.prefix(prefix)?.len)
+    }
+
+    /// Most tokens of one extend; `None` where there is no limit.
+    #[must_use]
+    pub fn max_chunk(&self) -> Option<i32> {
+        Some(self.max_chunk).filter(|&chunk| chunk < i32::MAX)
+    }
+
+    /// Whether `end_turn` is used.
+    #[must_use]
+    pub fn sessions(&self) -> bool {
+        self.sessions
+    }
+
+    /// Whether freed pages wait for launched steps.
+    #[must_use]
+    pub fn page_fencing(&self) -> bool {
+        self.page_fencing
+    }
+
+    /// Whether [`Ledger::close`] was called.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// The running hash over every state-changing call that succeeded and the ids that it gave, if it is kept: equal on
+    /// ranks that did the same.
+    #[must_use]
+    pub fn digest(&self) -> Option<u64> {
+        self.digest.map(Digest::value)
+    }
+
+    /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs, page
+    /// states, the order of free pages and rows, waiting copies, prefixes and steps in flight. Not of tags, deltas,
+    /// counters of steps, prefixes and snapshots, or the digest; so a cancel restores it, but for evictions.
+    #[must_use]
+    pub fn state_hash(&self) -> u64 {
+        let mut digest = Digest::new();
+        self.rows.hash(&mut digest);
+        self.steps.hash(&mut digest);
+        self.copies.iter().for_each(|copy| copy.hash(&mut digest));
+        for group in &self.groups {
+            group.hash(&mut digest);
+        }
+        for (&id, prefix) in &self.prefixes {
+            digest.word(id);
+            prefix.hash(&mut digest);
+        }
+        digest.value()
+    }
+
+    /// `uint64 [num_rows + 1]`: bumped by every release of the row (`trim`, `end_turn`,
+    /// `abandon`, `retract`, `finish`, `abort`).
+    #[must_use]
+    pub fn epoch(&self) -> &[u64] {
+        &self.rows.epoch
+    }
+
+    pub(crate) fn page_error(&self, group: usize, record: PageRecord) -> Error {
+        Error::PageState {
+            group: self.groups[group].spec.name.clone(),
+            page: record.page.at(),
+            state: record.state.to_string(),
+            owner: format!(
+                "{} (since step {}, last {})",
+                self.rows.describe(record.owner),
+                record.birth_step,
+                record.last_verb.name()
+            ),
+        }
+    }
+}

@@ -1,0 +1,360 @@
+//! Rows on common pages: `pin_prefix`, `release_prefix`, `admit_on` and `fork`, and the copies of their tails.
+//!
+//! Whole pages below `resolved_len` are shared, read-only; a partly filled tail is copied at once, so that no page is
+//! ever written by one holder and read by another.
+
+use super::Ledger;
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::ids::{Page, Row, ceil_align};
+use crate::page_copy::{PageCopy, TailCopy};
+use crate::page_pool::Verb;
+
+/// Pages that stay for later requests, whatever becomes of the row that wrote them.
+#[derive(Debug, Clone)]
+pub(crate) struct Prefix {
+    /// Tokens.
+    pub(crate) len: i32,
+    /// Draft KV is valid below this.
+    pub(crate) drafted: i32,
+    /// Per group.
+    pub(crate) pages: Vec<PrefixPages>,
+}
+
+/// A prefix's pages in one group.
+#[derive(Debug, Clone)]
+pub(crate) struct PrefixPages {
+    /// e: slots below it are not held.
+    evicted: i32,
+    /// The pages of the columns from e on.
+    pub(crate) held: Vec<Page>,
+}
+
+impl Prefix {
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        digest.ints(&[self.len, self.drafted]);
+        for pages in &self.pages {
+            digest.word(pages.evicted as u64);
+            digest.ints(&pages.held.iter().map(|page| page.0).collect::<Vec<_>>());
+        }
+    }
+}
+
+/// What a new row starts with, in one group.
+struct Start {
+    evicted: i32,
+    shared: Vec<Page>,
+    /// The page of its partly filled tail, to be copied.
+    tail: Option<Page>,
+}
+
+impl Ledger {
+    /// Keeps the row's first tokens for later requests: as many as fill whole pages in every group, at most `len`. Its
+    /// pages are shared, read-only, until [`Ledger::release_prefix`]. Returns the prefix's id; ids count from 1.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row; `len` not in `1..=resolved_len`; no whole page
+    /// fits), [`Error::NotReady`] (a step that is not complete writes these pages; a page copy into the row is not
+    /// finished; the window below the prefix's end is not held).
+    pub fn pin_prefix(&mut self, row: Row, len: i32) -> Result<u64> {
+        self.gate()?;
+        let row = self.rows.check_live(row.0)?;
+        let (at, resolved) = (row.at(), self.rows.resolved[row.at()]);
+        if len < 1 || len > resolved {
+            return Err(Error::Shape(format!(
+                "pin_prefix of {}: length must be in [1, {resolved}], got {len}",
+                self.rows.describe(row)
+            )));
+        }
+        let whole = |page_size: i64| i64::from(len) / page_size * page_size;
+        let length = self.groups.iter().map(|group| whole(group.page_size)).min().unwrap_or(0) as i32;
+        if length == 0 {
+            return Err(Error::Shape(format!(
+                "pin_prefix of {}: {len} tokens fill no whole page of every group",
+                self.rows.describe(row)
+            )));
+        }
+        let end = |page_size: i64| ceil_align(length.into(), page_size) as i32;
+        let most = self.groups.iter().map(|group| end(group.page_size)).max().unwrap_or(0);
+        if let Some((step, from)) = self.first_written(row).filter(|&(_, from)| from < most) {
+            return Err(Error::NotReady(format!(
+                "pin_prefix of {}: step {step} writes from position {from} on and is not complete, the prefix's pages \
+                 end at {most}",
+                self.rows.describe(row)
+            )));
+        }
+        self.check_no_copy_into(row, "pin_prefix")?;
+        for group in &self.groups {
+            let (evicted, needed) = (i64::from(group.evicted[at]), group.evict_to(length));
+            if evicted > needed && !group.window_columns(length).is_empty() {
+                return Err(Error::NotReady(format!(
+                    "pin_prefix of {} in group {}: the window below {length} needs the slots from {needed} on, held \
+                     are those from {evicted} on",
+                    self.rows.describe(row),
+                    group.spec.name
+                )));
+            }
+        }
+        let mut pages = Vec::with_capacity(self.groups.len());
+        for group in &self.groups {
+            let evicted = i64::from(group.evicted[at]).min(group.evict_to(length));
+            let columns = group.columns(evicted, end(group.page_size).into());
+            let held: Vec<Page> = group.table.row(row)[columns].iter().map(|&page| Page(page)).collect();
+            pages.push(PrefixPages { evicted: evicted as i32, held });
+        }
+        for (at, group) in pages.iter().enumerate() {
+            self.check_pages_of(at, row, &group.held)?;
+        }
+        for (group, prefix) in pages.iter().enumerate() {
+            self.share(group, &prefix.held, Verb::PinPrefix)?;
+            let group = &mut self.groups[group];
+            group.protected[at] = group.protected[at].max(end(group.page_size));
+        }
+        let prefix = self.next_prefix;
+        self.next_prefix += 1;
+        self.prefixes.insert(prefix, Prefix { len: length, drafted: self.rows.drafted[at].min(length), pages });
+        self.note(&Event::PinPrefix { row, len, prefix });
+        Ok(prefix)
+    }
+
+    /// The prefix's pages are kept no longer; rows that share them go on.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such prefix.
+    pub fn release_prefix(&mut self, prefix: u64) -> Result<()> {
+        self.gate()?;
+        let pages = self.prefix(prefix)?.pages.clone();
+        let completed = self.steps.completed();
+        for (at, group) in pages.iter().enumerate() {
+            for &page in group.held.iter().rev() {
+                let released = self.groups[at].pool.release_shared(page, completed, Verb::ReleasePrefix);
+                released.map_err(|record| self.page_error(at, record))?;
+            }
+        }
+        self.prefixes.remove(&prefix);
+        self.note(&Event::ReleasePrefix { prefix });
+        Ok(())
+    }
+
+    /// Takes a free row on the first `len` tokens of a pinned prefix (all of them by default): shares its whole pages,
+    /// and takes a page for the copy of a partly filled tail. The copy rides on the next step that is prepared. The row
+    /// has no root until an extend of it has launched.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (no such prefix, `len` not in `0..=` its length),
+    /// [`Error::NotReady`] (a window below `len` is not held), [`Error::OutOfRows`], [`Error::OutOfPages`].
+    pub fn admit_on(&mut self, prefix: u64, len: Option<i32>, tag: Option<&str>) -> Result<Row> {
+        self.gate()?;
+        let found = self.prefix(prefix)?;
+        let (most, drafted) = (found.len, found.drafted);
+        let len = len.unwrap_or(most);
+        if len < 0 || len > most {
+            return Err(Error::Shape(format!("admit on prefix {prefix}: length must be in [0, {most}], got {len}")));
+        }
+        let mut starts = Vec::with_capacity(self.groups.len());
+        for (group, pages) in self.groups.iter().zip(&found.pages) {
+            let (window, held) = (group.window_columns(len), i64::from(pages.evicted));
+            if held > group.evict_to(len) && !window.is_empty() {
+                return Err(Error::NotReady(format!(
+                    "admit on prefix {prefix} in group {}: the window below {len} needs the slots from {} on, held \
+                     are those from {held} on",
+                    group.spec.name,
+                    group.evict_to(len)
+                )));
+            }
+            let evicted = held.min(group.evict_to(len));
+            let first = (held / group.page_size) as usize;
+            let page = |column: usize| pages.held[column - first];
+            starts.push(Self::start(group.page_size, evicted, len, page));
+        }
+        let row = self.new_row(starts, len, drafted.min(len), tag, Verb::Admit)?;
+        self.note(&Event::Admit { prefix, len, row, tag });
+        Ok(row)
+    }
+
+    /// Takes a free row with the same tokens as `parent`: shares its whole pages, copies its tail. The new row has no
+    /// root until an extend of it has launched.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of
+    /// the parent is in flight; its last launched step is not complete; a page copy into it is not finished),
+    /// [`Error::OutOfRows`], [`Error::OutOfPages`].
+    pub fn fork(&mut self, parent: Row, tag: Option<&str>) -> Result<Row> {
+        self.gate()?;
+        let parent = self.rows.check_live(parent.0)?;
+        let at = parent.at();
+        let refuse = |why: String| Err(Error::NotReady(format!("fork of {}: {why}", self.rows.describe(parent))));
+        if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(parent) {
+            return refuse(format!("{} rounds or an extend of it are in flight", self.rows.in_flight[at]));
+        }
+        let (last, completed) = (self.rows.last_launched[at], self.steps.completed());
+        if last > completed {
+            return refuse(format!("its last launched step {last} is not complete, {completed} is"));
+        }
+        self.check_no_copy_into(parent, "fork")?;
+        let (len, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
+        let mut starts = Vec::with_capacity(self.groups.len());
+        for (group_at, group) in self.groups.iter().enumerate() {
+            let evicted = i64::from(group.evicted[at]);
+            let row = group.table.row(parent);
+            let start = Self::start(group.page_size, evicted, len, |column| Page(row[column]));
+            self.check_pages_of(group_at, parent, &start.shared)?;
+            starts.push(start);
+        }
+        let row = self.new_row(starts, len, drafted, tag, Verb::Fork)?;
+        for group in &mut self.groups {
+            let whole = i64::from(len) / group.page_size * group.page_size;
+            group.protected[at] = group.protected[at].max(whole as i32);
+        }
+        self.note(&Event::Fork { parent, row, tag });
+        Ok(row)
+    }
+
+    /// What a row of `len` tokens starts with, where `page` gives the page of a column.
+    fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Start {
+        let whole = i64::from(len) / page_size;
+        let shared = (evicted / page_size..whole).map(|column| page(column as usize)).collect();
+        let tail = (i64::from(len) % page_size != 0).then(|| page(whole as usize));
+        Start { evicted: evicted as i32, shared, tail }
+    }
+
+    /// Takes a row with the shared pages of `starts`, and a page for each tail.
+    fn new_row(&mut self, starts: Vec<Start>, len: i32, drafted: i32, tag: Option<&str>, verb: Verb) -> Result<Row> {
+        let row = self.next_free_row()?;
+        for (at, start) in starts.iter().enumerate() {
+            if start.tail.is_some() && self.groups[at].pool.num_free() == 0 {
+                return Err(self.out_of_pages(at, 1));
+            }
+        }
+        let step = self.steps.next();
+        self.rows.admit(tag, step);
+        for (at, start) in starts.into_iter().enumerate() {
+            self.share(at, &start.shared, verb)?;
+            let group = &mut self.groups[at];
+            let first = (i64::from(start.evicted) / group.page_size) as usize;
+            for (column, &page) in start.shared.iter().enumerate() {
+                group.set(row, first + column, page);
+            }
+            let whole = i64::from(len) / group.page_size * group.page_size;
+            group.evicted[row.at()] = start.evicted;
+            group.protected[row.at()] = whole as i32;
+            group.allocated[row.at()] = whole as i32;
+            if let Some(src) = start.tail {
+                group.grow(row, whole + group.page_size, step, verb, &mut self.digest)?;
+                let column = (whole / group.page_size) as usize;
+                let dst = Page(group.table.row(row)[column]);
+                let tokens = i64::from(len) - whole;
+                let copy = PageCopy { group: at as i32, src: src.0, dst: dst.0, tokens: tokens as i32 };
+                group.pool.hold(src);
+                group.pool.hold(dst);
+                self.copies.push(TailCopy { copy, row, column });
+            }
+        }
+        self.rows.set_resolved(row, len);
+        self.rows.drafted[row.at()] = drafted;
+        Ok(row)
+    }
+
+    /// One more holder for each of the pages, which were checked before.
+    fn share(&mut self, group: usize, pages: &[Page], verb: Verb) -> Result<()> {
+        let pool = &mut self.groups[group].pool;
+        let shared = pages.iter().try_for_each(|&page| pool.share(page, verb));
+        shared.map_err(|record| self.page_error(group, record))
+    }
+
+    /// The row that an admission takes.
+    pub(super) fn next_free_row(&self) -> Result<Row> {
+        let (num_rows, fenced) = (self.rows.num_rows(), self.rows.num_fenced());
+        self.rows.next_free().ok_or(Error::OutOfRows { num_rows, fenced })
+    }
+
+    pub(super) fn prefix(&self, prefix: u64) -> Result<&Prefix> {
+        self.prefixes.get(&prefix).ok_or_else(|| Error::Shape(format!("there is no prefix {prefix}")))
+    }
+
+    fn check_pages_of(&self, group: usize, row: Row, pages: &[Page]) -> Result<()> {
+        let held = pages.iter().try_for_each(|&page| self.groups[group].pool.check_held(page, row));
+        held.map_err(|record| self.page_error(group, record))
+    }
+
+    /// The incomplete step of the row that writes from the least position on, and that position.
+    fn first_written(&self, row: Row) -> Option<(u64, i32)> {
+        let writes = |record: &crate::step::StepRecord| {
+            let plan = &record.plan;
+            let lane = plan.rows.iter().position(|&other| other == row.0)?;
+            let is_its = if self.steps.is_launched(plan.step) {
+                self.rows.is_resident(row.0, plan.step)
+            } else {
+                plan.epochs[lane] == self.rows.epoch[row.at()]
+            };
+            is_its.then(|| (plan.step, plan.lo[lane]))
+        };
+        self.steps.incomplete().filter_map(writes).min_by_key(|&(_, from)| from)
+    }
+
+    /// No page copy into the row is waiting, riding on a step, or unfinished on the device.
+    fn check_no_copy_into(&self, row: Row, verb: &str) -> Result<()> {
+        let riding = self.steps.incomplete().flat_map(|record| &record.before.copies);
+        let into = |copy: &&TailCopy| copy.row == row && self.groups[copy.group()].holds(row, copy.column, copy.dst());
+        match self.copies.iter().chain(riding).find(into) {
+            Some(copy) => Err(Error::NotReady(format!(
+                "{verb} of {}: the copy of page {} to its page {} is not finished",
+                self.rows.describe(row),
+                copy.copy.src,
+                copy.copy.dst
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Drops the waiting copies whose row no longer holds the page that they write.
+    pub(super) fn drop_orphan_copies(&mut self, verb: Verb) {
+        if self.copies.is_empty() {
+            return;
+        }
+        let completed = self.steps.completed();
+        let Self { copies, groups, .. } = self;
+        copies.retain(|copy| {
+            let group = &mut groups[copy.group()];
+            let stays = group.holds(copy.row, copy.column, copy.dst());
+            if !stays {
+                for page in copy.pages() {
+                    group.pool.unhold(page, 0, completed, verb);
+                }
+            }
+            stays
+        });
+    }
+
+    /// Pages of the group whose every holder is an idle row.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such group.
+    pub fn reclaimable_pages(&self, group: usize) -> Result<usize> {
+        let group = self.group(group)?;
+        let mut idle_holders = vec![0_u32; group.pool.num_mapped()];
+        for row in (1..=self.rows.num_rows()).filter(|&row| self.rows.idle[row]) {
+            group.pages(Row(row as i32)).for_each(|page| idle_holders[page.at()] += 1);
+        }
+        let all_idle = |((holders, _), idle): &((u32, u32), u32)| *holders > 0 && holders == idle;
+        Ok(group.pool.counts().zip(idle_holders).filter(all_idle).count())
+    }
+
+    pub(super) fn out_of_pages(&self, group: usize, need: usize) -> Error {
+        let reclaimable = self.reclaimable_pages(group).unwrap_or(0);
+        let state = &self.groups[group];
+        Error::OutOfPages {
+            group: state.spec.name.clone(),
+            need,
+            free: state.pool.num_free(),
+            fenced: state.pool.num_fenced(),
+            reclaimable,
+        }
+    }
+
+    /// Every page of the group that a pinned prefix holds, once for each that does.
+    pub(crate) fn prefix_holders(&self, group: usize) -> impl Iterator<Item = Page> + '_ {
+        self.prefixes.values().flat_map(move |prefix| prefix.pages[group].held.iter().copied())
+    }
+}

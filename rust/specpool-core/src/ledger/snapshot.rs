@@ -1,0 +1,89 @@
+//! The whole state, kept and restored while nothing is in flight.
+
+use super::Ledger;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::ids::Row;
+
+/// The state of a ledger at a moment when nothing was in flight.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    state: Ledger,
+    number: u64,
+}
+
+impl Snapshot {
+    /// Counts the snapshots of its ledger, from 1.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+impl Ledger {
+    /// Keeps the whole state.
+    ///
+    /// # Errors
+    /// [`Error::NotReady`] while a step is not over.
+    pub fn snapshot(&mut self) -> Result<Snapshot> {
+        self.gate()?;
+        self.check_nothing_in_flight("snapshot")?;
+        self.snapshots += 1;
+        let number = self.snapshots;
+        self.note(&Event::Snapshot { number });
+        Ok(Snapshot { state: self.clone(), number })
+    }
+
+    /// Goes back to a state that this ledger, or one built alike, had. Every row's epoch moves on, and step and prefix
+    /// numbers never go back, so what was prepared in between stays dead. Table cells that differ become pending
+    /// deltas.
+    ///
+    /// # Errors
+    /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when the snapshot is of a ledger built
+    /// otherwise.
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<()> {
+        self.gate()?;
+        self.check_nothing_in_flight("restore")?;
+        let state = &snapshot.state;
+        if self.facts() != state.facts() {
+            return Err(Error::Config("restore: the snapshot is of a ledger that was built otherwise".into()));
+        }
+        for (group, other) in self.groups.iter_mut().zip(&state.groups) {
+            for at in 1..group.allocated.len() {
+                let row = Row(at as i32);
+                for column in 0..group.table.pages_per_row() {
+                    let (now, then) = (group.table.row(row)[column], other.table.row(row)[column]);
+                    if now != then {
+                        group.set(row, column, crate::ids::Page(then));
+                    }
+                }
+            }
+            group.allocated.copy_from_slice(&other.allocated);
+            group.protected.copy_from_slice(&other.protected);
+            group.evicted.copy_from_slice(&other.evicted);
+            group.kept.clone_from(&other.kept);
+            group.pool.clone_from(&other.pool);
+        }
+        self.rows.restore(&state.rows);
+        self.steps.skip_to(&state.steps);
+        self.copies.clone_from(&state.copies);
+        self.prefixes.clone_from(&state.prefixes);
+        self.next_prefix = self.next_prefix.max(state.next_prefix);
+        self.note(&Event::Restore { number: snapshot.number });
+        Ok(())
+    }
+
+    fn check_nothing_in_flight(&self, verb: &str) -> Result<()> {
+        match self.steps.oldest() {
+            Some(step) => Err(Error::NotReady(format!("{verb}: step {step} is not over"))),
+            None => Ok(()),
+        }
+    }
+
+    /// What two ledgers must have in common for one to take over the other's state.
+    fn facts(&self) -> impl PartialEq + '_ {
+        let specs: Vec<_> = self.groups.iter().map(|group| (&group.spec, group.row_width)).collect();
+        let flags = (self.draft_kv, self.sessions, self.page_fencing, self.max_chunk);
+        (specs, &self.shapes, self.rows.num_rows(), self.max_context_len, self.overlap_depth, self.policy, flags)
+    }
+}

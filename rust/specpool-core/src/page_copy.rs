@@ -1,0 +1,48 @@
+//! Copies of partly filled pages: the tail of a prefix that `admit` and `fork` give to a new row (spec 4, page copies).
+//!
+//! A copy waits until a step is prepared, rides on it, and holds both its pages until that step is launched; from then
+//! on their fences do. Its row may go away in the meantime: the copy then writes a page that nobody has, or is dropped.
+
+use crate::digest::Digest;
+use crate::ids::{Page, Row};
+
+/// The first `tokens` slots of page `src` go to page `dst`, in every layer of the group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageCopy {
+    /// The group's index.
+    pub group: i32,
+    /// The page that is read.
+    pub src: i32,
+    /// The page that is written.
+    pub dst: i32,
+    /// Slots that are copied, from the page's first on; fewer than P.
+    pub tokens: i32,
+}
+
+/// A copy and the row that it is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TailCopy {
+    pub(crate) copy: PageCopy,
+    pub(crate) row: Row,
+    /// Where the row's table had `dst` when the copy was asked for.
+    pub(crate) column: usize,
+}
+
+impl TailCopy {
+    pub(crate) fn group(&self) -> usize {
+        self.copy.group as usize
+    }
+
+    pub(crate) fn dst(&self) -> Page {
+        Page(self.copy.dst)
+    }
+
+    pub(crate) fn pages(&self) -> [Page; 2] {
+        [Page(self.copy.src), Page(self.copy.dst)]
+    }
+
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        let PageCopy { group, src, dst, tokens } = self.copy;
+        digest.ints(&[group, src, dst, tokens, self.row.0, self.column as i32]);
+    }
+}

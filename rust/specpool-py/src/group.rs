@@ -1,0 +1,74 @@
+//! `Group` for Python.
+
+use pyo3::prelude::*;
+
+use crate::arrays::ConfigInt;
+use crate::errors::{config_error, to_py};
+use crate::sizing::{layout, layout_name};
+
+#[pyclass(frozen, eq, hash, from_py_object, module = "specpool._core")]
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Group(pub specpool_core::Group);
+
+#[pymethods]
+impl Group {
+    #[new]
+    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense", window=None))]
+    fn new(
+        name: String,
+        page_size: ConfigInt,
+        num_pages: ConfigInt,
+        hosts_drafts: bool,
+        layout: &str,
+        window: Option<ConfigInt>,
+    ) -> PyResult<Self> {
+        let layout = self::layout(layout, config_error)?;
+        let window = window.map(|number| number.0);
+        let (page_size, num_pages) = (page_size.0, num_pages.0);
+        let spec = specpool_core::Group { name, page_size, num_pages, hosts_drafts, layout, window };
+        spec.check().map_err(to_py)?;
+        Ok(Self(spec))
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    #[getter]
+    fn page_size(&self) -> i64 {
+        self.0.page_size
+    }
+
+    #[getter]
+    fn num_pages(&self) -> i64 {
+        self.0.num_pages
+    }
+
+    #[getter]
+    fn hosts_drafts(&self) -> bool {
+        self.0.hosts_drafts
+    }
+
+    #[getter]
+    fn layout(&self) -> &'static str {
+        layout_name(self.0.layout)
+    }
+
+    #[getter]
+    fn window(&self) -> Option<i64> {
+        self.0.window
+    }
+
+    fn __repr__(&self) -> String {
+        let flag = if self.0.hosts_drafts { "True" } else { "False" };
+        let window = self.0.window.map_or(String::new(), |window| format!(", window={window}"));
+        format!(
+            "Group('{}', page_size={}, num_pages={}, hosts_drafts={flag}, layout='{}'{window})",
+            self.0.name,
+            self.0.page_size,
+            self.0.num_pages,
+            self.layout()
+        )
+    }
+}
