@@ -81,15 +81,13 @@ def test_the_load_on_the_ledger_is_real(options):
     setting = Setting("tree", 64, TREE, **options)
     ledger = setting.ledger(8)
     load = LedgerLoad(setting, 8, ledger)
-    first = set(load.rows.tolist())
     epochs = ledger.epoch.sum()
     for _ in range(1000):
         assert load.step() > 0
         load.refill()
         assert (ledger.resolved_len[load.rows] < END).all()
     ledger.check()
-    assert ledger.epoch.sum() > epochs
-    assert set(load.rows.tolist()) != first
+    assert ledger.epoch.sum() >= epochs + 8  # every request was replaced, and some of the new ones
     load.drain()
     for group in range(len(ledger.groups)):
         assert ledger.free_pages(group) == ledger.groups[group].num_pages
