@@ -59,7 +59,7 @@ class Scheduler:
             self.launch(self.ledger.prepare_extend(rows, lens).step, 0)
 
     def decode(self) -> None:
-        """One round of all who run. Out of pages: first wait for what is under way, then retract."""
+        """One round of all who run. Out of pages: wait for what is under way, then retract."""
         while self.running:
             rows = np.array([request.row for request in self.running], np.int32)
             try:
