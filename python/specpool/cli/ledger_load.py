@@ -7,7 +7,6 @@ back, and rows are no longer in order.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -74,8 +73,8 @@ class Setting:
 class Load(Protocol):
     """A batch at work."""
 
-    def step(self) -> int:
-        """One decode step of the batch; nanoseconds."""
+    def step(self) -> None:
+        """One decode step of the batch."""
 
     def refill(self) -> None:
         """Replace the requests that are at their end."""
@@ -113,12 +112,11 @@ class LedgerLoad:
         self.ledger.launch(plan.step)
         return plan.step
 
-    def step(self) -> int:
+    def step(self) -> None:
         """One decode step; with overlap the round resolved is the one before."""
         ledger, rows, shapes, launched = self.ledger, self.rows, self.shapes, self._launched
         accept_lens = self._outcomes[self._round % NUM_OUTCOMES]
         self._round += 1
-        start = time.perf_counter_ns()
         ledger.tokens_required(rows, shapes)
         plan = ledger.prepare_decode(rows, shapes)
         step = plan.step
@@ -129,7 +127,6 @@ class LedgerLoad:
         oldest = launched.pop(0)
         ledger.resolve(oldest, accept_lens)
         ledger.complete(oldest)
-        return time.perf_counter_ns() - start
 
     def refill(self) -> None:
         """Finish the rows at their end and admit others in their place."""
@@ -171,16 +168,14 @@ class PlainLoad:
         self.plain.prepare_for_extend(reqs, self._rng.integers(*PROMPT, count).tolist())
         return reqs
 
-    def step(self) -> int:
+    def step(self) -> None:
         """One decode step."""
         plain, reqs = self.plain, self.reqs
         accept_lens = self._outcomes[self._round % NUM_OUTCOMES]
         self._round += 1
-        start = time.perf_counter_ns()
         plain.new_tokens_required_next_decode(reqs)
         plain.prepare_for_decode(reqs)
         plain.resolve(reqs, accept_lens)
-        return time.perf_counter_ns() - start
 
     def refill(self) -> None:
         """Release the requests at their end and admit others in their place."""
