@@ -309,8 +309,8 @@ impl Ledger {
         let lanes = plan.num_lanes();
         for (at, group) in self.groups.iter().enumerate() {
             if group.spec.window.is_some() {
-                for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
-                    let columns = group.evicted_columns(Row(row), group.evict_to(resolved));
+                for &row in &plan.rows {
+                    let columns = group.evicted_columns(Row(row), self.evict_to(group, Row(row)));
                     group.check_columns(Row(row), columns).map_err(|record| self.page_error(at, record))?;
                 }
             }
@@ -319,24 +319,31 @@ impl Ledger {
                 .map(|(&after, &before)| i64::from(after) - i64::from(before))
                 .sum();
             let (need, free) = ((slots / group.page_size) as usize, group.pool.num_free());
-            if need > free && need > free + self.freed_by_evictions(group, plan) {
-                return Err(self.out_of_pages(at, need));
+            if need > free {
+                let free = free + self.freed_by_evictions(group, plan);
+                if need > free {
+                    return Err(self.out_of_pages(at, need, free));
+                }
             }
         }
         Ok(())
+    }
+
+    /// Where the row's window in the group begins, of what it held before an extend that is not launched.
+    fn evict_to(&self, group: &GroupState, row: Row) -> i64 {
+        group.evict_to(self.rows.settled(row))
     }
 
     /// Pages that the plan's own evictions make free at once: those whose every holder evicts them, unfenced.
     fn freed_by_evictions(&self, group: &GroupState, plan: &Plan) -> usize {
         let completed = self.steps.completed();
         let mut dropped: Vec<Page> = Vec::new();
-        for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
-            let row = Row(row);
+        for row in plan.rows.iter().map(|&row| Row(row)) {
             if self.fence(row).step > completed {
                 continue; // What the row drops is fenced.
             }
             let keep = group.checkpoint_columns(self.rows.checkpoint(row));
-            let columns = group.evicted_columns(row, group.evict_to(resolved));
+            let columns = group.evicted_columns(row, self.evict_to(group, row));
             dropped.extend(columns.filter(|column| !keep.contains(column)).map(|at| Page(group.table.row(row)[at])));
         }
         dropped.sort_unstable();
@@ -351,20 +358,18 @@ impl Ledger {
         for at in 0..self.groups.len() {
             let lanes = at * plan.num_lanes()..(at + 1) * plan.num_lanes();
             if self.groups[at].spec.window.is_some() {
-                for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
-                    let (row, checkpoint) = (Row(row), self.rows.checkpoint(Row(row)));
-                    let fence = self.fence(row);
-                    let to = self.groups[at].evict_to(resolved);
+                for row in plan.rows.iter().map(|&row| Row(row)) {
+                    let (fence, checkpoint) = (self.fence(row), self.rows.checkpoint(row));
+                    let to = self.evict_to(&self.groups[at], row);
                     let evicted = self.groups[at].evict(row, to, checkpoint, fence, verb);
                     evicted.map_err(|record| self.page_error(at, record))?;
                 }
             }
-            let group = &mut self.groups[at];
-            let claims = plan.allocated_before[lanes.clone()].iter().zip(&plan.allocated_after[lanes]);
-            for (&row, (before, after)) in plan.rows.iter().zip(claims) {
-                if after > before {
-                    group.grow(Row(row), i64::from(*after), plan.step, verb, &mut self.digest)?;
-                }
+            let (before, after) = (&plan.allocated_before[lanes.clone()], &plan.allocated_after[lanes]);
+            for lane in growing_lanes(before, after) {
+                let row = Row(plan.rows[lane as usize]);
+                let to = after[lane as usize].into();
+                self.groups[at].grow(row, to, plan.step, verb, &mut self.digest)?;
             }
         }
         self.drop_orphan_copies(verb);
@@ -382,6 +387,18 @@ impl Ledger {
         self.note(&Event::Prepare { plan: &plan });
         Ok(plan)
     }
+}
+
+/// The lanes that take pages. Which do is hardly predictable, so they are found without a branch.
+fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
+    let mut lanes = vec![0; before.len() + 1];
+    let mut len = 0;
+    for (lane, (before, after)) in before.iter().zip(after).enumerate() {
+        lanes[len] = lane as u32;
+        len += usize::from(after > before);
+    }
+    lanes.truncate(len);
+    lanes
 }
 
 fn overflow(group: &str, row: i32, need: i64, width: i64) -> Error {
