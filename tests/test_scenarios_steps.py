@@ -24,6 +24,7 @@ def test_scenario_02_a_late_result_after_retract_is_dropped():
     held = ledger.groups[0].num_pages - ledger.free_pages(0) - ledger.fenced_pages(0)
     assert held == 0
     ledger.resolve(step, [-5])
+    assert (ledger.resolved_len[row], ledger.in_flight[row]) == (0, 0)
     ledger.complete(step)
     assert_all_back(ledger)
     refuses(ledger, OrderError, ledger.resolve, step, [1])

@@ -45,10 +45,10 @@ def test_scenario_40_a_recycled_page_leaves_no_mapping_behind():
     ledger.launch(ledger.prepare_extend([one], [8]).step)
     gone = int(ledger.page_table(1)[one, 0])
     extend(ledger, one, 16)  # The page waits for the first extend, so it is not taken here.
-    assert ledger.evicted_len(1)[one] == 4
-    assert ledger.page_table(1)[one, 0] == 0
     extend(ledger, two, 8)
     assert gone in ledger.page_table(1)[two]
+    assert ledger.page_table(1)[one, 0] == 0
+    assert ledger.evicted_len(1)[one] == 4
     ledger.finish(one)
     assert ledger.page_record(1, gone)[:2] == ("owned", two)
     ledger.finish(two)
