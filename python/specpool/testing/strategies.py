@@ -1,0 +1,145 @@
+"""Hypothesis strategies: shapes, groups, whole ledgers, accept lengths, operation sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hypothesis import strategies as st
+
+from specpool import Group, Ledger, Shape, _core
+from specpool.testing.operations import CODE_LEN
+
+
+@dataclass(frozen=True)
+class LedgerConfig:
+    """What a `Ledger` is built from, by the names of its arguments."""
+
+    groups: tuple[Group, ...]
+    shapes: tuple[Shape, ...]
+    num_rows: int
+    max_context_len: int
+    max_batch: int | None = None
+    overlap_depth: int = 0
+    policy: Literal["exact", "double_buffer"] = "exact"
+    draft_kv: bool = True
+    max_chunk: int | None = None
+    sessions: bool = False
+    page_fencing: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `Ledger`."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: named[name] for name in named if name not in ("groups", "shapes")}
+
+    def build(self, **more: Any) -> Ledger:
+        """A new ledger; `more` is passed on to it.
+
+        Raises:
+            ConfigError: as `Ledger`.
+        """
+        return Ledger(self.groups, self.shapes, **self.options() | more)
+
+
+def shapes(
+    max_steps: int = 3, max_topk: int = 3, max_draft_tokens: int = 8
+) -> st.SearchStrategy[Shape]:
+    """Shapes that an EAGLE drafter can build, and shape 0."""
+
+    def tree(steps: int, topk: int, tokens: int) -> Shape:
+        most = 1 + topk + (steps - 1) * topk * topk
+        return Shape.eagle(steps, topk, steps + 1 if topk == 1 else max(2, min(tokens, most)))
+
+    trees = st.builds(
+        tree, st.integers(1, max_steps), st.integers(1, max_topk), st.integers(2, max_draft_tokens)
+    )
+    return st.just(Shape.none()) | trees
+
+
+def any_shapes(max_field: int = 4) -> st.SearchStrategy[Shape]:
+    """Every shape that the ledger takes, those included that no EAGLE drafter builds."""
+    return st.builds(
+        Shape, st.integers(0, max_field), st.integers(1, max_field), st.integers(1, 2 * max_field)
+    )
+
+
+@st.composite
+def ledger_configs(
+    draw: st.DrawFn,
+    *,
+    page_sizes: Sequence[int] = (1, 2, 3, 4, 8, 16),
+    max_groups: int = 3,
+    max_rows: int = 4,
+    max_context_len: int = 40,
+    max_overlap_depth: int = 2,
+    windows: bool = True,
+    spare_pages: int = 12,
+) -> LedgerConfig:
+    """Small ledgers that can be built, with pools tight enough to run out of pages.
+
+    Args:
+        draw: Hypothesis's own.
+        page_sizes: of the groups.
+        max_groups: most groups.
+        max_rows: most rows.
+        max_context_len: greatest L.
+        max_overlap_depth: greatest D.
+        windows: whether some groups have a window.
+        spare_pages: most pages of a pool beyond what a single row needs.
+    """
+    context = draw(st.integers(4, max_context_len))
+    chunk = draw(st.none() | st.integers(1, context))
+    rounds = tuple(draw(st.lists(shapes() | any_shapes(), min_size=1, max_size=3)))
+    common = {
+        "overlap_depth": draw(st.integers(0, max_overlap_depth)),
+        "policy": draw(st.sampled_from(["exact", "exact", "double_buffer"])),
+    }
+    num_rows = draw(st.integers(1, max_rows))
+    sessions = draw(st.booleans())
+    groups = []
+    for at in range(draw(st.integers(1, max_groups))):
+        geometry = {
+            "page_size": draw(st.sampled_from(list(page_sizes))),
+            "hosts_drafts": draw(st.booleans()),
+            "layout": draw(st.sampled_from(["dense", "holey"])),
+        }
+        width = _core.sizing_row_width(
+            [Shape.none(), *rounds], max_context_len=context, **common, **geometry
+        )
+        size = geometry["page_size"]
+        window = draw(st.none() | st.integers(1, context)) if windows else None
+        pages = width // size
+        if window is not None:
+            # Spec 2, with the row's width for the reserve: never too small.
+            pages = -(-(window - 1 + max(chunk or context, width)) // size) + 1
+            pages += -(-(window - 1) // size) + 1 if sessions else 0
+        pages += draw(st.integers(0, spare_pages))
+        groups.append(Group(f"group {at}", num_pages=pages, window=window, **geometry))
+    return LedgerConfig(
+        tuple(groups),
+        rounds,
+        num_rows=num_rows,
+        max_context_len=context,
+        max_batch=draw(st.none() | st.integers(1, num_rows)),
+        draft_kv=draw(st.booleans()),
+        max_chunk=chunk,
+        sessions=sessions,
+        page_fencing=draw(st.sampled_from([True, True, True, False])),
+        **common,
+    )
+
+
+def accept_lens(lanes: Sequence[Shape]) -> st.SearchStrategy[list[int]]:
+    """What a round of these shapes may accept, lane by lane, bonus token included."""
+    return st.tuples(*(st.integers(1, shape.max_accept_len) for shape in lanes)).map(list)
+
+
+def operation_codes() -> st.SearchStrategy[bytes]:
+    """Bytes that `decode_op(ledger, code)` turns into one operation on the ledger as it is then."""
+    return st.binary(min_size=CODE_LEN, max_size=CODE_LEN)
+
+
+def operation_sequences(max_size: int = 50) -> st.SearchStrategy[list[bytes]]:
+    """Codes for `decode_op`, one after the other: `apply(ledger, decode_op(ledger, code))`."""
+    return st.lists(operation_codes(), max_size=max_size)
