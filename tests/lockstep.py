@@ -21,7 +21,7 @@ class Lockstep:
     def __init__(self, config: LedgerConfig, choose: Callable[[int], int] | None = None) -> None:
         self.ledger = config.build(digest=True)
         self.oracle = Oracle(config.groups, config.shapes, **config.options())
-        self.device = FakeDevice(self.ledger, choose=choose)
+        self.device = FakeDevice(self.ledger, choose=choose, acknowledge=False)
         self.plans: dict[int, Plan] = {}
         self.prefix_tokens: dict[int, list[int]] = {}
         self.counts: dict[tuple[str, str], int] = {}  # (verb, "ok" or the error) -> how often
@@ -95,7 +95,7 @@ class Lockstep:
         wish = arguments["accept_lens"]
         most = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
         if len(wish) == 8:
-            wish = [min(one, limit) for one, limit in zip(wish, most)]
+            wish = [min(one, limit) for one, limit in zip(wish, most, strict=False)]
         if len(wish) != len(plan):
             return operation
         if not all(1 <= one <= limit for one, limit in zip(wish, most, strict=True)):

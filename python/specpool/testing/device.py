@@ -10,11 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specpool import Ledger, Plan
+
+_Ints: TypeAlias = NDArray[np.int32]
+_Delta: TypeAlias = tuple[_Ints, _Ints, _Ints]  # rows, columns, pages of one group
 
 
 class DeviceFault(AssertionError):  # noqa: N818 - a fault of the schedule, found by the device
@@ -27,7 +31,7 @@ class _Lane:
 
     plan: Plan
     lane: int
-    lines: list[NDArray[np.int32]]  # The row's pages, per group, as its forward sees them.
+    lines: list[_Ints]  # The row's pages, per group, as its forward sees them.
     accept_len: int | None = None  # Set once it has run.
     failed: bool = False
 
@@ -68,9 +72,10 @@ class FakeDevice:
         ledger: its table deltas are taken and acknowledged by `launch`.
         choose: `choose(n)` is a number in `range(n)`; it decides accept lengths and the order in
             which rows run. The default is seeded with 0.
-        in_order: one stream, each step behind the other, which is what a ledger without page
-            fencing is for, and the default there. Otherwise only a row's own forwards keep their order, and copies run before every
-            forward of their step and of later ones.
+        in_order: one stream, each step behind the other; the default where the ledger has no page
+            fencing. Otherwise only a row's own forwards keep their order, and page copies run
+            before the forwards of their step and of later ones.
+        acknowledge: `launch` acknowledges the delta that it takes; False leaves that to the caller.
 
     Raises:
         DeviceFault: from whichever call runs the forward that goes wrong.
@@ -82,10 +87,12 @@ class FakeDevice:
         *,
         choose: Callable[[int], int] | None = None,
         in_order: bool | None = None,
+        acknowledge: bool = True,
     ) -> None:
         self._ledger = ledger
         self._choose = choose or random.Random(0).randrange
         self._in_order = not ledger.page_fencing if in_order is None else in_order
+        self._acknowledge = acknowledge
         self._groups, self._shapes = ledger.groups, ledger.shapes
         groups = range(len(self._groups))
         self._tables = [ledger.full_table(group) for group in groups]
@@ -105,15 +112,12 @@ class FakeDevice:
 
     def tokens(self, row: int) -> list[int]:
         """The row's tokens whose KV has been written, as opaque numbers."""
-        return list(self._sequences[row].tokens)
+        return list(self._sequence(row).tokens)
 
     def launch(self, plan: Plan) -> None:
         """Enqueues the forward of a step that the ledger has just launched."""
-        for table, (rows, columns, pages) in zip(
-            self._tables, self._ledger.take_delta(plan.step), strict=True
-        ):
-            table[rows, columns] = pages
-        if self._choose(2):
+        self.apply_delta(self._ledger.take_delta(plan.step))
+        if self._acknowledge:
             self._ledger.ack_delta(plan.step)
         moves = [tuple(move) for move in plan.page_copies.tolist()]
         if moves:
@@ -129,6 +133,11 @@ class FakeDevice:
         ]
         self._queue += lanes
         self._steps[plan.step] = lanes
+
+    def apply_delta(self, delta: Sequence[_Delta]) -> None:
+        """The answer of `ledger.take_delta`, where it was not `launch` that took it."""
+        for table, (rows, columns, pages) in zip(self._tables, delta, strict=True):
+            table[rows, columns] = pages
 
     def accept_lens(self, step: int, wish: Sequence[int] | None = None) -> list[int]:
         """What each lane of a round accepted; runs what has not run yet.
@@ -298,7 +307,7 @@ class FakeDevice:
         self,
         who: str,
         group: int,
-        line: NDArray[np.int32],
+        line: _Ints,
         row: int,
         positions: range,
         memory: list[dict[int, int]],
@@ -314,7 +323,7 @@ class FakeDevice:
                     f"{self._groups[group].name}, is of {_token(found)}, not of token {wanted}"
                 )
 
-    def _slot(self, who: str, group: int, line: NDArray[np.int32], position: int) -> int:
+    def _slot(self, who: str, group: int, line: _Ints, position: int) -> int:
         size = self._groups[group].page_size
         page = int(line[position // size]) if position // size < len(line) else 0
         if page == 0:

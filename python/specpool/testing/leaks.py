@@ -25,6 +25,14 @@ def assert_no_page_leaked(ledger: Ledger) -> None:
             them and the last verb, and the steps, rows and prefixes that are not over.
         CorruptState: the audit found a broken invariant.
     """
+    report = still_out(ledger)
+    if report:
+        raise AssertionError("pages leaked:\n  " + "\n  ".join(report))
+    ledger.check()
+
+
+def still_out(ledger: Ledger) -> list[str]:
+    """A line for everything that a ledger at rest does not have: pages, rows, prefixes, steps."""
     report = []
     for at, group in enumerate(ledger.groups):
         missing = group.num_pages - ledger.free_pages(at)
@@ -39,9 +47,7 @@ def assert_no_page_leaked(ledger: Ledger) -> None:
     if ledger.prefixes:
         report.append(f"prefixes {ledger.prefixes} are not released")
     report += [f"step {step} ({kind}) is {stage}" for step, kind, stage in ledger.steps()]
-    if report:
-        raise AssertionError("pages leaked:\n  " + "\n  ".join(report))
-    ledger.check()
+    return report
 
 
 def _pages_in_use(ledger: Ledger, group: int) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specpool import Ledger
 from specpool.testing.device import FakeDevice
-from specpool.testing.leaks import assert_no_page_leaked
+from specpool.testing.leaks import assert_no_page_leaked, still_out
 from specpool.testing.strategies import LedgerConfig, ledger_configs
 
 
@@ -41,7 +41,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # Ledgers to run on; override to pin what the scheduler supports.
     configs: ClassVar[st.SearchStrategy[LedgerConfig]] = ledger_configs()
     # Turns of the loop in which it must come to rest once no request comes any more.
-    max_turns: ClassVar[int] = 2000
+    max_turns: ClassVar[int] = 500
 
     def make_scheduler(self, ledger: Ledger, device: FakeDevice) -> Scheduler:
         """The scheduler under test, which runs its forwards on `device`."""
@@ -93,5 +93,6 @@ class LedgerMachine(RuleBasedStateMachine):
             if not self.scheduler.step():
                 break
         else:
-            raise AssertionError(f"the scheduler is not at rest after {self.max_turns} turns")
+            out = "\n  ".join(still_out(self.ledger))
+            raise AssertionError(f"not at rest after {self.max_turns} turns:\n  {out}")
         assert_no_page_leaked(self.ledger)

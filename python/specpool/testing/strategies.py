@@ -47,21 +47,20 @@ def shapes(
 ) -> st.SearchStrategy[Shape]:
     """Shapes that an EAGLE drafter can build, and shape 0."""
 
-    def tree(steps: int, topk: int, tokens: int) -> Shape:
+    def tree(fields: tuple[int, int, int]) -> Shape:
+        steps, topk, tokens = fields
         most = 1 + topk + (steps - 1) * topk * topk
-        return Shape.eagle(steps, topk, steps + 1 if topk == 1 else max(2, min(tokens, most)))
+        return Shape.eagle(steps, topk, steps + 1 if topk == 1 else min(tokens, most))
 
-    trees = st.builds(
-        tree, st.integers(1, max_steps), st.integers(1, max_topk), st.integers(2, max_draft_tokens)
-    )
+    fields = (st.integers(1, max_steps), st.integers(1, max_topk), st.integers(2, max_draft_tokens))
+    trees = st.tuples(*fields).map(tree)
     return st.just(Shape.none()) | trees
 
 
 def any_shapes(max_field: int = 4) -> st.SearchStrategy[Shape]:
     """Every shape that the ledger takes, those included that no EAGLE drafter builds."""
-    return st.builds(
-        Shape, st.integers(0, max_field), st.integers(1, max_field), st.integers(1, 2 * max_field)
-    )
+    fields = (st.integers(0, max_field), st.integers(1, max_field), st.integers(1, 2 * max_field))
+    return st.tuples(*fields).map(lambda fields: Shape(*fields))
 
 
 @st.composite
@@ -73,7 +72,9 @@ def ledger_configs(
     max_rows: int = 4,
     max_context_len: int = 40,
     max_overlap_depth: int = 2,
+    max_shapes: int = 3,
     windows: bool = True,
+    chunks: bool = True,
     spare_pages: int = 12,
 ) -> LedgerConfig:
     """Small ledgers that can be built, with pools tight enough to run out of pages.
@@ -85,12 +86,15 @@ def ledger_configs(
         max_rows: most rows.
         max_context_len: greatest L.
         max_overlap_depth: greatest D.
+        max_shapes: most shapes besides shape 0.
         windows: whether some groups have a window.
+        chunks: whether some ledgers limit the length of an extend.
         spare_pages: most pages of a pool beyond what a single row needs.
     """
     context = draw(st.integers(4, max_context_len))
-    chunk = draw(st.none() | st.integers(1, context))
-    rounds = tuple(draw(st.lists(shapes() | any_shapes(), min_size=1, max_size=3)))
+    chunk = draw(st.none() | st.integers(1, context)) if chunks else None
+    drafting = (shapes() | any_shapes()).filter(lambda shape: shape != Shape.none())
+    rounds = tuple(draw(st.lists(drafting, min_size=1, max_size=max_shapes)))
     common = {
         "overlap_depth": draw(st.integers(0, max_overlap_depth)),
         "policy": draw(st.sampled_from(["exact", "exact", "double_buffer"])),
@@ -115,7 +119,7 @@ def ledger_configs(
             pages = -(-(window - 1 + max(chunk or context, width)) // size) + 1
             pages += -(-(window - 1) // size) + 1 if sessions else 0
         pages += draw(st.integers(0, spare_pages))
-        groups.append(Group(f"group {at}", num_pages=pages, window=window, **geometry))
+        groups.append(Group(f"kv{at}", num_pages=pages, window=window, **geometry))
     return LedgerConfig(
         tuple(groups),
         rounds,
