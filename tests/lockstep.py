@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from oracle import Oracle, Page, Refused, Step
-from specpool import Plan, SpecpoolError
+from specpool import NotReady, Plan, SpecpoolError
 from specpool.testing import FakeDevice, LedgerConfig, Operation, apply, assert_no_page_leaked
 
 # Codes of `Ledger.ownership_map`.
@@ -24,6 +26,7 @@ class Lockstep:
         self.device = FakeDevice(self.ledger, choose=choose, acknowledge=False)
         self.plans: dict[int, Plan] = {}
         self.prefix_tokens: dict[int, list[int]] = {}
+        self.saved: tuple[Any, ...] | None = None  # The newest snapshot of all three.
         self.counts: dict[tuple[str, str], int] = {}  # (verb, "ok" or the error) -> how often
         # The newest step's number and the state hash before it, while nothing else was done.
         self.undo: tuple[int, int] | None = None
@@ -31,6 +34,7 @@ class Lockstep:
     def apply(self, operation: Operation) -> Any:
         """Runs it on both; returns the answer, or None where both refused."""
         verb, arguments = self._fit(operation)
+        changes = verb not in ("take_delta", "ack_delta")
         hash_before, digest_before = self.ledger.state_hash(), self.ledger.digest
         estimate = self._estimate(verb, arguments)
         try:
@@ -53,15 +57,42 @@ class Lockstep:
             assert self.ledger.state_hash() == hash_before, f"refused {verb} changed the state"
             assert self.ledger.digest == digest_before, f"refused {verb} moved the digest"
         else:
-            assert self.ledger.digest != digest_before, f"{verb} does not move the digest"
+            assert (self.ledger.digest != digest_before) == changes, f"the digest after {verb}"
             self._follow(verb, arguments, answer, wanted, estimate)
             if verb == "cancel" and self.undo and self.undo[0] == arguments["step"]:
                 assert self.ledger.state_hash() == self.undo[1], "a cancel has not restored all"
-            self.undo = None
+            if changes:
+                self.undo = None
             if verb in ("prepare_extend", "prepare_decode") and not wanted.evicted:
                 self.undo = answer.step, hash_before
         self.compare()
         return answer
+
+    def snapshot(self) -> None:
+        """Keeps the state of all three, if nothing is in flight."""
+        if self.oracle.steps:
+            with pytest.raises(NotReady, match=f"step {self.oracle.steps[0].number} is not over"):
+                self.ledger.snapshot()
+            return
+        memory = [self.device._target, self.device._draft, self.device._sequences]
+        kept = [self.oracle.snapshot(), copy.deepcopy(memory), dict(self.prefix_tokens)]
+        self.saved = self.ledger.snapshot(), *kept
+
+    def restore(self) -> None:
+        """Goes back to the newest snapshot, if nothing is in flight; table cells come as deltas."""
+        if self.saved is None:
+            return
+        ledger, oracle, memory, prefix_tokens = self.saved
+        if self.oracle.steps:
+            with pytest.raises(NotReady, match=f"step {self.oracle.steps[0].number} is not over"):
+                self.ledger.restore(ledger)
+            return
+        self.ledger.restore(ledger)
+        self.oracle.restore(oracle)
+        device = self.device
+        device._target, device._draft, device._sequences = copy.deepcopy(memory)
+        self.prefix_tokens, self.undo = dict(prefix_tokens), None
+        self.compare()
 
     def finish(self) -> None:
         """Runs everything launched to its end and reads every row and prefix once more."""
@@ -130,6 +161,9 @@ class Lockstep:
                 assert took.tolist() == estimate, "estimate and claim differ"
         elif verb == "launch":
             self.device.launch(self.plans[arguments["step"]])
+            self.oracle.take_delta(arguments["step"])
+        elif verb == "take_delta":
+            self.device.apply_delta(answer)
         elif verb == "abandon":
             self.device.fail(arguments["step"])
         elif verb == "pin_prefix":

@@ -1,17 +1,15 @@
 """A slow, obvious model of the whole ledger (spec 4 and 9), written from the contract alone.
 
-Pages are objects; the number that the real pool gave one is told from outside, never predicted.
-Nothing is counted along the way: a page is free when a search finds nobody who refers to it and no
-fence stands, so counts cannot drift. Every verb checks all it can refuse before its first change.
+Every verb checks all it can refuse before its first change, in the order that the verbs document.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import reference
+from oracle_state import Copy, Lane, Page, Part, Prefix, Round, Row, State, Step
 from reference import ceil_align
 
 
@@ -23,218 +21,8 @@ class Refused(Exception):  # noqa: N818 - the contract's word
         self.kind, self.numbers = kind, numbers
 
 
-@dataclass(eq=False)
-class Page:
-    """A page that is not free."""
-
-    group: int
-    number: int = 0  # The pool's, 0 until it is told.
-    fence: int = 0  # Latest launched step of anyone who dropped it.
-    shared: bool = False  # Once shared, shared until free.
-
-
-@dataclass
-class Part:
-    """A row's share of one group. Lengths in slots."""
-
-    table: dict[int, Page] = field(default_factory=dict)  # By column.
-    kept: dict[int, Page] = field(default_factory=dict)  # The checkpoint's columns.
-    allocated: int = 0
-    protected: int = 0
-    evicted: int = 0
-
-
-@dataclass
-class Round:
-    step: int
-    most: int  # A of its shape.
-    writes_draft: bool
-    launched: bool = False
-
-
-@dataclass(eq=False)
-class Row:
-    """One residency: a row number may come back as another object."""
-
-    number: int
-    parts: list[Part]
-    resolved: int = 0
-    drafted: int = 0
-    rounds: list[Round] = field(default_factory=list)  # Oldest first.
-    has_root: bool = False
-    extend_from: int | None = None  # Length before the extend that is not launched.
-    last_launched: int = 0
-    idle: bool = False
-    checkpoint: int | None = None  # Its length.
-
-    @property
-    def lo(self) -> int:
-        return self.resolved + len(self.rounds)
-
-    @property
-    def hi(self) -> int:
-        return self.resolved + sum(round.most for round in self.rounds)
-
-    @property
-    def reads_from(self) -> int:
-        """The least position from which a step that is not launched, or comes, may start."""
-        return self.resolved if self.extend_from is None else self.extend_from
-
-    @property
-    def written(self) -> int:
-        if self.extend_from is not None:
-            return self.extend_from
-        return self.resolved + sum(round.launched for round in self.rounds)
-
-    def pages(self) -> set[Page]:
-        return {page for part in self.parts for page in (*part.table.values(), *part.kept.values())}
-
-
-@dataclass(eq=False)
-class Prefix:
-    length: int
-    drafted: int
-    tables: list[dict[int, Page]]
-    evicted: list[int]
-
-    def pages(self) -> set[Page]:
-        return {page for table in self.tables for page in table.values()}
-
-
-@dataclass(eq=False)
-class Copy:
-    """The first `tokens` slots of `src` go to `dst`, a page of `row`."""
-
-    group: int
-    src: Page
-    dst: Page
-    tokens: int
-    row: Row
-    start: int  # The position that they begin at.
-
-    @property
-    def stands(self) -> bool:
-        return self.dst in self.row.pages()
-
-
-@dataclass
-class Lane:
-    row: Row
-    epoch: int
-    shape: int
-    lo: int
-    hi: int
-    # Before the step:
-    resolved: int
-    drafted: int
-    allocated: list[int]
-    idle: bool
-
-
-@dataclass
-class Step:
-    number: int
-    kind: str
-    lanes: list[Lane]
-    writes_draft: bool
-    copies: list[Copy]
-    launched: bool = False
-    resolved: bool = False
-    abandoned: bool = False
-    evicted: bool = False  # Its prepare gave pages back below a window.
-
-
-class Oracle:
-    """The ledger as the contract says it. Takes what `specpool.Ledger` takes."""
-
-    def __init__(
-        self,
-        groups: Sequence[Any],
-        shapes: Sequence[Any],
-        *,
-        num_rows: int,
-        max_context_len: int,
-        max_batch: int | None = None,
-        overlap_depth: int = 0,
-        policy: str = "exact",
-        draft_kv: bool = True,
-        max_chunk: int | None = None,
-        sessions: bool = False,
-        page_fencing: bool = True,
-    ) -> None:
-        self.groups = list(groups)
-        trees = [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in shapes]
-        self.shapes = [(0, 1, 1)] + [tree for tree in trees if tree != (0, 1, 1)]
-        self.num_rows, self.context = num_rows, max_context_len
-        self.max_batch = max_batch or num_rows
-        self.max_chunk = max_chunk or max_context_len
-        self.depth, self.policy, self.draft_kv = overlap_depth, policy, draft_kv
-        self.sessions, self.page_fencing = sessions, page_fencing
-        self._all = range(len(self.groups))
-        self.rows: dict[int, Row] = {}
-        self.epochs = [0] * (num_rows + 1)
-        self.fenced_rows: dict[int, int] = {}  # Number -> the step it waits for.
-        self.prefixes: dict[int, Prefix] = {}
-        self.next_prefix = 1
-        self.pages: list[Page] = []  # All that are not free.
-        self.pending: list[Copy] = []
-        self.steps: list[Step] = []
-        self.next_step = 1
-        self.launched: set[int] = set()
-        self.completed = 0
-
-    # --- What is seen from outside ---
-
-    def holders(self) -> dict[Page, list[Row | Prefix]]:
-        found: dict[Page, list[Row | Prefix]] = {page: [] for page in self.pages}
-        for holder in (*self.rows.values(), *self.prefixes.values()):
-            for page in holder.pages():
-                found[page].append(holder)
-        return found
-
-    def copies(self) -> list[Copy]:
-        """Those that are not finished on the device."""
-        riding = [
-            copy for step in self.steps if step.number > self.completed for copy in step.copies
-        ]
-        return self.pending + riding
-
-    def held_by_copies(self) -> set[Page]:
-        """A copy holds both its pages until its step completes; on a single stream, is launched."""
-        launched = [copy for step in self.steps if step.launched for copy in step.copies]
-        copies = [copy for copy in self.copies() if self.page_fencing or copy not in launched]
-        return {page for copy in copies for page in (copy.src, copy.dst)}
-
-    def free_pages(self, group: int) -> int:
-        return self.groups[group].num_pages - sum(page.group == group for page in self.pages)
-
-    def states(self, group: int) -> dict[Page, str]:
-        return {
-            page: ("shared" if page.shared else "owned") if who else "fenced"
-            for page, who in self.holders().items()
-            if page.group == group
-        }
-
-    def fenced_pages(self, group: int) -> int:
-        return list(self.states(group).values()).count("fenced")
-
-    def reclaimable_pages(self, group: int) -> int:
-        return sum(
-            bool(who) and all(isinstance(one, Row) and one.idle for one in who)
-            for page, who in self.holders().items()
-            if page.group == group
-        )
-
-    def num_free_rows(self) -> int:
-        return self.num_rows - len(self.rows) - len(self.fenced_rows)
-
-    def unfinished(self) -> list[tuple[int, str, str]]:
-        def stage(step: Step) -> str:
-            if step.launched:
-                return "resolved" if step.resolved else "launched"
-            return "stale" if self._is_stale(step) else "prepared"
-
-        return [(step.number, step.kind, stage(step)) for step in self.steps]
+class Oracle(State):
+    """The ledger as the contract says it."""
 
     # --- Rows come ---
 
@@ -370,8 +158,8 @@ class Oracle:
             raise Refused("StalePlan", step=step)
         waiting[0].launched = True
         self.launched.add(step)
-        for copy in waiting[0].copies:
-            copy.row.last_launched = step
+        for tail in waiting[0].copies:
+            tail.row.last_launched = step
         for lane in waiting[0].lanes:
             lane.row.last_launched = step
             if waiting[0].kind == "extend":
@@ -427,19 +215,45 @@ class Oracle:
                 row.resolved, row.drafted, row.extend_from = lane.resolved, lane.drafted, None
             else:
                 row.rounds.pop()
-        self.pending = [copy for copy in gone.copies if copy.stands] + self.pending
+        self.pending = [tail for tail in gone.copies if tail.stands] + self.pending
         self._sweep()
 
     def abandon(self, step: int) -> None:
         found = self._step(step)
         if not found.launched or found.abandoned or step <= self.completed:
             raise Refused("OrderError")
-        struck = [lane.row for lane in found.lanes] + [copy.row for copy in found.copies]
+        struck = [lane.row for lane in found.lanes] + [tail.row for tail in found.copies]
         for row in struck:
             if self.rows.get(row.number) is row:
                 self.give_back(row.number)
         found.abandoned = found.resolved = True
         self._sweep()
+
+    def take_delta(self, step: int) -> None:
+        self._step(step)
+        self.takes.add(step)
+
+    def ack_delta(self, step: int) -> None:
+        if step not in self.takes:
+            raise Refused("OrderError")
+        self.takes = {taken for taken in self.takes if taken > step}
+
+    def snapshot(self) -> Oracle:
+        if self.steps:
+            raise Refused("NotReady")
+        return copy.deepcopy(self)
+
+    def restore(self, snapshot: Oracle) -> None:
+        if self.steps:
+            raise Refused("NotReady")
+        now = vars(self).copy()
+        vars(self).update(vars(copy.deepcopy(snapshot)))
+        for name in ("next_step", "completed", "next_prefix"):
+            setattr(self, name, max(now[name], getattr(snapshot, name)))
+        self.launched |= now["launched"]
+        self.takes = now["takes"]
+        pairs = zip(now["epochs"], snapshot.epochs, strict=True)
+        self.epochs = [0, *[max(pair) + 1 for pair in pairs][1:]]
 
     # --- Rows get shorter, or go ---
 
@@ -542,40 +356,6 @@ class Oracle:
         del self.prefixes[prefix]
         self._sweep()
 
-    # --- Arithmetic of the contract ---
-
-    def _floor(self, at: int, length: int) -> int:
-        return length // self.groups[at].page_size * self.groups[at].page_size
-
-    def _evict_to(self, at: int, length: int) -> int:
-        """Slots below the window of a row of `length` tokens, whole pages only (spec 9)."""
-        window = self.groups[at].window
-        return 0 if window is None else self._floor(at, max(0, length - window + 1))
-
-    def _window(self, at: int, length: int) -> set[int]:
-        """Columns that a row of `length` tokens must hold to go on."""
-        size = self.groups[at].page_size
-        return set(range(self._evict_to(at, length) // size, -(-length // size)))
-
-    def _most(self, shape: int) -> int:
-        S, _, N = self.shapes[shape]
-        return min(S + 1, N)
-
-    def _wanted(self, row: Row, shape: int) -> list[int]:
-        """Slots that the row needs for a round, per group."""
-        slots = []
-        for group in self.groups:
-            options = {"hosts_drafts": group.hosts_drafts, "layout": group.layout}
-            geometry = (group.page_size, *self.shapes[shape])
-            if self.policy == "exact":
-                slots.append(reference.need_exact(row.lo, row.hi, *geometry, **options))
-            else:
-                widest = max(
-                    reference.alloc_len(group.page_size, *tree, **options) for tree in self.shapes
-                )
-                slots.append(row.lo + (self.depth + 1) * widest)
-        return slots
-
     # --- Parts of the verbs ---
 
     def _row(self, number: int) -> Row:
@@ -596,12 +376,6 @@ class Oracle:
             raise Refused("ShapeError")
         return [self._row(row) for row in rows]
 
-    def _stands(self, lane: Lane) -> bool:
-        return self.epochs[lane.row.number] == lane.epoch
-
-    def _is_stale(self, step: Step) -> bool:
-        return not all(self._stands(lane) for lane in step.lanes)
-
     def _check_no_stale_step(self) -> None:
         if any(not step.launched and self._is_stale(step) for step in self.steps):
             raise Refused("NotReady")
@@ -611,21 +385,11 @@ class Oracle:
             raise Refused("OutOfRows", num_rows=self.num_rows, fenced=len(self.fenced_rows))
 
     def _is_being_copied(self, row: Row) -> bool:
-        return any(copy.row is row and copy.stands for copy in self.copies())
-
-    def _fence(self, row: Row) -> int:
-        return row.last_launched if self.page_fencing else 0
+        return any(tail.row is row and tail.stands for tail in self.copies())
 
     def _take(self, group: int) -> Page:
         self.pages.append(Page(group))
         return self.pages[-1]
-
-    def _below_window(self, row: Row, at: int) -> list[int]:
-        """Columns that leave the row's table when it is prepared."""
-        to = self._evict_to(at, row.reads_from)
-        return [
-            column for column in row.parts[at].table if column < to // self.groups[at].page_size
-        ]
 
     def _check_pages(self, need: Iterable[int], rows: list[Row]) -> None:
         """Whether each group has the pages, with those that preparing `rows` evicts."""
@@ -732,15 +496,3 @@ class Oracle:
                     page.fence = max(page.fence, self._fence(row))
             part.kept = {}
         row.checkpoint = None
-
-    def _sweep(self) -> None:
-        """What nobody refers to, and no fence holds, is free; copies into dropped pages go."""
-        self.pending = [copy for copy in self.pending if copy.stands]
-        while self.steps and self.steps[0].resolved and self.steps[0].number <= self.completed:
-            del self.steps[0]  # One that waits for its resolve keeps the younger ones.
-        held_by_copy = self.held_by_copies()
-        self.pages = [
-            page
-            for page, holders in self.holders().items()
-            if holders or page in held_by_copy or page.fence > self.completed
-        ]
