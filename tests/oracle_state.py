@@ -171,7 +171,7 @@ class State:
         self.shapes = [(0, 1, 1)] + [tree for tree in trees if tree != (0, 1, 1)]
         self.num_rows, self.context = num_rows, max_context_len
         self.max_batch = max_batch or num_rows
-        self.max_chunk = max_chunk or max_context_len
+        self.max_chunk = max_chunk or 1 << 31
         self.depth, self.policy, self.draft_kv = overlap_depth, policy, draft_kv
         self.sessions, self.page_fencing = sessions, page_fencing
         self._all = range(len(self.groups))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 from hypothesis import strategies as st
 
-from specpool import Group, Ledger, Shape, _core
+from specpool import ConfigError, Group, Ledger, Shape
 from specpool.testing.operations import CODE_LEN
+
+_Policy: TypeAlias = Literal["exact", "double_buffer"]
+_POLICIES: list[_Policy] = ["exact", "exact", "double_buffer"]
+_LAYOUTS: list[Literal["dense", "holey"]] = ["dense", "holey"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class LedgerConfig:
     max_context_len: int
     max_batch: int | None = None
     overlap_depth: int = 0
-    policy: Literal["exact", "double_buffer"] = "exact"
+    policy: _Policy = "exact"
     draft_kv: bool = True
     max_chunk: int | None = None
     sessions: bool = False
@@ -95,43 +100,47 @@ def ledger_configs(
     chunk = draw(st.none() | st.integers(1, context)) if chunks else None
     drafting = (shapes() | any_shapes()).filter(lambda shape: shape != Shape.none())
     rounds = tuple(draw(st.lists(drafting, min_size=1, max_size=max_shapes)))
-    common = {
-        "overlap_depth": draw(st.integers(0, max_overlap_depth)),
-        "policy": draw(st.sampled_from(["exact", "exact", "double_buffer"])),
-    }
     num_rows = draw(st.integers(1, max_rows))
-    sessions = draw(st.booleans())
-    groups = []
-    for at in range(draw(st.integers(1, max_groups))):
-        geometry = {
-            "page_size": draw(st.sampled_from(list(page_sizes))),
-            "hosts_drafts": draw(st.booleans()),
-            "layout": draw(st.sampled_from(["dense", "holey"])),
-        }
-        width = _core.sizing_row_width(
-            [Shape.none(), *rounds], max_context_len=context, **common, **geometry
-        )
-        size = geometry["page_size"]
-        window = draw(st.none() | st.integers(1, context)) if windows else None
-        pages = width // size
-        if window is not None:
-            # Spec 2, with the row's width for the reserve: never too small.
-            pages = -(-(window - 1 + max(chunk or context, width)) // size) + 1
-            pages += -(-(window - 1) // size) + 1 if sessions else 0
-        pages += draw(st.integers(0, spare_pages))
-        groups.append(Group(f"kv{at}", num_pages=pages, window=window, **geometry))
-    return LedgerConfig(
-        tuple(groups),
+    config = LedgerConfig(
+        (),
         rounds,
         num_rows=num_rows,
         max_context_len=context,
         max_batch=draw(st.none() | st.integers(1, num_rows)),
+        overlap_depth=draw(st.integers(0, max_overlap_depth)),
+        policy=draw(st.sampled_from(_POLICIES)),
         draft_kv=draw(st.booleans()),
         max_chunk=chunk,
-        sessions=sessions,
+        sessions=draw(st.booleans()),
         page_fencing=draw(st.sampled_from([True, True, True, False])),
-        **common,
     )
+    groups = []
+    for at in range(draw(st.integers(1, max_groups))):
+        size = draw(st.sampled_from(list(page_sizes)))
+        hosts_drafts, layout = draw(st.booleans()), draw(st.sampled_from(_LAYOUTS))
+        window = draw(st.none() | st.integers(1, context)) if windows else None
+        facts: dict[str, Any] = {
+            "page_size": size,
+            "hosts_drafts": hosts_drafts,
+            "layout": layout,
+            "window": window,
+        }
+        pages = _least_pages(config, facts) + draw(st.integers(0, spare_pages))
+        groups.append(Group(f"kv{at}", num_pages=pages, **facts))
+    return replace(config, groups=tuple(groups))
+
+
+def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
+    """The fewest pages with which a ledger of this one group can be built, found by trying."""
+
+    def can_be_built(pages: int) -> bool:
+        try:
+            replace(config, groups=(Group("kv", num_pages=pages, **facts),)).build()
+        except ConfigError:
+            return False
+        return True
+
+    return 1 + bisect_left(range(1, 1 << 20), True, key=can_be_built)
 
 
 def accept_lens(lanes: Sequence[Shape]) -> st.SearchStrategy[list[int]]:
