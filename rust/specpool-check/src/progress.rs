@@ -25,16 +25,12 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
         return Ok(());
     }
     let mut world = world.clone();
-    let must = |world: &mut World, op: Op| match world.apply(&Event::Call(op.clone()))? {
-        true => Ok(()),
-        false => Err(format!("{op:?} is refused on the way to progress")),
-    };
     for prefix in world.ledger.prefixes().collect::<Vec<_>>() {
-        must(&mut world, Op::ReleasePrefix { prefix })?;
+        call(&mut world, &Op::ReleasePrefix { prefix })?;
     }
     for other in world.admitted.clone() {
         if world.ledger.idle()[other as usize] && other != row {
-            must(&mut world, Op::Finish { row: other })?;
+            call(&mut world, &Op::Finish { row: other })?;
         }
     }
     // Pages that only a waiting copy holds count as fenced too: they come back with the next step, not with a drain.
@@ -49,13 +45,13 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
                 ));
             }
         } else if let Some(&victim) = world.admitted.iter().rev().find(|&&other| other != row) {
-            must(&mut world, Op::Retract { row: victim })?;
+            call(&mut world, &Op::Retract { row: victim })?;
         } else if is_busy {
             drain(&mut world)?;
         } else if world.has_waiting_copies() {
             // Its own tail: one token fits beside it, and takes the copy along.
             let new_lens = vec![world.ledger.resolved_len()[row as usize] + 1];
-            must(&mut world, Op::PrepareExtend { rows: vec![row], new_lens, writes_draft: true })?;
+            call(&mut world, &Op::PrepareExtend { rows: vec![row], new_lens, writes_draft: true })?;
         } else {
             return Err(format!("{op:?} can never be served: {need} pages needed, {free} free, {fenced} fenced"));
         }
@@ -70,7 +66,7 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
 pub fn drain(world: &mut World) -> Result<(), Fault> {
     while let Some((step, ..)) = world.ledger.steps().filter(|(.., state)| *state == StepState::Stale).last() {
         let newest = world.flights.back().map_or(step, |flight| flight.plan.step);
-        call(world, Op::Cancel { step: newest })?;
+        call(world, &Op::Cancel { step: newest })?;
     }
     loop {
         let next = world.flights.iter().find_map(|flight| {
@@ -87,7 +83,7 @@ pub fn drain(world: &mut World) -> Result<(), Fault> {
             // A retraction may leave later steps stale: what is abandoned here can do so too.
             Some(Event::Call(Op::Launch { .. })) if has_stale(world) => {
                 let newest = world.flights.back().map_or(0, |flight| flight.plan.step);
-                call(world, Op::Cancel { step: newest })?;
+                call(world, &Op::Cancel { step: newest })?;
             }
             Some(event) => {
                 if !world.apply(&event)? {
@@ -103,9 +99,11 @@ fn has_stale(world: &World) -> bool {
     world.ledger.steps().any(|(.., state)| state == StepState::Stale)
 }
 
-fn call(world: &mut World, op: Op) -> Result<(), Fault> {
-    match world.apply(&Event::Call(op.clone()))? {
-        true => Ok(()),
-        false => Err(format!("{op:?} is refused while draining")),
+/// A call that nothing stands in the way of.
+fn call(world: &mut World, op: &Op) -> Result<(), Fault> {
+    if world.apply(&Event::Call(op.clone()))? {
+        Ok(())
+    } else {
+        Err(format!("{op:?} is refused on the way to progress"))
     }
 }

@@ -158,8 +158,9 @@ impl World {
             }
             (Op::Launch { step }, _) => self.launch(*step)?,
             (Op::Resolve { step, .. } | Op::Abandon { step }, _) => {
-                let settled = self.flights.iter_mut().find(|flight| flight.plan.step == *step);
-                settled.into_iter().for_each(|flight| flight.is_settled = true);
+                if let Some(flight) = self.flights.iter_mut().find(|flight| flight.plan.step == *step) {
+                    flight.is_settled = true;
+                }
                 self.forget_flights();
             }
             (Op::Complete { step }, _) => {
@@ -323,7 +324,9 @@ impl World {
                 }
                 for &row in &flight.plan.rows {
                     let cells = &tables[group][row as usize * columns..(row as usize + 1) * columns];
-                    cells.iter().for_each(|&page| word(names.name(group, page)));
+                    for &page in cells {
+                        word(names.name(group, page));
+                    }
                 }
             }
         }
@@ -332,7 +335,9 @@ impl World {
         for group in (0..self.tail.len()).filter(|_| with_deltas) {
             let mut pending: Vec<u32> = self.ledger.pending_cells(group).collect();
             pending.sort_unstable();
-            pending.iter().for_each(|&cell| word(cell.into()));
+            for cell in pending {
+                word(cell.into());
+            }
             word(u64::MAX);
         }
     }

@@ -40,6 +40,10 @@ impl Ledger {
         if live + free + fenced != rows.num_rows() {
             report.push(format!("{live} live + {free} free + {fenced} fenced rows are not {}", rows.num_rows()));
         }
+        let idle = rows.idle.iter().filter(|&&idle| idle).count();
+        if idle != rows.num_idle {
+            report.push(format!("{idle} rows are idle, {} are counted", rows.num_idle));
+        }
         let mut listed = vec![false; rows.num_rows() + 1];
         for &row in rows.free().iter().chain(rows.fenced().iter().map(|(_, row)| row)) {
             if rows.live[row.at()] || std::mem::replace(&mut listed[row.at()], true) {
@@ -72,11 +76,17 @@ impl Ledger {
                 }
                 let (e, p) = (group.evicted[at], group.protected[at]);
                 let is_whole = |len: i32| i64::from(len) % group.page_size == 0;
-                if !is_whole(e) || !is_whole(p) || e < 0 || p < 0 || p > r || i64::from(e) > group.evict_to(r) {
+                if !is_whole(e)
+                    || !is_whole(p)
+                    || e < 0
+                    || p < 0
+                    || p > r
+                    || i64::from(e) > group.evict_to(rows.settled(Row(at as i32)))
+                {
                     report.push(format!(
                         "{} in group {name_of_group}: r={r} protected_len {p} evicted_len {e}, at most {} is out of its window",
                         name(),
-                        group.evict_to(r)
+                        group.evict_to(rows.settled(Row(at as i32)))
                     ));
                 }
                 if !rows.live[at] && a != 0 {
@@ -97,7 +107,7 @@ impl Ledger {
             for (lane, &row) in plan.rows.iter().enumerate() {
                 let at = row as usize;
                 if plan.epochs[lane] == rows.epoch[at] {
-                    hi[at] += self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
+                    hi[at] += self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
                     launched[at] += i32::from(self.steps.is_launched(plan.step));
                     undrafted[at] += i32::from(!plan.writes_draft);
                     rounds[at].push(plan.step);

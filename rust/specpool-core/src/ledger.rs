@@ -9,6 +9,7 @@ mod life;
 mod normal_form;
 mod prepare;
 mod query;
+mod record;
 mod release;
 mod share;
 mod snapshot;
@@ -17,7 +18,6 @@ use std::collections::BTreeMap;
 
 use crate::check::in_range;
 use crate::delta::DeltaEntries;
-use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::group::{Group, GroupState, Sizes};
@@ -28,6 +28,7 @@ use crate::shape::Shape;
 use crate::sizing::Policy;
 use crate::step::Steps;
 pub use normal_form::PageNames;
+use record::Recorder;
 pub use snapshot::Snapshot;
 
 /// What a ledger is built from.
@@ -84,15 +85,6 @@ impl LedgerConfig {
     }
 }
 
-/// What the ledger must know of a shape, worked out once.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ShapeFacts {
-    /// A.
-    pub(crate) max_accept_len: i32,
-    /// It needs draft KV.
-    pub(crate) drafts: bool,
-}
-
 /// Pages, rows and lengths, and the rules between them.
 ///
 /// ```
@@ -123,7 +115,6 @@ pub(crate) struct ShapeFacts {
 pub struct Ledger {
     pub(crate) groups: Vec<GroupState>,
     pub(crate) shapes: Vec<Shape>,
-    pub(crate) shape_facts: Vec<ShapeFacts>,
     pub(crate) max_context_len: i32,
     pub(crate) max_batch: usize,
     pub(crate) overlap_depth: i32,
@@ -142,8 +133,7 @@ pub struct Ledger {
     next_prefix: u64,
     /// Snapshots taken so far.
     snapshots: u64,
-    /// Over every state-changing call that succeeded, if it is kept.
-    digest: Option<Digest>,
+    recorder: Recorder,
     closed: bool,
 }
 
@@ -206,17 +196,9 @@ impl Ledger {
             .zip(widths)
             .map(|(group, width)| GroupState::new(group, &sizes, width))
             .collect::<Result<Vec<_>>>()?;
-        let shape_facts = shapes
-            .iter()
-            .map(|shape| ShapeFacts {
-                max_accept_len: shape.max_accept_len() as i32,
-                drafts: shape.num_steps > 0 || shape.num_draft_tokens > 1,
-            })
-            .collect();
         Ok(Self {
             groups,
             shapes,
-            shape_facts,
             max_context_len: max_context_len as i32,
             max_batch: max_batch as usize,
             overlap_depth: overlap_depth as i32,
@@ -231,27 +213,9 @@ impl Ledger {
             prefixes: BTreeMap::new(),
             next_prefix: 1,
             snapshots: 0,
-            digest: config.digest.then(Digest::new),
+            recorder: Recorder::new(config.digest),
             closed: false,
         })
-    }
-
-    /// What every state-changing verb asks first.
-    fn gate(&self) -> Result<()> {
-        if self.closed { Err(Error::Order("the ledger is closed".into())) } else { Ok(()) }
-    }
-
-    /// What every state-changing verb that succeeded says last.
-    fn note(&mut self, event: &Event<'_>) {
-        if let Some(digest) = &mut self.digest {
-            event.hash(digest);
-        }
-    }
-
-    /// Ends the ledger's work: every verb is refused from now on, queries and views stay. Closing twice is closing
-    /// once.
-    pub fn close(&mut self) {
-        self.closed = true;
     }
 
     /// Takes a free row. `tag` names the request in error messages and audits.
@@ -276,7 +240,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when the step is not in flight.
     pub fn take_delta(&mut self, step: u64) -> Result<Vec<DeltaEntries>> {
-        self.gate()?;
+        self.check_open()?;
         if self.steps.get(step).is_none() {
             return Err(Error::Order(format!("take_delta of step {step}: no such step is in flight")));
         }
@@ -289,7 +253,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when nothing was taken for the step, or it is acknowledged already.
     pub fn ack_delta(&mut self, step: u64) -> Result<()> {
-        self.gate()?;
+        self.check_open()?;
         if !self.groups[0].delta.has_take(step) {
             return Err(Error::Order(format!("ack_delta of step {step}: no delta of it is waiting")));
         }

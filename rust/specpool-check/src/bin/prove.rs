@@ -80,8 +80,12 @@ fn main() -> ExitCode {
     let mut cases = cases::all();
     cases.retain(|case| case.name.contains(&options.case) && (case.is_quick || !options.is_quick));
     if options.is_list {
-        cases.iter().for_each(|case| println!("{}", case.name));
-        Plant::ALL.iter().for_each(|(_, name, what)| println!("--plant {name:16} {what}"));
+        for case in &cases {
+            println!("{}", case.name);
+        }
+        for (_, name, what) in Plant::ALL {
+            println!("--plant {name:16} {what}");
+        }
         return ExitCode::SUCCESS;
     }
     let started = Instant::now();

@@ -2,6 +2,8 @@
 //! holds it is found by asking everyone, and the refusals come in the documented order. It shares no code with the
 //! ledger but the reserve, which `tests/sizing.rs` proves.
 
+#![allow(dead_code, reason = "two programs use it, each its own part")]
+
 mod admission;
 pub(crate) mod ask;
 mod cuts;

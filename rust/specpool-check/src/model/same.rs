@@ -10,6 +10,7 @@ use super::{Model, PageId};
 /// Per group: the ledger's page of each page of the model that was seen in a table.
 pub(crate) type PageMap = Vec<BTreeMap<PageId, i32>>;
 
+#[allow(clippy::needless_pass_by_value, reason = "mostly numbers")]
 fn equal<T: PartialEq + Debug>(what: &str, at: usize, found: T, expected: T) -> Result<(), String> {
     if found == expected {
         Ok(())

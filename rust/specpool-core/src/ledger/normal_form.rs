@@ -60,14 +60,18 @@ impl Ledger {
             let flags = [rows.live[at], rows.ready[at], rows.idle[at], rows.has_unlaunched_extend(row)];
             word(flags.iter().fold(0, |bits, &flag| bits << 1 | u64::from(flag)));
             let lengths = [rows.resolved[at], rows.in_flight[at], rows.hi[at], rows.drafted[at], rows.written(row)];
-            lengths.iter().for_each(|&len| word(len as u64));
+            for len in lengths {
+                word(len as u64);
+            }
             word(rows.checkpoint(row).map_or(0, |len| len as u64 + 1));
             word(self.age(rows.last_launched[at]));
             word(u64::from(rows.launched_rounds[at] as u32) << 32 | u64::from(rows.undrafted_rounds[at] as u32));
             rows.rounds_in_flight(row).iter().for_each(|&step| word(self.age(step)));
             for (at, group) in groups.iter().enumerate() {
                 let lengths = [&group.allocated, &group.protected, &group.evicted];
-                lengths.iter().for_each(|lens| word(lens[row.at()] as u64));
+                for lens in lengths {
+                    word(lens[row.at()] as u64);
+                }
                 for &page in &group.table.row(row)[group.held_columns(row)] {
                     word(names.name(at, page));
                 }
@@ -107,7 +111,9 @@ impl Ledger {
             record.before.copies.iter().for_each(|copy| self.write_copy(copy, plan.step, names, word));
             word(u64::MAX);
         }
-        copies.iter().for_each(|copy| self.write_copy(copy, steps.next(), names, word));
+        for copy in copies {
+            self.write_copy(copy, steps.next(), names, word);
+        }
         for prefix in prefixes.values() {
             word(u64::from(prefix.len as u32) << 32 | u64::from(prefix.drafted as u32));
             for (at, pages) in prefix.pages.iter().enumerate() {
@@ -127,10 +133,10 @@ impl Ledger {
                 lines.push((name, self.page_line(at, Page(page))));
             }
             lines.sort_unstable();
-            lines.iter().for_each(|&(name, line)| {
+            for (name, line) in lines {
                 word(name);
                 word(line);
-            });
+            }
             let is_other = |page: &usize| !is_named[*page];
             let mut others: Vec<u64> = (1..is_named.len())
                 .filter(is_other)
@@ -138,7 +144,9 @@ impl Ledger {
                 .filter(|&line| line > 0)
                 .collect();
             others.sort_unstable();
-            others.iter().for_each(|&line| word(line));
+            for line in others {
+                word(line);
+            }
             word(u64::MAX);
         }
     }

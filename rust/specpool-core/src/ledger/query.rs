@@ -203,7 +203,8 @@ impl Ledger {
         self.rows.check_live(row.0).is_ok()
     }
 
-    /// Every step that is not over, oldest first: its number, kind and state.
+    /// The steps in flight, oldest first: number, kind and state. One that is over stays listed while an older one waits
+    /// for its resolve.
     pub fn steps(&self) -> impl Iterator<Item = (u64, StepKind, StepState)> {
         self.steps.states().map(|(record, state)| (record.plan.step, record.plan.kind, state))
     }
@@ -268,7 +269,7 @@ impl Ledger {
     /// ranks that did the same.
     #[must_use]
     pub fn digest(&self) -> Option<u64> {
-        self.digest.map(Digest::value)
+        self.recorder.digest.map(Digest::value)
     }
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs, page
