@@ -40,6 +40,10 @@ impl Ledger {
         if live + free + fenced != rows.num_rows() {
             report.push(format!("{live} live + {free} free + {fenced} fenced rows are not {}", rows.num_rows()));
         }
+        let idle = rows.idle.iter().filter(|&&idle| idle).count();
+        if idle != rows.num_idle {
+            report.push(format!("{idle} rows are idle, {} are counted", rows.num_idle));
+        }
         let mut listed = vec![false; rows.num_rows() + 1];
         for &row in rows.free().iter().chain(rows.fenced().iter().map(|(_, row)| row)) {
             if rows.live[row.at()] || std::mem::replace(&mut listed[row.at()], true) {
@@ -97,7 +101,7 @@ impl Ledger {
             for (lane, &row) in plan.rows.iter().enumerate() {
                 let at = row as usize;
                 if plan.epochs[lane] == rows.epoch[at] {
-                    hi[at] += self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
+                    hi[at] += self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
                     launched[at] += i32::from(self.steps.is_launched(plan.step));
                     undrafted[at] += i32::from(!plan.writes_draft);
                     rounds[at].push(plan.step);

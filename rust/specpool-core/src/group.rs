@@ -238,6 +238,19 @@ impl GroupState {
             || self.window_columns(len).all(|column| self.page_of(row, column).is_some())
     }
 
+    /// Appends what each lane will have allocated for a round of its shape (spec 3.2) to `after`. `allocated` is what it
+    /// has, `[lo, hi]` where its root may be.
+    pub(crate) fn reserve(&self, shapes: &[i32], allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
+        let mut at = 0;
+        // Most batches are one run of one shape.
+        for run in shapes.chunk_by(|one, next| one == next) {
+            let lanes = at..at + run.len();
+            let reserve = &self.reserves[run[0] as usize];
+            reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &hi[lanes], after);
+            at += run.len();
+        }
+    }
+
     /// Gives the row pages up to `to` slots; the caller has counted the free ones. The pages taken are appended to
     /// `taken`.
     pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb) -> Result<()> {

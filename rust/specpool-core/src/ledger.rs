@@ -83,15 +83,6 @@ impl LedgerConfig {
     }
 }
 
-/// What the ledger must know of a shape, worked out once.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ShapeFacts {
-    /// A.
-    pub(crate) max_accept_len: i32,
-    /// It needs draft KV.
-    pub(crate) drafts: bool,
-}
-
 /// Pages, rows and lengths, and the rules between them.
 ///
 /// ```
@@ -122,7 +113,6 @@ pub(crate) struct ShapeFacts {
 pub struct Ledger {
     pub(crate) groups: Vec<GroupState>,
     pub(crate) shapes: Vec<Shape>,
-    pub(crate) shape_facts: Vec<ShapeFacts>,
     pub(crate) max_context_len: i32,
     pub(crate) max_batch: usize,
     pub(crate) overlap_depth: i32,
@@ -204,17 +194,9 @@ impl Ledger {
             .zip(widths)
             .map(|(group, width)| GroupState::new(group, &sizes, width))
             .collect::<Result<Vec<_>>>()?;
-        let shape_facts = shapes
-            .iter()
-            .map(|shape| ShapeFacts {
-                max_accept_len: shape.max_accept_len() as i32,
-                drafts: shape.num_steps > 0 || shape.num_draft_tokens > 1,
-            })
-            .collect();
         Ok(Self {
             groups,
             shapes,
-            shape_facts,
             max_context_len: max_context_len as i32,
             max_batch: max_batch as usize,
             overlap_depth: overlap_depth as i32,

@@ -6,6 +6,8 @@
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Row, zeroed};
+use crate::shape::Shape;
+use crate::step::Plan;
 
 /// State of all rows; index 0 is padding and stays 0.
 #[derive(Debug, Clone)]
@@ -39,6 +41,8 @@ pub(crate) struct Rows {
     pub(crate) admitted_at: Vec<u64>,
     /// A session's row between turns.
     pub(crate) idle: Vec<bool>,
+    /// Rows that are idle.
+    pub(crate) num_idle: usize,
     /// Tokens of the row's checkpoint plus one; 0 when it has none.
     checkpoint: Vec<i32>,
     /// `[num_rows + 1, max_rounds]`: the steps of the rounds in flight, oldest first.
@@ -77,6 +81,7 @@ impl Rows {
             last_launched: zeroed(len, "row fences")?,
             admitted_at: zeroed(len, "row states")?,
             idle: zeroed(len, "row states")?,
+            num_idle: 0,
             checkpoint: lengths()?,
             rounds: zeroed(num_rounds, "rounds in flight")?,
             tags: zeroed(len, "row tags")?,
@@ -143,6 +148,11 @@ impl Rows {
         self.live[row as usize] && self.admitted_at[row as usize] <= step
     }
 
+    pub(crate) fn set_idle(&mut self, row: Row, is_idle: bool) {
+        let was_idle = std::mem::replace(&mut self.idle[row.at()], is_idle);
+        self.num_idle = self.num_idle + usize::from(is_idle) - usize::from(was_idle);
+    }
+
     /// Tokens of the row's checkpoint.
     pub(crate) fn checkpoint(&self, row: Row) -> Option<i32> {
         Some(self.checkpoint[row.at()] - 1).filter(|&len| len >= 0)
@@ -162,7 +172,7 @@ impl Rows {
         self.hi[at] = 0;
         self.drafted[at] = 0;
         self.last_launched[at] = 0;
-        self.idle[at] = false;
+        self.set_idle(row, false);
         self.checkpoint[at] = 0;
         match fence {
             Some(step) => self.fenced.push((step, row)),
@@ -195,12 +205,32 @@ impl Rows {
         &self.rounds[row.at() * self.max_rounds..][..self.in_flight[row.at()] as usize]
     }
 
-    pub(crate) fn push_round(&mut self, row: Row, step: u64, max_accept_len: i32, writes_draft: bool) {
-        let at = row.at();
-        self.rounds[at * self.max_rounds + self.in_flight[at] as usize] = step;
-        self.in_flight[at] += 1;
-        self.hi[at] += max_accept_len;
-        self.undrafted_rounds[at] += i32::from(!writes_draft);
+    /// `[lo, hi]` of each row: where the true root of its next round can be (spec 3.2).
+    pub(crate) fn roots(&self, rows: &[i32]) -> (Vec<i32>, Vec<i32>) {
+        let lo = |&row: &i32| self.resolved[row as usize] + self.in_flight[row as usize];
+        (rows.iter().map(lo).collect(), rows.iter().map(|&row| self.hi[row as usize]).collect())
+    }
+
+    /// The step of the row's oldest round in flight, 0 when there is none.
+    pub(crate) fn oldest_round(&self, row: Row) -> u64 {
+        if self.in_flight[row.at()] > 0 { self.rounds[row.at() * self.max_rounds] } else { 0 }
+    }
+
+    /// Every lane of a decode has one more round in flight.
+    // The slices of one length, here and below, spare the loop a bounds check for each array.
+    pub(crate) fn push_rounds(&mut self, plan: &Plan, shapes: &[Shape]) {
+        let len = self.count + 1;
+        let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
+        let undrafted = &mut self.undrafted_rounds[..len];
+        for (&row, &shape) in plan.rows.iter().zip(&plan.shapes) {
+            let at = row as usize;
+            self.rounds[at * self.max_rounds + in_flight[at] as usize] = plan.step;
+            in_flight[at] += 1;
+            hi[at] += shapes[shape as usize].max_accept_len() as i32;
+            if !plan.writes_draft {
+                undrafted[at] += 1;
+            }
+        }
     }
 
     pub(crate) fn pop_newest_round(&mut self, row: Row, max_accept_len: i32, writes_draft: bool) {
@@ -210,18 +240,50 @@ impl Rows {
         self.undrafted_rounds[at] -= i32::from(!writes_draft);
     }
 
-    pub(crate) fn resolve_oldest_round(&mut self, row: Row, accept_len: i32, max_accept_len: i32, writes_draft: bool) {
-        let at = row.at();
-        let oldest = at * self.max_rounds;
-        self.rounds.copy_within(oldest + 1..oldest + self.in_flight[at] as usize, oldest);
-        if writes_draft && self.drafted[at] == self.resolved[at] {
-            self.drafted[at] += accept_len;
+    /// Whether every lane's row stands, and whether one of those that stand cannot be resolved: its oldest round is of
+    /// another step, or the number of accepted tokens impossible.
+    #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
+    pub(crate) fn check_resolve(&self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) -> (bool, bool) {
+        let len = self.count + 1;
+        let (epoch, in_flight) = (&self.epoch[..len], &self.in_flight[..len]);
+        let lanes = plan.rows.iter().zip(&plan.epochs).zip(&plan.shapes).zip(accept_lens);
+        lanes.fold((true, false), |(all_stand, is_wrong), (((&row, &planned), &shape), &accept_len)| {
+            let at = row as usize;
+            let stands = epoch[at] == planned;
+            let is_oldest = (in_flight[at] > 0) & (self.rounds[at * self.max_rounds] == plan.step);
+            let is_possible = (accept_len > 0) & (accept_len <= shapes[shape as usize].max_accept_len() as i32);
+            (all_stand & stands, is_wrong | (stands & !(is_oldest & is_possible)))
+        })
+    }
+
+    /// The oldest round of every lane whose row stands yields `accept_lens[lane]` tokens.
+    pub(crate) fn resolve_rounds(&mut self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) {
+        let len = self.count + 1;
+        let (resolved, drafted) = (&mut self.resolved[..len], &mut self.drafted[..len]);
+        let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
+        let (launched, undrafted) = (&mut self.launched_rounds[..len], &mut self.undrafted_rounds[..len]);
+        let epoch = &self.epoch[..len];
+        let lanes = plan.rows.iter().zip(&plan.epochs).zip(&plan.shapes).zip(accept_lens);
+        for (((&row, &planned), &shape), &accept_len) in lanes {
+            let at = row as usize;
+            if epoch[at] != planned {
+                continue;
+            }
+            let first = at * self.max_rounds;
+            for next in first + 1..first + in_flight[at] as usize {
+                self.rounds[next - 1] = self.rounds[next];
+            }
+            if plan.writes_draft && drafted[at] == resolved[at] {
+                drafted[at] += accept_len;
+            }
+            resolved[at] += accept_len;
+            hi[at] += accept_len - shapes[shape as usize].max_accept_len() as i32;
+            in_flight[at] -= 1;
+            launched[at] -= 1;
+            if !plan.writes_draft {
+                undrafted[at] -= 1;
+            }
         }
-        self.resolved[at] += accept_len;
-        self.hi[at] += accept_len - max_accept_len;
-        self.in_flight[at] -= 1;
-        self.launched_rounds[at] -= 1;
-        self.undrafted_rounds[at] -= i32::from(!writes_draft);
     }
 
     pub(crate) fn has_unlaunched_extend(&self, row: Row) -> bool {
@@ -299,6 +361,7 @@ impl Rows {
         self.live.copy_from_slice(&other.live);
         self.ready.copy_from_slice(&other.ready);
         self.idle.copy_from_slice(&other.idle);
+        self.num_idle = other.num_idle;
         self.resolved.copy_from_slice(&other.resolved);
         self.in_flight.copy_from_slice(&other.in_flight);
         self.hi.copy_from_slice(&other.hi);

@@ -68,7 +68,14 @@ impl Shape {
 
     /// `A = min(S + 1, N)`: the largest `accept_len`, the bonus token included.
     #[must_use]
+    #[inline]
     pub fn max_accept_len(&self) -> u32 {
         (self.num_steps + 1).min(self.num_draft_tokens)
+    }
+
+    /// Whether a round of it drafts anything: it does not where it verifies the root alone and takes no draft step.
+    #[must_use]
+    pub fn drafts(&self) -> bool {
+        self.num_steps > 0 || self.num_draft_tokens > 1
     }
 }

@@ -151,6 +151,7 @@ impl Reserve {
     ///
     /// Lengths are below 2^60 (the ledger's are below 2^31; [`need`] checks raw ones).
     #[must_use]
+    #[inline]
     pub fn need(&self, lo: i64, hi: i64) -> i64 {
         match self.form {
             Form::DoubleBuffer { ahead } => lo + ahead,
@@ -184,8 +185,31 @@ impl Reserve {
     /// `ceil_align(max(allocated, need), P)`; `allocated` is a multiple of P.
     #[must_use]
     pub fn next_allocated(&self, allocated: i64, lo: i64, hi: i64) -> i64 {
-        let need = self.need(lo, hi);
-        if need <= allocated { allocated } else { ceil_align(need, self.page_size) }
+        self.grown(allocated, self.need(lo, hi))
+    }
+
+    #[inline]
+    fn grown(&self, allocated: i64, need: i64) -> i64 {
+        let missing = need - allocated;
+        // One page or none, without a branch; more is asked for once in a row's life.
+        if missing <= self.page_size {
+            allocated + i64::from(missing > 0) * self.page_size
+        } else {
+            allocated + ceil_align(missing, self.page_size)
+        }
+    }
+
+    /// [`next_allocated`](Self::next_allocated) of many lanes, appended to `after`: the form is looked at once.
+    pub(crate) fn extend_allocated(&self, allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
+        let grown = |allocated: &i32, need: i64| self.grown(i64::from(*allocated), need) as i32;
+        let with = |root| allocated.iter().zip::<&[i32]>(root);
+        match self.form {
+            Form::DoubleBuffer { ahead } => after.extend(with(lo).map(|(has, &lo)| grown(has, i64::from(lo) + ahead))),
+            Form::Flat { window } => after.extend(with(hi).map(|(has, &hi)| grown(has, i64::from(hi) + window))),
+            Form::Holey { .. } => {
+                after.extend(with(lo).zip(hi).map(|((has, &lo), &hi)| grown(has, self.need(lo.into(), hi.into()))));
+            }
+        }
     }
 }
 

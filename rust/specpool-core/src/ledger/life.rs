@@ -8,7 +8,7 @@ use crate::event::Event;
 use crate::group::Fence;
 use crate::ids::Row;
 use crate::page_pool::Verb;
-use crate::step::StepKind;
+use crate::step::{Plan, StepKind};
 
 impl Ledger {
     /// The step's forward is about to be enqueued. Call it before the first copy, table delta or kernel of the step.
@@ -72,42 +72,44 @@ impl Ledger {
                 accept_lens.len()
             )));
         }
-        let stands = |lane: usize| self.rows.epoch[plan.rows[lane] as usize] == plan.epochs[lane];
-        let mut all_stand = true;
-        for (lane, &accept_len) in accept_lens.iter().enumerate() {
-            if !stands(lane) {
-                all_stand = false;
-                continue;
-            }
-            let row = Row(plan.rows[lane]);
-            let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
-            let oldest = self.rows.rounds_in_flight(row).first().copied();
-            if oldest != Some(step) {
-                return Err(Error::Order(format!(
-                    "resolve of step {step}: the oldest round of {} is step {}",
-                    self.rows.describe(row),
-                    oldest.unwrap_or(0)
-                )));
-            }
-            if !(1..=most).contains(&accept_len) {
-                return Err(Error::Shape(format!(
-                    "resolve of step {step}: accept_len of {} must be in [1, {most}], got {accept_len}",
-                    self.rows.describe(row),
-                )));
-            }
+        let (all_stand, is_wrong) = self.rows.check_resolve(&plan, accept_lens, &self.shapes);
+        if is_wrong {
+            return Err(self.refuse_resolve(&plan, accept_lens));
         }
+        let stands = |lane: usize| self.rows.epoch[plan.rows[lane] as usize] == plan.epochs[lane];
         let counted: Cow<'_, [i32]> = if all_stand {
             Cow::Borrowed(accept_lens)
         } else {
             (0..plan.num_lanes()).map(|lane| if stands(lane) { accept_lens[lane] } else { 0 }).collect()
         };
-        for (lane, &accept_len) in counted.iter().enumerate().filter(|&(_, &accept_len)| accept_len > 0) {
-            let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
-            self.rows.resolve_oldest_round(Row(plan.rows[lane]), accept_len, most, plan.writes_draft);
-        }
+        self.rows.resolve_rounds(&plan, &counted, &self.shapes);
         self.steps.set_resolved(step);
         self.note(&Event::Resolve { step, accept_lens: &counted });
         Ok(())
+    }
+
+    /// Why a decode cannot be resolved: of the first lane whose row stands and that is out of order or out of range.
+    fn refuse_resolve(&self, plan: &Plan, accept_lens: &[i32]) -> Error {
+        let step = plan.step;
+        for (lane, &accept_len) in accept_lens.iter().enumerate() {
+            let row = Row(plan.rows[lane]);
+            if self.rows.epoch[row.at()] != plan.epochs[lane] {
+                continue;
+            }
+            let (oldest, row_name) = (self.rows.oldest_round(row), self.rows.describe(row));
+            if oldest != step {
+                return Error::Order(format!(
+                    "resolve of step {step}: the oldest round of {row_name} is step {oldest}"
+                ));
+            }
+            let most = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
+            if accept_len < 1 || accept_len > most {
+                return Error::Shape(format!(
+                    "resolve of step {step}: accept_len of {row_name} must be in [1, {most}], got {accept_len}"
+                ));
+            }
+        }
+        Error::Corrupt(format!("resolve of step {step} was refused without a reason"))
     }
 
     /// The step and every step before it have finished on the device: what was fenced behind them is free. Of a step
@@ -160,11 +162,11 @@ impl Ledger {
             match plan.kind {
                 StepKind::Extend => self.rows.undo_extend(row, plan.start[lane], before.drafted[lane]),
                 StepKind::Decode => {
-                    let most = self.shape_facts[plan.shapes[lane] as usize].max_accept_len;
+                    let most = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
                     self.rows.pop_newest_round(row, most, plan.writes_draft);
                 }
             }
-            self.rows.idle[row.at()] = before.idle.contains(&row.0);
+            self.rows.set_idle(row, before.idle.contains(&row.0));
         }
         let mut copies = self.steps.cancel_newest();
         copies.append(&mut self.copies);

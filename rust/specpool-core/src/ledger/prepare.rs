@@ -81,15 +81,12 @@ impl Ledger {
     pub fn tokens_required(&self, rows: &[i32], shapes: &[i32]) -> Result<Vec<i64>> {
         self.check_rows(rows, "shapes", shapes.len())?;
         self.check_shapes(rows, shapes)?;
+        let (lo, hi) = self.rows.roots(rows);
         let required = |group: &GroupState| {
-            rows.iter()
-                .zip(shapes)
-                .map(|(&row, &shape)| {
-                    let (lo, hi) = self.roots(row as usize);
-                    let allocated = i64::from(group.allocated[row as usize]);
-                    group.reserves[shape as usize].next_allocated(allocated, lo, hi) - allocated
-                })
-                .sum()
+            let allocated: Vec<i32> = rows.iter().map(|&row| group.allocated[row as usize]).collect();
+            let mut after = Vec::with_capacity(rows.len());
+            group.reserve(shapes, &allocated, &lo, &hi, &mut after);
+            after.iter().zip(&allocated).map(|(&after, &before)| i64::from(after) - i64::from(before)).sum()
         };
         Ok(self.groups.iter().map(required).collect())
     }
@@ -129,6 +126,7 @@ impl Ledger {
     /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut, until an extend has
     /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
     /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
+    #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     pub fn prepare_decode(&mut self, rows: &[i32], shapes: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
         self.gate()?;
         self.check_batch(rows, "shapes", shapes.len())?;
@@ -139,51 +137,66 @@ impl Ledger {
         let mut plan = self.plan(StepKind::Decode, rows, shapes.to_vec(), writes_draft);
         plan.new_len.clone_from(&plan.start);
         for group in &self.groups {
-            for (lane, (&row, &shape)) in rows.iter().zip(shapes).enumerate() {
-                let (lo, hi) = (i64::from(plan.lo[lane]), i64::from(plan.hi[lane]));
-                let allocated = i64::from(group.allocated[row as usize]);
-                if lo > allocated {
-                    return Err(Error::Corrupt(format!(
-                        "{} in group {}: kv_committed_len {lo} > allocated_len {allocated}",
-                        self.rows.describe(Row(row)),
-                        group.spec.name
-                    )));
-                }
-                let after = group.reserves[shape as usize].next_allocated(allocated, lo, hi);
-                if after > group.row_width {
-                    let need = group.reserves[shape as usize].need(lo, hi);
-                    return Err(overflow(&group.spec.name, row, need, group.row_width));
-                }
-                plan.allocated_before.push(allocated as i32);
-                plan.allocated_after.push(after as i32);
+            let first = plan.allocated_before.len();
+            plan.allocated_before.extend(rows.iter().map(|&row| group.allocated[row as usize]));
+            let before = &plan.allocated_before[first..];
+            group.reserve(shapes, before, &plan.lo, &plan.hi, &mut plan.allocated_after);
+            let lanes = plan.allocated_after[first..].iter().zip(before.iter().zip(&plan.lo));
+            let is_wrong = lanes.fold(false, |is_wrong, (&after, (&before, &lo))| {
+                is_wrong | (lo > before) | (i64::from(after) > group.row_width)
+            });
+            if is_wrong {
+                return Err(self.refuse_claim(group, &plan));
             }
         }
         self.check_pages(&plan)?;
         let plan = self.claim(plan, Vec::new(), Verb::PrepareDecode)?;
-        for (&row, &shape) in rows.iter().zip(shapes) {
-            let most = self.shape_facts[shape as usize].max_accept_len;
-            self.rows.push_round(Row(row), plan.step, most, writes_draft);
-        }
+        self.rows.push_rounds(&plan, &self.shapes);
         Ok(plan)
     }
 
-    /// `[lo, hi]`: where the true root of the row's next round can be.
-    fn roots(&self, row: usize) -> (i64, i64) {
-        (i64::from(self.rows.resolved[row]) + i64::from(self.rows.in_flight[row]), i64::from(self.rows.hi[row]))
+    /// Why a round of the plan cannot be claimed in the group: the first lane past its pages, or past its row.
+    fn refuse_claim(&self, group: &GroupState, plan: &Plan) -> Error {
+        for (lane, &row) in plan.rows.iter().enumerate() {
+            let (lo, hi) = (i64::from(plan.lo[lane]), i64::from(plan.hi[lane]));
+            let allocated = i64::from(group.allocated[row as usize]);
+            if lo > allocated {
+                return Error::Corrupt(format!(
+                    "{} in group {}: kv_committed_len {lo} > allocated_len {allocated}",
+                    self.rows.describe(Row(row)),
+                    group.spec.name
+                ));
+            }
+            let reserve = &group.reserves[plan.shapes[lane] as usize];
+            if reserve.next_allocated(allocated, lo, hi) > group.row_width {
+                return overflow(&group.spec.name, row, reserve.need(lo, hi), group.row_width);
+            }
+        }
+        Error::Corrupt(format!("group {}: a claim was refused without a reason", group.spec.name))
     }
 
+    #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     fn check_rows(&self, rows: &[i32], name: &str, len: usize) -> Result<()> {
         if rows.len() != len {
             return Err(Error::Shape(format!("{} rows, {len} {name}", rows.len())));
         }
-        let mut seen = vec![0_u64; self.rows.num_rows() / 64 + 1];
+        let live = &self.rows.live[..];
+        let mut seen = vec![0_u64; live.len() / 64 + 1];
+        let mut is_wrong = false;
         for &row in rows {
-            let at = self.rows.check_live(row)?.at();
+            let at = (row.max(0) as usize).min(live.len() - 1);
             let bit = 1 << (at % 64);
-            if seen[at / 64] & bit != 0 {
+            is_wrong |= (at as i32 != row) | !live[at] | (seen[at / 64] & bit != 0);
+            seen[at / 64] |= bit;
+        }
+        if !is_wrong {
+            return Ok(());
+        }
+        for (lane, &row) in rows.iter().enumerate() {
+            self.rows.check_live(row)?;
+            if rows[..lane].contains(&row) {
                 return Err(Error::Shape(format!("row {row} is named twice")));
             }
-            seen[at / 64] |= bit;
         }
         Ok(())
     }
@@ -195,8 +208,12 @@ impl Ledger {
         self.check_rows(rows, name, len)
     }
 
+    #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     fn check_shapes(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
         let known = self.shapes.len();
+        if shapes.iter().fold(true, |is_known, &shape| is_known & ((shape as u32 as usize) < known)) {
+            return Ok(());
+        }
         match rows.iter().zip(shapes).find(|&(_, &shape)| shape < 0 || shape as usize >= known) {
             Some((row, shape)) => Err(Error::Shape(format!("row {row}: shape {shape} is not in 0..{known}"))),
             None => Ok(()),
@@ -220,17 +237,20 @@ impl Ledger {
     }
 
     /// Everything that keeps a row from one more round, but for the pages.
+    #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     fn check_rounds(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
         let state = &self.rows;
         let lags = |at: usize| state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;
-        let is_able = |(&row, &shape): (&i32, &i32)| {
+        // One pass without an exit for the batch that is in order, which all but few are; then which error comes first.
+        let is_late = rows.iter().zip(shapes).fold(false, |is_late, (&row, &shape)| {
             let at = row as usize;
-            state.ready[at]
-                && state.resolved[at] < self.max_context_len
-                && state.in_flight[at] <= self.overlap_depth
-                && !(self.draft_kv && self.shape_facts[shape as usize].drafts && lags(at))
-        };
-        if rows.iter().zip(shapes).all(is_able) {
+            is_late
+                | !state.ready[at]
+                | (state.resolved[at] >= self.max_context_len)
+                | (state.in_flight[at] > self.overlap_depth)
+                | (self.draft_kv & self.shapes[shape as usize].drafts() & lags(at))
+        });
+        if !is_late {
             return Ok(());
         }
         if let Some(&row) = rows.iter().find(|&&row| !state.ready[row as usize]) {
@@ -250,7 +270,7 @@ impl Ledger {
                 self.overlap_depth + 1
             )));
         }
-        let lagging = |&(&row, &shape): &(&i32, &i32)| self.shape_facts[shape as usize].drafts && lags(row as usize);
+        let lagging = |&(&row, &shape): &(&i32, &i32)| self.shapes[shape as usize].drafts() && lags(row as usize);
         match rows.iter().zip(shapes).find(lagging).filter(|_| self.draft_kv) {
             Some((&row, _)) => {
                 let at = row as usize;
@@ -265,6 +285,7 @@ impl Ledger {
     fn plan(&self, kind: StepKind, rows: &[i32], shapes: Vec<i32>, writes_draft: bool) -> Plan {
         let state = &self.rows;
         let claims = rows.len() * self.groups.len();
+        let (lo, hi) = state.roots(rows);
         Plan {
             step: self.steps.next(),
             kind,
@@ -272,8 +293,8 @@ impl Ledger {
             rows: rows.to_vec(),
             shapes,
             epochs: rows.iter().map(|&row| state.epoch[row as usize]).collect(),
-            lo: rows.iter().map(|&row| state.resolved[row as usize] + state.in_flight[row as usize]).collect(),
-            hi: rows.iter().map(|&row| state.hi[row as usize]).collect(),
+            lo,
+            hi,
             start: rows.iter().map(|&row| state.resolved[row as usize]).collect(),
             new_len: Vec::new(),
             allocated_before: Vec::with_capacity(claims),
@@ -338,25 +359,40 @@ impl Ledger {
                     evicted.map_err(|record| self.page_error(at, record))?;
                 }
             }
-            let group = &mut self.groups[at];
-            for (&row, &after) in plan.rows.iter().zip(&plan.allocated_after[lanes]) {
-                if after > group.allocated[row as usize] {
-                    group.grow(Row(row), after.into(), plan.step, verb)?;
-                }
+            let (before, after) = (&plan.allocated_before[lanes.clone()], &plan.allocated_after[lanes]);
+            for lane in growing_lanes(before, after) {
+                let row = Row(plan.rows[lane as usize]);
+                let to = after[lane as usize].into();
+                self.groups[at].grow(row, to, plan.step, verb)?;
             }
         }
         self.drop_orphan_copies(verb);
         let copies = std::mem::take(&mut self.copies);
         plan.page_copies = copies.iter().map(|copy| copy.copy).collect();
-        let idle: Vec<i32> = plan.rows.iter().copied().filter(|&row| self.rows.idle[row as usize]).collect();
-        for &row in &idle {
-            self.rows.idle[row as usize] = false;
+        let mut idle = Vec::new();
+        if self.rows.num_idle > 0 {
+            idle.extend(plan.rows.iter().copied().filter(|&row| self.rows.idle[row as usize]));
+            for &row in &idle {
+                self.rows.set_idle(Row(row), false);
+            }
         }
         let plan = Arc::new(plan);
         self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
         self.note(&Event::Prepare { plan: &plan });
         Ok(plan)
     }
+}
+
+/// The lanes that take pages. Which do is hardly predictable, so they are found without a branch.
+pub(super) fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
+    let mut lanes = vec![0; before.len() + 1];
+    let mut len = 0;
+    for (lane, (before, after)) in before.iter().zip(after).enumerate() {
+        lanes[len] = lane as u32;
+        len += usize::from(after > before);
+    }
+    lanes.truncate(len);
+    lanes
 }
 
 fn overflow(group: &str, row: i32, need: i64, width: i64) -> Error {

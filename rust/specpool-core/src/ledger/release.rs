@@ -50,7 +50,7 @@ impl Ledger {
             dropped.map_err(|record| self.page_error(at, record))?;
         }
         self.rows.set_checkpoint(row, Some(resolved));
-        self.rows.idle[row.at()] = true;
+        self.rows.set_idle(row, true);
         self.drop_orphan_copies(Verb::EndTurn);
         self.note(&Event::Cut { verb: Verb::EndTurn, row, len, resolved });
         Ok(resolved)
