@@ -384,7 +384,10 @@ class Ledger:
             int, Literal["extend", "decode"], Literal["prepared", "stale", "launched", "resolved"]
         ]
     ]:
-        """(step, kind, state) of every step that is not over, oldest first."""
+        """(step, kind, state) of the steps in flight, oldest first.
+
+        One that is over stays listed while an older one waits for its resolve.
+        """
     def tag(self, row: int) -> str | None:
         """The name of the row's request, also after its release."""
     def is_live(self, row: int) -> bool:

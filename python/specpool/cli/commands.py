@@ -17,7 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="KV-cache memory manager for speculative decoding.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Speed, beside a reference in the same run.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Speed and memory, beside a reference in the same run."
+)
 app.add_typer(bench, name="bench")
 
 
@@ -54,6 +56,7 @@ ShapeText = Annotated[
         "a chain's depth alone. [default: 3, that is 3x1x4]",
     ),
 ]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
@@ -210,7 +213,7 @@ def bench_generate(
     device: DeviceName = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     json: Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")] = None,
+    plot: Plot = None,
 ) -> None:
     """Drafting beside plain decoding on our pages, beside transformers' own generate."""
     from specpool.cli.bench import generate as run
@@ -224,6 +227,57 @@ def bench_generate(
         repeats=repeats,
         device=device,
         threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("reserve")
+def bench_reserve(
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 64,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
+    draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
+    from specpool.cli.bench_reserve import reserve as run
+
+    run(
+        page_size=page_size,
+        shape=shape,
+        overlap_depth=depth,
+        target_layers=layers,
+        draft_layers=draft_layers,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("ledger")
+def bench_ledger(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
+    placement: Annotated[Placement, typer.Option(help="Two groups, or one.")] = "shared",
+    layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The ledger's calls for one decode step, beside the same bookkeeping in plain Python."""
+    from specpool.cli.bench_ledger import BATCHES
+    from specpool.cli.bench_ledger import ledger as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        repeats=repeats,
+        overlap_depth=depth,
+        placement=placement,
+        layout=layout,
         json=json,
         plot=plot,
     )
