@@ -41,15 +41,15 @@ build: $(VENV)/.dev ## build the wheel into dist/
 
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples
-	$(BIN)/ruff check --fix-only --quiet python tests examples
+	$(BIN)/ruff format python tests examples benches
+	$(BIN)/ruff check --fix-only --quiet python tests examples benches
 
 lint: $(VENV)/.dev ## rustfmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
-	$(BIN)/ruff format --check python tests examples
-	$(BIN)/ruff check python tests examples
+	$(BIN)/ruff format --check python tests examples benches
+	$(BIN)/ruff check python tests examples benches
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
 
@@ -65,6 +65,10 @@ test-gpu: $(VENV)/.dev ## the losslessness tests on a CUDA device
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
+	$(BIN)/specpool bench reserve
+	$(BIN)/specpool bench ledger
+	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
+	cargo bench --quiet -p specpool-core
 	$(BIN)/specpool bench generate
 
 all: fmt lint test build ## everything CI does, and a wheel

@@ -14,7 +14,8 @@ import pytest
 
 import specpool
 from specpool.cli import main
-from specpool.cli.generate import MARKS, parse_shape
+from specpool.cli.generate import MARKS
+from specpool.cli.shapes import parse_shape
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):

@@ -15,8 +15,9 @@ from rich.progress import Progress
 from specpool import corpus
 from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.cli.generate import mean_accept_len, parse_shape, quiet_loading
+from specpool.cli.generate import mean_accept_len, quiet_loading
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
+from specpool.cli.shapes import parse_shape
 from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError
@@ -80,7 +81,8 @@ def generate(
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, repeats)
                     progress.advance(task)
-    report("bench generate", machine(device, threads), results, json_only=json, plot=plot)
+    where = machine(device, threads, ("torch", "transformers"))
+    report("bench generate", where, results, json_only=json, plot=plot)
 
 
 def _check_context(engine: Engine, num_tokens: int) -> None:

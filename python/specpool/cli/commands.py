@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 import specpool
-from specpool.config import Layout, Placement, Policy
+from specpool.config import Layout, Placement, Policy, check_int
+from specpool.errors import ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,7 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="KV-cache memory manager for speculative decoding.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Speed, beside a reference in the same run.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Speed and memory, beside a reference in the same run."
+)
 app.add_typer(bench, name="bench")
 
 
@@ -53,6 +56,7 @@ ShapeText = Annotated[
         "a chain's depth alone. [default: 3, that is 3x1x4]",
     ),
 ]
+Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
@@ -138,6 +142,64 @@ def info(json: Json = False) -> None:
     show(json=json)
 
 
+Log = Annotated[Path, typer.Argument(help="An event log: Ledger(record=...), SPECPOOL_RECORD.")]
+
+
+@app.command()
+def replay(
+    log: Log,
+    against: Annotated[
+        Path | None, typer.Option(help="Find the first event that differs from this log's.")
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option(help="Show the state right after this step's preparation.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The summary alone.")] = False,
+) -> None:
+    """Run an event log again. Exit code 1: two logs differ; 2: a log cannot be read or replayed."""
+    from rich.console import Console
+
+    from specpool.cli import replay as command
+
+    if against is not None and at is not None:
+        raise ConfigError("--against and --at are two questions: ask one")
+    if against is not None:
+        if not command.against(log, against, Console(highlight=False)):
+            raise typer.Exit(1)
+    elif at is not None:
+        command.at_step(log, at, Console(highlight=False))
+    else:
+        command.run(log, quiet=quiet)
+
+
+@app.command()
+def inspect(
+    log: Log,
+    at: Annotated[
+        int | None,
+        typer.Option(help="Right after this step's preparation. [default: the log's end]"),
+    ] = None,
+    row: Annotated[
+        int | None, typer.Option(help="Whose slots. [default: one with a round in flight]")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one self-contained page with a slider instead.")
+    ] = None,
+    frames: Annotated[int, typer.Option(help="Most events of the page.")] = 400,
+) -> None:
+    """Draw the pools and the rows of a recorded ledger."""
+    from rich.console import Console
+
+    from specpool.cli import inspect as command
+
+    check_int("frames", frames, 2, 1 << 20)
+    if html is None:
+        command.show(log, Console(highlight=False), step=at, row=row)
+        return
+    first, last = command.write_page(log, html, step=at, max_frames=frames)
+    typer.echo(f"{html}: events {first} to {last} of {log}")
+
+
 @bench.command("generate")
 def bench_generate(
     target: Target = "specpool/tiny",
@@ -151,7 +213,7 @@ def bench_generate(
     device: DeviceName = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     json: Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")] = None,
+    plot: Plot = None,
 ) -> None:
     """Drafting beside plain decoding on our pages, beside transformers' own generate."""
     from specpool.cli.bench import generate as run
@@ -165,6 +227,57 @@ def bench_generate(
         repeats=repeats,
         device=device,
         threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("reserve")
+def bench_reserve(
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 64,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
+    draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
+    from specpool.cli.bench_reserve import reserve as run
+
+    run(
+        page_size=page_size,
+        shape=shape,
+        overlap_depth=depth,
+        target_layers=layers,
+        draft_layers=draft_layers,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("ledger")
+def bench_ledger(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
+    placement: Annotated[Placement, typer.Option(help="Two groups, or one.")] = "shared",
+    layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The ledger's calls for one decode step, beside the same bookkeeping in plain Python."""
+    from specpool.cli.bench_ledger import BATCHES
+    from specpool.cli.bench_ledger import ledger as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        repeats=repeats,
+        overlap_depth=depth,
+        placement=placement,
+        layout=layout,
         json=json,
         plot=plot,
     )

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +35,27 @@ class Result:
         return self.value / self.reference_value
 
 
-def machine(device: str, threads: int) -> dict[str, Any]:
-    """Where the figures come from."""
-    import torch
-    import transformers
-
+def machine(
+    device: str = "cpu", threads: int = 1, packages: Sequence[str] = ("numpy",)
+) -> dict[str, Any]:
+    """Where the figures come from; `packages` are those whose versions matter."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].split(":", 1)[1].strip() if names else cpu
-    on_gpu = device.startswith("cuda")
+    if device.startswith("cuda"):
+        import torch
+
+        device = torch.cuda.get_device_name(device)
     return {
         "date": date.today().isoformat(),
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": threads,
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": device,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{package: metadata.version(package) for package in packages},
     }
 
 
@@ -76,8 +78,7 @@ def report(
 ) -> None:
     """Print the results as JSON or as a table; draw them if asked."""
     if json_only:
-        rows = [asdict(result) | {"ratio": result.ratio} for result in results]
-        print(json.dumps({"machine": where, "results": rows}, indent=1))
+        print_json(where, results)
     else:
         table = Table(title=title)
         for column in ("", "value", "unit", "reference", "its value", "ratio"):
@@ -95,7 +96,13 @@ def report(
             )
         Console().print(table)
     if plot is not None:
-        _plot(title, results, plot)
+        draw(title, results, plot)
+
+
+def print_json(where: dict[str, Any], results: Sequence[Result]) -> None:
+    """Print one object: the machine and the results."""
+    rows = [asdict(result) | {"ratio": result.ratio} for result in results]
+    print(json.dumps({"machine": where, "results": rows}, indent=1))
 
 
 def check_plot(path: Path) -> None:
@@ -117,7 +124,12 @@ def check_plot(path: Path) -> None:
         )
 
 
-def _plot(title: str, results: Sequence[Result], path: Path) -> None:
+def draw(title: str, results: Sequence[Result], path: Path) -> None:
+    """Draw results of one unit as bars beside their references.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("agg")

@@ -76,11 +76,17 @@ impl Ledger {
                 }
                 let (e, p) = (group.evicted[at], group.protected[at]);
                 let is_whole = |len: i32| i64::from(len) % group.page_size == 0;
-                if !is_whole(e) || !is_whole(p) || e < 0 || p < 0 || p > r || i64::from(e) > group.evict_to(r) {
+                if !is_whole(e)
+                    || !is_whole(p)
+                    || e < 0
+                    || p < 0
+                    || p > r
+                    || i64::from(e) > group.evict_to(rows.settled(Row(at as i32)))
+                {
                     report.push(format!(
                         "{} in group {name_of_group}: r={r} protected_len {p} evicted_len {e}, at most {} is out of its window",
                         name(),
-                        group.evict_to(r)
+                        group.evict_to(rows.settled(Row(at as i32)))
                     ));
                 }
                 if !rows.live[at] && a != 0 {

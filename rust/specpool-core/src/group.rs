@@ -253,14 +253,11 @@ impl GroupState {
 
     /// Gives the row pages up to `to` slots; the caller has counted the free ones. The pages taken are appended to
     /// `taken`.
-    pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb, digest: &mut Option<Digest>) -> Result<()> {
+    pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb) -> Result<()> {
         for column in self.columns(self.allocated[row.at()].into(), to) {
             let page = self.pool.take(row, step, verb).ok_or_else(|| {
                 Error::Corrupt(format!("group {}: the pool ran dry inside a claim that it had granted", self.spec.name))
             })?;
-            if let Some(digest) = digest {
-                digest.word(page.0 as u64);
-            }
             self.set(row, column, page);
         }
         self.allocated[row.at()] = self.allocated[row.at()].max(to as i32);
@@ -339,7 +336,10 @@ impl GroupState {
     pub(crate) fn cut(&mut self, row: Row, len: i32, stays: bool, fence: Fence, verb: Verb) -> Held {
         let at = row.at();
         let end = ceil_align(len.into(), self.page_size);
-        let (evict_to, needs_back) = (self.evict_to(len), self.evict_to(len) < self.evicted[at].into());
+        let evict_to = self.evict_to(len);
+        let is_evicted = evict_to < self.evicted[at].into();
+        // An empty window, at a page edge, needs nothing; what the checkpoint keeps may lie far below it.
+        let needs_back = is_evicted && !self.window_columns(len).is_empty();
         self.shrink(row, end, fence, verb)?;
         if needs_back {
             let last = (end / self.page_size) as usize;
@@ -353,8 +353,13 @@ impl GroupState {
                 self.set(row, kept.column as usize, kept.page);
             }
             self.evicted[at] = first.min(evict_to) as i32;
-        } else if !stays {
-            self.drop_kept(row, fence, verb)?;
+        } else {
+            if !stays {
+                self.drop_kept(row, fence, verb)?;
+            }
+            if is_evicted {
+                self.evicted[at] = evict_to as i32;
+            }
         }
         self.protected[at] = self.protected[at].min(len);
         // Where e had passed the new end, the window is empty there and so is the row's part of the table.

@@ -316,13 +316,18 @@ impl Rows {
         self.hi[row.at()] = len;
     }
 
+    /// r before the row's unlaunched extend: what its window is reckoned from, so that a cancel finds it held.
+    pub(crate) fn settled(&self, row: Row) -> i32 {
+        match self.extend_from[row.at()] {
+            0 => self.resolved[row.at()],
+            from => from - 1,
+        }
+    }
+
     /// Tokens of the row that launched forwards write: r without its unlaunched extend, plus the roots of launched
     /// rounds (an unlaunched extend has no launched round behind it).
     pub(crate) fn written(&self, row: Row) -> i32 {
-        match self.extend_from[row.at()] {
-            0 => self.resolved[row.at()] + self.launched_rounds[row.at()],
-            from => from - 1,
-        }
+        self.settled(row) + self.launched_rounds[row.at()]
     }
 
     /// Everything that decides what the rows will do.

@@ -309,8 +309,8 @@ impl Ledger {
         let lanes = plan.num_lanes();
         for (at, group) in self.groups.iter().enumerate() {
             if group.spec.window.is_some() {
-                for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
-                    let columns = group.evicted_columns(Row(row), group.evict_to(resolved));
+                for &row in &plan.rows {
+                    let columns = group.evicted_columns(Row(row), self.evict_to(group, Row(row)));
                     group.check_columns(Row(row), columns).map_err(|record| self.page_error(at, record))?;
                 }
             }
@@ -319,24 +319,31 @@ impl Ledger {
                 .map(|(&after, &before)| i64::from(after) - i64::from(before))
                 .sum();
             let (need, free) = ((slots / group.page_size) as usize, group.pool.num_free());
-            if need > free && need > free + self.freed_by_evictions(group, plan) {
-                return Err(self.out_of_pages(at, need));
+            if need > free {
+                let free = free + self.freed_by_evictions(group, plan);
+                if need > free {
+                    return Err(self.out_of_pages(at, need, free));
+                }
             }
         }
         Ok(())
+    }
+
+    /// Where the row's window in the group begins, of what it held before an extend that is not launched.
+    fn evict_to(&self, group: &GroupState, row: Row) -> i64 {
+        group.evict_to(self.rows.settled(row))
     }
 
     /// Pages that the plan's own evictions make free at once: those whose every holder evicts them, unfenced.
     fn freed_by_evictions(&self, group: &GroupState, plan: &Plan) -> usize {
         let completed = self.steps.completed();
         let mut dropped: Vec<Page> = Vec::new();
-        for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
-            let row = Row(row);
+        for row in plan.rows.iter().map(|&row| Row(row)) {
             if self.fence(row).step > completed {
                 continue; // What the row drops is fenced.
             }
             let keep = group.checkpoint_columns(self.rows.checkpoint(row));
-            let columns = group.evicted_columns(row, group.evict_to(resolved));
+            let columns = group.evicted_columns(row, self.evict_to(group, row));
             dropped.extend(columns.filter(|column| !keep.contains(column)).map(|at| Page(group.table.row(row)[at])));
         }
         dropped.sort_unstable();
@@ -351,10 +358,9 @@ impl Ledger {
         for at in 0..self.groups.len() {
             let lanes = at * plan.num_lanes()..(at + 1) * plan.num_lanes();
             if self.groups[at].spec.window.is_some() {
-                for (&row, &resolved) in plan.rows.iter().zip(&plan.start) {
-                    let (row, checkpoint) = (Row(row), self.rows.checkpoint(Row(row)));
-                    let fence = self.fence(row);
-                    let to = self.groups[at].evict_to(resolved);
+                for row in plan.rows.iter().map(|&row| Row(row)) {
+                    let (fence, checkpoint) = (self.fence(row), self.rows.checkpoint(row));
+                    let to = self.evict_to(&self.groups[at], row);
                     let evicted = self.groups[at].evict(row, to, checkpoint, fence, verb);
                     evicted.map_err(|record| self.page_error(at, record))?;
                 }
@@ -363,7 +369,7 @@ impl Ledger {
             for lane in growing_lanes(before, after) {
                 let row = Row(plan.rows[lane as usize]);
                 let to = after[lane as usize].into();
-                self.groups[at].grow(row, to, plan.step, verb, &mut self.digest)?;
+                self.groups[at].grow(row, to, plan.step, verb)?;
             }
         }
         self.drop_orphan_copies(verb);

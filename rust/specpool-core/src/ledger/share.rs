@@ -224,7 +224,7 @@ impl Ledger {
         let row = self.next_free_row()?;
         for (at, start) in starts.iter().enumerate() {
             if start.tail.is_some() && self.groups[at].pool.num_free() == 0 {
-                return Err(self.out_of_pages(at, 1));
+                return Err(self.out_of_pages(at, 1, 0));
             }
         }
         let step = self.steps.next();
@@ -241,7 +241,7 @@ impl Ledger {
             group.protected[row.at()] = whole as i32;
             group.allocated[row.at()] = whole as i32;
             if let Some(src) = start.tail {
-                group.grow(row, whole + group.page_size, step, verb, &mut self.digest)?;
+                group.grow(row, whole + group.page_size, step, verb)?;
                 let column = (whole / group.page_size) as usize;
                 let dst = Page(group.table.row(row)[column]);
                 let tokens = i64::from(len) - whole;
@@ -341,16 +341,11 @@ impl Ledger {
         Ok(group.pool.counts().zip(idle_holders).filter(all_idle).count())
     }
 
-    pub(super) fn out_of_pages(&self, group: usize, need: usize) -> Error {
+    /// `free` are the pages that the call could have had, those that it would itself evict among them.
+    pub(super) fn out_of_pages(&self, group: usize, need: usize, free: usize) -> Error {
         let reclaimable = self.reclaimable_pages(group).unwrap_or(0);
         let state = &self.groups[group];
-        Error::OutOfPages {
-            group: state.spec.name.clone(),
-            need,
-            free: state.pool.num_free(),
-            fenced: state.pool.num_fenced(),
-            reclaimable,
-        }
+        Error::OutOfPages { group: state.spec.name.clone(), need, free, fenced: state.pool.num_fenced(), reclaimable }
     }
 
     /// Every page of the group that a pinned prefix holds, once for each that does.

@@ -1,0 +1,111 @@
+//! Window groups: what a prepare gives back, what a checkpoint keeps, and what a cut can go back to.
+
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
+
+/// One window group with sessions, a chain of two.
+fn ledger(page_size: i64, window: i64) -> Ledger {
+    with_pages(page_size, window, 40, true)
+}
+
+fn with_pages(page_size: i64, window: i64, num_pages: i64, sessions: bool) -> Ledger {
+    let group = Group {
+        name: "window".into(),
+        page_size,
+        num_pages,
+        hosts_drafts: false,
+        layout: Layout::Dense,
+        window: Some(window),
+    };
+    let mut config = LedgerConfig::new(vec![group], vec![Shape::eagle(1, 1, 2).unwrap()], 2, 60);
+    (config.sessions, config.overlap_depth, config.max_chunk) = (sessions, i64::from(sessions), Some(10));
+    Ledger::new(config).unwrap()
+}
+
+fn extend(ledger: &mut Ledger, row: Row, len: i32) {
+    let step = ledger.prepare_extend(&[row.0], &[len], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    ledger.check().unwrap();
+}
+
+fn evicted(ledger: &Ledger, row: Row) -> i32 {
+    ledger.evicted_len(0).unwrap()[row.at()]
+}
+
+/// Scenario 67 through a decode: eviction reckons with r before an extend that may still be cancelled.
+#[test]
+fn a_decode_behind_an_unlaunched_extend_leaves_the_extends_own_window() {
+    let mut ledger = ledger(1, 2);
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 4);
+    let far = ledger.prepare_extend(&[row.0], &[8], true).unwrap().step;
+    assert_eq!(evicted(&ledger, row), 3);
+    let round = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+    assert_eq!(evicted(&ledger, row), 3, "the extend from 4 still reads position 3");
+    ledger.cancel(round).unwrap();
+    ledger.cancel(far).unwrap();
+    ledger.check().unwrap();
+    assert_eq!(ledger.resolved_len()[row.at()], 4);
+    extend(&mut ledger, row, 5);
+}
+
+/// A cut to a page edge whose window is empty brings nothing back: the checkpoint lies below a gap.
+#[test]
+fn nothing_comes_back_from_a_checkpoint_into_an_empty_window() {
+    let mut ledger = ledger(2, 1);
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 5);
+    assert_eq!(ledger.end_turn(row, 5).unwrap(), 5);
+    for len in [9, 13, 15] {
+        extend(&mut ledger, row, len);
+    }
+    assert_eq!(ledger.trim(row, 11).unwrap(), 10);
+    ledger.check().unwrap();
+    assert_eq!((evicted(&ledger, row), ledger.checkpoint_len(row)), (10, Some(5)));
+    assert_eq!(ledger.trim(row, 5).unwrap(), 5, "the checkpoint is still there");
+    ledger.check().unwrap();
+    assert_eq!(evicted(&ledger, row), 4);
+    extend(&mut ledger, row, 6);
+    assert_eq!(ledger.trim(row, 3).unwrap(), 2, "below it only a page edge will do");
+    ledger.check().unwrap();
+    assert_eq!(ledger.checkpoint_len(row), None);
+}
+
+/// Spec 9: a window whose pages are gone is never silently wrong.
+#[test]
+fn a_cut_goes_back_to_a_length_whose_window_is_held() {
+    let mut ledger = ledger(4, 6);
+    let row = ledger.admit(None).unwrap();
+    for len in [10, 20, 30] {
+        extend(&mut ledger, row, len);
+    }
+    assert_eq!(evicted(&ledger, row), 12);
+    assert_eq!(ledger.trim(row, 29).unwrap(), 29);
+    assert_eq!(ledger.trim(row, 17).unwrap(), 17, "12 = evict_to(17)");
+    assert_eq!(ledger.trim(row, 16).unwrap(), 0);
+    ledger.check().unwrap();
+    assert_eq!((evicted(&ledger, row), ledger.free_pages(0).unwrap()), (0, 40));
+}
+
+/// Pages that the call itself evicts count as free to it, but only unfenced ones, and a refused call evicts nothing.
+#[test]
+fn a_claim_may_use_what_it_evicts_itself_once_the_device_is_done_with_it() {
+    let mut ledger = with_pages(2, 3, 7, false);
+    let (row, other) = (ledger.admit(None).unwrap(), ledger.admit(None).unwrap());
+    extend(&mut ledger, other, 8);
+    let first = ledger.prepare_extend(&[row.0], &[4], true).unwrap().step;
+    ledger.launch(first).unwrap();
+    let before = format!("{ledger:?}");
+    let refused = ledger.prepare_extend(&[row.0], &[8], true).unwrap_err();
+    let numbers = Error::OutOfPages { group: "window".into(), need: 2, free: 1, fenced: 0, reclaimable: 0 };
+    assert_eq!(refused, numbers, "step 1 may still read the page below the window");
+    assert_eq!(format!("{ledger:?}"), before);
+    ledger.complete(first).unwrap();
+    extend(&mut ledger, row, 8);
+    assert_eq!((evicted(&ledger, row), ledger.free_pages(0).unwrap()), (2, 0));
+    let refused = ledger.prepare_extend(&[row.0], &[14], true).unwrap_err();
+    let numbers = Error::OutOfPages { group: "window".into(), need: 3, free: 2, fenced: 0, reclaimable: 0 };
+    assert_eq!(refused, numbers, "the two that it would evict itself are among the free ones");
+    // Sessions keep a page for their checkpoint in place of giving it back.
+    assert!(matches!(ledger.end_turn(row, 8), Err(Error::Config(_))));
+}
