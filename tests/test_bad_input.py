@@ -397,7 +397,9 @@ def test_an_object_whose_repr_raises_is_no_panic(verb):
     refuses(busy.ledger, ZeroDivisionError, getattr(busy.ledger, verb), *[Rude() for _ in kinds])
 
 
-def hammer(ledger: Ledger, seed: int, ready: threading.Barrier, strange: list) -> None:
+def hammer(
+    ledger: Ledger, seed: int, ready: threading.Barrier, collisions: list, strange: list
+) -> None:
     """Any verb with any small numbers, whose values take their time."""
     rng = random.Random(seed)
 
@@ -417,8 +419,7 @@ def hammer(ledger: Ledger, seed: int, ready: threading.Barrier, strange: list) -
         except SpecpoolError:
             pass
         except RuntimeError as error:
-            if "lready" not in str(error):
-                strange.append(error)
+            (collisions if "lready" in str(error) else strange).append(error)
         except BaseException as error:
             strange.append(error)
 
@@ -428,11 +429,14 @@ def test_threads_that_hammer_one_ledger_corrupt_nothing():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
+        collisions, strange = [], []
         for seed in range(3):
             ledger = make(overlap_depth=1, num_rows=4, sessions=True)
-            ready, strange = threading.Barrier(4), []
+            ready = threading.Barrier(4)
             threads = [
-                threading.Thread(target=hammer, args=(ledger, 10 * seed + at, ready, strange))
+                threading.Thread(
+                    target=hammer, args=(ledger, 10 * seed + at, ready, collisions, strange)
+                )
                 for at in range(4)
             ]
             for thread in threads:
@@ -441,6 +445,7 @@ def test_threads_that_hammer_one_ledger_corrupt_nothing():
                 thread.join()
             assert strange == []
             ledger.check()
+        assert collisions
     finally:
         sys.setswitchinterval(interval)
 
