@@ -95,8 +95,8 @@ impl Model {
     /// Refuses when the first group that is short lacks pages; `gained` come free by the call itself.
     pub(super) fn check_pages(&self, need: &[usize], gained: &[usize]) -> Result<(), Refusal> {
         for (group, spec) in self.groups.iter().enumerate() {
-            let free = self.free_pages(group);
-            if need[group] > free + gained[group] {
+            let free = self.free_pages(group) + gained[group];
+            if need[group] > free {
                 return Err(Refusal::OutOfPages {
                     group: spec.name.clone(),
                     need: need[group],
