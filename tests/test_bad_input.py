@@ -379,11 +379,23 @@ def test_a_call_from_inside_a_call_is_refused(verb):
             inner.append(caught.value)
         raise ZeroDivisionError
 
-    refuses(
-        ledger, SpecpoolError, getattr(ledger, verb), *as_arguments(kinds, arguments(busy), reenter)
-    )
+    call = getattr(ledger, verb)
+    refuses(ledger, ZeroDivisionError, call, *as_arguments(kinds, arguments(busy), reenter))
     assert len(inner) == 3
     assert not ledger.closed
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ctrl_c_inside_an_argument_stays_ctrl_c(verb):
+    """What an argument's own method raises is not taken for a wrong argument."""
+    arguments, kinds = VERBS[verb]
+    busy = Busy()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    call = getattr(busy.ledger, verb)
+    refuses(busy.ledger, KeyboardInterrupt, call, *as_arguments(kinds, arguments(busy), interrupt))
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -441,7 +441,10 @@ class Ledger:
         """[num_rows + 1], view: draft KV is valid below it."""
     @property
     def epoch(self) -> NDArray[np.uint64]:
-        """[num_rows + 1], view: bumped by every trim, retract, finish and abort of the row."""
+        """[num_rows + 1], view: bumped by every cut and release of the row.
+
+        By trim, end_turn, abandon, retract, finish, abort and restore.
+        """
     @property
     def kv_committed_len(self) -> _I32:
         """[num_rows + 1], a copy: r + k."""
