@@ -390,7 +390,7 @@ impl Ledger {
 }
 
 /// The lanes that take pages. Which do is hardly predictable, so they are found without a branch.
-fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
+pub(super) fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
     let mut lanes = vec![0; before.len() + 1];
     let mut len = 0;
     for (lane, (before, after)) in before.iter().zip(after).enumerate() {
