@@ -1,5 +1,7 @@
 //! What one round of one row may do: `(num_steps, topk, num_draft_tokens)` (spec 1).
 
+use std::ops::Range;
+
 use crate::check::in_range;
 use crate::error::{Error, Result};
 
@@ -78,4 +80,15 @@ impl Shape {
     pub fn drafts(&self) -> bool {
         self.num_steps > 0 || self.num_draft_tokens > 1
     }
+}
+
+/// The lanes of a batch in runs of one shape, each with the shape's index. Most batches are one run, so that what
+/// depends on the shape is worked out once and the loop over the lanes stays short.
+pub(crate) fn runs(shapes: &[i32]) -> impl Iterator<Item = (Range<usize>, usize)> {
+    let mut next = 0;
+    shapes.chunk_by(|one, other| one == other).map(move |run| {
+        let lanes = next..next + run.len();
+        next = lanes.end;
+        (lanes, run[0] as usize)
+    })
 }

@@ -184,6 +184,7 @@ impl Reserve {
 
     /// `ceil_align(max(allocated, need), P)`; `allocated` is a multiple of P.
     #[must_use]
+    #[inline]
     pub fn next_allocated(&self, allocated: i64, lo: i64, hi: i64) -> i64 {
         self.grown(allocated, self.need(lo, hi))
     }

@@ -25,13 +25,7 @@ impl Ledger {
                 return Err(Error::StalePlan { step, row: row as usize, planned, now });
             }
         }
-        for &row in &plan.rows {
-            match plan.kind {
-                StepKind::Extend => self.rows.launch_extend(Row(row)),
-                StepKind::Decode => self.rows.launched_rounds[row as usize] += 1,
-            }
-            self.rows.last_launched[row as usize] = step;
-        }
+        self.rows.launch(&plan);
         if !plan.page_copies.is_empty() {
             self.launch_copies(step);
         }
