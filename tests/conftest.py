@@ -10,6 +10,8 @@ import pytest
 
 from specpool.engine import Engine
 
+pytest_plugins = ["pytester"]
+
 # Hub names must fail at once, not after a time-out.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

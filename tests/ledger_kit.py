@@ -1,7 +1,10 @@
-"""What the ledger's tests share: ledgers of one group, and steps run to their end."""
+"""What the ledger's tests share: ledgers, steps run to their end, refusals."""
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 
 from specpool import Group, Ledger, Shape, _core
@@ -10,7 +13,14 @@ CHAIN = Shape.eagle(3, 1, 4)
 
 
 def make(
-    *shapes, page_size=4, num_pages=None, num_rows=3, context=64, layout="dense", **options
+    *shapes,
+    page_size=4,
+    num_pages=None,
+    num_rows=3,
+    context=64,
+    layout="dense",
+    window=None,
+    **options,
 ) -> Ledger:
     """A ledger with one group that hosts drafts, by default with pages for every row's width."""
     shapes = list(shapes or [CHAIN])
@@ -20,7 +30,7 @@ def make(
         sizes = {name: build[name] for name in ("overlap_depth", "policy") if name in build}
         width = _core.sizing_row_width(shapes, max_context_len=context, **group, **sizes)
         num_pages = num_rows * width // page_size
-    group = Group("kv", num_pages=num_pages, **group)
+    group = Group("kv", num_pages=num_pages, window=window, **group)
     return Ledger([group], shapes, **build)
 
 
@@ -49,16 +59,16 @@ def end(ledger: Ledger, step: int, *accept_lens: int) -> None:
 
 
 def state(ledger: Ledger) -> list:
-    """Everything that can be read from outside."""
+    """Everything that decides what the ledger will do, spelled out as far as it can be read."""
     groups = range(len(ledger.groups))
+    pools = ("free_pages", "fenced_pages", "reclaimable_pages")
+    lengths = ("full_table", "allocated_len", "protected_len", "evicted_len")
+    rows = ("resolved_len", "in_flight", "drafted_len", "epoch", "idle")
     return (
-        [[ledger.full_table(g).tolist(), ledger.allocated_len(g).tolist()] for g in groups]
-        + [[ledger.free_pages(g), ledger.fenced_pages(g)] for g in groups]
-        + [
-            lengths.tolist()
-            for lengths in (ledger.resolved_len, ledger.in_flight, ledger.drafted_len, ledger.epoch)
-        ]
-        + [ledger.num_free_rows]
+        [[getattr(ledger, name)(g) for name in pools] for g in groups]
+        + [[getattr(ledger, name)(g).tolist() for name in lengths] for g in groups]
+        + [getattr(ledger, name).tolist() for name in rows]
+        + [ledger.num_free_rows, ledger.steps(), ledger.prefixes, ledger.state_hash()]
     )
 
 
@@ -78,3 +88,9 @@ def assert_all_back(ledger: Ledger) -> None:
         assert ledger.free_pages(g) == group.num_pages
         assert not ledger.full_table(g).any()
     assert ledger.num_free_rows == ledger.num_rows
+
+
+def poke(view: np.ndarray, index: tuple[int, ...], value: int) -> None:
+    """Writes behind the ledger's back what no public call can bring about."""
+    offset = sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+    ctypes.c_int32.from_address(view.ctypes.data + offset).value = value

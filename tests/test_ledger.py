@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 
 import numpy as np
 import pytest
 
 import reference
-from ledger_kit import CHAIN, assert_all_back, end, extend, make, prefill, refuses, start, state
+from ledger_kit import (
+    CHAIN,
+    assert_all_back,
+    end,
+    extend,
+    make,
+    poke,
+    prefill,
+    refuses,
+    start,
+    state,
+)
 from specpool import (
     ConfigError,
     ContextEnd,
@@ -520,12 +530,6 @@ def test_without_draft_kv_nothing_lags():
 
 
 # --- The audit ---
-
-
-def poke(view: np.ndarray, index: tuple[int, ...], value: int) -> None:
-    """Writes behind the ledger's back."""
-    offset = sum(i * stride for i, stride in zip(index, view.strides, strict=True))
-    ctypes.c_int32.from_address(view.ctypes.data + offset).value = value
 
 
 def test_the_audit_reports_what_is_broken():

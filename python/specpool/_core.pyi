@@ -1,16 +1,19 @@
 """Types and documentation of the Rust binding (`python -m mypy.stubtest specpool._core`)."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, final
+from os import PathLike
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 __version__: str
 __all__ = [
+    "Event",
     "Group",
     "Ledger",
     "Plan",
+    "Replay",
     "Shape",
     "Snapshot",
     "__version__",
@@ -293,9 +296,19 @@ class Ledger:
         page_fencing: False for an engine whose forwards and copies all run on one stream: freed
             pages are free at once. Rows wait for their fences in any case.
         digest: keep the running digest.
+        record: path of an event log (`specpool replay`, `specpool inspect`), created or emptied;
+            the digest is kept then. None takes the environment variable SPECPOOL_RECORD, if that is
+            set: `%p` in it is the process id, and ledgers after the first of a process get `.2`,
+            `.3`, .. appended.
+        record_limit: most bytes of the log. At the limit the log ends with a record that says so
+            and the ledger goes on unrecorded.
+
+    Records gather in memory and are written at the start of a later verb. A verb raises RecordError
+    and changes nothing while they cannot be; it works again once there is room.
 
     Raises:
         ConfigError: naming the setting, its value and what is allowed.
+        RecordError: the log cannot be written, or `record_limit` does not hold its head.
     """
 
     def __new__(
@@ -314,6 +327,8 @@ class Ledger:
         sessions: bool = False,
         page_fencing: bool = True,
         digest: bool = False,
+        record: str | PathLike[str] | None = None,
+        record_limit: int = 1073741824,
     ) -> Ledger: ...
     @property
     def groups(self) -> list[Group]: ...
@@ -605,12 +620,83 @@ class Ledger:
             ConfigError: the snapshot is of a ledger that was built otherwise.
         """
     def close(self) -> None:
-        """Refuses every verb from now on (OrderError); queries and views stay. Twice is once."""
+        """Refuses every verb from now on (OrderError); queries and views stay. Twice is once.
+
+        Raises:
+            RecordError: the event log cannot be written. The ledger is closed; a further call
+                tries again.
+        """
     def check(self) -> None:
         """Full audit, O(pages + table cells).
 
         Raises:
             CorruptState: the message is the report, one line for each broken invariant.
+        """
+
+@final
+class Event:
+    """One state-changing call of an event log, run again."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the log, from 1."""
+    @property
+    def offset(self) -> int:
+        """Where it begins in the file, in bytes."""
+    @property
+    def verb(self) -> str:
+        """The ledger's method."""
+    @property
+    def step(self) -> int | None:
+        """The step that it prepared or named."""
+    @property
+    def rows(self) -> list[int]:
+        """The rows that it named, or the one that it gave."""
+    @property
+    def tag(self) -> str | None:
+        """The name of the request (admit, fork)."""
+    @property
+    def text(self) -> str:
+        """The call and what it gave, as in `prepare_decode([1, 2], [1, 1]) -> step 9`."""
+    @property
+    def digest(self) -> int:
+        """The ledger's digest after it."""
+    @property
+    def plan(self) -> Plan | None:
+        """What a prepare gave."""
+
+@final
+class Replay:
+    """An event log, run again call by call on a ledger of its own.
+
+    Args:
+        path: the log.
+
+    Raises:
+        RecordError: the file cannot be read, is no event log, is of another version, truncated or
+            damaged: with the offset.
+        ConfigError: this version refuses the recorded configuration.
+    """
+
+    def __new__(cls, path: str | PathLike[str]) -> Replay: ...
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger as it is now; to be looked at, not to be changed."""
+    @property
+    def config(self) -> dict[str, Any]:
+        """The recorded arguments of `Ledger`, defaults made explicit."""
+    @property
+    def made_by(self) -> str:
+        """The version of specpool that wrote the log."""
+    @property
+    def end(self) -> Literal["closed", "limit", "open"] | None:
+        """How the log ends, once all is run: "open" where it just stops (no close, or a crash)."""
+    def advance(self) -> Event | None:
+        """Runs the next event; None at the end.
+
+        Raises:
+            RecordError: the log is truncated or damaged here, or the ledger refuses the call or
+                does something else than it did: with the event and its offset. It stays so.
         """
 
 # --- Trees, slots, masks ---

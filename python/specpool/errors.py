@@ -94,3 +94,7 @@ class CheckpointError(ConfigError):
 
 class CorruptState(SpecpoolError):  # noqa: N818 - the contract's name
     """An audit found a broken invariant; the message is the report."""
+
+
+class RecordError(SpecpoolError):
+    """An event log that cannot be written, read or replayed; the message says at which byte."""

@@ -1,4 +1,4 @@
-"""The command line: `specpool generate`, `specpool bench`, `specpool info`."""
+"""The command line: `specpool generate`, `replay`, `inspect`, `bench`, `info`."""
 
 from specpool.cli.app import main
 

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 import specpool
-from specpool.config import Layout, Placement, Policy
+from specpool.config import Layout, Placement, Policy, check_int
+from specpool.errors import ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -139,6 +140,64 @@ def info(json: Json = False) -> None:
     from specpool.cli.info import show
 
     show(json=json)
+
+
+Log = Annotated[Path, typer.Argument(help="An event log: Ledger(record=...), SPECPOOL_RECORD.")]
+
+
+@app.command()
+def replay(
+    log: Log,
+    against: Annotated[
+        Path | None, typer.Option(help="Find the first event that differs from this log's.")
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option(help="Show the state right after this step's preparation.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The summary alone.")] = False,
+) -> None:
+    """Run an event log again. Exit code 1: two logs differ; 2: a log cannot be read or replayed."""
+    from rich.console import Console
+
+    from specpool.cli import replay as command
+
+    if against is not None and at is not None:
+        raise ConfigError("--against and --at are two questions: ask one")
+    if against is not None:
+        if not command.against(log, against, Console(highlight=False)):
+            raise typer.Exit(1)
+    elif at is not None:
+        command.at_step(log, at, Console(highlight=False))
+    else:
+        command.run(log, quiet=quiet)
+
+
+@app.command()
+def inspect(
+    log: Log,
+    at: Annotated[
+        int | None,
+        typer.Option(help="Right after this step's preparation. [default: the log's end]"),
+    ] = None,
+    row: Annotated[
+        int | None, typer.Option(help="Whose slots. [default: one with a round in flight]")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one self-contained page with a slider instead.")
+    ] = None,
+    frames: Annotated[int, typer.Option(help="Most events of the page.")] = 400,
+) -> None:
+    """Draw the pools and the rows of a recorded ledger."""
+    from rich.console import Console
+
+    from specpool.cli import inspect as command
+
+    check_int("frames", frames, 2, 1 << 20)
+    if html is None:
+        command.show(log, Console(highlight=False), step=at, row=row)
+        return
+    first, last = command.write_page(log, html, step=at, max_frames=frames)
+    typer.echo(f"{html}: events {first} to {last} of {log}")
 
 
 @bench.command("generate")

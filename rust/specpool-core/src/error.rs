@@ -100,4 +100,7 @@ pub enum Error {
     /// An audit found a broken invariant.
     #[error("corrupt state: {0}")]
     Corrupt(String),
+    /// An event log that cannot be written, read or replayed; the text says where.
+    #[error("{0}")]
+    Record(String),
 }

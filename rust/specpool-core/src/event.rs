@@ -1,6 +1,5 @@
 //! What a ledger did: one variant per state-changing verb, its arguments and the id that it gave (spec 4).
 
-use crate::digest::Digest;
 use crate::ids::Row;
 use crate::page_pool::Verb;
 use crate::step::Plan;
@@ -102,42 +101,4 @@ pub enum Event<'a> {
         /// The snapshot's number.
         number: u64,
     },
-}
-
-impl Event<'_> {
-    /// Adds the call and the id that it gave; not its tag.
-    pub(crate) fn hash(&self, digest: &mut Digest) {
-        let mut words = |verb: u64, words: &[u64]| {
-            digest.word(verb);
-            for &word in words {
-                digest.word(word);
-            }
-        };
-        match *self {
-            Self::Admit { prefix, len, row, .. } => words(1, &[prefix, len as u64, row.0 as u64]),
-            Self::Fork { parent, row, .. } => words(2, &[parent.0 as u64, row.0 as u64]),
-            Self::PinPrefix { row, len, prefix } => words(3, &[row.0 as u64, len as u64, prefix]),
-            Self::ReleasePrefix { prefix } => words(4, &[prefix]),
-            Self::Prepare { plan } => {
-                words(5, &[plan.kind as u64, plan.step, u64::from(plan.writes_draft)]);
-                digest.ints(&plan.rows);
-                digest.ints(&plan.shapes);
-                digest.ints(&plan.new_len);
-            }
-            Self::Launch { step } => words(6, &[step]),
-            Self::Resolve { step, accept_lens } => {
-                words(7, &[step]);
-                digest.ints(accept_lens);
-            }
-            Self::Complete { step } => words(8, &[step]),
-            Self::Cancel { step } => words(9, &[step]),
-            Self::Abandon { step } => words(10, &[step]),
-            Self::Cut { verb, row, len, resolved } => {
-                words(11, &[verb as u64, row.0 as u64, len as u64, resolved as u64]);
-            }
-            Self::GiveBack { verb, row } => words(12, &[verb as u64, row.0 as u64]),
-            Self::Snapshot { number } => words(13, &[number]),
-            Self::Restore { number } => words(14, &[number]),
-        }
-    }
 }

@@ -250,14 +250,11 @@ impl GroupState {
 
     /// Gives the row pages up to `to` slots; the caller has counted the free ones. The pages taken are appended to
     /// `taken`.
-    pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb, digest: &mut Option<Digest>) -> Result<()> {
+    pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb) -> Result<()> {
         for column in self.columns(self.allocated[row.at()].into(), to) {
             let page = self.pool.take(row, step, verb).ok_or_else(|| {
                 Error::Corrupt(format!("group {}: the pool ran dry inside a claim that it had granted", self.spec.name))
             })?;
-            if let Some(digest) = digest {
-                digest.word(page.0 as u64);
-            }
             self.set(row, column, page);
         }
         self.allocated[row.at()] = self.allocated[row.at()].max(to as i32);

@@ -8,6 +8,7 @@
 mod life;
 mod prepare;
 mod query;
+mod record;
 mod release;
 mod share;
 mod snapshot;
@@ -16,7 +17,6 @@ use std::collections::BTreeMap;
 
 use crate::check::in_range;
 use crate::delta::DeltaEntries;
-use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::group::{Group, GroupState, Sizes};
@@ -26,6 +26,7 @@ use crate::rows::Rows;
 use crate::shape::Shape;
 use crate::sizing::Policy;
 use crate::step::Steps;
+use record::Recorder;
 pub use snapshot::Snapshot;
 
 /// What a ledger is built from.
@@ -130,8 +131,7 @@ pub struct Ledger {
     next_prefix: u64,
     /// Snapshots taken so far.
     snapshots: u64,
-    /// Over every state-changing call that succeeded, if it is kept.
-    digest: Option<Digest>,
+    recorder: Recorder,
     closed: bool,
 }
 
@@ -211,27 +211,9 @@ impl Ledger {
             prefixes: BTreeMap::new(),
             next_prefix: 1,
             snapshots: 0,
-            digest: config.digest.then(Digest::new),
+            recorder: Recorder::new(config.digest),
             closed: false,
         })
-    }
-
-    /// What every state-changing verb asks first.
-    fn gate(&self) -> Result<()> {
-        if self.closed { Err(Error::Order("the ledger is closed".into())) } else { Ok(()) }
-    }
-
-    /// What every state-changing verb that succeeded says last.
-    fn note(&mut self, event: &Event<'_>) {
-        if let Some(digest) = &mut self.digest {
-            event.hash(digest);
-        }
-    }
-
-    /// Ends the ledger's work: every verb is refused from now on, queries and views stay. Closing twice is closing
-    /// once.
-    pub fn close(&mut self) {
-        self.closed = true;
     }
 
     /// Takes a free row. `tag` names the request in error messages and audits.
@@ -256,7 +238,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when the step is not in flight.
     pub fn take_delta(&mut self, step: u64) -> Result<Vec<DeltaEntries>> {
-        self.gate()?;
+        self.check_open()?;
         if self.steps.get(step).is_none() {
             return Err(Error::Order(format!("take_delta of step {step}: no such step is in flight")));
         }
@@ -269,7 +251,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Order`] when nothing was taken for the step, or it is acknowledged already.
     pub fn ack_delta(&mut self, step: u64) -> Result<()> {
-        self.gate()?;
+        self.check_open()?;
         if !self.groups[0].delta.has_take(step) {
             return Err(Error::Order(format!("ack_delta of step {step}: no delta of it is waiting")));
         }

@@ -2,6 +2,7 @@
 //!
 //! Layers point one way; everything may use `error`, `ids` and `check`:
 //! - the ledger: `shape, layout -> sizing`, `page_pool, page_table -> delta`, then `group, step, rows -> ledger -> audit`;
+//! - what it did: `codec -> event, call -> log_header, event_log -> ledger -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `mask`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
@@ -9,20 +10,26 @@
 #![forbid(unsafe_code)]
 
 mod audit;
+pub mod call;
 mod check;
+mod codec;
 pub mod delta;
 pub mod digest;
 pub mod draft_cells;
 pub mod error;
 pub mod event;
+pub mod event_log;
 pub mod group;
 pub mod ids;
 pub mod layout;
 pub mod ledger;
+mod log_header;
+pub mod log_reader;
 pub mod mask;
 pub mod page_copy;
 pub mod page_pool;
 pub mod page_table;
+pub mod replay;
 mod rows;
 pub mod sample;
 pub mod shape;
@@ -32,17 +39,21 @@ pub mod step;
 pub mod tree;
 pub mod verify;
 
+pub use call::Call;
 pub use delta::DeltaEntries;
 pub use digest::Digest;
 pub use error::{Error, Result};
 pub use event::Event;
+pub use event_log::EventLog;
 pub use group::Group;
 pub use ids::{Page, Row};
 pub use layout::Layout;
 pub use ledger::{Ledger, LedgerConfig, Snapshot};
+pub use log_reader::{LogEnd, LogReader, Record};
 pub use page_copy::PageCopy;
 pub use page_pool::{PagePool, PageRecord, PageState, Verb};
 pub use page_table::PageTable;
+pub use replay::Replay;
 pub use shape::Shape;
 pub use sizing::{Geometry, Policy, Reserve};
 pub use step::{Plan, StepKind, StepState};

@@ -1,297 +1,438 @@
-//! The ledger against a plain model, over random operations: the same outcome, the same lengths, a clean audit after
-//! each one, and a refused call changes nothing.
+//! The ledger against a plain model, over random operations: the same refusals with the same numbers, the same lengths,
+//! pages shared and fenced alike, a clean audit after each one, and a refused call changes nothing.
 
 mod model;
 
-use model::{Model, Outcome};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use model::{Model, Outcome, PageId, Refusal};
 use proptest::prelude::*;
-use specpool_core::sizing::{self, Geometry};
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape};
+use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
+use specpool_check::decode::{OP_BYTES, decode};
+use specpool_check::op::{Given, Op, apply};
+use specpool_check::scene::{Scene, SceneRow, SceneStep};
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Plan, Policy, Row, Shape, StepState};
 
+/// The model, what it was asked last and what it said.
 #[derive(Debug, Clone)]
-enum Op {
-    Admit,
-    Extend {
-        rows: Pick,
-        add: Vec<i32>,
-        writes_draft: bool,
-    },
-    Decode {
-        rows: Pick,
-        shapes: Vec<usize>,
-        writes_draft: bool,
-    },
-    Launch {
-        step: usize,
-    },
-    Resolve {
-        step: usize,
-        accepts: Vec<i32>,
-    },
-    Complete {
-        step: usize,
-    },
-    /// Any number at all: also one long over, one cancelled, one yet to come.
-    CompleteAny {
-        step: u64,
-    },
-    Cancel {
-        step: usize,
-    },
-    Trim {
-        row: usize,
-        len: i32,
-    },
-    GiveBack {
-        row: usize,
-        how: u8,
-    },
+struct Reference {
+    config: LedgerConfig,
+    model: Model,
+    last: Option<(Op, Outcome)>,
 }
 
-/// Rows of a batch: those of a mask that can most likely take part, or any numbers at all.
-#[derive(Debug, Clone)]
-enum Pick {
-    Able(Vec<bool>),
-    Any(Vec<usize>),
-}
+/// One operation, undecoded.
+#[derive(Clone)]
+struct Bytes([u8; OP_BYTES]);
 
-impl Pick {
-    fn rows(&self, able: impl Fn(usize) -> bool) -> Vec<usize> {
-        match self {
-            Self::Able(mask) => (1..=ROWS).filter(|&row| mask[row - 1] && able(row)).collect(),
-            Self::Any(rows) => rows.clone(),
-        }
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(formatter, "{byte:02x}"))
     }
 }
 
-const ROWS: usize = 4;
-const CONTEXT: i32 = 30;
-
-fn some_rows() -> impl Strategy<Value = Pick> {
-    prop_oneof![
-        12 => prop::collection::vec(prop::bool::weighted(0.7), ROWS).prop_map(Pick::Able),
-        1 => prop::collection::vec(0..=ROWS + 1, 0..4).prop_map(Pick::Any),
-    ]
-}
-
-fn any_op() -> impl Strategy<Value = Op> {
-    // Steps are named by their place among those that can take the verb, mostly 0, the one whose turn it is.
-    let step = || prop_oneof![8 => Just(0_usize), 1 => 0..6_usize];
-    let accepts = || prop_oneof![20 => Just(1), 10 => Just(2), 1 => 0..6_i32];
-    prop_oneof![
-        2 => Just(Op::Admit),
-        4 => (some_rows(), prop::collection::vec(prop_oneof![20 => 1..9_i32, 1 => -1..40_i32], 5), prop::bool::weighted(0.9))
-            .prop_map(|(rows, add, writes_draft)| Op::Extend { rows, add, writes_draft }),
-        8 => (some_rows(), prop::collection::vec(0..4_usize, 5), prop::bool::weighted(0.9))
-            .prop_map(|(rows, shapes, writes_draft)| Op::Decode { rows, shapes, writes_draft }),
-        10 => step().prop_map(|step| Op::Launch { step }),
-        8 => (step(), prop::collection::vec(accepts(), 5)).prop_map(|(step, accepts)| Op::Resolve { step, accepts }),
-        3 => step().prop_map(|step| Op::Complete { step }),
-        1 => (0..50_u64).prop_map(|step| Op::CompleteAny { step }),
-        2 => step().prop_map(|step| Op::Cancel { step }),
-        1 => (0..=ROWS + 1, -1..CONTEXT).prop_map(|(row, len)| Op::Trim { row, len }),
-        1 => (0..=ROWS + 1, 0..3_u8).prop_map(|(row, how)| Op::GiveBack { row, how }),
-    ]
-}
-
-/// Three rows with a launched prefill, so that most operations have something to work on.
-fn warm_up() -> Vec<Op> {
-    let rows = Pick::Able(vec![true; ROWS]);
-    let extend = Op::Extend { rows, add: vec![3, 8, 4, 5], writes_draft: true };
-    vec![Op::Admit, Op::Admit, Op::Admit, extend, Op::Launch { step: 0 }]
-}
-
-fn kind(error: &Error) -> &'static str {
-    match error {
-        Error::OutOfPages { .. } => "OutOfPages",
-        Error::OutOfRows { .. } => "OutOfRows",
-        Error::ContextEnd { .. } => "ContextEnd",
-        Error::StalePlan { .. } => "StalePlan",
-        Error::Order(_) => "Order",
-        Error::NotReady(_) => "NotReady",
-        Error::DraftLag { .. } => "DraftLag",
-        Error::Shape(_) => "Shape",
-        _ => "never",
-    }
-}
-
-fn ints(values: &[usize]) -> Vec<i32> {
-    values.iter().map(|&value| value as i32).collect()
-}
-
-/// Does `op` in both; the outcomes of ledger and model.
-fn apply(ledger: &mut Ledger, model: &mut Model, op: &Op) -> (Outcome, Outcome) {
-    let known = |launched: Option<bool>, age: usize, model: &Model| {
-        let steps: Vec<u64> =
-            model.steps.iter().filter(|s| launched.is_none_or(|want| s.launched == want)).map(|s| s.step).collect();
-        steps.get(age).copied().unwrap_or(model.next_step + age as u64)
+/// What the decoder sees of the model; the ledger must look the same.
+fn scene(config: &LedgerConfig, model: &Model) -> Scene {
+    let row = |row: &model::ModelRow| SceneRow {
+        live: row.live,
+        resolved: row.resolved,
+        in_flight: row.rounds.len() as i32,
+        has_root: row.has_root,
     };
-    let say = |result: Result<(), Error>| result.map(|()| 0).map_err(|error| kind(&error));
-    match op {
-        Op::Admit => match ledger.admit(Some("request")) {
-            Ok(row) => {
-                model.admitted(row.at());
-                (Ok(0), Ok(0))
-            }
-            Err(error) => (Err(kind(&error)), if model.free_rows() == 0 { Err("OutOfRows") } else { Ok(0) }),
+    let step = |step: &model::ModelStep| SceneStep {
+        step: step.step,
+        is_extend: step.is_extend,
+        state: match (step.launched, step.resolved) {
+            (false, _) if model.is_stale(step) => StepState::Stale,
+            (false, _) => StepState::Prepared,
+            (true, false) => StepState::Launched,
+            (true, true) => StepState::Resolved,
         },
-        Op::Extend { rows, add, writes_draft } => {
-            let rows = &rows.rows(|row| model.rows[row].live && model.rows[row].rounds.is_empty());
-            let base = |&row: &usize| model.rows.get(row).map_or(0, |row| row.resolved);
-            let lens: Vec<i32> = rows.iter().zip(add).map(|(row, add)| base(row) + add).collect();
-            let plan = ledger.prepare_extend(&ints(rows), &lens, *writes_draft);
-            let found = plan.map(|plan| plan.step as i64).map_err(|error| kind(&error));
-            (found, model.prepare_extend(rows, &lens, *writes_draft))
-        }
-        Op::Decode { rows, shapes, writes_draft } => {
-            let rows = &rows.rows(|row| model.rows[row].has_root && model.rows[row].rounds.len() <= model.depth);
-            let shapes = &shapes[..rows.len()];
-            let before: Vec<usize> = (0..2).map(|group| ledger.free_pages(group).unwrap()).collect();
-            let estimate = ledger.tokens_required(&ints(rows), &ints(shapes));
-            let plan = ledger.prepare_decode(&ints(rows), &ints(shapes), *writes_draft);
-            if plan.is_ok() {
-                let estimate = estimate.unwrap();
-                assert_eq!(estimate, model.tokens_required(rows, shapes));
-                for (group, before) in before.into_iter().enumerate() {
-                    let taken = before - ledger.free_pages(group).unwrap();
-                    assert_eq!(estimate[group], taken as i64 * model.groups[group].page_size, "the estimate is exact");
-                }
-            }
-            let found = plan.map(|plan| plan.step as i64).map_err(|error| kind(&error));
-            (found, model.prepare_decode(rows, shapes, *writes_draft))
-        }
-        Op::Launch { step } => {
-            let step = known(Some(false), *step, model);
-            (say(ledger.launch(step)), model.launch(step))
-        }
-        Op::Resolve { step, accepts } => {
-            let waiting: Vec<&model::ModelStep> = model.steps.iter().filter(|s| s.launched && !s.resolved).collect();
-            let step = waiting.get(*step).map_or(known(None, *step, model), |s| s.step);
-            let lanes = model.steps.iter().find(|s| s.step == step).map_or(0, |s| s.lanes.len());
-            (say(ledger.resolve(step, &accepts[..lanes])), model.resolve(step, &accepts[..lanes]))
-        }
-        Op::Complete { step } => {
-            let pending: Vec<u64> = model.steps.iter().map(|s| s.step).filter(|&s| s > model.completed).collect();
-            let step = pending.get(*step).copied().unwrap_or(*step as u64);
-            (say(ledger.complete(step)), model.complete(step))
-        }
-        Op::CompleteAny { step } => (say(ledger.complete(*step)), model.complete(*step)),
-        Op::Cancel { step } => {
-            let newest: Vec<u64> = model.steps.iter().rev().map(|s| s.step).collect();
-            let step = newest.get(*step).copied().unwrap_or(*step as u64);
-            (say(ledger.cancel(step)), model.cancel(step))
-        }
-        Op::Trim { row, len } => {
-            let found = ledger.trim(Row(*row as i32), *len).map(i64::from).map_err(|error| kind(&error));
-            (found, model.trim(*row, *len))
-        }
-        Op::GiveBack { row, how } => {
-            let id = Row(*row as i32);
-            let found = match how {
-                0 => ledger.retract(id),
-                1 => ledger.finish(id),
-                _ => ledger.abort(id),
-            };
-            (say(found), model.give_back(*row))
-        }
+        is_complete: step.step <= model.completed,
+        rows: step.lanes.iter().map(|lane| lane.row as i32).collect(),
+        shapes: step.lanes.iter().map(|lane| lane.shape as i32).collect(),
+    };
+    Scene {
+        max_context_len: config.max_context_len as i32,
+        overlap_depth: config.overlap_depth as i32,
+        max_chunk: config.max_chunk.unwrap_or(config.max_context_len) as i32,
+        max_batch: config.max_batch.unwrap_or(config.num_rows) as usize,
+        has_sessions: config.sessions || config.groups.iter().all(|group| group.window.is_none()),
+        max_accept_lens: model.shapes.iter().map(|&(most, _)| most).collect(),
+        rows: model.rows.iter().map(row).collect(),
+        steps: model.steps.iter().map(step).collect(),
+        prefixes: model.prefixes.iter().map(|(&prefix, state)| (prefix, state.len)).collect(),
     }
 }
 
-fn same(ledger: &Ledger, model: &Model) -> Result<(), TestCaseError> {
-    for (at, row) in model.rows.iter().enumerate() {
-        prop_assert_eq!(ledger.resolved_len()[at], row.resolved);
-        prop_assert_eq!(ledger.in_flight()[at], row.rounds.len() as i32);
-        prop_assert_eq!(ledger.drafted_len()[at], row.drafted);
-        prop_assert_eq!(ledger.epoch()[at], row.epoch);
-        for (group, spec) in model.groups.iter().enumerate() {
-            let allocated = i64::from(ledger.allocated_len(group).unwrap()[at]);
-            prop_assert_eq!(allocated, row.pages[group] * spec.page_size);
-        }
-    }
-    for group in 0..model.groups.len() {
-        prop_assert_eq!(ledger.free_pages(group).unwrap() as i64, model.free_pages(group));
-        prop_assert_eq!(ledger.fenced_pages(group).unwrap() as i64, model.fenced_pages(group));
-    }
-    prop_assert_eq!(ledger.num_free_rows(), model.free_rows());
-    Ok(())
-}
-
-/// A device's copy of the tables, kept by deltas alone.
-fn follow(ledger: &mut Ledger, device: &mut [Vec<i32>], step: u64, acknowledge: bool) {
-    let Ok(deltas) = ledger.take_delta(step) else { return };
-    for (group, delta) in deltas.iter().enumerate() {
-        let columns = ledger.page_table(group).unwrap().pages_per_row();
-        for entry in 0..delta.rows.len() {
-            let cell = delta.rows[entry] as usize * columns + delta.columns[entry] as usize;
-            device[group][cell] = delta.pages[entry];
-        }
-        assert_eq!(device[group], ledger.page_table(group).unwrap().cells());
-    }
-    if acknowledge {
-        ledger.ack_delta(step).unwrap();
+fn ask(model: &mut Model, op: &Op) -> Outcome {
+    match op {
+        Op::Admit => model.admit(),
+        Op::AdmitOn { prefix, len } => model.admit_on(*prefix, *len),
+        Op::Fork { row } => model.fork(*row),
+        Op::PinPrefix { row, len } => model.pin_prefix(*row, *len),
+        Op::ReleasePrefix { prefix } => model.release_prefix(*prefix),
+        Op::PrepareExtend { rows, new_lens, writes_draft } => model.prepare_extend(rows, new_lens, *writes_draft),
+        Op::PrepareDecode { rows, shapes, writes_draft } => model.prepare_decode(rows, shapes, *writes_draft),
+        Op::Launch { step } => model.launch(*step),
+        Op::Resolve { step, accept_lens } => model.resolve(*step, accept_lens),
+        Op::Complete { step } => model.complete(*step),
+        Op::Cancel { step } => model.cancel(*step),
+        Op::Abandon { step } => model.abandon(*step),
+        Op::Trim { row, len } => model.trim(*row, *len),
+        Op::EndTurn { row, len } => model.end_turn(*row, *len),
+        Op::Retract { row } | Op::Finish { row } | Op::Abort { row } => model.give_back(*row),
+        Op::TakeDelta { step } => model.take_delta(*step),
+        Op::AckDelta { step } => model.ack_delta(*step),
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+/// What the ledger gave, in the model's words.
+fn outcome(found: &Result<Given, Error>) -> Outcome {
+    Err(match found {
+        Ok(given) => {
+            return Ok(match given {
+                Given::Done | Given::Delta(_) => 0,
+                Given::Row(row) => row.0.into(),
+                Given::Prefix(prefix) => *prefix as i64,
+                Given::Len(len) => (*len).into(),
+                Given::Plan(plan) => plan.step as i64,
+            });
+        }
+        Err(Error::OutOfPages { group, need, free, fenced, reclaimable }) => {
+            let (group, [need, free, fenced, reclaimable]) = (group.clone(), [*need, *free, *fenced, *reclaimable]);
+            Refusal::OutOfPages { group, need, free, fenced, reclaimable }
+        }
+        Err(Error::OutOfRows { fenced, .. }) => Refusal::OutOfRows { fenced: *fenced },
+        Err(Error::ContextEnd { rows, .. }) => Refusal::ContextEnd(rows.clone()),
+        Err(Error::StalePlan { row, .. }) => Refusal::StalePlan { row: *row },
+        Err(Error::Order(_)) => Refusal::Order,
+        Err(Error::NotReady(_)) => Refusal::NotReady,
+        Err(Error::DraftLag { row, drafted, resolved }) => {
+            Refusal::DraftLag { row: *row, drafted: *drafted, resolved: *resolved }
+        }
+        Err(Error::Shape(_)) => Refusal::Shape,
+        Err(Error::Config(_)) => Refusal::Config,
+        Err(error) => panic!("no call may end like this: {error}"),
+    })
+}
 
-    #[test]
-    fn random_operations_agree_with_the_model(
-        ops in prop::collection::vec(any_op(), 1..120),
-        page_size in 1_i64..6,
-        slack in 0_i64..20,
-        depth in 0_usize..3,
-        exact: bool,
-        holey: bool,
-    ) {
-        let policy = if exact { Policy::Exact } else { Policy::DoubleBuffer };
+const CONTEXT: i64 = 30;
+
+fn any_window() -> impl Strategy<Value = Option<i64>> {
+    prop_oneof![2 => Just(None), 1 => (1_i64..12).prop_map(Some)]
+}
+
+/// One or two groups of any page sizes and kinds; pools from the least that is allowed on.
+fn any_config() -> impl Strategy<Value = LedgerConfig> {
+    let group = || (1_i64..6, any_window(), 0_i64..24);
+    let flags = (any::<[bool; 6]>(), 0_i64..3, 1_i64..5, prop::option::of(4_i64..20));
+    (group(), prop::option::of(group()), flags).prop_map(|(first, second, (flags, depth, num_rows, max_chunk))| {
+        let [exact, holey, draft_kv, sessions, page_fencing, one_batch] = flags;
         let layout = if holey { Layout::Holey } else { Layout::Dense };
+        let of = |name: &str, (page_size, window, _): (i64, Option<i64>, i64), hosts_drafts: bool| {
+            let layout = if hosts_drafts { layout } else { Layout::Dense };
+            Group { name: name.into(), page_size, num_pages: 1 << 20, hosts_drafts, layout, window }
+        };
+        let split = second.map(|second| of("target", second, false));
+        let groups: Vec<Group> = split.into_iter().chain([of("draft", first, true)]).collect();
+        let slack: Vec<i64> = second.into_iter().chain([first]).map(|(_, _, slack)| slack).collect();
         let shapes = vec![
             Shape::NONE,
             Shape::eagle(2, 1, 3).unwrap(),
             Shape::eagle(2, 2, 4).unwrap(),
             Shape::new(1, 1, 1).unwrap(),
         ];
-        let draft = Geometry::new(page_size, true, layout).unwrap();
-        let width = sizing::row_width(draft, &shapes, CONTEXT.into(), depth as i64, policy).unwrap();
-        let draft_pages = width / page_size + slack;
-        let groups = vec![
-            Group { name: "target".into(), page_size: 4, num_pages: 12 + slack, hosts_drafts: false, layout: Layout::Dense, window: None },
-            Group { name: "draft".into(), page_size, num_pages: draft_pages, hosts_drafts: true, layout, window: None },
-        ];
-        let mut config = LedgerConfig::new(groups.clone(), shapes.clone(), ROWS as i64, CONTEXT.into());
-        config.policy = policy;
-        config.overlap_depth = depth as i64;
-        let mut ledger = Ledger::new(config).unwrap();
-        let mut model = Model::new(&groups, &shapes, ROWS, CONTEXT, depth, policy);
-        let mut device: Vec<Vec<i32>> =
-            (0..2).map(|group| vec![0; ledger.page_table(group).unwrap().cells().len()]).collect();
-        for (turn, op) in warm_up().iter().chain(&ops).enumerate() {
-            let before = format!("{ledger:?}");
-            let (found, expected) = apply(&mut ledger, &mut model, op);
-            prop_assert_eq!(found, expected, "{:?}", op);
-            if found.is_err() {
-                prop_assert_eq!(&before, &format!("{ledger:?}"), "a refused call changed something: {:?}", op);
-            }
-            same(&ledger, &model)?;
-            prop_assert_eq!(ledger.check(), Ok(()), "{:?}", op);
-            if matches!(op, Op::Launch { .. }) && found.is_ok() {
-                let step = model.steps.iter().filter(|s| s.launched).map(|s| s.step).max().unwrap();
-                follow(&mut ledger, &mut device, step, turn % 3 != 0);
+        let mut config = LedgerConfig::new(groups, shapes, num_rows, CONTEXT);
+        config.policy = if exact { Policy::Exact } else { Policy::DoubleBuffer };
+        config.overlap_depth = depth;
+        (config.draft_kv, config.sessions, config.page_fencing) = (draft_kv, sessions, page_fencing);
+        config.max_chunk = max_chunk;
+        config.max_batch = (one_batch && num_rows > 1).then_some(num_rows - 1);
+        config.digest = true;
+        for (group, slack) in slack.into_iter().enumerate() {
+            config.groups[group].num_pages = least_pages(&config, group) + slack;
+        }
+        config
+    })
+}
+
+/// The least pool that the ledger accepts, found by asking it.
+fn least_pages(config: &LedgerConfig, group: usize) -> i64 {
+    let accepts = |num_pages: i64| {
+        let mut config = config.clone();
+        config.groups[group].num_pages = num_pages;
+        Ledger::new(config).is_ok()
+    };
+    (1..).find(|&num_pages| accepts(num_pages)).unwrap()
+}
+
+impl ReferenceStateMachine for Reference {
+    type State = Self;
+    type Transition = Bytes;
+
+    fn init_state() -> BoxedStrategy<Self> {
+        any_config().prop_map(|config| Self { model: Model::new(&config), config, last: None }).boxed()
+    }
+
+    fn transitions(_: &Self) -> BoxedStrategy<Self::Transition> {
+        any::<[u8; OP_BYTES]>().prop_map(Bytes).boxed()
+    }
+
+    fn apply(mut state: Self, bytes: &Bytes) -> Self {
+        let op = decode(&bytes.0, &scene(&state.config, &state.model));
+        let said = ask(&mut state.model, &op);
+        state.last = Some((op, said));
+        state
+    }
+}
+
+/// The ledger, and what follows it from outside.
+#[derive(Debug)]
+struct Followed {
+    ledger: Ledger,
+    /// Per group: the ledger's page of each page of the model that was ever seen in a table.
+    pages: Vec<BTreeMap<PageId, i32>>,
+    /// Per group: a device's copy of the table, which only acknowledged deltas change.
+    device: Vec<Vec<i32>>,
+    /// The turn of the newest take that is acknowledged.
+    device_turn: u64,
+    /// Per step with a delta taken: the table that the device has once it is applied, and the turn of the take.
+    taken: BTreeMap<u64, (Vec<Vec<i32>>, u64)>,
+    /// Per group and cell: the turn in which it last changed, while the change is not acknowledged.
+    pending: BTreeMap<(usize, usize), u64>,
+    turn: u64,
+    history: Vec<Op>,
+}
+
+fn tables(ledger: &Ledger) -> Vec<Vec<i32>> {
+    (0..ledger.num_groups()).map(|group| ledger.page_table(group).unwrap().cells().to_vec()).collect()
+}
+
+impl Followed {
+    fn new(config: LedgerConfig) -> Self {
+        let ledger = Ledger::new(config).unwrap();
+        let device = tables(&ledger);
+        let pages = vec![BTreeMap::new(); device.len()];
+        let (taken, pending) = (BTreeMap::new(), BTreeMap::new());
+        Self { ledger, pages, device, device_turn: 0, taken, pending, turn: 0, history: Vec::new() }
+    }
+
+    /// One operation, and all that must hold after it.
+    fn step(&mut self, model: &Model, op: &Op, expected: &Outcome, bytes: &Bytes) {
+        assert_eq!(decode(&bytes.0, &Scene::of(&self.ledger)), *op, "the model and the ledger look alike before");
+        let (before, hash, digest) = (tables(&self.ledger), self.ledger.state_hash(), self.ledger.digest());
+        let evicted = evicted_lens(&self.ledger);
+        let estimate = match op {
+            Op::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
+            _ => None,
+        };
+        let found = apply(&mut self.ledger, op);
+        assert_eq!(outcome(&found), *expected, "{op:?}: {found:?}");
+        self.turn += 1;
+        match &found {
+            Ok(given) => self.follow(op, given, &before),
+            Err(_) => {
+                assert_eq!((hash, digest), (self.ledger.state_hash(), self.ledger.digest()), "{op:?} was refused");
+                assert_eq!(before, tables(&self.ledger));
             }
         }
-        for row in 1..=ROWS {
+        if let Ok(Given::Plan(plan)) = &found {
+            check_plan(self, model, plan, estimate.as_deref());
+            check_undo(&self.ledger, plan, hash, &evicted);
+        }
+        same(self, model);
+        assert_eq!(self.ledger.check(), Ok(()));
+    }
+
+    /// Deltas: at most one entry a cell, exactly the cells that changed since the last acknowledged take.
+    fn follow(&mut self, op: &Op, given: &Given, before: &[Vec<i32>]) {
+        let now = tables(&self.ledger);
+        for (group, (before, now)) in before.iter().zip(&now).enumerate() {
+            for cell in (0..now.len()).filter(|&cell| now[cell] != before[cell]) {
+                self.pending.insert((group, cell), self.turn);
+            }
+        }
+        match (op, given) {
+            (Op::TakeDelta { step }, Given::Delta(delta)) => {
+                let mut device = self.device.clone();
+                let mut changed = Vec::new();
+                for (group, entries) in delta.iter().enumerate() {
+                    let columns = self.ledger.page_table(group).unwrap().pages_per_row();
+                    for at in 0..entries.rows.len() {
+                        let cell = entries.rows[at] as usize * columns + entries.columns[at] as usize;
+                        device[group][cell] = entries.pages[at];
+                        changed.push((group, cell));
+                    }
+                }
+                changed.sort_unstable();
+                assert!(changed.iter().eq(self.pending.keys()), "{changed:?} {:?}", self.pending);
+                assert_eq!(device, now, "the delta brings the copy up to date");
+                self.taken.insert(*step, (device, self.turn));
+            }
+            (Op::AckDelta { step }, _) => {
+                let (device, turn) = self.taken[step].clone();
+                if turn > self.device_turn {
+                    (self.device, self.device_turn) = (device, turn);
+                }
+                self.pending.retain(|_, changed| *changed > turn);
+                self.taken = self.taken.split_off(&(step + 1));
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Everything that can be asked of a ledger is as the model says.
+fn same(followed: &mut Followed, model: &Model) {
+    let ledger = &followed.ledger;
+    for (at, row) in model.rows.iter().enumerate() {
+        let id = Row(at as i32);
+        assert_eq!(ledger.is_live(id), row.live);
+        assert_eq!(ledger.resolved_len()[at], row.resolved);
+        assert_eq!(ledger.in_flight()[at], row.rounds.len() as i32);
+        assert_eq!(ledger.drafted_len()[at], row.drafted);
+        assert_eq!(ledger.epoch()[at], row.epoch);
+        assert_eq!(ledger.idle()[at], row.idle);
+        assert_eq!(ledger.checkpoint_len(id), row.checkpoint);
+        assert_eq!(ledger.has_root(id), row.has_root);
+        for (group, held) in row.groups.iter().enumerate() {
+            assert_eq!(i64::from(ledger.allocated_len(group).unwrap()[at]), held.allocated);
+            assert_eq!(i64::from(ledger.protected_len(group).unwrap()[at]), held.protected);
+            assert_eq!(i64::from(ledger.evicted_len(group).unwrap()[at]), held.evicted);
+        }
+    }
+    for group in 0..model.groups.len() {
+        assert_eq!(ledger.free_pages(group).unwrap(), model.free_pages(group));
+        assert_eq!(ledger.fenced_pages(group).unwrap(), model.fenced_pages(group));
+        assert_eq!(ledger.reclaimable_pages(group).unwrap(), model.reclaimable_pages(group));
+    }
+    assert_eq!(ledger.num_free_rows(), model.num_free_rows());
+    assert_eq!(ledger.completed(), model.completed);
+    assert!(ledger.prefixes().eq(model.prefixes.keys().copied()));
+    for group in 0..model.groups.len() {
+        same_pages(followed, model, group);
+    }
+}
+
+/// The tables hold the model's pages under the ledger's names, each with its state and its holders.
+fn same_pages(followed: &mut Followed, model: &Model, group: usize) {
+    let Followed { ledger, pages, .. } = followed;
+    let names = &mut pages[group];
+    let held = model.held_pages(group);
+    names.retain(|page, _| held.contains(page));
+    for (at, row) in model.rows.iter().enumerate() {
+        let cells = ledger.page_table(group).unwrap().row(Row(at as i32));
+        for (column, &cell) in cells.iter().enumerate() {
+            match row.groups[group].table.get(&(column as i64)) {
+                Some(&page) => assert_eq!(*names.entry(page).or_insert(cell), cell, "row {at} column {column}"),
+                None => assert_eq!(cell, 0, "row {at} column {column} of group {group}"),
+            }
+        }
+    }
+    let mut distinct: Vec<i32> = names.values().copied().collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert_eq!(distinct.len(), names.len(), "two pages of the model are one of the ledger");
+    for (&page, &name) in names.iter() {
+        let record = ledger.page_record(group, Page(name)).unwrap();
+        let shared = if model.is_shared(group, page) { PageState::Shared } else { PageState::Owned };
+        assert_eq!((record.state, record.holders as usize), (shared, model.holders(group, page).len()));
+    }
+}
+
+impl StateMachineTest for Followed {
+    type SystemUnderTest = Self;
+    type Reference = Reference;
+
+    fn init_test(reference: &Reference) -> Self {
+        Self::new(reference.config.clone())
+    }
+
+    fn apply(mut sut: Self, reference: &Reference, bytes: Bytes) -> Self {
+        let (op, expected) = reference.last.clone().unwrap();
+        sut.history.push(op.clone());
+        let step = AssertUnwindSafe(|| sut.step(&reference.model, &op, &expected, &bytes));
+        if let Err(fault) = catch_unwind(step) {
+            let fault = fault.downcast_ref::<String>().map_or("a panic", String::as_str);
+            panic!("{fault}\n{:#?}\nthe last of {:#?}", reference.config, sut.history);
+        }
+        sut
+    }
+
+    /// Nothing leaks: with every request, prefix and step gone, the pools are full.
+    fn teardown(mut sut: Self, reference: Reference) {
+        let ledger = &mut sut.ledger;
+        for row in 1..=ledger.num_rows() {
             ledger.abort(Row(row as i32)).ok();
         }
-        if let Some(step) = model.steps.iter().filter(|s| s.launched).map(|s| s.step).max() {
-            ledger.complete(step).unwrap();
+        for prefix in ledger.prefixes().collect::<Vec<_>>() {
+            ledger.release_prefix(prefix).unwrap();
         }
-        for (group, spec) in groups.iter().enumerate() {
-            prop_assert_eq!(ledger.free_pages(group).unwrap() as i64, spec.num_pages, "a page leaked");
+        for step in reference.model.steps.iter().rev().filter(|step| !step.launched) {
+            ledger.cancel(step.step).unwrap();
         }
-        prop_assert_eq!(ledger.num_free_rows(), ROWS);
-        prop_assert_eq!(ledger.check(), Ok(()));
+        if let Some(step) = reference.model.steps.iter().rev().find(|step| step.launched) {
+            ledger.complete(step.step).unwrap();
+        }
+        for (group, spec) in reference.config.groups.iter().enumerate() {
+            assert_eq!(ledger.free_pages(group).unwrap() as i64, spec.num_pages, "a page leaked");
+        }
+        assert_eq!(ledger.num_free_rows(), ledger.num_rows());
+        assert_eq!(ledger.check(), Ok(()));
     }
+}
+
+/// The plan says what the model says, and took what the estimate said.
+fn check_plan(followed: &Followed, model: &Model, plan: &Plan, estimate: Option<&[i64]>) {
+    let step = model.steps.last().unwrap();
+    let lanes = || step.lanes.iter();
+    assert!(lanes().map(|lane| lane.row as i32).eq(plan.rows.iter().copied()));
+    assert!(lanes().map(|lane| lane.shape as i32).eq(plan.shapes.iter().copied()));
+    assert!(lanes().map(|lane| lane.epoch).eq(plan.epochs.iter().copied()));
+    assert!(lanes().map(|lane| (lane.lo, lane.hi)).eq(plan.lo.iter().copied().zip(plan.hi.iter().copied())));
+    assert!(lanes().map(|lane| lane.start).eq(plan.start.iter().copied()));
+    let new_len = |lane: &model::Lane| model.rows[lane.row].resolved;
+    assert!(lanes().map(new_len).eq(plan.new_len.iter().copied()));
+    let (before, after) =
+        (plan.allocated_before.chunks(plan.num_lanes()), plan.allocated_after.chunks(plan.num_lanes()));
+    for (group, (before, after)) in before.zip(after).enumerate() {
+        let held = |lane: &model::Lane| model.rows[lane.row].groups[group].allocated;
+        assert!(lanes().map(|lane| lane.allocated[group]).eq(before.iter().map(|&slots| slots.into())));
+        assert!(lanes().map(held).eq(after.iter().map(|&slots| slots.into())));
+        if let Some(estimate) = estimate {
+            let taken: i64 = before.iter().zip(after).map(|(&before, &after)| i64::from(after - before)).sum();
+            assert_eq!(estimate[group], taken, "the estimate is exact");
+        }
+    }
+    assert_eq!(plan.page_copies.len(), step.copies.len());
+    for (copy, expected) in plan.page_copies.iter().zip(&step.copies) {
+        assert_eq!((copy.group as usize, i64::from(copy.tokens)), (expected.group, expected.tokens));
+        for (found, page) in [(copy.src, expected.src), (copy.dst, expected.dst)] {
+            assert!(followed.pages[expected.group].get(&page).is_none_or(|&name| name == found));
+        }
+    }
+}
+
+/// A cancel brings the state back to the bit, where the preparation evicted nothing.
+fn check_undo(ledger: &Ledger, plan: &Plan, hash: u64, evicted: &[Vec<i32>]) {
+    if evicted == evicted_lens(ledger) {
+        let mut undone = ledger.clone();
+        undone.cancel(plan.step).unwrap();
+        assert_eq!(undone.state_hash(), hash, "cancel of step {}", plan.step);
+    }
+}
+
+fn evicted_lens(ledger: &Ledger) -> Vec<Vec<i32>> {
+    (0..ledger.num_groups()).map(|group| ledger.evicted_len(group).unwrap().to_vec()).collect()
+}
+
+proptest_state_machine::prop_state_machine! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_operations_agree_with_the_model(sequential 1..200 => Followed);
 }
 
 /// Pages that a row of `root` tokens, with no round in flight, holds once a round of shape 1 is prepared.

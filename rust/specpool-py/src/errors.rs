@@ -14,6 +14,7 @@ mod py {
     import_exception!(specpool.errors, OutOfPages);
     import_exception!(specpool.errors, OutOfRows);
     import_exception!(specpool.errors, PageStateError);
+    import_exception!(specpool.errors, RecordError);
     import_exception!(specpool.errors, RowOverflow);
     import_exception!(specpool.errors, ShapeError);
     import_exception!(specpool.errors, StalePlan);
@@ -37,6 +38,7 @@ pub fn to_py(error: Error) -> PyErr {
         Error::Shape(_) => py::ShapeError::new_err(text),
         Error::Config(_) => py::ConfigError::new_err(text),
         Error::Corrupt(_) => py::CorruptState::new_err(text),
+        Error::Record(_) => py::RecordError::new_err(text),
     }
 }
 

@@ -1,11 +1,14 @@
 //! `Ledger` and `Snapshot` for Python.
 
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use specpool_core::LedgerConfig;
 
 use crate::arrays::{ConfigInt, group, int_array, int32, page, prefix, row, step, vector, view, view_2d};
-use crate::errors::{shape_error, to_py};
+use crate::errors::{config_error, shape_error, to_py};
 use crate::group::Group;
 use crate::plan::Plan;
 use crate::shape::Shape;
@@ -23,8 +26,20 @@ impl Snapshot {
     }
 }
 
+/// Where `SPECPOOL_RECORD` has a ledger recorded: `%p` is the process; the second ledger of a process and those after it
+/// put their number behind the name, so that none writes over another.
+fn path_of_environment() -> Option<PathBuf> {
+    static LEDGERS: AtomicU64 = AtomicU64::new(0);
+    let name = std::env::var("SPECPOOL_RECORD").ok().filter(|name| !name.is_empty())?;
+    let name = name.replace("%p", &std::process::id().to_string());
+    match LEDGERS.fetch_add(1, Ordering::Relaxed) + 1 {
+        1 => Some(name.into()),
+        number => Some(format!("{name}.{number}").into()),
+    }
+}
+
 #[pyclass(module = "specpool._core")]
-pub struct Ledger(specpool_core::Ledger);
+pub struct Ledger(pub specpool_core::Ledger);
 
 type Ints<'py> = Bound<'py, PyArray1<i32>>;
 /// rows, columns, pages of one group.
@@ -36,9 +51,11 @@ type Ownership<'py> = (Bound<'py, PyArray1<u8>>, Ints<'py>, Ints<'py>);
 impl Ledger {
     #[new]
     #[pyo3(signature = (groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=ConfigInt(0),
-        policy="exact", row_width=None, draft_kv=true, max_chunk=None, sessions=false, page_fencing=true, digest=false),
+        policy="exact", row_width=None, draft_kv=true, max_chunk=None, sessions=false, page_fencing=true, digest=false,
+        record=None, record_limit=ConfigInt(1 << 30)),
         text_signature = "(groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=0, policy='exact', \
-        row_width=None, draft_kv=True, max_chunk=None, sessions=False, page_fencing=True, digest=False)")]
+        row_width=None, draft_kv=True, max_chunk=None, sessions=False, page_fencing=True, digest=False, \
+        record=None, record_limit=1073741824)")]
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a configuration, all by keyword")]
     fn new(
         groups: Vec<Group>,
@@ -54,6 +71,8 @@ impl Ledger {
         sessions: bool,
         page_fencing: bool,
         digest: bool,
+        record: Option<PathBuf>,
+        record_limit: ConfigInt,
     ) -> PyResult<Self> {
         let config = LedgerConfig {
             groups: groups.into_iter().map(|group| group.0).collect(),
@@ -70,7 +89,15 @@ impl Ledger {
             page_fencing,
             digest,
         };
-        specpool_core::Ledger::new(config).map(Self).map_err(to_py)
+        let ledger = match record.or_else(path_of_environment) {
+            Some(path) => {
+                let limit = u64::try_from(record_limit.0)
+                    .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
+                specpool_core::Ledger::recorded(config, &path, limit)
+            }
+            None => specpool_core::Ledger::new(config),
+        };
+        ledger.map(Self).map_err(to_py)
     }
 
     #[getter]
@@ -404,8 +431,8 @@ impl Ledger {
         self.0.restore(&snapshot.0).map_err(to_py)
     }
 
-    fn close(&mut self) {
-        self.0.close();
+    fn close(&mut self) -> PyResult<()> {
+        self.0.close().map_err(to_py)
     }
 
     fn check(&self) -> PyResult<()> {

@@ -8,6 +8,7 @@ mod group;
 mod ledger;
 mod mask;
 mod plan;
+mod replay;
 mod shape;
 mod sizing;
 mod slots;
@@ -23,6 +24,8 @@ mod _core {
     use super::mask::{attention_bias, attention_mask};
     #[pymodule_export]
     use super::plan::Plan;
+    #[pymodule_export]
+    use super::replay::{Event, Replay};
     #[pymodule_export]
     use super::shape::Shape;
     #[pymodule_export]

@@ -396,7 +396,7 @@ impl Ledger {
             for lane in growing_lanes(before, after) {
                 let row = Row(plan.rows[lane as usize]);
                 let to = after[lane as usize].into();
-                self.groups[at].grow(row, to, plan.step, verb, &mut self.digest)?;
+                self.groups[at].grow(row, to, plan.step, verb)?;
             }
         }
         self.drop_orphan_copies(verb);

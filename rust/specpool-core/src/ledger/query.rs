@@ -1,5 +1,7 @@
 //! What a ledger can be asked: nothing here changes it.
 
+use std::sync::Arc;
+
 use super::Ledger;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
@@ -9,7 +11,7 @@ use crate::page_pool::PageRecord;
 use crate::page_table::PageTable;
 use crate::shape::Shape;
 use crate::sizing::Policy;
-use crate::step::{StepKind, StepState};
+use crate::step::{Plan, StepKind, StepState};
 
 impl Ledger {
     /// A group's index, checked.
@@ -207,6 +209,19 @@ impl Ledger {
         self.steps.states().map(|(record, state)| (record.plan.step, record.plan.kind, state))
     }
 
+    /// What a step that is not over was prepared with.
+    #[must_use]
+    pub fn plan_of(&self, step: u64) -> Option<&Arc<Plan>> {
+        self.steps.get(step).map(|record| &record.plan)
+    }
+
+    /// Whether the row can take a round as far as its tokens go: an extend of it has launched since it was admitted or
+    /// cut.
+    #[must_use]
+    pub fn has_root(&self, row: Row) -> bool {
+        self.rows.check_live(row.0).is_ok_and(|row| self.rows.ready[row.at()])
+    }
+
     /// Every step up to this one has finished on the device.
     #[must_use]
     pub fn completed(&self) -> u64 {
@@ -254,7 +269,7 @@ impl Ledger {
     /// ranks that did the same.
     #[must_use]
     pub fn digest(&self) -> Option<u64> {
-        self.digest.map(Digest::value)
+        self.recorder.digest.map(Digest::value)
     }
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs, page

@@ -241,7 +241,7 @@ impl Ledger {
             group.protected[row.at()] = whole as i32;
             group.allocated[row.at()] = whole as i32;
             if let Some(src) = start.tail {
-                group.grow(row, whole + group.page_size, step, verb, &mut self.digest)?;
+                group.grow(row, whole + group.page_size, step, verb)?;
                 let column = (whole / group.page_size) as usize;
                 let dst = Page(group.table.row(row)[column]);
                 let tokens = i64::from(len) - whole;

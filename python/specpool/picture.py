@@ -1,0 +1,263 @@
+"""What a ledger looks like at one moment: pages, rows and the slots of a row, as plain values.
+
+A `Film` runs a log again and takes a `Picture` after any event; drawing it is the command line's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specpool._core import Event, Group, Ledger, Plan, Replay, Shape, draft_write_positions
+from specpool.errors import RecordError
+
+# Page states of `Ledger.ownership_map`.
+FREE, OWNED, SHARED, FENCED = range(4)
+
+SlotKind = Literal["evicted", "shared", "committed", "root", "draft", "hole", "verify", "reserved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A decode in flight, as one row sees it."""
+
+    step: int
+    shape: int  # index into Ledger.shapes
+    lo: int  # least position of the round's root
+    hi: int  # greatest, inclusive
+    state: str  # "prepared", "stale" or "launched"
+
+
+@dataclass(frozen=True, slots=True)
+class RowPicture:
+    """One admitted row; lengths in slots, per group where they are tuples."""
+
+    row: int
+    tag: str | None
+    resolved: int
+    in_flight: int
+    drafted: int
+    epoch: int
+    idle: bool
+    rounds: tuple[Round, ...]  # in flight, oldest first
+    allocated: tuple[int, ...]
+    protected: tuple[int, ...]
+    evicted: tuple[int, ...]
+    pages: tuple[tuple[int, ...], ...]  # of [0, allocated), 0 where evicted
+
+    @property
+    def committed(self) -> int:
+        """`kv_committed_len`: final tokens and one root a round in flight."""
+        return self.resolved + self.in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPicture:
+    """One page pool: `ownership_map`, and the counts."""
+
+    states: NDArray[np.uint8]  # [num_pages + 1]
+    owners: NDArray[np.int32]  # [num_pages + 1]
+    holders: NDArray[np.int32]  # [num_pages + 1]
+    free: int
+    fenced: int
+    reclaimable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The ledger right after `event` (None: before the first one)."""
+
+    event: Event | None
+    groups: tuple[GroupPicture, ...]
+    rows: tuple[RowPicture, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a position of a row holds. `branch` and `step` of a draft; `source` of a hole."""
+
+    position: int
+    kind: SlotKind
+    branch: int = -1
+    step: int = -1
+    source: int = -1
+    in_verify: bool = False
+
+
+def row_name(row: int, num_rows: int) -> str:
+    """A short name in capital letters, of equal width for all rows: A, B, .. or AA, AB, .."""
+    width, most = 1, 26
+    while num_rows > most:
+        width, most = width + 1, most * 26
+    name, rest = "", row - 1
+    for _ in range(width):
+        name, rest = chr(ord("A") + rest % 26) + name, rest // 26
+    return name
+
+
+class Film:
+    """A log, run again event by event.
+
+    Args:
+        path: the event log.
+
+    Raises:
+        RecordError: the log cannot be read; so in every method.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.replay = Replay(path)
+        self.ledger: Ledger = self.replay.ledger
+        self._plans: dict[int, Plan] = {}
+        self._event: Event | None = None
+
+    def advance(self) -> Event | None:
+        """Run one more event; None at the end of the log."""
+        event = self.replay.advance()
+        if event is None:
+            return None
+        self._event = event
+        if event.plan is not None:
+            self._plans[event.plan.step] = event.plan
+        if event.verb in ("complete", "resolve", "cancel"):
+            in_flight = {step for step, _, _ in self.ledger.steps()}
+            self._plans = {step: plan for step, plan in self._plans.items() if step in in_flight}
+        return event
+
+    def events(self) -> Iterator[Event]:
+        """Run the rest."""
+        while (event := self.advance()) is not None:
+            yield event
+
+    def to_step(self, step: int) -> None:
+        """Run until right after the preparation of `step`.
+
+        Raises:
+            RecordError: the log has no such step.
+        """
+        last = 0
+        for event in self.events():
+            if event.plan is not None:
+                last = event.plan.step
+                if last == step:
+                    return
+        raise RecordError(f"step {step} is not in the log: its steps are 1 to {last}")
+
+    def picture(self) -> Picture:
+        """The ledger as it is now."""
+        ledger = self.ledger
+        return Picture(
+            event=self._event,
+            groups=tuple(_group(ledger, at) for at in range(len(ledger.groups))),
+            rows=tuple(self._row(row) for row in live_rows(ledger)),
+        )
+
+    def _row(self, row: int) -> RowPicture:
+        ledger = self.ledger
+        groups = range(len(ledger.groups))
+        allocated = tuple(int(ledger.allocated_len(at)[row]) for at in groups)
+        return RowPicture(
+            row=row,
+            tag=ledger.tag(row),
+            resolved=int(ledger.resolved_len[row]),
+            in_flight=int(ledger.in_flight[row]),
+            drafted=int(ledger.drafted_len[row]),
+            epoch=int(ledger.epoch[row]),
+            idle=bool(ledger.idle[row]),
+            rounds=tuple(self._rounds(row)),
+            allocated=allocated,
+            protected=tuple(int(ledger.protected_len(at)[row]) for at in groups),
+            evicted=tuple(int(ledger.evicted_len(at)[row]) for at in groups),
+            pages=tuple(
+                tuple(ledger.page_table(at)[row, : length // group.page_size].tolist())
+                for at, (length, group) in enumerate(zip(allocated, ledger.groups, strict=True))
+            ),
+        )
+
+    def _rounds(self, row: int) -> Iterator[Round]:
+        """The row's rounds in flight, with the bounds that the resolved ones leave (spec 3.2)."""
+        lo = hi = int(self.ledger.resolved_len[row])
+        for step, kind, state in self.ledger.steps():
+            plan = self._plans.get(step)
+            if plan is None or kind != "decode" or state == "resolved":
+                continue
+            for lane in np.flatnonzero(plan.rows == row):
+                if plan.epochs[lane] == self.ledger.epoch[row]:
+                    shape = int(plan.shapes[lane])
+                    yield Round(step, shape, lo, hi, state)
+                    lo, hi = lo + 1, hi + self.ledger.shapes[shape].max_accept_len
+
+
+def live_rows(ledger: Ledger) -> list[int]:
+    """The rows that are admitted."""
+    return [row for row in range(1, ledger.num_rows + 1) if ledger.is_live(row)]
+
+
+def _group(ledger: Ledger, at: int) -> GroupPicture:
+    states, owners, holders = ledger.ownership_map(at)
+    return GroupPicture(
+        states,
+        owners,
+        holders,
+        free=ledger.free_pages(at),
+        fenced=ledger.fenced_pages(at),
+        reclaimable=ledger.reclaimable_pages(at),
+    )
+
+
+def slots(row: RowPicture, at: int, group: Group, shapes: list[Shape]) -> list[Slot]:
+    """Every position of the row in the group `at`, `[0, allocated)`.
+
+    The drafts are those of the newest round in flight, with its root at the least place it can be.
+    """
+    kinds = [
+        Slot(position, _kind(row, at, group.page_size, position))
+        for position in range(row.allocated[at])
+    ]
+    if not row.rounds:
+        return kinds
+    newest = row.rounds[-1]
+    shape, root = shapes[newest.shape], newest.lo
+    for slot in _drafts(group, shape, root):
+        kinds[slot.position] = slot
+    for position in range(root, min(root + shape.num_draft_tokens, len(kinds))):
+        old = kinds[position]
+        kind: SlotKind = "verify" if old.kind == "reserved" else old.kind
+        kinds[position] = Slot(position, kind, old.branch, old.step, old.source, in_verify=True)
+    return kinds
+
+
+def _kind(row: RowPicture, at: int, page_size: int, position: int) -> SlotKind:
+    if row.pages[at][position // page_size] == 0:
+        return "evicted"
+    if position < row.protected[at]:
+        return "shared"
+    if position < row.resolved:
+        return "committed"
+    return "root" if position < row.committed else "reserved"
+
+
+def _drafts(group: Group, shape: Shape, root: int) -> Iterator[Slot]:
+    """The cells of the round's branches, and the copies of the prefix's tail before them."""
+    if not group.hosts_drafts or shape.num_steps == 0:
+        return
+    cells = draft_write_positions(
+        np.array([root], dtype=np.int32),
+        num_steps=shape.num_steps,
+        topk=shape.topk,
+        page_size=group.page_size,
+        layout=group.layout,
+    )[0]
+    is_holey = group.layout == "holey" and group.page_size > 1 and shape.topk > 1
+    last = root % group.page_size if is_holey else 0
+    for branch, positions in enumerate(cells.tolist()):
+        for step, position in enumerate(positions):
+            yield Slot(position, "draft", branch, step)
+        for back in range(1, last + 1):
+            if branch > 0:
+                yield Slot(positions[0] - back, "hole", branch, source=root - back)

@@ -1,0 +1,367 @@
+"""A fake device: it runs launched steps over slots that remember which token lies in them.
+
+Every forward reads its prefix and writes all cells that a real round can touch, so that a page
+handed out too early, a table delta that came late or a wrong length is seen as a stale or foreign
+token, at the step that meets it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specpool import Ledger, Plan
+
+_Ints: TypeAlias = NDArray[np.int32]
+_Delta: TypeAlias = tuple[_Ints, _Ints, _Ints]  # rows, columns, pages of one group
+
+
+class DeviceFault(AssertionError):  # noqa: N818 - a fault of the schedule, found by the device
+    """A forward read a token that is not its row's, or used a position that has no page."""
+
+
+@dataclass(eq=False)
+class _Lane:
+    """One row's part of a launched step."""
+
+    plan: Plan
+    lane: int
+    lines: list[_Ints]  # The row's pages, per group, as its forward sees them.
+    accept_len: int | None = None  # Set once it has run.
+    failed: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.plan.step
+
+    @property
+    def row(self) -> int:
+        return int(self.plan.rows[self.lane])
+
+
+@dataclass(eq=False)
+class _Copies:
+    """A step's page copies."""
+
+    step: int
+    moves: list[tuple[int, int, int, int]]  # (group, src page, dst page, tokens)
+    rows: set[int]  # Those that the copies go to.
+
+
+@dataclass
+class _Sequence:
+    """What the device knows of a row."""
+
+    tokens: list[int] = field(default_factory=list)
+    failed: bool = False  # A forward or copy of it failed: its KV is garbage from then on.
+
+
+class FakeDevice:
+    """Runs the forwards of one ledger, out of order where several streams could.
+
+    Call `launch(plan)` in place of the model's forward, right after `ledger.launch(plan.step)`;
+    then `accept_lens(step)` for `ledger.resolve`, and `finish(step)` before `ledger.complete`. Rows
+    that start on another row's tokens (`admit` on a prefix, `fork`) are announced by `begin`.
+
+    Args:
+        ledger: its table deltas are taken and acknowledged by `launch`.
+        choose: `choose(n)` is a number in `range(n)`; it decides accept lengths and the order in
+            which rows run. The default is seeded with 0.
+        in_order: one stream, each step behind the other; the default where the ledger has no page
+            fencing. Otherwise only a row's own forwards keep their order, and page copies run
+            before the forwards of their step and of later ones.
+        acknowledge: `launch` acknowledges the delta that it takes; False leaves that to the caller.
+
+    Raises:
+        DeviceFault: from whichever call runs the forward that goes wrong.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        choose: Callable[[int], int] | None = None,
+        in_order: bool | None = None,
+        acknowledge: bool = True,
+    ) -> None:
+        self._ledger = ledger
+        self._choose = choose or random.Random(0).randrange
+        self._in_order = not ledger.page_fencing if in_order is None else in_order
+        self._acknowledge = acknowledge
+        self._groups, self._shapes = ledger.groups, ledger.shapes
+        groups = range(len(self._groups))
+        self._tables = [ledger.full_table(group) for group in groups]
+        # Per group, slot -> token; a token that no sequence knows is garbage.
+        self._target: list[dict[int, int]] = [{} for _ in groups]
+        self._draft: list[dict[int, int]] = [{} for _ in groups]
+        self._sequences: dict[int, _Sequence] = {}
+        self._queue: list[_Copies | _Lane] = []
+        self._steps: dict[int, list[_Lane]] = {}
+        self._next_token = 1
+
+    # --- What an engine calls ---
+
+    def begin(self, row: int, tokens: Sequence[int] = ()) -> None:
+        """The row, just admitted, holds these tokens (of `tokens(other)`)."""
+        self._sequences[row] = _Sequence(list(tokens))
+
+    def tokens(self, row: int) -> list[int]:
+        """The row's tokens whose KV has been written, as opaque numbers."""
+        return list(self._sequence(row).tokens)
+
+    def launch(self, plan: Plan) -> None:
+        """Enqueues the forward of a step that the ledger has just launched."""
+        self.apply_delta(self._ledger.take_delta(plan.step))
+        if self._acknowledge:
+            self._ledger.ack_delta(plan.step)
+        moves = [tuple(move) for move in plan.page_copies.tolist()]
+        if moves:
+            rows = {
+                int(row)
+                for group, _, dst, _ in moves
+                for row in np.nonzero((self._tables[group] == dst).any(axis=1))[0]
+            }
+            self._queue.append(_Copies(plan.step, moves, rows))
+        lanes = [
+            _Lane(plan, lane, [table[row].copy() for table in self._tables])
+            for lane, row in enumerate(plan.rows)
+        ]
+        self._queue += lanes
+        self._steps[plan.step] = lanes
+
+    def apply_delta(self, delta: Sequence[_Delta]) -> None:
+        """The answer of `ledger.take_delta`, where it was not `launch` that took it."""
+        for table, (rows, columns, pages) in zip(self._tables, delta, strict=True):
+            table[rows, columns] = pages
+
+    def accept_lens(self, step: int, wish: Sequence[int] | None = None) -> list[int]:
+        """What each lane of a round accepted; runs what has not run yet.
+
+        Args:
+            step: a launched decode.
+            wish: [b], what lanes that have not run shall accept; anything out of range, and None,
+                leaves it to chance.
+        """
+        lanes = self._steps[step]
+        for at, lane in enumerate(lanes):
+            self._run_until(lane, 0 if wish is None else int(wish[at]))
+        return [lane.accept_len or 0 for lane in lanes]
+
+    def finish(self, step: int) -> None:
+        """Runs all that is left of the step and of every step before it."""
+        while left := [unit for unit in self._queue if _step(unit) <= step]:
+            self._run_one(left)
+
+    def run_some(self) -> None:
+        """Runs one forward or batch of copies, if any is waiting."""
+        if self._queue:
+            self._run_one(self._queue)
+
+    def fail(self, step: int) -> None:
+        """What has not run of the step never will: its rows, and copies' rows, hold garbage."""
+        for unit in list(self._queue):
+            if _step(unit) != step:
+                continue
+            if isinstance(unit, _Lane):
+                unit.failed = True
+            else:
+                self._queue.remove(unit)
+                for row in unit.rows:
+                    self._sequence(row).failed = True
+
+    def check_row(self, row: int, length: int) -> None:
+        """The row's KV is what it should be, from its `evicted_len` to `length`."""
+        self.finish(max((_step(unit) for unit in self._queue), default=0))
+        for group in range(len(self._groups)):
+            line = self._ledger.full_table(group)[row]
+            first = int(self._ledger.evicted_len(group)[row])
+            self._read(f"row {row}", group, line, row, range(first, length), self._target)
+
+    # --- Order ---
+
+    def _ready(self, units: Sequence[_Copies | _Lane]) -> list[_Copies | _Lane]:
+        if self._in_order:
+            return [unit for unit in self._queue[:1] if unit in units]
+        first_copies = next((unit for unit in self._queue if isinstance(unit, _Copies)), None)
+        ready: list[_Copies | _Lane] = []
+        rows: set[int] = set()
+        for unit in self._queue:
+            if isinstance(unit, _Copies):
+                if unit is first_copies:
+                    ready.append(unit)
+            else:
+                if unit.row not in rows and (first_copies is None or unit.step < first_copies.step):
+                    ready.append(unit)
+                rows.add(unit.row)
+        return [unit for unit in ready if unit in units]
+
+    def _run_one(self, units: Sequence[_Copies | _Lane], wish: int = 0) -> None:
+        ready = self._ready(units)
+        unit = ready[self._choose(len(ready))]
+        self._queue.remove(unit)
+        if isinstance(unit, _Copies):
+            self._copy(unit)
+        else:
+            self._forward(unit, wish)
+
+    def _run_until(self, lane: _Lane, wish: int) -> None:
+        while lane in self._queue:
+            before = (
+                self._queue
+                if self._in_order
+                else [
+                    unit
+                    for unit in self._queue
+                    if _step(unit) <= lane.step
+                    and (unit is lane or isinstance(unit, _Copies) or unit.row == lane.row)
+                ]
+            )
+            ready = self._ready(before)
+            self._run_one(ready, wish if ready == [lane] else 0)
+
+    # --- Forwards ---
+
+    def _copy(self, copies: _Copies) -> None:
+        for group, src, dst, tokens in copies.moves:
+            size = self._groups[group].page_size
+            for memory in (self._target[group], self._draft[group]):
+                for offset in range(tokens):
+                    memory[dst * size + offset] = memory.get(src * size + offset, 0)
+
+    def _forward(self, unit: _Lane, wish: int) -> None:
+        sequence = self._sequence(unit.row)
+        if unit.failed:
+            sequence.failed = True
+        if unit.plan.kind == "extend":
+            if not unit.failed:
+                self._extend(unit, sequence)
+            unit.accept_len = 0
+            return
+        most = self._shapes[int(unit.plan.shapes[unit.lane])].max_accept_len
+        unit.accept_len = wish if 1 <= wish <= most else 1 + self._choose(most)
+        if not unit.failed:
+            self._decode(unit, sequence, unit.accept_len)
+
+    def _extend(self, unit: _Lane, sequence: _Sequence) -> None:
+        lo, new_len = int(unit.plan.lo[unit.lane]), int(unit.plan.new_len[unit.lane])
+        if lo == 0:
+            sequence.failed = False
+        if not sequence.failed:
+            if len(sequence.tokens) < lo:
+                raise DeviceFault(
+                    f"{_name(unit)} starts at {lo}, the row has {len(sequence.tokens)} tokens"
+                )
+            self._read_prefix(unit, lo, self._target)
+        del sequence.tokens[lo:]
+        sequence.tokens += self._new_tokens(new_len - len(sequence.tokens))
+        self._keep(unit, sequence.tokens, range(lo, new_len))
+
+    def _decode(self, unit: _Lane, sequence: _Sequence, accept_len: int) -> None:
+        plan, lane = unit.plan, unit.lane
+        lo, hi, root = int(plan.lo[lane]), int(plan.hi[lane]), len(sequence.tokens)
+        shape = self._shapes[int(plan.shapes[lane])]
+        if sequence.failed:
+            root = lo + self._choose(hi - lo + 1)  # Garbage, clamped.
+        else:
+            if not lo <= root <= hi:
+                raise DeviceFault(f"{_name(unit)}: the true root {root} is not in [{lo}, {hi}]")
+            self._read_prefix(unit, root, self._target)
+            if shape.num_steps > 0 and self._ledger.draft_kv:
+                self._read_prefix(unit, root, self._draft)
+        for group, spec in enumerate(self._groups):
+            cells = set(range(root, root + shape.num_draft_tokens))
+            if spec.hosts_drafts:
+                cells |= _draft_cells(
+                    root, spec.page_size, shape.num_steps, shape.topk, spec.layout == "holey"
+                )
+            for position in cells:
+                slot = self._slot(_name(unit), group, unit.lines[group], position)
+                self._target[group][slot] = self._draft[group][slot] = -plan.step
+        del sequence.tokens[root:]
+        sequence.tokens += self._new_tokens(root + accept_len - len(sequence.tokens))
+        self._keep(unit, sequence.tokens, range(root, root + accept_len))
+
+    def _keep(self, unit: _Lane, tokens: list[int], positions: range) -> None:
+        """Writes tokens that stay."""
+        for group, spec in enumerate(self._groups):
+            for position in positions:
+                slot = self._slot(_name(unit), group, unit.lines[group], position)
+                self._target[group][slot] = tokens[position]
+                if unit.plan.writes_draft and spec.hosts_drafts:
+                    self._draft[group][slot] = tokens[position]
+
+    def _read_prefix(self, unit: _Lane, end: int, memory: list[dict[int, int]]) -> None:
+        for group, spec in enumerate(self._groups):
+            if memory is self._draft and not spec.hosts_drafts:
+                continue
+            first = 0 if spec.window is None else max(0, end - spec.window + 1)
+            line = unit.lines[group]
+            self._read(_name(unit), group, line, unit.row, range(first, end), memory)
+
+    def _read(
+        self,
+        who: str,
+        group: int,
+        line: _Ints,
+        row: int,
+        positions: range,
+        memory: list[dict[int, int]],
+    ) -> None:
+        tokens = self._sequences[row].tokens
+        for position in positions:
+            slot = self._slot(who, group, line, position)
+            found, wanted = memory[group].get(slot, 0), tokens[position]
+            if found != wanted:
+                kind = "draft" if memory is self._draft else "target"
+                raise DeviceFault(
+                    f"{who}: {kind} KV at position {position}, slot {slot} of group "
+                    f"{self._groups[group].name}, is of {_token(found)}, not of token {wanted}"
+                )
+
+    def _slot(self, who: str, group: int, line: _Ints, position: int) -> int:
+        size = self._groups[group].page_size
+        page = int(line[position // size]) if position // size < len(line) else 0
+        if page == 0:
+            raise DeviceFault(
+                f"{who}: position {position} has no page in group {self._groups[group].name}"
+            )
+        return page * size + position % size
+
+    def _sequence(self, row: int) -> _Sequence:
+        return self._sequences.setdefault(row, _Sequence())
+
+    def _new_tokens(self, count: int) -> list[int]:
+        first, self._next_token = self._next_token, self._next_token + count
+        return list(range(first, first + count))
+
+
+def _step(unit: _Copies | _Lane) -> int:
+    return unit.step
+
+
+def _name(unit: _Lane) -> str:
+    return f"step {unit.step} ({unit.plan.kind}), row {unit.row}"
+
+
+def _token(found: int) -> str:
+    if found == 0:
+        return "nothing"
+    return f"token {found}" if found > 0 else f"drafts of step {-found}"
+
+
+def _draft_cells(root: int, page_size: int, steps: int, topk: int, holey: bool) -> set[int]:
+    """Positions that the drafts of a round write, the copies of the prefix's tail included."""
+    if not holey or page_size == 1 or topk == 1:
+        return {root + cell for cell in range(steps * topk)}
+    if steps == 0:
+        return set()
+    last = root % page_size
+    stride = -(-(last + steps) // page_size) * page_size
+    own = {root + branch * stride + step for branch in range(topk) for step in range(steps)}
+    holes = {root - last + branch * stride + at for branch in range(1, topk) for at in range(last)}
+    return own | holes

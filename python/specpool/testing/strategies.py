@@ -1,0 +1,158 @@
+"""Hypothesis strategies: shapes, groups, whole ledgers, accept lengths, operation sequences."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from hypothesis import strategies as st
+
+from specpool import ConfigError, Group, Ledger, Shape
+from specpool.testing.operations import CODE_LEN
+
+_Policy: TypeAlias = Literal["exact", "double_buffer"]
+_POLICIES: list[_Policy] = ["exact", "exact", "double_buffer"]
+_LAYOUTS: list[Literal["dense", "holey"]] = ["dense", "holey"]
+
+
+@dataclass(frozen=True)
+class LedgerConfig:
+    """What a `Ledger` is built from, by the names of its arguments."""
+
+    groups: tuple[Group, ...]
+    shapes: tuple[Shape, ...]
+    num_rows: int
+    max_context_len: int
+    max_batch: int | None = None
+    overlap_depth: int = 0
+    policy: _Policy = "exact"
+    draft_kv: bool = True
+    max_chunk: int | None = None
+    sessions: bool = False
+    page_fencing: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `Ledger`."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: named[name] for name in named if name not in ("groups", "shapes")}
+
+    def build(self, **more: Any) -> Ledger:
+        """A new ledger; `more` is passed on to it.
+
+        Raises:
+            ConfigError: as `Ledger`.
+        """
+        return Ledger(self.groups, self.shapes, **self.options() | more)
+
+
+def shapes(
+    max_steps: int = 3, max_topk: int = 3, max_draft_tokens: int = 8
+) -> st.SearchStrategy[Shape]:
+    """Shapes that an EAGLE drafter can build, and shape 0."""
+
+    def tree(fields: tuple[int, int, int]) -> Shape:
+        steps, topk, tokens = fields
+        most = 1 + topk + (steps - 1) * topk * topk
+        return Shape.eagle(steps, topk, steps + 1 if topk == 1 else min(tokens, most))
+
+    fields = (st.integers(1, max_steps), st.integers(1, max_topk), st.integers(2, max_draft_tokens))
+    trees = st.tuples(*fields).map(tree)
+    return st.just(Shape.none()) | trees
+
+
+def any_shapes(max_field: int = 4) -> st.SearchStrategy[Shape]:
+    """Every shape that the ledger takes, those included that no EAGLE drafter builds."""
+    fields = (st.integers(0, max_field), st.integers(1, max_field), st.integers(1, 2 * max_field))
+    return st.tuples(*fields).map(lambda fields: Shape(*fields))
+
+
+@st.composite
+def ledger_configs(
+    draw: st.DrawFn,
+    *,
+    page_sizes: Sequence[int] = (1, 2, 3, 4, 8, 16),
+    max_groups: int = 3,
+    max_rows: int = 4,
+    max_context_len: int = 40,
+    max_overlap_depth: int = 2,
+    max_shapes: int = 3,
+    windows: bool = True,
+    chunks: bool = True,
+    spare_pages: int = 12,
+) -> LedgerConfig:
+    """Small ledgers that can be built, with pools tight enough to run out of pages.
+
+    Args:
+        draw: Hypothesis's own.
+        page_sizes: of the groups.
+        max_groups: most groups.
+        max_rows: most rows.
+        max_context_len: greatest L.
+        max_overlap_depth: greatest D.
+        max_shapes: most shapes besides shape 0.
+        windows: whether some groups have a window.
+        chunks: whether some ledgers limit the length of an extend.
+        spare_pages: most pages of a pool beyond what a single row needs.
+    """
+    context = draw(st.integers(4, max_context_len))
+    chunk = draw(st.none() | st.integers(1, context)) if chunks else None
+    drafting = (shapes() | any_shapes()).filter(lambda shape: shape != Shape.none())
+    rounds = tuple(draw(st.lists(drafting, min_size=1, max_size=max_shapes)))
+    num_rows = draw(st.integers(1, max_rows))
+    config = LedgerConfig(
+        (),
+        rounds,
+        num_rows=num_rows,
+        max_context_len=context,
+        max_batch=draw(st.none() | st.integers(1, num_rows)),
+        overlap_depth=draw(st.integers(0, max_overlap_depth)),
+        policy=draw(st.sampled_from(_POLICIES)),
+        draft_kv=draw(st.booleans()),
+        max_chunk=chunk,
+        sessions=draw(st.booleans()),
+        page_fencing=draw(st.sampled_from([True, True, True, False])),
+    )
+    groups = []
+    for at in range(draw(st.integers(1, max_groups))):
+        size = draw(st.sampled_from(list(page_sizes)))
+        hosts_drafts, layout = draw(st.booleans()), draw(st.sampled_from(_LAYOUTS))
+        window = draw(st.none() | st.integers(1, context)) if windows else None
+        facts: dict[str, Any] = {
+            "page_size": size,
+            "hosts_drafts": hosts_drafts,
+            "layout": layout,
+            "window": window,
+        }
+        pages = _least_pages(config, facts) + draw(st.integers(0, spare_pages))
+        groups.append(Group(f"kv{at}", num_pages=pages, **facts))
+    return replace(config, groups=tuple(groups))
+
+
+def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
+    """The fewest pages with which a ledger of this one group can be built, found by trying."""
+
+    def can_be_built(pages: int) -> bool:
+        try:
+            replace(config, groups=(Group("kv", num_pages=pages, **facts),)).build()
+        except ConfigError:
+            return False
+        return True
+
+    return 1 + bisect_left(range(1, 1 << 20), True, key=can_be_built)
+
+
+def accept_lens(lanes: Sequence[Shape]) -> st.SearchStrategy[list[int]]:
+    """What a round of these shapes may accept, lane by lane, bonus token included."""
+    return st.tuples(*(st.integers(1, shape.max_accept_len) for shape in lanes)).map(list)
+
+
+def operation_codes() -> st.SearchStrategy[bytes]:
+    """Bytes that `decode_op(ledger, code)` turns into one operation on the ledger as it is then."""
+    return st.binary(min_size=CODE_LEN, max_size=CODE_LEN)
+
+
+def operation_sequences(max_size: int = 50) -> st.SearchStrategy[list[bytes]]:
+    """Codes for `decode_op`, one after the other: `apply(ledger, decode_op(ledger, code))`."""
+    return st.lists(operation_codes(), max_size=max_size)

@@ -1,0 +1,313 @@
+//! From a few random bytes and the ledger's state to one operation, deterministic: the one decoder behind the random
+//! tests in Rust, the soak run and Hypothesis.
+//!
+//! A byte string is read from its start; behind its end all bytes are 0, so that a shorter or smaller string is a
+//! simpler operation and a shrinker has something to work with. The first byte says whether the operation is meant to
+//! succeed (0..=239) or may be anything at all (240..=255): unknown rows, repeated rows, lengths out of range, steps
+//! that are over, arrays that do not fit. The second picks a verb by its weight among those that have something to work
+//! on; the rest are its arguments. [`OP_BYTES`] bytes are enough for every choice that a batch of 8 rows needs.
+
+use specpool_core::StepState;
+
+use crate::op::Op;
+use crate::scene::{Scene, SceneStep};
+
+/// Bytes that one operation may read.
+pub const OP_BYTES: usize = 24;
+
+/// A byte string, endless.
+struct Bytes<'a>(&'a [u8]);
+
+impl Bytes<'_> {
+    fn next(&mut self) -> u8 {
+        match self.0.split_first() {
+            Some((&first, rest)) => {
+                self.0 = rest;
+                first
+            }
+            None => 0,
+        }
+    }
+
+    /// A number in `0..n`, 0 where `n` is 0.
+    fn below(&mut self, n: usize) -> usize {
+        usize::from(self.next()) % n.max(1)
+    }
+
+    /// True for `n` of 16 bytes; false for 0.
+    fn is_rare(&mut self, n: u8) -> bool {
+        self.next() % 16 >= 16 - n
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> Option<T> {
+        from.get(self.below(from.len())).copied()
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Verb {
+    Admit,
+    AdmitOn,
+    Fork,
+    PinPrefix,
+    ReleasePrefix,
+    Extend,
+    Decode,
+    Launch,
+    Resolve,
+    Complete,
+    Cancel,
+    Abandon,
+    Trim,
+    EndTurn,
+    GiveBack,
+    TakeDelta,
+    AckDelta,
+}
+
+const VERBS: [Verb; 17] = [
+    Verb::Admit,
+    Verb::AdmitOn,
+    Verb::Fork,
+    Verb::PinPrefix,
+    Verb::ReleasePrefix,
+    Verb::Extend,
+    Verb::Decode,
+    Verb::Launch,
+    Verb::Resolve,
+    Verb::Complete,
+    Verb::Cancel,
+    Verb::Abandon,
+    Verb::Trim,
+    Verb::EndTurn,
+    Verb::GiveBack,
+    Verb::TakeDelta,
+    Verb::AckDelta,
+];
+
+/// The operation that `bytes` mean in this scene.
+#[must_use]
+pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
+    let mut bytes = Bytes(bytes);
+    if bytes.next() >= 240 {
+        let verb = VERBS[bytes.below(VERBS.len())];
+        return anything(verb, &mut bytes, scene);
+    }
+    let able = Able::of(scene);
+    let weights = VERBS.map(|verb| able.weight(verb, scene));
+    let total: usize = weights.iter().sum();
+    // Two bytes, so that every verb keeps its weight whatever the total is.
+    let mut at = (bytes.below(256) * 256 + bytes.below(256)) * total / 65_536;
+    for (verb, weight) in VERBS.into_iter().zip(weights) {
+        if at < weight {
+            return able.op(verb, &mut bytes, scene);
+        }
+        at -= weight;
+    }
+    Op::Admit
+}
+
+/// What there is to work on.
+struct Able<'a> {
+    live: Vec<i32>,
+    can_extend: Vec<i32>,
+    can_decode: Vec<i32>,
+    next_launch: Option<u64>,
+    newest_unlaunched: Option<u64>,
+    is_stuck: bool,
+    unresolved: Vec<&'a SceneStep>,
+    incomplete: Vec<u64>,
+}
+
+impl<'a> Able<'a> {
+    fn of(scene: &'a Scene) -> Self {
+        let of_state = |state| scene.steps.iter().filter(move |step| step.state == state);
+        let is_launched = |step: &&SceneStep| matches!(step.state, StepState::Launched | StepState::Resolved);
+        let unlaunched = scene.steps.iter().find(|step| !is_launched(step));
+        Self {
+            live: scene.rows_where(|_| true),
+            can_extend: (scene.rows_where(|row| row.in_flight == 0 && row.resolved < scene.max_context_len))
+                .into_iter()
+                .filter(|&row| !scene.has_unlaunched_extend(row))
+                .collect(),
+            can_decode: scene.rows_where(|row| {
+                row.has_root && row.in_flight <= scene.overlap_depth && row.resolved < scene.max_context_len
+            }),
+            next_launch: unlaunched.filter(|step| step.state == StepState::Prepared).map(|step| step.step),
+            newest_unlaunched: scene.steps.iter().rev().find(|step| !is_launched(step)).map(|step| step.step),
+            is_stuck: of_state(StepState::Stale).next().is_some(),
+            unresolved: of_state(StepState::Launched).filter(|step| !step.is_extend).collect(),
+            incomplete: scene.steps.iter().filter(is_launched).filter(|s| !s.is_complete).map(|s| s.step).collect(),
+        }
+    }
+
+    /// How often the verb comes, 0 where it could only be refused.
+    fn weight(&self, verb: Verb, scene: &Scene) -> usize {
+        let given = |weight, is_able: bool| if is_able { weight } else { 0 };
+        let has_row = self.live.len() + 1 < scene.rows.len();
+        match verb {
+            Verb::Admit => given(6, has_row),
+            Verb::AdmitOn => given(4, has_row && !scene.prefixes.is_empty()),
+            Verb::Fork => given(3, has_row && !self.can_extend.is_empty()),
+            Verb::PinPrefix => given(2, !self.live.is_empty()),
+            Verb::ReleasePrefix => scene.prefixes.len().min(4),
+            Verb::Extend => given(14, !self.is_stuck && !self.can_extend.is_empty()),
+            Verb::Decode => given(20, !self.is_stuck && !self.can_decode.is_empty()),
+            Verb::Launch => given(24, self.next_launch.is_some()),
+            Verb::Resolve => given(16, !self.unresolved.is_empty()),
+            Verb::Complete => given(8, !self.incomplete.is_empty()),
+            Verb::Cancel => given(if self.is_stuck { 40 } else { 3 }, self.newest_unlaunched.is_some()),
+            Verb::Abandon => given(1, !self.incomplete.is_empty()),
+            Verb::Trim => given(3, !self.live.is_empty()),
+            Verb::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
+            Verb::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
+            Verb::TakeDelta | Verb::AckDelta => given(3, !scene.steps.is_empty()),
+        }
+    }
+
+    /// Some of `rows`, at most a batch, mostly all.
+    fn batch(&self, rows: &[i32], bytes: &mut Bytes, scene: &Scene) -> Vec<i32> {
+        let start = bytes.below(rows.len());
+        let mut batch: Vec<i32> = rows.iter().cycle().skip(start).take(rows.len()).copied().collect();
+        batch.retain(|_| !bytes.is_rare(5));
+        if batch.is_empty() {
+            batch.extend(rows.get(start));
+        }
+        batch.truncate(scene.max_batch);
+        batch
+    }
+
+    fn op(&self, verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Op {
+        let row = |bytes: &mut Bytes| bytes.pick(&self.live).unwrap_or(0);
+        // Lengths near the row's end, where cuts are, and now and then any.
+        let len_of = |row: i32, bytes: &mut Bytes| {
+            let most = scene.resolved(row) + 1;
+            if bytes.is_rare(4) { bytes.below(most as usize + 1) as i32 } else { (most - bytes.below(6) as i32).max(0) }
+        };
+        match verb {
+            Verb::Admit => Op::Admit,
+            Verb::AdmitOn => {
+                let (prefix, most) = bytes.pick(&scene.prefixes).unwrap_or_default();
+                let len = (!bytes.is_rare(8)).then(|| most - bytes.below(most as usize + 1) as i32);
+                Op::AdmitOn { prefix, len }
+            }
+            Verb::Fork => Op::Fork { row: bytes.pick(&self.can_extend).unwrap_or(0) },
+            Verb::PinPrefix => {
+                let row = row(bytes);
+                Op::PinPrefix { row, len: (scene.resolved(row) - bytes.below(8) as i32).max(1) }
+            }
+            Verb::ReleasePrefix => Op::ReleasePrefix { prefix: bytes.pick(&scene.prefixes).unwrap_or_default().0 },
+            Verb::Extend => {
+                let writes_draft = !bytes.is_rare(1);
+                let rows = self.batch(&self.can_extend, bytes, scene);
+                let new_len = |&row: &i32| {
+                    let room = (scene.max_context_len - scene.resolved(row)).min(scene.max_chunk);
+                    let add = if bytes.is_rare(2) { bytes.below(room as usize) as i32 } else { bytes.below(9) as i32 };
+                    scene.resolved(row) + (add + 1).min(room)
+                };
+                let new_lens = rows.iter().map(new_len).collect();
+                Op::PrepareExtend { rows, new_lens, writes_draft }
+            }
+            Verb::Decode => {
+                let writes_draft = !bytes.is_rare(1);
+                let rows = self.batch(&self.can_decode, bytes, scene);
+                let shapes = rows.iter().map(|_| bytes.below(scene.max_accept_lens.len()) as i32).collect();
+                Op::PrepareDecode { rows, shapes, writes_draft }
+            }
+            Verb::Launch => Op::Launch { step: self.next_launch.unwrap_or(0) },
+            Verb::Resolve => {
+                // Mostly the oldest, whose turn it is.
+                let at = if bytes.is_rare(2) { bytes.below(self.unresolved.len()) } else { 0 };
+                let Some(step) = self.unresolved.get(at) else { return Op::Admit };
+                let accept = |&shape: &i32| {
+                    let most = scene.max_accept_lens.get(shape as usize).copied().unwrap_or(1);
+                    1 + bytes.below(most as usize) as i32
+                };
+                Op::Resolve { step: step.step, accept_lens: step.shapes.iter().map(accept).collect() }
+            }
+            Verb::Complete => Op::Complete { step: bytes.pick(&self.incomplete).unwrap_or(0) },
+            Verb::Cancel => Op::Cancel { step: self.newest_unlaunched.unwrap_or(0) },
+            Verb::Abandon => Op::Abandon { step: bytes.pick(&self.incomplete).unwrap_or(0) },
+            Verb::Trim | Verb::EndTurn => {
+                let row = row(bytes);
+                let len = len_of(row, bytes);
+                if matches!(verb, Verb::Trim) { Op::Trim { row, len } } else { Op::EndTurn { row, len } }
+            }
+            Verb::GiveBack => give_back(row(bytes), bytes),
+            Verb::TakeDelta => Op::TakeDelta { step: any_step(bytes, scene) },
+            Verb::AckDelta => Op::AckDelta { step: any_step(bytes, scene) },
+        }
+    }
+}
+
+fn give_back(row: i32, bytes: &mut Bytes) -> Op {
+    match bytes.below(3) {
+        0 => Op::Retract { row },
+        1 => Op::Finish { row },
+        _ => Op::Abort { row },
+    }
+}
+
+fn any_step(bytes: &mut Bytes, scene: &Scene) -> u64 {
+    scene.steps.get(bytes.below(scene.steps.len())).map_or(0, |step| step.step)
+}
+
+/// The verb with arguments of any kind.
+fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Op {
+    let row = |bytes: &mut Bytes| bytes.below(scene.rows.len() + 2) as i32 - 1;
+    let len = |bytes: &mut Bytes| match bytes.below(10) {
+        0 => -1,
+        1 => i32::MIN,
+        2 => i32::MAX,
+        3 => scene.max_context_len + 1,
+        4 => scene.max_context_len,
+        _ => bytes.below(scene.max_context_len as usize + 1) as i32,
+    };
+    let step = |bytes: &mut Bytes| match bytes.below(6) {
+        0 => 0,
+        1 => u64::MAX,
+        2 => scene.steps.last().map_or(1, |step| step.step + 1),
+        3 => scene.steps.first().map_or(1, |step| step.step.saturating_sub(1 + bytes.below(4) as u64)),
+        _ => any_step(bytes, scene),
+    };
+    let prefix = |bytes: &mut Bytes| match bytes.below(4) {
+        0 => bytes.below(8) as u64,
+        1 => u64::MAX,
+        _ => bytes.pick(&scene.prefixes).map_or(1, |(prefix, _)| prefix),
+    };
+    match verb {
+        Verb::Admit => Op::Admit,
+        Verb::AdmitOn => Op::AdmitOn { prefix: prefix(bytes), len: bytes.is_rare(12).then(|| len(bytes)) },
+        Verb::Fork => Op::Fork { row: row(bytes) },
+        Verb::PinPrefix => Op::PinPrefix { row: row(bytes), len: len(bytes) },
+        Verb::ReleasePrefix => Op::ReleasePrefix { prefix: prefix(bytes) },
+        Verb::Extend | Verb::Decode => {
+            let rows: Vec<i32> = (0..bytes.below(4)).map(|_| row(bytes)).collect();
+            let num_entries = if bytes.is_rare(2) { bytes.below(4) } else { rows.len() };
+            let writes_draft = !bytes.is_rare(4);
+            if matches!(verb, Verb::Extend) {
+                let new_lens = (0..num_entries).map(|_| len(bytes)).collect();
+                Op::PrepareExtend { rows, new_lens, writes_draft }
+            } else {
+                let num_shapes = scene.max_accept_lens.len();
+                let shapes = (0..num_entries).map(|_| bytes.below(num_shapes + 2) as i32 - 1).collect();
+                Op::PrepareDecode { rows, shapes, writes_draft }
+            }
+        }
+        Verb::Launch => Op::Launch { step: step(bytes) },
+        Verb::Resolve => {
+            let step = step(bytes);
+            let lanes = scene.steps.iter().find(|known| known.step == step).map_or(1, |known| known.rows.len());
+            let num_entries = if bytes.is_rare(2) { bytes.below(4) } else { lanes };
+            Op::Resolve { step, accept_lens: (0..num_entries).map(|_| bytes.below(6) as i32 - 1).collect() }
+        }
+        Verb::Complete => Op::Complete { step: step(bytes) },
+        Verb::Cancel => Op::Cancel { step: step(bytes) },
+        Verb::Abandon => Op::Abandon { step: step(bytes) },
+        Verb::Trim => Op::Trim { row: row(bytes), len: len(bytes) },
+        Verb::EndTurn => Op::EndTurn { row: row(bytes), len: len(bytes) },
+        Verb::GiveBack => give_back(row(bytes), bytes),
+        Verb::TakeDelta => Op::TakeDelta { step: step(bytes) },
+        Verb::AckDelta => Op::AckDelta { step: step(bytes) },
+    }
+}

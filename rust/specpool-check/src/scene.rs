@@ -1,0 +1,129 @@
+//! What the operation decoder must know of a ledger: its rows, steps and prefixes, in plain arrays.
+
+use specpool_core::{Ledger, Row, StepKind, StepState};
+
+/// A row as the decoder sees it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SceneRow {
+    /// Admitted.
+    pub live: bool,
+    /// r, tokens.
+    pub resolved: i32,
+    /// k, rounds.
+    pub in_flight: i32,
+    /// An extend has launched since the row was admitted or cut.
+    pub has_root: bool,
+}
+
+/// A step that is not over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SceneStep {
+    /// Its number.
+    pub step: u64,
+    /// Prefill or round.
+    pub is_extend: bool,
+    /// Where it stands.
+    pub state: StepState,
+    /// It has finished on the device.
+    pub is_complete: bool,
+    /// `[b]`: each lane's row.
+    pub rows: Vec<i32>,
+    /// `[b]`: each lane's shape.
+    pub shapes: Vec<i32>,
+}
+
+/// A ledger's state, as far as it decides which operations can succeed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Scene {
+    /// L, tokens.
+    pub max_context_len: i32,
+    /// D.
+    pub overlap_depth: i32,
+    /// Most tokens of one extend.
+    pub max_chunk: i32,
+    /// Most rows in one step.
+    pub max_batch: usize,
+    /// `end_turn` can succeed.
+    pub has_sessions: bool,
+    /// Per shape: A.
+    pub max_accept_lens: Vec<i32>,
+    /// `[num_rows + 1]`; row 0 is never live.
+    pub rows: Vec<SceneRow>,
+    /// Oldest first.
+    pub steps: Vec<SceneStep>,
+    /// Ids and lengths.
+    pub prefixes: Vec<(u64, i32)>,
+}
+
+impl Scene {
+    /// The scene of a ledger.
+    #[must_use]
+    pub fn of(ledger: &Ledger) -> Self {
+        let mut scene = Self::default();
+        scene.read(ledger);
+        scene
+    }
+
+    /// Looks at the ledger again, in the memory that is there.
+    pub fn read(&mut self, ledger: &Ledger) {
+        self.max_context_len = ledger.max_context_len();
+        self.overlap_depth = ledger.overlap_depth();
+        self.max_chunk = ledger.max_chunk().unwrap_or(self.max_context_len);
+        self.max_batch = ledger.max_batch();
+        let has_window = |group| ledger.group_spec(group).is_ok_and(|spec| spec.window.is_some());
+        self.has_sessions = ledger.sessions() || !(0..ledger.num_groups()).any(has_window);
+        self.max_accept_lens.clear();
+        self.max_accept_lens.extend(ledger.shapes().iter().map(|shape| shape.max_accept_len() as i32));
+        let (resolved, in_flight) = (ledger.resolved_len(), ledger.in_flight());
+        self.rows.clear();
+        self.rows.extend((0..=ledger.num_rows()).map(|at| {
+            let row = Row(at as i32);
+            SceneRow {
+                live: ledger.is_live(row),
+                resolved: resolved[at],
+                in_flight: in_flight[at],
+                has_root: ledger.has_root(row),
+            }
+        }));
+        let mut count = 0;
+        for (step, kind, state) in ledger.steps() {
+            let Some(plan) = ledger.plan_of(step) else { continue };
+            if self.steps.len() == count {
+                let (rows, shapes) = (Vec::new(), Vec::new());
+                self.steps.push(SceneStep { step, is_extend: false, state, is_complete: false, rows, shapes });
+            }
+            let seen = &mut self.steps[count];
+            (seen.step, seen.is_extend, seen.state) = (step, kind == StepKind::Extend, state);
+            seen.is_complete = step <= ledger.completed();
+            seen.rows.clone_from(&plan.rows);
+            seen.shapes.clone_from(&plan.shapes);
+            count += 1;
+        }
+        self.steps.truncate(count);
+        self.prefixes.clear();
+        self.prefixes.extend(ledger.prefixes().map(|prefix| (prefix, ledger.prefix_len(prefix).unwrap_or(0))));
+    }
+
+    /// The row, 0 where there is none like that.
+    fn row(&self, row: i32) -> SceneRow {
+        usize::try_from(row).ok().and_then(|at| self.rows.get(at)).cloned().unwrap_or_default()
+    }
+
+    /// r of a row, 0 where there is none.
+    #[must_use]
+    pub fn resolved(&self, row: i32) -> i32 {
+        self.row(row).resolved
+    }
+
+    /// The rows that fit, in order.
+    pub fn rows_where(&self, fits: impl Fn(&SceneRow) -> bool) -> Vec<i32> {
+        (1..self.rows.len()).filter(|&at| self.rows[at].live && fits(&self.rows[at])).map(|at| at as i32).collect()
+    }
+
+    /// Whether the row has an extend that is not launched.
+    #[must_use]
+    pub fn has_unlaunched_extend(&self, row: i32) -> bool {
+        let waits = |step: &&SceneStep| step.is_extend && step.state == StepState::Prepared;
+        self.steps.iter().filter(waits).any(|step| step.rows.contains(&row))
+    }
+}

@@ -1,0 +1,313 @@
+//! The ledger's state-changing calls as bytes: what the event log stores and the digest hashes (`docs/event_log.md`).
+//!
+//! A [`Call`] is an [`Event`] without what the ledger gave for it. The encoding is canonical: equal calls have equal
+//! bytes, on every machine.
+
+use std::borrow::Cow;
+
+use crate::codec::{Bytes, put_int, put_ints, put_varint};
+use crate::event::Event;
+use crate::page_pool::Verb;
+use crate::step::StepKind;
+
+/// Whole numbers, one per lane.
+pub type Ints<'a> = Cow<'a, [i32]>;
+
+/// One successful call and its arguments.
+///
+/// ```
+/// use specpool_core::call::Call;
+///
+/// let call = Call::Resolve { step: 9, accept_lens: (&[3, 1]).into() };
+/// let mut bytes = Vec::new();
+/// call.encode(&mut bytes);
+/// assert_eq!(Call::decode(&bytes, 2), Ok((call, bytes.len())));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the fields are the arguments of the ledger's verbs")]
+pub enum Call<'a> {
+    /// `prefix` is its id and the length taken of it.
+    Admit {
+        prefix: Option<(u64, i32)>,
+    },
+    Fork {
+        row: i32,
+    },
+    PinPrefix {
+        row: i32,
+        len: i32,
+    },
+    ReleasePrefix {
+        prefix: u64,
+    },
+    PrepareExtend {
+        rows: Ints<'a>,
+        new_lens: Ints<'a>,
+        writes_draft: bool,
+    },
+    PrepareDecode {
+        rows: Ints<'a>,
+        shapes: Ints<'a>,
+        writes_draft: bool,
+    },
+    Launch {
+        step: u64,
+    },
+    /// Lanes that were dropped read 0, whatever the caller gave for them.
+    Resolve {
+        step: u64,
+        accept_lens: Ints<'a>,
+    },
+    Complete {
+        step: u64,
+    },
+    Cancel {
+        step: u64,
+    },
+    Abandon {
+        step: u64,
+    },
+    Trim {
+        row: i32,
+        len: i32,
+    },
+    EndTurn {
+        row: i32,
+        len: i32,
+    },
+    Retract {
+        row: i32,
+    },
+    Finish {
+        row: i32,
+    },
+    Abort {
+        row: i32,
+    },
+    /// Not part of the digest: a rank may look at itself.
+    Snapshot,
+    Restore,
+}
+
+impl<'a> From<Event<'a>> for Call<'a> {
+    fn from(event: Event<'a>) -> Self {
+        match event {
+            Event::Admit { prefix: 0, .. } => Self::Admit { prefix: None },
+            Event::Admit { prefix, len, .. } => Self::Admit { prefix: Some((prefix, len)) },
+            Event::Fork { parent, .. } => Self::Fork { row: parent.0 },
+            Event::PinPrefix { row, len, .. } => Self::PinPrefix { row: row.0, len },
+            Event::ReleasePrefix { prefix } => Self::ReleasePrefix { prefix },
+            Event::Prepare { plan } => {
+                let (rows, writes_draft) = (Cow::Borrowed(&plan.rows[..]), plan.writes_draft);
+                match plan.kind {
+                    StepKind::Extend => {
+                        Self::PrepareExtend { rows, new_lens: Cow::Borrowed(&plan.new_len), writes_draft }
+                    }
+                    StepKind::Decode => Self::PrepareDecode { rows, shapes: Cow::Borrowed(&plan.shapes), writes_draft },
+                }
+            }
+            Event::Launch { step } => Self::Launch { step },
+            Event::Resolve { step, accept_lens } => Self::Resolve { step, accept_lens: Cow::Borrowed(accept_lens) },
+            Event::Complete { step } => Self::Complete { step },
+            Event::Cancel { step } => Self::Cancel { step },
+            Event::Abandon { step } => Self::Abandon { step },
+            Event::Cut { verb: Verb::Trim, row, len, .. } => Self::Trim { row: row.0, len },
+            Event::Cut { row, len, .. } => Self::EndTurn { row: row.0, len },
+            Event::GiveBack { verb: Verb::Retract, row } => Self::Retract { row: row.0 },
+            Event::GiveBack { verb: Verb::Finish, row } => Self::Finish { row: row.0 },
+            Event::GiveBack { row, .. } => Self::Abort { row: row.0 },
+            Event::Snapshot { .. } => Self::Snapshot,
+            Event::Restore { .. } => Self::Restore,
+        }
+    }
+}
+
+impl Call<'_> {
+    /// The verb, as the ledger spells it.
+    #[must_use]
+    pub fn verb(&self) -> &'static str {
+        match self {
+            Self::Admit { .. } => "admit",
+            Self::Fork { .. } => "fork",
+            Self::PinPrefix { .. } => "pin_prefix",
+            Self::ReleasePrefix { .. } => "release_prefix",
+            Self::PrepareExtend { .. } => "prepare_extend",
+            Self::PrepareDecode { .. } => "prepare_decode",
+            Self::Launch { .. } => "launch",
+            Self::Resolve { .. } => "resolve",
+            Self::Complete { .. } => "complete",
+            Self::Cancel { .. } => "cancel",
+            Self::Abandon { .. } => "abandon",
+            Self::Trim { .. } => "trim",
+            Self::EndTurn { .. } => "end_turn",
+            Self::Retract { .. } => "retract",
+            Self::Finish { .. } => "finish",
+            Self::Abort { .. } => "abort",
+            Self::Snapshot => "snapshot",
+            Self::Restore => "restore",
+        }
+    }
+
+    /// The step that it names, if any (a prepare gives one and names none).
+    #[must_use]
+    pub fn step(&self) -> Option<u64> {
+        match *self {
+            Self::Launch { step }
+            | Self::Resolve { step, .. }
+            | Self::Complete { step }
+            | Self::Cancel { step }
+            | Self::Abandon { step } => Some(step),
+            _ => None,
+        }
+    }
+
+    /// The rows that it names.
+    #[must_use]
+    pub fn rows(&self) -> &[i32] {
+        match self {
+            Self::PrepareExtend { rows, .. } | Self::PrepareDecode { rows, .. } => rows,
+            Self::Fork { row }
+            | Self::PinPrefix { row, .. }
+            | Self::Trim { row, .. }
+            | Self::EndTurn { row, .. }
+            | Self::Retract { row }
+            | Self::Finish { row }
+            | Self::Abort { row } => std::slice::from_ref(row),
+            _ => &[],
+        }
+    }
+
+    /// Appends the event's bytes.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let row_event = |out: &mut Vec<u8>, kind, row: i32| {
+            out.push(kind);
+            put_int(out, row);
+        };
+        let step_event = |out: &mut Vec<u8>, kind, step| {
+            out.push(kind);
+            put_varint(out, step);
+        };
+        match self {
+            Self::Admit { prefix: None } => out.push(1),
+            &Self::Admit { prefix: Some((prefix, len)) } => {
+                step_event(out, 2, prefix);
+                put_int(out, len);
+            }
+            &Self::Fork { row } => row_event(out, 3, row),
+            &Self::PinPrefix { row, len } => {
+                row_event(out, 4, row);
+                put_int(out, len);
+            }
+            &Self::ReleasePrefix { prefix } => step_event(out, 5, prefix),
+            Self::PrepareExtend { rows, new_lens, writes_draft } => {
+                out.push(6 + u8::from(*writes_draft));
+                put_ints(out, rows);
+                put_ints(out, new_lens);
+            }
+            Self::PrepareDecode { rows, shapes, writes_draft } => {
+                out.push(8 + u8::from(*writes_draft));
+                put_ints(out, rows);
+                put_ints(out, shapes);
+            }
+            &Self::Launch { step } => step_event(out, 10, step),
+            Self::Resolve { step, accept_lens } => {
+                step_event(out, 11, *step);
+                put_ints(out, accept_lens);
+            }
+            &Self::Complete { step } => step_event(out, 12, step),
+            &Self::Cancel { step } => step_event(out, 13, step),
+            &Self::Abandon { step } => step_event(out, 14, step),
+            &Self::Trim { row, len } => {
+                row_event(out, 15, row);
+                put_int(out, len);
+            }
+            &Self::EndTurn { row, len } => {
+                row_event(out, 16, row);
+                put_int(out, len);
+            }
+            &Self::Retract { row } => row_event(out, 17, row),
+            &Self::Finish { row } => row_event(out, 18, row),
+            &Self::Abort { row } => row_event(out, 19, row),
+            Self::Snapshot => out.push(20),
+            Self::Restore => out.push(21),
+        }
+    }
+
+    /// The event at the start of `bytes`, and how many of them it takes. No array is longer than `max_lanes`.
+    ///
+    /// # Errors
+    /// What is wrong with the bytes.
+    pub fn decode(bytes: &[u8], max_lanes: usize) -> std::result::Result<(Call<'static>, usize), String> {
+        let mut input = Bytes::new(bytes);
+        let kind = input.byte()?;
+        let call = match kind {
+            1 => Call::Admit { prefix: None },
+            2 => Call::Admit { prefix: Some((input.varint()?, input.int()?)) },
+            3 => Call::Fork { row: input.int()? },
+            4 => Call::PinPrefix { row: input.int()?, len: input.int()? },
+            5 => Call::ReleasePrefix { prefix: input.varint()? },
+            6 | 7 => Call::PrepareExtend {
+                rows: input.ints(max_lanes)?,
+                new_lens: input.ints(max_lanes)?,
+                writes_draft: kind == 7,
+            },
+            8 | 9 => Call::PrepareDecode {
+                rows: input.ints(max_lanes)?,
+                shapes: input.ints(max_lanes)?,
+                writes_draft: kind == 9,
+            },
+            10 => Call::Launch { step: input.varint()? },
+            11 => Call::Resolve { step: input.varint()?, accept_lens: input.ints(max_lanes)? },
+            12 => Call::Complete { step: input.varint()? },
+            13 => Call::Cancel { step: input.varint()? },
+            14 => Call::Abandon { step: input.varint()? },
+            15 => Call::Trim { row: input.int()?, len: input.int()? },
+            16 => Call::EndTurn { row: input.int()?, len: input.int()? },
+            17 => Call::Retract { row: input.int()? },
+            18 => Call::Finish { row: input.int()? },
+            19 => Call::Abort { row: input.int()? },
+            20 => Call::Snapshot,
+            21 => Call::Restore,
+            _ => return Err(format!("there is no call of kind {kind}")),
+        };
+        Ok((call, input.at))
+    }
+}
+
+/// Lanes that are shown before a list is cut.
+const MAX_SHOWN: usize = 16;
+
+fn list(values: &[i32]) -> String {
+    if values.len() <= MAX_SHOWN {
+        return format!("{values:?}");
+    }
+    let shown: Vec<String> = values[..MAX_SHOWN].iter().map(ToString::to_string).collect();
+    format!("[{}, .. {} lanes]", shown.join(", "), values.len())
+}
+
+impl std::fmt::Display for Call<'_> {
+    /// The call as it would be written: `resolve(9, [3, 1])`.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let verb = self.verb();
+        let drafts = |writes: bool| if writes { "" } else { ", writes_draft=False" };
+        match self {
+            Self::Admit { prefix: None } | Self::Snapshot | Self::Restore => write!(formatter, "{verb}()"),
+            Self::Admit { prefix: Some((prefix, len)) } => write!(formatter, "{verb}(prefix={prefix}, length={len})"),
+            Self::ReleasePrefix { prefix } => write!(formatter, "{verb}({prefix})"),
+            Self::PrepareExtend { rows, new_lens: values, writes_draft }
+            | Self::PrepareDecode { rows, shapes: values, writes_draft } => {
+                write!(formatter, "{verb}({}, {}{})", list(rows), list(values), drafts(*writes_draft))
+            }
+            Self::Resolve { step, accept_lens } => write!(formatter, "{verb}({step}, {})", list(accept_lens)),
+            Self::Launch { step } | Self::Complete { step } | Self::Cancel { step } | Self::Abandon { step } => {
+                write!(formatter, "{verb}({step})")
+            }
+            Self::PinPrefix { row, len } | Self::Trim { row, len } | Self::EndTurn { row, len } => {
+                write!(formatter, "{verb}({row}, {len})")
+            }
+            Self::Fork { row } | Self::Retract { row } | Self::Finish { row } | Self::Abort { row } => {
+                write!(formatter, "{verb}({row})")
+            }
+        }
+    }
+}

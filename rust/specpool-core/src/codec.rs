@@ -1,0 +1,158 @@
+//! Numbers, texts and arrays as bytes, and back (`docs/event_log.md`). What is read is checked: no bytes make it panic
+//! or take more memory than they can account for.
+
+use std::borrow::Cow;
+
+/// What goes wrong in a decoding; the reader adds where.
+pub(crate) type Decoded<T> = std::result::Result<T, String>;
+
+/// LEB128: seven bits a byte, low ones first.
+pub(crate) fn put_varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// The 32 bits of a length, row or shape as a varint.
+pub(crate) fn put_int(out: &mut Vec<u8>, value: i32) {
+    put_varint(out, u64::from(value as u32));
+}
+
+pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
+    put_varint(out, text.len() as u64);
+    out.extend_from_slice(text.as_bytes());
+}
+
+/// Forms of an array, after its length: the first that fits is taken.
+const SAME: u8 = 0;
+const ASCENDING: u8 = 1;
+const ONE_BYTE: u8 = 2;
+const TWO_BYTES: u8 = 3;
+const FOUR_BYTES: u8 = 4;
+
+/// Each form is one tight loop: arrays are what a decode step records.
+pub(crate) fn put_ints(out: &mut Vec<u8>, values: &[i32]) {
+    put_varint(out, values.len() as u64);
+    let Some(&first) = values.first() else { return };
+    let is_one_up = |pair: &[i32]| pair[1] == pair[0].wrapping_add(1);
+    if values.iter().all(|&value| value == first) {
+        out.push(SAME);
+        put_int(out, first);
+    } else if values.windows(2).all(is_one_up) {
+        out.push(ASCENDING);
+        put_int(out, first);
+    } else {
+        let bits = values.iter().fold(0, |bits, &value| bits | value as u32);
+        if bits <= 0xff {
+            out.push(ONE_BYTE);
+            out.extend(values.iter().map(|&value| value as u8));
+        } else if bits <= 0xffff {
+            out.push(TWO_BYTES);
+            put_chunks(out, values, |value| (value as u16).to_le_bytes());
+        } else {
+            out.push(FOUR_BYTES);
+            put_chunks(out, values, i32::to_le_bytes);
+        }
+    }
+}
+
+fn put_chunks<const N: usize>(out: &mut Vec<u8>, values: &[i32], bytes: impl Fn(i32) -> [u8; N]) {
+    let from = out.len();
+    out.resize(from + values.len() * N, 0);
+    for (chunk, &value) in out[from..].chunks_exact_mut(N).zip(values) {
+        chunk.copy_from_slice(&bytes(value));
+    }
+}
+
+/// Reads what the `put_` functions wrote, and refuses everything else.
+pub(crate) struct Bytes<'a> {
+    bytes: &'a [u8],
+    pub(crate) at: usize,
+}
+
+impl<'a> Bytes<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    pub(crate) fn rest(&self) -> &'a [u8] {
+        &self.bytes[self.at..]
+    }
+
+    fn take(&mut self, len: usize) -> Decoded<&'a [u8]> {
+        let rest = self.rest();
+        if len > rest.len() {
+            return Err(format!("{len} bytes are needed, {} are left", rest.len()));
+        }
+        self.at += len;
+        Ok(&rest[..len])
+    }
+
+    pub(crate) fn byte(&mut self) -> Decoded<u8> {
+        Ok(self.take(1)?[0])
+    }
+
+    pub(crate) fn flag(&mut self) -> Decoded<bool> {
+        match self.byte()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(format!("a flag is 0 or 1, got {other}")),
+        }
+    }
+
+    pub(crate) fn varint(&mut self) -> Decoded<u64> {
+        let mut value = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                // The tenth byte has one bit to give, and no number has two spellings.
+                let is_canonical = (shift < 63 || byte <= 1) && (byte > 0 || shift == 0);
+                return if is_canonical { Ok(value) } else { Err("a number is not in its shortest form".into()) };
+            }
+        }
+        Err("a number is longer than 64 bits".into())
+    }
+
+    pub(crate) fn int(&mut self) -> Decoded<i32> {
+        let value = self.varint()?;
+        u32::try_from(value).map(|bits| bits as i32).map_err(|_| format!("{value} is not a number of 32 bits"))
+    }
+
+    pub(crate) fn text(&mut self) -> Decoded<String> {
+        let len = self.varint()?;
+        let bytes = self.take(usize::try_from(len).unwrap_or(usize::MAX))?;
+        String::from_utf8(bytes.to_vec()).map_err(|error| format!("a text is not UTF-8: {error}"))
+    }
+
+    pub(crate) fn ints(&mut self, most: usize) -> Decoded<Cow<'static, [i32]>> {
+        let len = self.varint()?;
+        if len > most as u64 {
+            return Err(format!("an array of {len} lanes, at most {most} fit"));
+        }
+        let len = len as usize;
+        if len == 0 {
+            return Ok(Cow::Owned(Vec::new()));
+        }
+        let form = self.byte()?;
+        Ok(Cow::Owned(match form {
+            SAME => vec![self.int()?; len],
+            ASCENDING => {
+                let first = self.int()?;
+                (0..len as i32).map(|at| first.wrapping_add(at)).collect()
+            }
+            ONE_BYTE => self.take(len)?.iter().map(|&byte| byte.into()).collect(),
+            TWO_BYTES => {
+                let bytes = self.take(len * 2)?;
+                bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]).into()).collect()
+            }
+            FOUR_BYTES => {
+                let bytes = self.take(len * 4)?;
+                bytes.chunks_exact(4).map(|four| i32::from_le_bytes([four[0], four[1], four[2], four[3]])).collect()
+            }
+            _ => return Err(format!("there is no array of form {form}")),
+        }))
+    }
+}

@@ -1,0 +1,188 @@
+//! A file of everything that a ledger did, from which it can be run again (`docs/event_log.md`).
+//!
+//! Pushing an event goes to memory and never fails. The memory is written out by [`EventLog::make_room`], which the
+//! ledger calls before a verb changes anything: a full disk refuses that call, and nothing is lost or half done.
+
+use std::fs::File;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use crate::codec::put_varint;
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+
+use crate::ledger::LedgerConfig;
+use crate::log_header;
+
+/// Kinds of the last record, besides those of [`Call`](crate::call::Call).
+pub(crate) const CLOSED: u8 = 0x7e;
+pub(crate) const LIMIT: u8 = 0x7f;
+/// Bytes of digest and checksum after each record.
+pub(crate) const TRAILER_LEN: usize = 12;
+/// Bytes of a last record.
+const LAST_LEN: u64 = 2 + TRAILER_LEN as u64;
+/// Bytes that gather in memory before they are written.
+const FLUSH_AT: usize = 1 << 16;
+
+/// The end of an event log that is being written.
+#[derive(Debug)]
+pub struct EventLog {
+    file: File,
+    path: PathBuf,
+    /// What is not written yet.
+    buffer: Vec<u8>,
+    /// Bytes in the file.
+    written: u64,
+    /// Most bytes of the file.
+    limit: u64,
+    /// The last attempt to write failed: the next one comes before anything else.
+    is_stuck: bool,
+    /// The last record is pushed.
+    is_over: bool,
+    /// The process that opened the file: a forked child must not write the parent's bytes again.
+    process: u32,
+}
+
+impl EventLog {
+    /// Creates the file, or empties it, and writes the header.
+    ///
+    /// # Errors
+    /// [`Error::Record`] when the file cannot be written or `limit` bytes do not even hold the header.
+    pub fn create(path: &Path, config: &LedgerConfig, limit: u64) -> Result<Self> {
+        let header = log_header::encode(config);
+        let least = header.len() as u64 + LAST_LEN;
+        if limit < least {
+            return Err(Error::Record(format!(
+                "record_limit must be at least {least} bytes, the header of this ledger, got {limit}"
+            )));
+        }
+        let file = File::create(path)
+            .map_err(|error| Error::Record(format!("cannot write the event log {}: {error}", path.display())))?;
+        let mut log = Self {
+            file,
+            path: path.to_owned(),
+            buffer: header,
+            written: 0,
+            limit,
+            is_stuck: false,
+            is_over: false,
+            process: std::process::id(),
+        };
+        log.flush()?;
+        Ok(log)
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes of the log, whether written or in memory.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.written + self.buffer.len() as u64
+    }
+
+    /// Whether there is nothing in it; never, it has a header.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Writes out what has gathered, if it is much. To be called before anything is changed.
+    ///
+    /// # Errors
+    /// [`Error::Record`] when the disk refuses; what is not written stays in memory, and the next call tries again.
+    pub fn make_room(&mut self) -> Result<()> {
+        if self.is_stuck || self.buffer.len() >= FLUSH_AT { self.flush() } else { Ok(()) }
+    }
+
+    /// One record: the encoded call, what is kept beside it and not hashed, and the digest before and after. At the
+    /// limit, the last record instead, and nothing from then on.
+    pub fn push(&mut self, call: &[u8], aside: &[u8], before: Digest, after: Digest) {
+        if self.is_over {
+            return;
+        }
+        let most = call.len() + aside.len() + 10 + TRAILER_LEN;
+        if self.len() + most as u64 + LAST_LEN > self.limit {
+            self.push_last(LIMIT, before);
+        } else {
+            put_record(&mut self.buffer, call, aside, before, after);
+        }
+    }
+
+    fn push_last(&mut self, kind: u8, digest: Digest) {
+        put_record(&mut self.buffer, &[kind], &[], digest, digest);
+        self.is_over = true;
+    }
+
+    /// Ends the log and writes out everything.
+    ///
+    /// # Errors
+    /// [`Error::Record`] when the disk refuses; another call tries again.
+    pub fn finish(&mut self, digest: Digest) -> Result<()> {
+        if !self.is_over {
+            self.push_last(CLOSED, digest);
+        }
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if std::process::id() != self.process {
+            self.buffer.clear();
+            self.is_over = true;
+            return Ok(());
+        }
+        let mut done = 0;
+        let outcome = loop {
+            if done == self.buffer.len() {
+                break Ok(());
+            }
+            match self.file.write(&self.buffer[done..]) {
+                Ok(0) => break Err("it takes no more bytes".to_owned()),
+                Ok(len) => done += len,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => break Err(error.to_string()),
+            }
+        };
+        self.buffer.drain(..done);
+        self.written += done as u64;
+        self.is_stuck = outcome.is_err();
+        outcome.map_err(|error| {
+            Error::Record(format!(
+                "cannot write the event log {}: {error}; {} bytes are written, {} wait in memory",
+                self.path.display(),
+                self.written,
+                self.buffer.len()
+            ))
+        })
+    }
+}
+
+impl Drop for EventLog {
+    /// Best effort: what is in memory is written. [`EventLog::finish`] says whether that went well.
+    fn drop(&mut self) {
+        let _ = self.flush();
+    }
+}
+
+/// `[length][call, aside][digest][checksum]`; the length counts the call and what is beside it.
+fn put_record(out: &mut Vec<u8>, call: &[u8], aside: &[u8], before: Digest, after: Digest) {
+    put_varint(out, (call.len() + aside.len()) as u64);
+    let from = out.len();
+    out.extend_from_slice(call);
+    out.extend_from_slice(aside);
+    let checksum = checksum(&out[from..], before, after);
+    out.extend_from_slice(&after.value().to_le_bytes());
+    out.extend_from_slice(&checksum.to_le_bytes());
+}
+
+/// Of one record, and of its place behind the one before.
+pub(crate) fn checksum(body: &[u8], before: Digest, after: Digest) -> u32 {
+    let mut hash = Digest::new();
+    hash.bytes(body);
+    hash.word(before.value());
+    hash.word(after.value());
+    hash.value() as u32
+}

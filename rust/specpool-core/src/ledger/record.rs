@@ -1,0 +1,245 @@
+//! What a ledger remembers of its verbs: the running digest, and the event log where it is recorded.
+
+use std::path::Path;
+
+use super::{Ledger, LedgerConfig};
+use crate::call::Call;
+use crate::codec::{put_text, put_varint};
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::event_log::EventLog;
+use crate::ids::Row;
+use crate::step::Plan;
+
+/// The digest and the log of one ledger. A clone has the digest and no log.
+#[derive(Debug)]
+pub(super) struct Recorder {
+    /// Over every state-changing call that succeeded, if it is kept.
+    pub(super) digest: Option<Digest>,
+    log: Option<EventLog>,
+    /// Kept for its memory: the call that is being noted, and what goes beside it.
+    bytes: Vec<u8>,
+    aside: Vec<u8>,
+}
+
+impl Recorder {
+    pub(super) fn new(keeps_digest: bool) -> Self {
+        Self { digest: keeps_digest.then(Digest::new), log: None, bytes: Vec::new(), aside: Vec::new() }
+    }
+}
+
+impl Clone for Recorder {
+    fn clone(&self) -> Self {
+        Self { digest: self.digest, ..Self::new(false) }
+    }
+}
+
+impl Ledger {
+    /// Builds an empty ledger whose every state-changing call goes to the event log `path`, of at most `limit` bytes;
+    /// at the limit the log ends and the ledger goes on. The digest is kept.
+    ///
+    /// # Errors
+    /// As [`Ledger::new`]; [`Error::Record`] when the file cannot be written. Later, when what has gathered in memory
+    /// cannot be written: every verb can be refused with it, and works again once there is room.
+    pub fn recorded(mut config: LedgerConfig, path: &Path, limit: u64) -> Result<Self> {
+        config.digest = true;
+        let mut ledger = Self::new(config)?;
+        ledger.recorder.log = Some(EventLog::create(path, &ledger.config(), limit)?);
+        Ok(ledger)
+    }
+
+    /// What the ledger was built from, with every default made explicit.
+    #[must_use]
+    pub fn config(&self) -> LedgerConfig {
+        LedgerConfig {
+            groups: self.groups.iter().map(|group| group.spec.clone()).collect(),
+            shapes: self.shapes.clone(),
+            num_rows: self.rows.num_rows() as i64,
+            max_context_len: self.max_context_len.into(),
+            max_batch: Some(self.max_batch as i64),
+            overlap_depth: self.overlap_depth.into(),
+            policy: self.policy,
+            row_width: Some(self.groups.iter().map(|group| group.row_width).collect()),
+            draft_kv: self.draft_kv,
+            max_chunk: self.max_chunk().map(i64::from),
+            sessions: self.sessions,
+            page_fencing: self.page_fencing,
+            digest: self.recorder.digest.is_some(),
+        }
+    }
+
+    /// Ends the ledger's work: every verb is refused from now on, queries and views stay. The event log is written
+    /// out. Closing twice is closing once.
+    ///
+    /// # Errors
+    /// [`Error::Record`] when the log cannot be written: the ledger is closed, and another call tries again.
+    pub fn close(&mut self) -> Result<()> {
+        self.closed = true;
+        match &mut self.recorder {
+            Recorder { log: Some(log), digest: Some(digest), .. } => log.finish(*digest),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
+        if self.closed { Err(Error::Order("the ledger is closed".into())) } else { Ok(()) }
+    }
+
+    /// What every state-changing verb asks first: is the ledger open, and is there room for its record?
+    pub(super) fn gate(&mut self) -> Result<()> {
+        self.check_open()?;
+        self.recorder.log.as_mut().map_or(Ok(()), EventLog::make_room)
+    }
+
+    /// What every state-changing verb that succeeded says last.
+    pub(super) fn note(&mut self, event: &Event<'_>) {
+        let Some(before) = self.recorder.digest else { return };
+        let mut bytes = std::mem::take(&mut self.recorder.bytes);
+        bytes.clear();
+        Call::from(*event).encode(&mut bytes);
+        let after = self.digest_after(before, event, &bytes);
+        if let Some(log) = &mut self.recorder.log {
+            let aside = &mut self.recorder.aside;
+            aside.clear();
+            match *event {
+                Event::Admit { tag: Some(tag), .. } | Event::Fork { tag: Some(tag), .. } => put_text(aside, tag),
+                Event::Snapshot { number } | Event::Restore { number } => put_varint(aside, number),
+                _ => {}
+            }
+            log.push(&bytes, aside, before, after);
+        }
+        self.recorder.digest = Some(after);
+        self.recorder.bytes = bytes;
+    }
+
+    /// The call, then the ids that it gave: rows, prefixes, steps, lengths cut to, pages in the order of groups, lanes
+    /// and columns. A snapshot leaves the digest as it is, so that one rank may take one.
+    fn digest_after(&self, mut digest: Digest, event: &Event<'_>, call: &[u8]) -> Digest {
+        if matches!(event, Event::Snapshot { .. }) {
+            return digest;
+        }
+        digest.bytes(call);
+        match *event {
+            Event::Admit { prefix: 0, row, .. } => digest.word(row.0 as u64),
+            Event::Admit { row, .. } | Event::Fork { row, .. } => {
+                digest.word(row.0 as u64);
+                for group in &self.groups {
+                    let columns = i64::from(group.allocated[row.at()]) / group.page_size;
+                    digest.ints(&group.table.row(row)[..columns as usize]);
+                }
+            }
+            Event::PinPrefix { prefix, .. } => digest.word(prefix),
+            Event::Prepare { plan } => self.hash_claim(&mut digest, plan),
+            Event::Cut { resolved, .. } => digest.word(resolved as u64),
+            Event::Restore { .. } => digest.word(self.state_hash()),
+            _ => {}
+        }
+        digest
+    }
+
+    /// The step, and the pages that its rows took.
+    fn hash_claim(&self, digest: &mut Digest, plan: &Plan) {
+        digest.word(plan.step);
+        let lanes = plan.num_lanes();
+        let claims = plan.allocated_before.chunks(lanes).zip(plan.allocated_after.chunks(lanes));
+        for (group, (before, after)) in self.groups.iter().zip(claims) {
+            for ((&row, &from), &to) in plan.rows.iter().zip(before).zip(after) {
+                if to > from {
+                    let column = |len: i32| (i64::from(len) / group.page_size) as usize;
+                    digest.ints(&group.table.row(Row(row))[column(from)..column(to)]);
+                }
+            }
+        }
+    }
+}
+
+/// Pages that no public call can exchange: exchanged here, and told apart.
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::Group;
+    use crate::layout::Layout;
+    use crate::page_pool::Verb;
+
+    fn ledger() -> Ledger {
+        let group = Group {
+            name: "kv".into(),
+            page_size: 4,
+            num_pages: 30,
+            hosts_drafts: false,
+            layout: Layout::Dense,
+            window: None,
+        };
+        let mut config = LedgerConfig::new(vec![group], vec![], 3, 40);
+        config.digest = true;
+        Ledger::new(config).unwrap()
+    }
+
+    /// Another page is handed out next.
+    fn turn_free_list(ledger: &mut Ledger) {
+        let pool = &mut ledger.groups[0].pool;
+        let pages = [pool.take(Row(3), 1, Verb::None).unwrap(), pool.take(Row(3), 1, Verb::None).unwrap()];
+        for page in pages {
+            pool.release(page, Row(3), 0, 0, Verb::None).unwrap();
+        }
+    }
+
+    /// The digest after `last`, with the free list as it is and turned.
+    fn both(before: impl Fn(&mut Ledger), last: impl Fn(&mut Ledger)) -> [Option<u64>; 2] {
+        [false, true].map(|turned| {
+            let mut ledger = ledger();
+            before(&mut ledger);
+            if turned {
+                turn_free_list(&mut ledger);
+            }
+            last(&mut ledger);
+            ledger.digest()
+        })
+    }
+
+    fn extend(ledger: &mut Ledger, len: i32) {
+        let step = ledger.prepare_extend(&[1], &[len], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+    }
+
+    #[test]
+    fn the_pages_that_a_call_gave_enter_the_digest() {
+        let start = |ledger: &mut Ledger| {
+            ledger.admit(None).unwrap();
+        };
+        let [one, other] = both(start, |ledger| extend(ledger, 3));
+        assert_ne!(one, other, "extend");
+        let start = |ledger: &mut Ledger| {
+            ledger.admit(None).unwrap();
+            extend(ledger, 4);
+        };
+        let [one, other] = both(start, |ledger| drop(ledger.prepare_decode(&[1], &[0], true).unwrap()));
+        assert_ne!(one, other, "decode");
+        let start = |ledger: &mut Ledger| {
+            ledger.admit(None).unwrap();
+            extend(ledger, 6);
+        };
+        let [one, other] = both(start, |ledger| {
+            ledger.fork(Row(1), None).unwrap();
+        });
+        assert_ne!(one, other, "fork");
+        let [one, other] = both(start, |ledger| ledger.finish(Row(1)).unwrap());
+        assert_eq!(one, other, "finish gives nothing");
+    }
+
+    #[test]
+    fn the_restored_state_enters_the_digest() {
+        let [one, other] = [false, true].map(|turned| {
+            let mut ledger = ledger();
+            let mut snapshot_of = ledger.clone();
+            if turned {
+                turn_free_list(&mut snapshot_of);
+            }
+            ledger.restore(&snapshot_of.snapshot().unwrap()).unwrap();
+            ledger.digest()
+        });
+        assert_ne!(one, other);
+    }
+}

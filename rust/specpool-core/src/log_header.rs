@@ -1,0 +1,134 @@
+//! The head of an event log: what the file is, who wrote it, and the whole configuration of the ledger.
+
+use crate::codec::{Bytes, Decoded, put_text, put_varint};
+use crate::digest::Digest;
+use crate::group::Group;
+use crate::layout::Layout;
+use crate::ledger::LedgerConfig;
+use crate::shape::Shape;
+use crate::sizing::Policy;
+
+/// A file begins with these bytes; some of them do not survive a transfer as text.
+pub(crate) const MAGIC: [u8; 8] = *b"\x89SPLOG\r\n";
+/// The format that this version writes and reads.
+pub(crate) const VERSION: u64 = 1;
+
+/// `[magic][version][length][body][checksum]`.
+pub(crate) fn encode(config: &LedgerConfig) -> Vec<u8> {
+    let mut body = Vec::new();
+    put_text(&mut body, env!("CARGO_PKG_VERSION"));
+    put_config(&mut body, config);
+    let mut header = MAGIC.to_vec();
+    put_varint(&mut header, VERSION);
+    put_varint(&mut header, body.len() as u64);
+    header.extend_from_slice(&body);
+    header.extend_from_slice(&checksum(&body).to_le_bytes());
+    header
+}
+
+pub(crate) fn checksum(body: &[u8]) -> u32 {
+    let mut hash = Digest::new();
+    hash.word(VERSION);
+    hash.bytes(body);
+    hash.value() as u32
+}
+
+/// Settings may be anything that a `Ledger` accepts, and that is never negative.
+fn put_setting(out: &mut Vec<u8>, value: i64) {
+    put_varint(out, value as u64);
+}
+
+/// 0 for none, else the value plus one.
+fn put_optional(out: &mut Vec<u8>, value: Option<i64>) {
+    put_varint(out, value.map_or(0, |value| value as u64 + 1));
+}
+
+fn put_config(out: &mut Vec<u8>, config: &LedgerConfig) {
+    put_varint(out, config.groups.len() as u64);
+    for group in &config.groups {
+        put_text(out, &group.name);
+        put_setting(out, group.page_size);
+        put_setting(out, group.num_pages);
+        out.push(group.hosts_drafts.into());
+        out.push((group.layout == Layout::Holey).into());
+        put_optional(out, group.window);
+    }
+    put_varint(out, config.shapes.len() as u64);
+    for shape in &config.shapes {
+        for field in [shape.num_steps, shape.topk, shape.num_draft_tokens] {
+            put_varint(out, field.into());
+        }
+    }
+    put_setting(out, config.num_rows);
+    put_setting(out, config.max_context_len);
+    put_optional(out, config.max_batch);
+    put_setting(out, config.overlap_depth);
+    out.push((config.policy == Policy::DoubleBuffer).into());
+    let widths = config.row_width.as_deref().unwrap_or_default();
+    put_varint(out, widths.len() as u64);
+    for &width in widths {
+        put_setting(out, width);
+    }
+    put_optional(out, config.max_chunk);
+    for flag in [config.draft_kv, config.sessions, config.page_fencing] {
+        out.push(flag.into());
+    }
+}
+
+fn setting(input: &mut Bytes<'_>) -> Decoded<i64> {
+    let value = input.varint()?;
+    i64::try_from(value).map_err(|_| format!("a setting of {value} is out of range"))
+}
+
+fn optional(input: &mut Bytes<'_>) -> Decoded<Option<i64>> {
+    setting(input).map(|value| value.checked_sub(1).filter(|&value| value >= 0))
+}
+
+/// As many of something as the file says; each takes at least a byte, so that the count cannot be a lie by much.
+fn list<T>(input: &mut Bytes<'_>, mut one: impl FnMut(&mut Bytes<'_>) -> Decoded<T>) -> Decoded<Vec<T>> {
+    let len = input.varint()?;
+    if len > input.rest().len() as u64 {
+        return Err(format!("a list of {len} entries in {} bytes", input.rest().len()));
+    }
+    (0..len).map(|_| one(input)).collect()
+}
+
+/// The version that wrote the log, and the ledger's configuration.
+pub(crate) fn decode(body: &[u8]) -> Decoded<(String, LedgerConfig)> {
+    let mut input = Bytes::new(body);
+    let made_by = input.text()?;
+    let config = config(&mut input)?;
+    match input.rest().len() {
+        0 => Ok((made_by, config)),
+        more => Err(format!("{more} bytes follow the configuration")),
+    }
+}
+
+fn config(input: &mut Bytes<'_>) -> Decoded<LedgerConfig> {
+    let groups = list(input, |input| {
+        Ok(Group {
+            name: input.text()?,
+            page_size: setting(input)?,
+            num_pages: setting(input)?,
+            hosts_drafts: input.flag()?,
+            layout: if input.flag()? { Layout::Holey } else { Layout::Dense },
+            window: optional(input)?,
+        })
+    })?;
+    let shapes = list(input, |input| {
+        let mut field = || u32::try_from(input.varint()?).map_err(|_| "a shape is out of range".to_owned());
+        Ok(Shape { num_steps: field()?, topk: field()?, num_draft_tokens: field()? })
+    })?;
+    let (num_rows, max_context_len) = (setting(input)?, setting(input)?);
+    let mut config = LedgerConfig::new(groups, shapes, num_rows, max_context_len);
+    config.max_batch = optional(input)?;
+    config.overlap_depth = setting(input)?;
+    config.policy = if input.flag()? { Policy::DoubleBuffer } else { Policy::Exact };
+    config.row_width = Some(list(input, setting)?).filter(|widths| !widths.is_empty());
+    config.max_chunk = optional(input)?;
+    config.draft_kv = input.flag()?;
+    config.sessions = input.flag()?;
+    config.page_fencing = input.flag()?;
+    config.digest = true;
+    Ok(config)
+}

@@ -1,0 +1,319 @@
+//! Laws of the event log's bytes: what is written is read back, and no bytes bring the reader down.
+
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+use specpool_core::call::Call;
+use specpool_core::digest::Digest;
+use specpool_core::event_log::EventLog;
+use specpool_core::log_reader::{LogEnd, LogReader, Record};
+use specpool_core::{Error, Group, Layout, LedgerConfig, Policy, Shape};
+
+const MAX_LANES: usize = 40;
+
+fn config() -> LedgerConfig {
+    let group = |name: &str, page_size, layout| Group {
+        name: name.into(),
+        page_size,
+        num_pages: 300,
+        hosts_drafts: layout == Layout::Holey,
+        layout,
+        window: (page_size == 4).then_some(9),
+    };
+    let groups = vec![group("target", 16, Layout::Dense), group("draft äöü", 4, Layout::Holey)];
+    let mut config = LedgerConfig::new(groups, vec![Shape::eagle(5, 8, 64).unwrap()], MAX_LANES as i64, 100);
+    config.overlap_depth = 1;
+    config.policy = Policy::DoubleBuffer;
+    config.max_batch = Some(7);
+    config.row_width = Some(vec![4_000, 5_000]);
+    config.max_chunk = Some(1_000);
+    (config.draft_kv, config.sessions, config.page_fencing) = (false, true, false);
+    config.digest = true;
+    config
+}
+
+/// A file of its own for each test.
+fn place(test: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
+}
+
+struct Written {
+    bytes: Vec<u8>,
+    /// Where each record begins.
+    offsets: Vec<u64>,
+}
+
+fn aside(call: &Call<'_>, tag: Option<&str>) -> Vec<u8> {
+    match (call, tag) {
+        (Call::Snapshot | Call::Restore, _) => vec![0x85, 0x01],
+        (Call::Admit { .. } | Call::Fork { .. }, Some(tag)) => {
+            assert!(tag.len() < 0x80);
+            [&[tag.len() as u8], tag.as_bytes()].concat()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn digest_of(call: &[u8], mut before: Digest) -> Digest {
+    before.bytes(call);
+    before
+}
+
+fn write(test: &str, calls: &[(Call<'_>, Option<&str>)], limit: u64, close: bool) -> Written {
+    let path = place(test);
+    let mut log = EventLog::create(&path, &config(), limit).unwrap();
+    let (mut digest, mut bytes, mut offsets) = (Digest::new(), Vec::new(), Vec::new());
+    for (call, tag) in calls {
+        bytes.clear();
+        call.encode(&mut bytes);
+        let after = digest_of(&bytes, digest);
+        offsets.push(log.len());
+        log.make_room().unwrap();
+        log.push(&bytes, &aside(call, *tag), digest, after);
+        digest = after;
+    }
+    if close {
+        log.finish(digest).unwrap();
+    }
+    drop(log);
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    Written { bytes, offsets }
+}
+
+/// All records, and how it ended.
+fn read(bytes: &[u8]) -> (Vec<Record>, Result<LogEnd, String>) {
+    let mut records = Vec::new();
+    let mut reader = match LogReader::from_bytes(bytes.to_vec()) {
+        Ok(reader) => reader,
+        Err(error) => return (records, Err(error.to_string())),
+    };
+    loop {
+        match reader.next_record() {
+            Ok(Some(record)) => records.push(record),
+            Ok(None) => return (records, Ok(reader.end().unwrap())),
+            Err(error) => return (records, Err(error.to_string())),
+        }
+    }
+}
+
+fn ints() -> impl Strategy<Value = Vec<i32>> {
+    prop_oneof![
+        prop::collection::vec(any::<i32>(), 0..MAX_LANES),
+        prop::collection::vec(0..256, 0..MAX_LANES),
+        prop::collection::vec(0..65_536, 0..MAX_LANES),
+        (any::<i32>(), 0..MAX_LANES).prop_map(|(value, len)| vec![value; len]),
+        (-50..50_000, 0..MAX_LANES as i32).prop_map(|(from, len)| (from..from + len).collect()),
+    ]
+}
+
+fn call() -> impl Strategy<Value = Call<'static>> {
+    let (row, len, step) = (any::<i32>, any::<i32>, any::<u64>);
+    prop_oneof![
+        prop::option::of((step(), len())).prop_map(|prefix| Call::Admit { prefix }),
+        row().prop_map(|row| Call::Fork { row }),
+        (row(), len()).prop_map(|(row, len)| Call::PinPrefix { row, len }),
+        step().prop_map(|prefix| Call::ReleasePrefix { prefix }),
+        (ints(), ints(), any::<bool>()).prop_map(|(rows, new_lens, writes_draft)| Call::PrepareExtend {
+            rows: rows.into(),
+            new_lens: new_lens.into(),
+            writes_draft
+        }),
+        (ints(), ints(), any::<bool>()).prop_map(|(rows, shapes, writes_draft)| Call::PrepareDecode {
+            rows: rows.into(),
+            shapes: shapes.into(),
+            writes_draft
+        }),
+        step().prop_map(|step| Call::Launch { step }),
+        (step(), ints()).prop_map(|(step, lens)| Call::Resolve { step, accept_lens: lens.into() }),
+        step().prop_map(|step| Call::Complete { step }),
+        step().prop_map(|step| Call::Cancel { step }),
+        step().prop_map(|step| Call::Abandon { step }),
+        (row(), len()).prop_map(|(row, len)| Call::Trim { row, len }),
+        (row(), len()).prop_map(|(row, len)| Call::EndTurn { row, len }),
+        row().prop_map(|row| Call::Retract { row }),
+        row().prop_map(|row| Call::Finish { row }),
+        row().prop_map(|row| Call::Abort { row }),
+        Just(Call::Snapshot),
+        Just(Call::Restore),
+    ]
+}
+
+fn some_calls() -> Vec<(Call<'static>, Option<&'static str>)> {
+    vec![
+        (Call::Admit { prefix: None }, Some("request-1")),
+        (Call::Admit { prefix: Some((3, 70_000)) }, None),
+        (Call::PrepareExtend { rows: vec![1, 2].into(), new_lens: vec![300, 70_000].into(), writes_draft: true }, None),
+        (Call::Snapshot, None),
+        (Call::PrepareDecode { rows: vec![3, 1, 2].into(), shapes: vec![1, 1, 1].into(), writes_draft: false }, None),
+        (Call::Resolve { step: 300, accept_lens: vec![1, 4, 0].into() }, None),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_is_read_back(calls in prop::collection::vec((call(), prop::option::of("[a-zé]{0,20}")), 0..30)) {
+        let calls: Vec<_> = calls.iter().map(|(call, tag)| (call.clone(), tag.as_deref())).collect();
+        let written = write("roundtrip", &calls, 1 << 20, true);
+        let (records, end) = read(&written.bytes);
+        prop_assert_eq!(end, Ok(LogEnd::Closed));
+        prop_assert_eq!(records.len(), calls.len());
+        let mut digest = Digest::new();
+        for (at, (record, (call, tag))) in records.iter().zip(&calls).enumerate() {
+            prop_assert_eq!(&record.call, call);
+            let tag = tag.filter(|_| matches!(call, Call::Admit { .. } | Call::Fork { .. }));
+            prop_assert_eq!(record.tag.as_deref(), tag);
+            prop_assert_eq!(record.snapshot, if matches!(call, Call::Snapshot | Call::Restore) { 133 } else { 0 });
+            prop_assert_eq!((record.index, record.offset), (at as u64 + 1, written.offsets[at]));
+            let mut bytes = Vec::new();
+            call.encode(&mut bytes);
+            digest = digest_of(&bytes, digest);
+            prop_assert_eq!(record.digest, digest.value());
+        }
+    }
+
+    /// Bytes that no checksum guards: any refusal will do, a panic or a huge array will not.
+    #[test]
+    fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..24) {
+        let _ = Call::decode(&bytes, MAX_LANES);
+        let bytes = [&[kind], &bytes[..]].concat();
+        if let Ok((call, len)) = Call::decode(&bytes, MAX_LANES) {
+            prop_assert!(len <= bytes.len());
+            prop_assert!(call.rows().len() <= MAX_LANES);
+        }
+    }
+}
+
+#[test]
+fn the_head_holds_the_whole_configuration() {
+    let written = write("head", &[], 1 << 20, true);
+    let reader = LogReader::from_bytes(written.bytes).unwrap();
+    assert_eq!(reader.config(), &config());
+    assert_eq!(reader.made_by(), env!("CARGO_PKG_VERSION"));
+}
+
+/// Cut anywhere: every whole record is read, then an error says where the broken one begins, or the log just ends.
+#[test]
+fn a_truncated_log_is_read_up_to_the_cut() {
+    let calls = some_calls();
+    let written = write("truncated", &calls, 1 << 20, true);
+    let whole = written.bytes.len();
+    let edges: Vec<usize> = written.offsets.iter().map(|&offset| offset as usize).chain([whole - 14, whole]).collect();
+    for cut in 0..=whole {
+        let (records, end) = read(&written.bytes[..cut]);
+        let begun = edges.iter().filter(|&&edge| edge <= cut).count();
+        assert_eq!(records.len(), begun.saturating_sub(1).min(calls.len()), "cut at {cut}");
+        match end {
+            Ok(LogEnd::Closed) => assert_eq!(cut, whole),
+            Ok(LogEnd::Open) => assert!(edges.contains(&cut) && cut < whole, "cut at {cut}"),
+            Ok(LogEnd::Limit) => panic!("cut at {cut} is no limit"),
+            Err(error) => {
+                assert!(!edges.contains(&cut), "cut at {cut}: {error}");
+                let at = edges.iter().rev().find(|&&edge| edge < cut).copied().unwrap_or(0);
+                assert!(error.contains(&format!("at byte {at}: it is truncated")), "cut at {cut}: {error}");
+            }
+        }
+    }
+}
+
+/// One byte changed anywhere: an error with an offset at or before it, and what came before is read.
+#[test]
+fn a_damaged_log_is_refused_where_it_is_damaged() {
+    let written = write("damaged", &some_calls(), 1 << 20, true);
+    let last = written.bytes.len() - 14;
+    let edges: Vec<usize> = written.offsets.iter().map(|&offset| offset as usize).chain([last]).collect();
+    for at in 0..written.bytes.len() {
+        for flip in [1, 0x80, 0xff] {
+            let mut bytes = written.bytes.clone();
+            bytes[at] ^= flip;
+            let (records, end) = read(&bytes);
+            let error = end.expect_err("damage must be found");
+            let before = edges.iter().filter(|&&edge| edge <= at).count();
+            let broken = if before == 0 { 0 } else { edges[before - 1] };
+            assert_eq!(records.len(), before.saturating_sub(1), "byte {at} ^ {flip}: {error}");
+            assert!(error.contains(&format!("at byte {broken}: ")), "byte {at} ^ {flip}: {error}");
+        }
+    }
+}
+
+/// Records that are whole but not in their places: one left out, two exchanged, one given twice.
+#[test]
+fn records_out_of_place_are_refused() {
+    let written = write("moved", &some_calls(), 1 << 20, true);
+    let edge = |at: usize| written.offsets[at] as usize;
+    let (first, second) = (&written.bytes[edge(0)..edge(1)], &written.bytes[edge(1)..edge(2)]);
+    let (head, tail) = (&written.bytes[..edge(0)], &written.bytes[edge(2)..]);
+    let moved: [&[&[u8]]; 3] =
+        [&[head, second, tail], &[head, second, first, tail], &[head, first, first, second, tail]];
+    for parts in moved {
+        let (_, end) = read(&parts.concat());
+        assert!(end.unwrap_err().contains("is damaged: the checksum differs"));
+    }
+}
+
+#[test]
+fn what_is_no_log_or_a_newer_one_is_refused() {
+    let written = write("foreign", &[], 1 << 20, true);
+    let (_, end) = read(b"{\"machine\": {}}\n");
+    assert!(end.unwrap_err().contains("no event log"));
+    let (_, end) = read(b"");
+    assert!(end.unwrap_err().contains("at byte 0: it is truncated: 8 more bytes are needed, 0 are left"));
+    let mut newer = written.bytes;
+    newer[8] = 9;
+    let (_, end) = read(&newer);
+    assert!(end.unwrap_err().contains("format version 9, this specpool reads 1"));
+    let error = LogReader::open(&place("absent")).err().unwrap();
+    assert!(matches!(&error, Error::Record(text) if text.contains("specpool-absent")), "{error}");
+}
+
+/// At its limit the log says so and takes no more; the file is never longer.
+#[test]
+fn a_log_is_bounded() {
+    let call = (Call::Resolve { step: 1, accept_lens: vec![1; 30].into() }, None);
+    let calls = vec![call; 100];
+    for limit in 200..260 {
+        let written = write("bounded", &calls, limit, true);
+        assert!(written.bytes.len() as u64 <= limit);
+        let (records, end) = read(&written.bytes);
+        assert_eq!(end, Ok(LogEnd::Limit));
+        assert!(!records.is_empty() && records.len() < 100);
+    }
+    let error = EventLog::create(&place("small"), &config(), 20).unwrap_err();
+    assert!(error.to_string().contains("got 20"), "{error}");
+}
+
+/// The file has what was pushed as soon as much has gathered, and the rest when the log is dropped.
+#[test]
+fn what_gathers_is_written_before_it_is_much() {
+    let path = place("flush");
+    let mut log = EventLog::create(&path, &config(), 1 << 30).unwrap();
+    let mut bytes = Vec::new();
+    Call::Resolve { step: 1, accept_lens: (0..40).map(|at| at * 7_919).collect::<Vec<_>>().into() }.encode(&mut bytes);
+    let digest = Digest::new();
+    let mut most_in_memory = 0;
+    for _ in 0..2_000 {
+        log.make_room().unwrap();
+        log.push(&bytes, &[], digest, digest);
+        most_in_memory = most_in_memory.max(log.len() - std::fs::metadata(&path).unwrap().len());
+    }
+    assert!((1 << 16..1 << 17).contains(&most_in_memory), "{most_in_memory} bytes in memory");
+    let len = log.len();
+    drop(log);
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(bytes.len() as u64, len);
+    let (records, end) = read(&bytes);
+    assert_eq!((records.len(), end), (2_000, Ok(LogEnd::Open)));
+}
+
+/// `/dev/full` refuses every write: creating a log there fails at once.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_refuses_a_new_log() {
+    let error = EventLog::create(std::path::Path::new("/dev/full"), &config(), 1 << 20).unwrap_err();
+    assert!(
+        matches!(&error, Error::Record(text) if text.contains("/dev/full") && text.contains("0 bytes are written"))
+    );
+    let error = EventLog::create(&place("no-folder").join("log"), &config(), 1 << 20).unwrap_err();
+    assert!(matches!(&error, Error::Record(text) if text.contains("specpool-no-folder")), "{error}");
+}

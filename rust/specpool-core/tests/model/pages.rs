@@ -1,0 +1,111 @@
+//! Who holds a page, and which pages are fenced or free.
+
+use std::collections::BTreeSet;
+
+use super::{Copy, Holding, Model, PageId, Refusal};
+
+/// Who holds a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Holder {
+    /// A row, in its table or for its checkpoint.
+    Row(usize),
+    /// A pinned prefix.
+    Prefix(u64),
+}
+
+impl Model {
+    fn holdings(&self, group: usize) -> impl Iterator<Item = (Holder, &Holding)> {
+        let rows = self.rows.iter().enumerate().map(move |(row, state)| (Holder::Row(row), &state.groups[group]));
+        let prefixes = self.prefixes.iter().map(move |(&id, prefix)| (Holder::Prefix(id), &prefix.groups[group]));
+        rows.chain(prefixes)
+    }
+
+    /// Everyone who holds the page.
+    pub(crate) fn holders(&self, group: usize, page: PageId) -> Vec<Holder> {
+        self.holdings(group).filter(|(_, held)| held.pages().any(|other| other == page)).map(|(who, _)| who).collect()
+    }
+
+    /// Every page that someone holds.
+    pub(crate) fn held_pages(&self, group: usize) -> BTreeSet<PageId> {
+        self.holdings(group).flat_map(|(_, held)| held.pages()).collect()
+    }
+
+    /// Whether the page is read-only: it was shared since somebody took it.
+    pub(crate) fn is_shared(&self, group: usize, page: PageId) -> bool {
+        self.shared.contains(&(group, page))
+    }
+
+    /// Copies that are not launched: both of their pages are held until they are.
+    fn waiting_copies(&self) -> impl Iterator<Item = &Copy> {
+        self.steps.iter().filter(|step| !step.launched).flat_map(|step| &step.copies).chain(&self.pending)
+    }
+
+    fn is_copied(&self, group: usize, page: PageId) -> bool {
+        self.waiting_copies().any(|copy| copy.group == group && (copy.src == page || copy.dst == page))
+    }
+
+    /// Whether a launched step that is not complete, or a copy, may touch the page.
+    fn is_touched(&self, group: usize, page: PageId) -> bool {
+        self.is_copied(group, page) || self.fences.get(&(group, page)).is_some_and(|&step| step > self.completed)
+    }
+
+    /// Pages that nobody holds but that may be touched.
+    pub(crate) fn fenced_pages(&self, group: usize) -> usize {
+        let fences = self.fences.keys().filter(|(at, _)| *at == group).map(|&(_, page)| page);
+        let copies = self.waiting_copies().filter(|copy| copy.group == group).flat_map(|copy| [copy.src, copy.dst]);
+        let held = self.held_pages(group);
+        let all: BTreeSet<PageId> = fences.chain(copies).collect();
+        all.into_iter().filter(|page| !held.contains(page) && self.is_touched(group, *page)).count()
+    }
+
+    /// Pages that can be handed out.
+    pub(crate) fn free_pages(&self, group: usize) -> usize {
+        self.groups[group].num_pages - self.held_pages(group).len() - self.fenced_pages(group)
+    }
+
+    /// Pages whose every holder is an idle row.
+    pub(crate) fn reclaimable_pages(&self, group: usize) -> usize {
+        let idle = |who: Holder| matches!(who, Holder::Row(row) if self.rows[row].idle);
+        let pages = self.held_pages(group);
+        pages.into_iter().filter(|&page| self.holders(group, page).into_iter().all(idle)).count()
+    }
+
+    /// A page that nobody has had.
+    pub(super) fn new_page(&mut self) -> PageId {
+        self.next_page += 1;
+        self.next_page - 1
+    }
+
+    /// The row no longer holds the page, which its last launched step may still touch.
+    pub(super) fn leave_fence(&mut self, group: usize, page: PageId, row: usize) {
+        let fence = self.rows[row].last_launched;
+        if self.page_fencing && fence > self.completed {
+            let latest = self.fences.entry((group, page)).or_default();
+            *latest = fence.max(*latest);
+        }
+    }
+
+    /// Whether everyone who holds the page drops it, and it is free at once then.
+    pub(super) fn would_be_free(&self, group: usize, page: PageId, droppers: &[usize]) -> bool {
+        let untouched = |row: usize| !self.page_fencing || self.rows[row].last_launched <= self.completed;
+        let drops = |who: Holder| matches!(who, Holder::Row(row) if droppers.contains(&row) && untouched(row));
+        !self.is_touched(group, page) && self.holders(group, page).into_iter().all(drops)
+    }
+
+    /// Refuses when the first group that is short lacks pages; `gained` come free by the call itself.
+    pub(super) fn check_pages(&self, need: &[usize], gained: &[usize]) -> Result<(), Refusal> {
+        for (group, spec) in self.groups.iter().enumerate() {
+            let free = self.free_pages(group) + gained[group];
+            if need[group] > free {
+                return Err(Refusal::OutOfPages {
+                    group: spec.name.clone(),
+                    need: need[group],
+                    free,
+                    fenced: self.fenced_pages(group),
+                    reclaimable: self.reclaimable_pages(group),
+                });
+            }
+        }
+        Ok(())
+    }
+}

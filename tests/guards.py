@@ -1,0 +1,570 @@
+"""The guards of the regression scenarios, each with the edit that removes it from the core.
+
+`make guards` applies one at a time to a copy, builds it and requires the scenario's tests to fail
+(`run_guards.py`); `test_guards.py` checks that every edit still fits the source. Text is matched
+literally and must occur exactly once in its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CORE = "rust/specpool-core/src"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replaces `old`, which occurs once in the file `path` below `CORE`, by `new`."""
+
+    path: str
+    old: str
+    new: str
+
+    def apply(self, root: Path) -> None:
+        """Rewrites the file below `root`, or raises ValueError when `old` is not there once."""
+        file = root / CORE / self.path
+        text = file.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{text.count(self.old)} times in {self.path}:\n{self.old}")
+        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What keeps scenario `number` from happening, and how to take it away."""
+
+    number: int
+    name: str
+    edits: tuple[Edit, ...]
+
+
+def guard(number: int, name: str, path: str, old: str, new: str, *more: Edit) -> Guard:
+    return Guard(number, name, (Edit(path, old, new), *more))
+
+
+GUARDS = [
+    guard(
+        1,
+        "a release drops what is allocated",
+        "ledger/release.rs",
+        "let cleared = self.groups[at].clear(row, fence, verb);",
+        """let page_size = self.groups[at].page_size;
+            let committed = crate::ids::ceil_align(self.rows.resolved[row.at()].into(), page_size);
+            self.groups[at].allocated[row.at()] = committed as i32;
+            let cleared = self.groups[at].clear(row, fence, verb);""",
+    ),
+    guard(
+        2,
+        "lanes whose epoch moved are skipped",
+        "rows.rs",
+        """            if epoch[at] != planned {
+                continue;
+            }
+            let first""",
+        """            let _ = (epoch, planned);
+            let first""",
+    ),
+    guard(
+        3,
+        "a claim is rounded up to pages",
+        "sizing.rs",
+        "            allocated + i64::from(missing > 0) * self.page_size\n",
+        "            allocated + missing.max(0)\n",
+    ),
+    guard(
+        4,
+        "a row narrower than the claims is refused",
+        "group.rs",
+        "if row_width < least || row_width % page_size != 0 {",
+        "if row_width % page_size != 0 {",
+    ),
+    guard(
+        4,
+        "a claim past the row is refused",
+        "ledger/prepare.rs",
+        "is_wrong | (lo > before) | (i64::from(after) > group.row_width)",
+        "is_wrong | (lo > before)",
+    ),
+    guard(
+        5,
+        "the row width derives from the reserve",
+        "sizing.rs",
+        "    Ok(ceil_align(widest, geometry.page_size))\n",
+        """    let headroom = 4 + shapes.iter().map(|shape| i64::from(shape.num_draft_tokens)).max().unwrap_or(0);
+    let widest = if geometry.page_size == 1 { max_context_len + headroom } else { widest };
+    Ok(ceil_align(widest, geometry.page_size))\n""",
+    ),
+    guard(
+        6,
+        "a group is sized with its own page",
+        "group.rs",
+        "Geometry::new(self.page_size, self.hosts_drafts, self.layout)",
+        "Geometry::new(self.page_size.min(64), self.hosts_drafts, self.layout)",
+        Edit(
+            "group.rs",
+            "let row_width = row_width.unwrap_or(least);",
+            "let row_width = row_width.unwrap_or(ceil_align(least, page_size));",
+        ),
+    ),
+    guard(
+        7,
+        "a dropped column reads 0",
+        "group.rs",
+        """fence.step, fence.completed, verb)?;
+        self.set(row, column, Page::SINK);
+        Ok(())""",
+        """fence.step, fence.completed, verb)?;
+        Ok(())""",
+    ),
+    guard(
+        8,
+        "a claim checks what is committed against what is allocated",
+        "ledger/prepare.rs",
+        "is_wrong | (lo > before) | (i64::from(after) > group.row_width)",
+        "is_wrong | (i64::from(after) > group.row_width)",
+    ),
+    guard(
+        9,
+        "the estimate is never negative",
+        "sizing.rs",
+        "allocated + i64::from(missing > 0) * self.page_size",
+        "allocated + missing",
+    ),
+    guard(
+        10,
+        "the round in flight counts with its own width",
+        "rows.rs",
+        "hi[at] += shapes[shape as usize].max_accept_len() as i32;",
+        "hi[at] += 1 + 0 * shapes[shape as usize].max_accept_len() as i32;",
+    ),
+    guard(
+        11,
+        "a lagging draft is refused",
+        "ledger/prepare.rs",
+        "let lags = |at: usize| state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;",
+        "let lags = |at: usize| state.drafted[at] > state.resolved[at];",
+    ),
+    guard(
+        23,
+        "a row waits for its fence",
+        "ledger/release.rs",
+        "self.rows.give_back(row, Some(last).filter(|&step| step > fence.completed));",
+        "self.rows.give_back(row, Some(last).filter(|_| false));",
+    ),
+    guard(
+        24,
+        "a page waits for its fence",
+        "ledger/release.rs",
+        "let step = if self.page_fencing { self.rows.last_launched[row.at()] } else { 0 };",
+        "let step = 0;",
+    ),
+    guard(
+        25,
+        "the reserve covers every root of the device",
+        "group.rs",
+        "reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &hi[lanes], after);",
+        "let _ = hi;\n            reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &lo[lanes], after);",
+    ),
+    guard(
+        26,
+        "a cut moves the epoch",
+        "ledger/release.rs",
+        "        self.rows.epoch[at] += 1;\n",
+        "",
+    ),
+    guard(
+        28,
+        "the estimate is the claim's own",
+        "ledger/prepare.rs",
+        "group.reserve(shapes, &allocated, &lo, &hi, &mut after);",
+        "let _ = &hi;\n            group.reserve(shapes, &allocated, &lo, &lo, &mut after);",
+    ),
+    guard(
+        30,
+        "a cancel gives the pages back",
+        "ledger/life.rs",
+        """                let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
+                shrunk.map_err(|record| self.page_error(at, record))?;
+""",
+        "                let _ = (fence, lane);\n",
+    ),
+    guard(
+        31,
+        "a claim counts pages",
+        "sizing.rs",
+        "            allocated + ceil_align(missing, self.page_size)\n",
+        "            allocated + self.page_size\n",
+    ),
+    guard(
+        33,
+        "evictions go by r, not by hi",
+        "ledger/prepare.rs",
+        "let to = self.groups[at].evict_to(resolved);",
+        "let _ = resolved;\n                    let to = self.groups[at].evict_to(self.rows.hi[row.at()]);",
+    ),
+    guard(
+        33,
+        "a cut to the checkpoint cuts e",
+        "group.rs",
+        "            self.evicted[at] = first.min(evict_to) as i32;\n",
+        "            let _ = first.min(evict_to);\n",
+    ),
+    guard(
+        40,
+        "an evicted page leaves the table and e rises",
+        "group.rs",
+        "        self.evicted[row.at()] = self.evicted[row.at()].max(to as i32);\n",
+        "",
+        Edit(
+            "group.rs",
+            """fence.step, fence.completed, verb)?;
+        self.set(row, column, Page::SINK);
+        Ok(())""",
+            """fence.step, fence.completed, verb)?;
+        Ok(())""",
+        ),
+    ),
+    guard(
+        41,
+        "a fence holds the page that was dropped",
+        "page_pool.rs",
+        "            self.fenced.push(page);\n",
+        "            self.fenced.push(Page(self.map.len() as i32 - 1));\n",
+    ),
+    guard(
+        48,
+        "a release is in the digest",
+        "ledger/release.rs",
+        "        self.note(&Event::GiveBack { verb, row });\n",
+        "",
+    ),
+    guard(
+        51,
+        "fenced pages are counted apart",
+        "ledger/share.rs",
+        "fenced: state.pool.num_fenced(),",
+        "fenced: 0,",
+    ),
+    guard(
+        52,
+        "launch compares epochs",
+        "ledger/life.rs",
+        "            if now != planned {\n",
+        "            if now < planned {\n",
+    ),
+    guard(
+        53,
+        "hi sums each round's own A",
+        "ledger/prepare.rs",
+        "let (lo, hi) = state.roots(rows);",
+        """let (lo, _) = state.roots(rows);
+        let own = |(&row, &shape): (&i32, &i32)| {
+            let most = self.shapes[shape as usize].max_accept_len() as i32;
+            state.resolved[row as usize] + state.in_flight[row as usize] * most
+        };
+        let hi = rows.iter().zip(&shapes).map(own).collect();""",
+    ),
+    guard(
+        54,
+        "a cut ends the rounds",
+        "rows.rs",
+        "    pub(crate) fn forget_rounds(&mut self, row: Row) {\n        let at = row.at();\n        self.in_flight[at] = 0;\n",
+        "    pub(crate) fn forget_rounds(&mut self, row: Row) {\n        let at = row.at();\n",
+    ),
+    guard(
+        54,
+        "a cut counts launched roots",
+        "rows.rs",
+        "0 => self.resolved[row.at()] + self.launched_rounds[row.at()],",
+        "0 => self.resolved[row.at()],",
+    ),
+    guard(
+        54,
+        "a cut counts no root that is only prepared",
+        "rows.rs",
+        "0 => self.resolved[row.at()] + self.launched_rounds[row.at()],",
+        "0 => self.resolved[row.at()] + self.in_flight[row.at()],",
+    ),
+    guard(
+        54,
+        "a cut counts no extend that is only prepared",
+        "rows.rs",
+        "            from => from - 1,\n",
+        "            _ => self.resolved[row.at()],\n",
+    ),
+    guard(
+        54,
+        "a cut needs a new root",
+        "rows.rs",
+        "        self.extend_from[at] = 0;\n        self.ready[at] = false;\n",
+        "        self.extend_from[at] = 0;\n",
+    ),
+    guard(
+        55,
+        "a cut needs its window",
+        "group.rs",
+        "        self.evict_to(len) >= i64::from(self.evicted[row.at()])\n            || self.window_columns(len).all(|column| self.page_of(row, column).is_some())\n",
+        "        true\n",
+    ),
+    guard(
+        56,
+        "no fork over a round in flight",
+        "ledger/share.rs",
+        "if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(parent) {",
+        "if self.rows.has_unlaunched_extend(parent) {",
+        Edit(
+            "ledger/share.rs",
+            "        if last > completed {\n",
+            "        if last > completed + 9 {\n",
+        ),
+    ),
+    guard(
+        56,
+        "a cut below p goes to a page edge",
+        "group.rs",
+        "        if len < self.protected[row.at()] && !is_page_edge {\n",
+        "        if len < 0 && !is_page_edge {\n",
+    ),
+    guard(
+        57,
+        "one entry a cell",
+        "delta.rs",
+        "            place => self.entries[place as usize - 1] = entry,\n",
+        "            _ => self.entries.push(entry),\n",
+    ),
+    guard(
+        58,
+        "A is bounded by the nodes",
+        "shape.rs",
+        "        (self.num_steps + 1).min(self.num_draft_tokens)\n",
+        "        self.num_steps + 1\n",
+    ),
+    guard(
+        59,
+        "extends fence too",
+        "ledger/life.rs",
+        "            self.rows.last_launched[row as usize] = step;\n        }\n        if",
+        """            if plan.kind == StepKind::Decode {
+                self.rows.last_launched[row as usize] = step;
+            }
+        }
+        if""",
+    ),
+    guard(
+        60,
+        "complete is in the digest",
+        "ledger/life.rs",
+        "        self.note(&Event::Complete { step });\n",
+        "",
+    ),
+    guard(
+        61,
+        "an abandoned step's rows are retracted",
+        "ledger/life.rs",
+        "            self.drop_row(Row(row), Verb::Abandon)?;\n",
+        "            let _ = row;\n",
+    ),
+    guard(
+        61,
+        "an abandoned step is resolved",
+        "step.rs",
+        "            self.queue[place].abandoned = true;\n        }\n        self.set_resolved(step);\n",
+        "            self.queue[place].abandoned = true;\n        }\n",
+    ),
+    guard(
+        62,
+        "every group is checked before any is touched",
+        "ledger/prepare.rs",
+        "            if need > free && need > free + self.freed_by_evictions(group, plan) {\n",
+        "            if at == 0 && need > free && need > free + self.freed_by_evictions(group, plan) {\n",
+    ),
+    guard(
+        62,
+        "a tail's page is checked before the row is taken",
+        "ledger/share.rs",
+        "            if start.tail.is_some() && self.groups[at].pool.num_free() == 0 {\n",
+        "            if at == 0 && start.tail.is_some() && self.groups[at].pool.num_free() == 0 {\n",
+    ),
+    guard(
+        63,
+        "launch takes the oldest step",
+        "step.rs",
+        """        match self.unlaunched().next() {
+            Some(record) if record.plan.step == step => Ok(record),
+            Some(record) => {
+                Err(Error::Order(format!("launch""",
+        """        match self.unlaunched().next() {
+            Some(_) if self.unlaunched().any(|record| record.plan.step == step) => self
+                .get(step)
+                .ok_or_else(|| Error::Order(format!("launch of step {step}"))),
+            Some(record) => {
+                Err(Error::Order(format!("launch""",
+    ),
+    guard(
+        64,
+        "only a launch fences",
+        "ledger/prepare.rs",
+        "        self.drop_orphan_copies(verb);\n        let copies = std::mem::take(&mut self.copies);\n",
+        """        for &row in &plan.rows {
+            self.rows.last_launched[row as usize] = plan.step;
+        }
+        self.drop_orphan_copies(verb);
+        let copies = std::mem::take(&mut self.copies);\n""",
+    ),
+    guard(
+        65,
+        "a stale step is in the way",
+        "step.rs",
+        "            record.stale = record.stale || record.plan.rows.contains(&row);\n",
+        "            let _ = (record, row);\n",
+    ),
+    guard(
+        65,
+        "a stale step can be cancelled",
+        "step.rs",
+        """            Some(record) if record.plan.step == step => Ok(record),
+            Some(record) => {
+                Err(Error::Order(format!("cancel""",
+        """            Some(record) if record.plan.step == step && !record.stale => Ok(record),
+            Some(record) => {
+                Err(Error::Order(format!("cancel""",
+    ),
+    guard(
+        66,
+        "no extend over a round in flight",
+        "ledger/prepare.rs",
+        "            if rounds > 0 {\n",
+        "            if rounds > 99 {\n",
+    ),
+    guard(
+        67,
+        "one unlaunched extend a row",
+        "ledger/prepare.rs",
+        "            if self.rows.has_unlaunched_extend(row) {\n",
+        "            if self.rows.has_unlaunched_extend(row) && rounds > 99 {\n",
+    ),
+    guard(
+        68,
+        "an acknowledgement spares later changes",
+        "delta.rs",
+        "            let keep = entry.version > version;\n",
+        "            let keep = entry.version > version && entry.version == 0;\n",
+    ),
+    guard(
+        69,
+        "abandon takes rows that were cut",
+        "ledger/life.rs",
+        "        let mut rows: Vec<i32> = record.plan.rows.clone();\n",
+        """        let plan = &record.plan;
+        let stands = |lane: &usize| self.rows.epoch[plan.rows[*lane] as usize] == plan.epochs[*lane];
+        let mut rows: Vec<i32> = (0..plan.num_lanes()).filter(stands).map(|lane| plan.rows[lane]).collect();\n""",
+    ),
+    guard(
+        70,
+        "a fork waits for the last launched step",
+        "ledger/share.rs",
+        "        if last > completed {\n",
+        "        if last > completed && self.rows.in_flight[at] > 0 {\n",
+    ),
+    guard(
+        71,
+        "every holder leaves its fence on the page",
+        "page_pool.rs",
+        "        line.holders -= 1;\n        line.fence = line.fence.max(fence);\n",
+        "        line.holders -= 1;\n        line.fence = fence;\n",
+    ),
+    guard(
+        72,
+        "copies ride on the next step, whatever its rows",
+        "ledger/prepare.rs",
+        "        let copies = std::mem::take(&mut self.copies);\n",
+        """        let (copies, waiting): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.copies).into_iter().partition(|copy| plan.rows.contains(&copy.row.0));
+        self.copies = waiting;\n""",
+    ),
+    guard(
+        73,
+        "a copy holds its pages, or is dropped",
+        "page_pool.rs",
+        "        self.map[page.at()].copies += 1;\n",
+        "        let _ = page;\n",
+        Edit("page_pool.rs", "        line.copies -= 1;\n", ""),
+        Edit(
+            "ledger/share.rs",
+            "            if !stays {\n",
+            "            let stays = true;\n            if !stays {\n",
+        ),
+    ),
+    guard(
+        73,
+        "a launched copy leaves its fence on both pages",
+        "ledger/life.rs",
+        "let fence = if self.page_fencing { step } else { 0 };",
+        "let fence = 0 * step;",
+    ),
+    guard(
+        74,
+        "abandon takes the rows of the copies",
+        "ledger/life.rs",
+        "        rows.extend(record.before.copies.iter().map(|copy| copy.row.0));\n",
+        "",
+    ),
+    guard(
+        74,
+        "no fork of a row whose tail is not there yet",
+        "ledger/share.rs",
+        '        self.check_no_copy_into(parent, "fork")?;\n',
+        "",
+    ),
+    guard(
+        75,
+        "lo is the first position behind what is committed",
+        "rows.rs",
+        "let lo = |&row: &i32| self.resolved[row as usize] + self.in_flight[row as usize];",
+        "let lo = |&row: &i32| self.in_flight[row as usize];",
+    ),
+    guard(
+        76,
+        "a cut inside a page needs the page",
+        "group.rs",
+        "        self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))\n",
+        "        self.columns(self.evict_to(len), (i64::from(len) / self.page_size * self.page_size).max(self.evict_to(len)))\n",
+    ),
+    guard(
+        76,
+        "a pin needs its window",
+        "ledger/share.rs",
+        "            if evicted > needed && !group.window_columns(length).is_empty() {\n",
+        "            if evicted > needed + 99 && !group.window_columns(length).is_empty() {\n",
+    ),
+    guard(
+        76,
+        "an admit needs its window",
+        "ledger/share.rs",
+        "            if held > group.evict_to(len) && !window.is_empty() {\n",
+        "            if held > group.evict_to(len) + 99 && !window.is_empty() {\n",
+    ),
+    guard(
+        76,
+        "a new row has no root",
+        "rows.rs",
+        "            self.live[row.at()] = true;\n",
+        "            self.live[row.at()] = true;\n            self.ready[row.at()] = true;\n",
+    ),
+    guard(
+        77,
+        "a cancel puts no fence on its pages",
+        "ledger/life.rs",
+        "let fence = Fence { step: 0, completed: self.steps.completed() };",
+        "let fence = Fence { step: self.steps.completed() + 1, completed: self.steps.completed() };",
+    ),
+    guard(
+        77,
+        "an extend counts from what is allocated",
+        "ledger/prepare.rs",
+        "let allocated = i64::from(group.allocated[row as usize]);\n                let after = ceil_align",
+        """let allocated = ceil_align(self.rows.resolved[row as usize].into(), group.page_size);
+                let after = ceil_align""",
+    ),
+]

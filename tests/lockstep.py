@@ -1,0 +1,269 @@
+"""The real ledger, the oracle and the fake device, driven by the same operations and compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oracle import Oracle, Page, Refused, Step
+from specpool import NotReady, Plan, SpecpoolError
+from specpool.testing import FakeDevice, LedgerConfig, Operation, apply, assert_no_page_leaked
+
+# Codes of `Ledger.ownership_map`.
+STATES = {"free": 0, "owned": 1, "shared": 2, "fenced": 3}
+
+
+class Lockstep:
+    """After every operation the two agree in all that can be seen, or both have refused alike."""
+
+    def __init__(self, config: LedgerConfig, choose: Callable[[int], int] | None = None) -> None:
+        self.ledger = config.build(digest=True)
+        self.oracle = Oracle(config.groups, config.shapes, **config.options())
+        self.device = FakeDevice(self.ledger, choose=choose, acknowledge=False)
+        self.plans: dict[int, Plan] = {}
+        self.prefix_tokens: dict[int, list[int]] = {}
+        self.saved: tuple[Any, ...] | None = None  # The newest snapshot of all three.
+        self.counts: dict[tuple[str, str], int] = {}  # (verb, "ok" or the error) -> how often
+        # The newest step's number and the state hash before it, while nothing else was done.
+        self.undo: tuple[int, int] | None = None
+
+    def apply(self, operation: Operation) -> Any:
+        """Runs it on both; returns the answer, or None where both refused."""
+        verb, arguments = self._fit(operation)
+        changes = verb not in ("take_delta", "ack_delta")
+        hash_before, digest_before = self.ledger.state_hash(), self.ledger.digest
+        estimate = self._estimate(verb, arguments)
+        try:
+            answer = apply(self.ledger, (verb, arguments))
+            refusal = None
+        except SpecpoolError as error:
+            answer, refusal = None, error
+        try:
+            wanted = getattr(self.oracle, verb)(**without(arguments, "tag"))
+            expected = None
+        except Refused as error:
+            wanted, expected = None, error
+        self._count(verb, refusal)
+        if refusal is not None or expected is not None:
+            assert expected is not None, f"{verb}{arguments} is refused: {refusal!r}"
+            assert refusal is not None, f"{verb}{arguments} is not refused, should be {expected}"
+            assert type(refusal).__name__ == expected.kind, (refusal, expected)
+            numbers = {name: vars(refusal)[name] for name in expected.numbers}
+            assert numbers == expected.numbers, (refusal, expected.numbers)
+            assert self.ledger.state_hash() == hash_before, f"refused {verb} changed the state"
+            assert self.ledger.digest == digest_before, f"refused {verb} moved the digest"
+        else:
+            assert (self.ledger.digest != digest_before) == changes, f"the digest after {verb}"
+            self._follow(verb, arguments, answer, wanted, estimate)
+            if verb == "cancel" and self.undo and self.undo[0] == arguments["step"]:
+                assert self.ledger.state_hash() == self.undo[1], "a cancel has not restored all"
+            if changes:
+                self.undo = None
+            if verb in ("prepare_extend", "prepare_decode") and not wanted.evicted:
+                self.undo = answer.step, hash_before
+        self.compare()
+        return answer
+
+    def snapshot(self) -> None:
+        """Keeps the state of all three, if nothing is in flight."""
+        if self.oracle.steps:
+            with pytest.raises(NotReady, match=f"step {self.oracle.steps[0].number} is not over"):
+                self.ledger.snapshot()
+            return
+        memory = [self.device._target, self.device._draft, self.device._sequences]
+        kept = [self.oracle.snapshot(), copy.deepcopy(memory), dict(self.prefix_tokens)]
+        self.saved = self.ledger.snapshot(), *kept
+
+    def restore(self) -> None:
+        """Goes back to the newest snapshot, if nothing is in flight; table cells come as deltas."""
+        if self.saved is None:
+            return
+        ledger, oracle, memory, prefix_tokens = self.saved
+        if self.oracle.steps:
+            with pytest.raises(NotReady, match=f"step {self.oracle.steps[0].number} is not over"):
+                self.ledger.restore(ledger)
+            return
+        self.ledger.restore(ledger)
+        self.oracle.restore(oracle)
+        device = self.device
+        device._target, device._draft, device._sequences = copy.deepcopy(memory)
+        self.prefix_tokens, self.undo = dict(prefix_tokens), None
+        self.compare()
+
+    def finish(self) -> None:
+        """Runs everything launched to its end and reads every row and prefix once more."""
+        while unlaunched := [step.number for step in self.oracle.steps if not step.launched]:
+            self.apply(("cancel", {"step": unlaunched[-1]}))
+        if self.oracle.launched:
+            self.apply(("complete", {"step": max(self.oracle.launched)}))
+        for number, row in self.oracle.rows.items():
+            waiting = [each for each in self.oracle.pending if each.row is row]
+            whole = min((each.start for each in waiting), default=row.written)
+            self.device.check_row(number, min(whole, row.written))
+        for row in list(self.oracle.rows):
+            self.apply(("finish", {"row": row}))
+        for prefix in list(self.oracle.prefixes):
+            self.apply(("release_prefix", {"prefix": prefix}))
+        for step in list(self.oracle.steps):
+            ones = [1] * len(step.lanes)
+            self.apply(("resolve", {"step": step.number, "accept_lens": ones}))
+        assert_no_page_leaked(self.ledger)
+
+    # --- The device takes part ---
+
+    def _fit(self, operation: Operation) -> Operation:
+        """What a round accepts is the device's to say, where the operation asks for a real one."""
+        verb, arguments = operation
+        if verb == "complete" and arguments["step"] in self.oracle.launched:
+            self.device.finish(arguments["step"])
+        plan = self.plans.get(arguments["step"]) if verb == "resolve" else None
+        if plan is None or plan.kind == "extend" or plan.step not in self.oracle.launched:
+            return operation
+        wish = arguments["accept_lens"]
+        most = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
+        if len(wish) == 8:
+            wish = [min(one, limit) for one, limit in zip(wish, most, strict=False)]
+        if len(wish) != len(plan):
+            return operation
+        if not all(1 <= one <= limit for one, limit in zip(wish, most, strict=True)):
+            return operation
+        return verb, {**arguments, "accept_lens": self.device.accept_lens(plan.step, wish)}
+
+    def _estimate(self, verb: str, arguments: dict[str, Any]) -> list[int] | None:
+        if verb != "prepare_decode":
+            return None
+        try:
+            lanes = arguments["rows"], arguments["shapes"]
+            return self.ledger.tokens_required(*lanes).tolist()
+        except SpecpoolError:
+            return None
+
+    def _follow(
+        self, verb: str, arguments: dict[str, Any], answer: Any, wanted: Any, estimate: Any
+    ) -> None:
+        if verb in ("admit", "fork"):
+            self.oracle.seat(wanted, answer)
+            if verb == "fork":
+                tokens = self.device.tokens(arguments["row"])
+            else:
+                tokens = self.prefix_tokens.get(arguments.get("prefix"), [])
+            self.device.begin(answer, tokens[: wanted.resolved])
+        elif verb in ("prepare_extend", "prepare_decode"):
+            self.plans[answer.step] = answer
+            self._bind()
+            self._compare_plan(answer, wanted)
+            if estimate is not None:
+                took = (answer.allocated_after - answer.allocated_before).sum(axis=1)
+                assert took.tolist() == estimate, "estimate and claim differ"
+        elif verb == "launch":
+            self.device.launch(self.plans[arguments["step"]])
+            self.oracle.take_delta(arguments["step"])
+        elif verb == "take_delta":
+            self.device.apply_delta(answer)
+        elif verb == "abandon":
+            self.device.fail(arguments["step"])
+        elif verb == "pin_prefix":
+            assert answer == wanted
+            length = self.ledger.prefix_len(answer)
+            self.prefix_tokens[answer] = self.device.tokens(arguments["row"])[:length]
+        else:
+            assert answer == wanted, (verb, answer, wanted)
+
+    # --- Comparison ---
+
+    def compare(self) -> None:
+        """Everything that can be seen of the ledger is what the oracle says."""
+        ledger, oracle = self.ledger, self.oracle
+        self._bind()
+        size = ledger.num_rows + 1
+        for name in ("resolved", "drafted"):
+            expected = [getattr(oracle.rows.get(row), name, 0) for row in range(size)]
+            assert getattr(ledger, f"{name}_len").tolist() == expected, name
+        rounds = [len(oracle.rows[row].rounds) if row in oracle.rows else 0 for row in range(size)]
+        assert ledger.in_flight.tolist() == rounds
+        assert ledger.epoch.tolist() == oracle.epochs
+        assert ledger.idle.tolist() == [
+            row in oracle.rows and oracle.rows[row].idle for row in range(size)
+        ]
+        assert ledger.num_free_rows == oracle.num_free_rows()
+        assert ledger.prefixes == list(oracle.prefixes)
+        for number, prefix in oracle.prefixes.items():
+            assert ledger.prefix_len(number) == prefix.length
+        assert ledger.steps() == oracle.unfinished()
+        for group in range(len(ledger.groups)):
+            self._compare_group(group)
+        ledger.check()
+
+    def _compare_group(self, group: int) -> None:
+        ledger, oracle = self.ledger, self.oracle
+        for name in ("allocated", "protected", "evicted"):
+            expected = [
+                getattr(oracle.rows[row].parts[group], name) if row in oracle.rows else 0
+                for row in range(ledger.num_rows + 1)
+            ]
+            assert getattr(ledger, f"{name}_len")(group).tolist() == expected, name
+        assert ledger.free_pages(group) == oracle.free_pages(group)
+        assert ledger.fenced_pages(group) == oracle.fenced_pages(group)
+        assert ledger.reclaimable_pages(group) == oracle.reclaimable_pages(group)
+        table = np.zeros_like(ledger.full_table(group))
+        for number, row in oracle.rows.items():
+            for column, page in row.parts[group].table.items():
+                table[number, column] = page.number
+        assert (ledger.page_table(group) == table).all()
+        states, _, holders = ledger.ownership_map(group)
+        expected_states, expected_holders = np.zeros_like(states), np.zeros_like(holders)
+        held = oracle.holders()
+        for page, state in oracle.states(group).items():
+            expected_states[page.number] = STATES[state]
+            expected_holders[page.number] = len(held[page])
+        assert states.tolist() == expected_states.tolist()
+        assert holders.tolist() == expected_holders.tolist()
+
+    def _bind(self) -> None:
+        """Tells the oracle's new pages their numbers; no two pages in use have the same."""
+        for group in range(len(self.ledger.groups)):
+            table = self.ledger.page_table(group)
+            for number, row in self.oracle.rows.items():
+                for column, page in row.parts[group].table.items():
+                    page.number = page.number or int(table[number, column])
+            in_use = [page.number for page in self.oracle.pages if page.group == group]
+            assert len(set(in_use)) == len(in_use), f"a page is handed out twice: {sorted(in_use)}"
+            assert all(1 <= page <= self.ledger.groups[group].num_pages for page in in_use)
+
+    def _compare_plan(self, plan: Plan, step: Step) -> None:
+        def number(page: Page) -> int:
+            return page.number
+
+        lanes = step.lanes
+        assert (plan.step, plan.kind, plan.writes_draft, len(plan)) == (
+            step.number,
+            step.kind,
+            step.writes_draft,
+            len(lanes),
+        )
+        assert plan.rows.tolist() == [lane.row.number for lane in lanes]
+        assert plan.shapes.tolist() == [lane.shape for lane in lanes]
+        assert plan.epochs.tolist() == [lane.epoch for lane in lanes]
+        assert plan.lo.tolist() == [lane.lo for lane in lanes]
+        assert plan.hi.tolist() == [lane.hi for lane in lanes]
+        assert plan.start.tolist() == [lane.resolved for lane in lanes]
+        assert plan.new_len.tolist() == [lane.row.resolved for lane in lanes]
+        assert plan.allocated_before.T.tolist() == [lane.allocated for lane in lanes]
+        assert plan.allocated_after.T.tolist() == [
+            [part.allocated for part in lane.row.parts] for lane in lanes
+        ]
+        assert plan.page_copies.tolist() == [
+            [each.group, number(each.src), number(each.dst), each.tokens] for each in step.copies
+        ]
+
+    def _count(self, verb: str, refusal: SpecpoolError | None) -> None:
+        outcome = "ok" if refusal is None else type(refusal).__name__
+        self.counts[verb, outcome] = self.counts.get((verb, outcome), 0) + 1
+
+
+def without(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if key != name}

@@ -1,0 +1,498 @@
+"""A slow, obvious model of the whole ledger (spec 4 and 9), written from the contract alone.
+
+Every verb checks all it can refuse before its first change, in the order that the verbs document.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from oracle_state import Copy, Lane, Page, Part, Prefix, Round, Row, State, Step
+from reference import ceil_align
+
+
+class Refused(Exception):  # noqa: N818 - the contract's word
+    """The model refuses the call; `kind` is the name of specpool's exception, `numbers` its own."""
+
+    def __init__(self, kind: str, **numbers: Any) -> None:
+        super().__init__(kind, numbers)
+        self.kind, self.numbers = kind, numbers
+
+
+class Oracle(State):
+    """The ledger as the contract says it."""
+
+    # --- Rows come ---
+
+    def admit(self, prefix: int | None = None, length: int | None = None) -> Row:
+        if prefix is None:
+            if length is not None:
+                raise Refused("ShapeError")
+            self._check_free_row()
+            return Row(0, [Part() for _ in self.groups])
+        if prefix not in self.prefixes:
+            raise Refused("ShapeError")
+        shared = self.prefixes[prefix]
+        length = shared.length if length is None else length
+        if not 0 <= length <= shared.length:
+            raise Refused("ShapeError")
+        if not all(self._window(at, length) <= shared.tables[at].keys() for at in self._all):
+            raise Refused("NotReady")
+        self._check_free_row()
+        return self._share(shared.tables, shared.evicted, length, shared.drafted)
+
+    def fork(self, row: int) -> Row:
+        source = self._row(row)
+        if source.rounds or source.extend_from is not None:
+            raise Refused("NotReady")
+        if source.last_launched > self.completed or self._is_being_copied(source):
+            raise Refused("NotReady")
+        self._check_free_row()
+        tables = [part.table for part in source.parts]
+        evicted = [part.evicted for part in source.parts]
+        new = self._share(tables, evicted, source.resolved, source.drafted)
+        for at, part in enumerate(source.parts):
+            part.protected = max(part.protected, self._floor(at, source.resolved))
+        return new
+
+    def seat(self, row: Row, number: int) -> None:
+        """The real ledger gave the new row this number."""
+        assert number not in self.rows and number not in self.fenced_rows, f"row {number} is taken"
+        assert 1 <= number <= self.num_rows, f"row {number} does not exist"
+        row.number = number
+        self.rows[number] = row
+
+    def _share(
+        self, tables: list[dict[int, Page]], evicted: list[int], length: int, drafted: int
+    ) -> Row:
+        tails = [int(length % group.page_size != 0) for group in self.groups]
+        self._check_pages(tails, [])
+        row = Row(0, [], resolved=length, drafted=min(drafted, length))
+        for at, table in enumerate(tables):
+            size = self.groups[at].page_size
+            whole = length // size
+            part = Part({column: page for column, page in table.items() if column < whole})
+            for page in part.table.values():
+                page.shared = True
+            part.allocated, part.protected = ceil_align(length, size), whole * size
+            part.evicted = min(evicted[at], self._evict_to(at, length))
+            if tails[at]:
+                part.table[whole] = self._take(at)
+                copy = Copy(at, table[whole], part.table[whole], length % size, row, whole * size)
+                self.pending.append(copy)
+            row.parts.append(part)
+        return row
+
+    # --- Steps ---
+
+    def prepare_extend(
+        self, rows: Sequence[int], new_lens: Sequence[int], writes_draft: bool = True
+    ) -> Step:
+        taking = self._batch(rows, new_lens)
+        for row, new_len in zip(taking, new_lens, strict=True):
+            if new_len <= row.resolved:
+                raise Refused("ShapeError")
+        for row, new_len in zip(taking, new_lens, strict=True):
+            if new_len - row.resolved > self.max_chunk:
+                raise Refused("ShapeError")
+        self._check_no_stale_step()
+        if any(row.rounds or row.extend_from is not None for row in taking):
+            raise Refused("NotReady")
+        ended = [
+            row.number
+            for row, length in zip(taking, new_lens, strict=True)
+            if length > self.context
+        ]
+        if ended:
+            raise Refused("ContextEnd", rows=ended)
+        wanted = [[length] * len(self.groups) for length in new_lens]
+        step = self._claim("extend", taking, [0] * len(taking), wanted, writes_draft)
+        for row, new_len in zip(taking, new_lens, strict=True):
+            row.extend_from = row.resolved
+            if writes_draft and row.drafted == row.resolved:
+                row.drafted = new_len
+            row.resolved = new_len
+        return step
+
+    def tokens_required(self, rows: Sequence[int], shapes: Sequence[int]) -> list[int]:
+        total = [0] * len(self.groups)
+        for number, shape in zip(rows, shapes, strict=True):
+            row = self._row(number)
+            for at, slots in enumerate(self._wanted(row, shape)):
+                held = row.parts[at].allocated
+                total[at] += max(0, ceil_align(slots, self.groups[at].page_size) - held)
+        return total
+
+    def prepare_decode(
+        self, rows: Sequence[int], shapes: Sequence[int], writes_draft: bool = True
+    ) -> Step:
+        taking = self._batch(rows, shapes)
+        if any(not 0 <= shape < len(self.shapes) for shape in shapes):
+            raise Refused("ShapeError")
+        self._check_no_stale_step()
+        if any(not row.has_root for row in taking):
+            raise Refused("NotReady")
+        ended = [row.number for row in taking if row.resolved >= self.context]
+        if ended:
+            raise Refused("ContextEnd", rows=ended)
+        if any(len(row.rounds) > self.depth for row in taking):
+            raise Refused("OrderError")
+        for row, shape in zip(taking, shapes, strict=True):
+            S, _, N = self.shapes[shape]
+            behind = row.drafted < row.resolved or not all(one.writes_draft for one in row.rounds)
+            if self.draft_kv and behind and (S > 0 or N > 1):
+                raise Refused("DraftLag", row=row.number)
+        wanted = [self._wanted(row, shape) for row, shape in zip(taking, shapes, strict=True)]
+        step = self._claim("decode", taking, list(shapes), wanted, writes_draft)
+        for row, shape in zip(taking, shapes, strict=True):
+            row.rounds.append(Round(step.number, self._most(shape), writes_draft))
+        return step
+
+    def launch(self, step: int) -> None:
+        waiting = [one for one in self.steps if not one.launched]
+        if not waiting or waiting[0].number != step:
+            raise Refused("OrderError")
+        if self._is_stale(waiting[0]):
+            raise Refused("StalePlan", step=step)
+        waiting[0].launched = True
+        self.launched.add(step)
+        for tail in waiting[0].copies:
+            tail.row.last_launched = step
+        for lane in waiting[0].lanes:
+            lane.row.last_launched = step
+            if waiting[0].kind == "extend":
+                lane.row.extend_from, lane.row.has_root = None, True
+            for one in lane.row.rounds:
+                one.launched = one.launched or one.step == step
+        self._sweep()
+
+    def resolve(self, step: int, accept_lens: Sequence[int]) -> None:
+        found = self._step(step)
+        if found.kind == "extend" or not found.launched or found.resolved:
+            raise Refused("OrderError")
+        if len(accept_lens) != len(found.lanes):
+            raise Refused("ShapeError")
+        standing = [
+            (lane.row, accept_len)
+            for lane, accept_len in zip(found.lanes, accept_lens, strict=True)
+            if self._stands(lane)
+        ]
+        for row, accept_len in standing:
+            if row.rounds[0].step != step:
+                raise Refused("OrderError")
+            if not 1 <= accept_len <= row.rounds[0].most:
+                raise Refused("ShapeError")
+        for row, accept_len in standing:
+            if row.rounds.pop(0).writes_draft and row.drafted == row.resolved:
+                row.drafted += accept_len
+            row.resolved += accept_len
+        found.resolved = True
+        self._sweep()
+
+    def complete(self, step: int) -> None:
+        if step not in self.launched:
+            raise Refused("OrderError")
+        self.completed = max(self.completed, step)
+        for number, fence in list(self.fenced_rows.items()):
+            if fence <= self.completed:
+                del self.fenced_rows[number]
+        self._sweep()
+
+    def cancel(self, step: int) -> None:
+        if not self.steps or self.steps[-1].number != step or self.steps[-1].launched:
+            raise Refused("OrderError")
+        gone = self.steps.pop()
+        for lane in gone.lanes:
+            if not self._stands(lane):
+                continue
+            row = lane.row
+            for at in self._all:
+                self._drop_from(row, at, lane.allocated[at], fence=0)
+            row.idle = lane.idle
+            if gone.kind == "extend":
+                row.resolved, row.drafted, row.extend_from = lane.resolved, lane.drafted, None
+            else:
+                row.rounds.pop()
+        self.pending = [tail for tail in gone.copies if tail.stands] + self.pending
+        self._sweep()
+
+    def abandon(self, step: int) -> None:
+        found = self._step(step)
+        if not found.launched or found.abandoned or step <= self.completed:
+            raise Refused("OrderError")
+        struck = [lane.row for lane in found.lanes] + [tail.row for tail in found.copies]
+        for row in struck:
+            if self.rows.get(row.number) is row:
+                self.give_back(row.number)
+        found.abandoned = found.resolved = True
+        self._sweep()
+
+    def take_delta(self, step: int) -> None:
+        self._step(step)
+        self.takes.add(step)
+
+    def ack_delta(self, step: int) -> None:
+        if step not in self.takes:
+            raise Refused("OrderError")
+        self.takes = {taken for taken in self.takes if taken > step}
+
+    def snapshot(self) -> Oracle:
+        if self.steps:
+            raise Refused("NotReady")
+        return copy.deepcopy(self)
+
+    def restore(self, snapshot: Oracle) -> None:
+        if self.steps:
+            raise Refused("NotReady")
+        now = vars(self).copy()
+        vars(self).update(vars(copy.deepcopy(snapshot)))
+        for name in ("next_step", "completed", "next_prefix"):
+            setattr(self, name, max(now[name], getattr(snapshot, name)))
+        self.launched |= now["launched"]
+        self.takes = now["takes"]
+        pairs = zip(now["epochs"], snapshot.epochs, strict=True)
+        self.epochs = [0, *[max(pair) + 1 for pair in pairs][1:]]
+
+    # --- Rows get shorter, or go ---
+
+    def trim(self, row: int, length: int) -> int:
+        one = self._row(row)
+        if length < 0:
+            raise Refused("ShapeError")
+        cut = min(length, one.written)
+        while not self._can_end_at(one, cut):
+            cut -= 1
+        roots = max(0, cut - one.resolved)
+        counted = [each for each in one.rounds if each.launched][:roots]
+        if one.drafted == one.resolved and all(each.writes_draft for each in counted):
+            one.drafted = cut
+        one.drafted = min(one.drafted, cut)
+        fence = self._fence(one)
+        for at, part in enumerate(one.parts):
+            self._drop_from(one, at, ceil_align(cut, self.groups[at].page_size), fence)
+            part.protected = min(part.protected, cut)
+            window = self._evict_to(at, cut)
+            if part.evicted > window:
+                size = self.groups[at].page_size
+                first = window // size
+                while first - 1 in part.kept:  # What joins the window without a gap comes along.
+                    first -= 1
+                back = {column: page for column, page in part.kept.items() if column >= first}
+                part.table |= back
+                part.evicted = first * size
+        if one.checkpoint is not None and cut < one.checkpoint:
+            self._forget_checkpoint(one)
+        one.resolved, one.rounds, one.extend_from, one.has_root = cut, [], None, False
+        self.epochs[row] += 1
+        self._sweep()
+        return cut
+
+    def end_turn(self, row: int, length: int) -> int:
+        if not self.sessions and any(group.window is not None for group in self.groups):
+            raise Refused("ConfigError")
+        cut = self.trim(row, length)
+        one = self.rows[row]
+        self._forget_checkpoint(one)
+        one.idle, one.checkpoint = True, cut
+        for at, part in enumerate(one.parts):
+            if self.groups[at].window is not None:
+                part.kept = {column: part.table[column] for column in self._window(at, cut)}
+        self._sweep()
+        return cut
+
+    def give_back(self, row: int) -> None:
+        """`retract`, `finish` and `abort`."""
+        one = self._row(row)
+        fence = self._fence(one)
+        for page in one.pages():
+            page.fence = max(page.fence, fence)
+        del self.rows[row]
+        one.parts = [Part() for _ in self.groups]
+        self.epochs[row] += 1
+        if one.last_launched > self.completed:
+            self.fenced_rows[row] = one.last_launched
+        self._sweep()
+
+    retract = finish = abort = give_back
+
+    # --- Prefixes ---
+
+    def pin_prefix(self, row: int, length: int) -> int:
+        one = self._row(row)
+        if not 1 <= length <= one.resolved:
+            raise Refused("ShapeError")
+        length = min(self._floor(at, length) for at in range(len(self.groups)))
+        if length == 0:
+            raise Refused("ShapeError")
+        ends = [ceil_align(length, group.page_size) for group in self.groups]
+        for step in self.steps:
+            for lane in step.lanes:
+                if step.number > self.completed and lane.row is one and max(ends) > lane.lo:
+                    raise Refused("NotReady")
+        if not all(self._window(at, length) <= one.parts[at].table.keys() for at in self._all):
+            raise Refused("NotReady")
+        if self._is_being_copied(one):
+            raise Refused("NotReady")
+        tables = []
+        for at, part in enumerate(one.parts):
+            columns = ends[at] // self.groups[at].page_size
+            tables.append({at: page for at, page in part.table.items() if at < columns})
+            for page in tables[-1].values():
+                page.shared = True
+            part.protected = max(part.protected, ends[at])
+        evicted = [
+            min(part.evicted, self._evict_to(at, length)) for at, part in enumerate(one.parts)
+        ]
+        prefix = self.next_prefix
+        self.prefixes[prefix] = Prefix(length, min(one.drafted, length), tables, evicted)
+        self.next_prefix += 1
+        return prefix
+
+    def release_prefix(self, prefix: int) -> None:
+        if prefix not in self.prefixes:
+            raise Refused("ShapeError")
+        del self.prefixes[prefix]
+        self._sweep()
+
+    # --- Parts of the verbs ---
+
+    def _row(self, number: int) -> Row:
+        if number not in self.rows:
+            raise Refused("ShapeError")
+        return self.rows[number]
+
+    def _step(self, number: int) -> Step:
+        for step in self.steps:
+            if step.number == number:
+                return step
+        raise Refused("OrderError")
+
+    def _batch(self, rows: Sequence[int], beside: Sequence[int]) -> list[Row]:
+        if not 1 <= len(rows) <= self.max_batch or len(rows) != len(beside):
+            raise Refused("ShapeError")
+        if len(set(rows)) != len(rows):
+            raise Refused("ShapeError")
+        return [self._row(row) for row in rows]
+
+    def _check_no_stale_step(self) -> None:
+        if any(not step.launched and self._is_stale(step) for step in self.steps):
+            raise Refused("NotReady")
+
+    def _check_free_row(self) -> None:
+        if self.num_free_rows() == 0:
+            raise Refused("OutOfRows", num_rows=self.num_rows, fenced=len(self.fenced_rows))
+
+    def _is_being_copied(self, row: Row) -> bool:
+        return any(tail.row is row and tail.stands for tail in self.copies())
+
+    def _take(self, group: int) -> Page:
+        self.pages.append(Page(group))
+        return self.pages[-1]
+
+    def _check_pages(self, need: Iterable[int], rows: list[Row]) -> None:
+        """Whether each group has the pages, with those that preparing `rows` evicts."""
+        holders, held_by_copy = self.holders(), self.held_by_copies()
+        for at, pages in enumerate(need):
+            droppers: dict[Page, list[Row]] = {}
+            for row in rows:
+                for column in self._below_window(row, at):
+                    if column not in row.parts[at].kept:
+                        droppers.setdefault(row.parts[at].table[column], []).append(row)
+            freed = sum(
+                len(holders[page]) == len(leaving)
+                and page not in held_by_copy
+                and max([page.fence, *map(self._fence, leaving)]) <= self.completed
+                for page, leaving in droppers.items()
+            )
+            free = self.free_pages(at) + freed
+            if pages > free:
+                raise Refused(
+                    "OutOfPages",
+                    group=self.groups[at].name,
+                    need=pages,
+                    free=free,
+                    fenced=self.fenced_pages(at),
+                    reclaimable=self.reclaimable_pages(at),
+                )
+
+    def _claim(
+        self,
+        kind: str,
+        rows: list[Row],
+        shapes: list[int],
+        wanted: list[list[int]],
+        writes_draft: bool,
+    ) -> Step:
+        evicts = any(self._below_window(row, at) for row in rows for at in self._all)
+        after = [
+            [
+                max(part.allocated, ceil_align(slots, group.page_size))
+                for part, slots, group in zip(row.parts, line, self.groups, strict=True)
+            ]
+            for row, line in zip(rows, wanted, strict=True)
+        ]
+        pages = [
+            sum(line[at] - row.parts[at].allocated for row, line in zip(rows, after, strict=True))
+            // group.page_size
+            for at, group in enumerate(self.groups)
+        ]
+        self._check_pages(pages, rows)
+        lanes = [
+            Lane(
+                row,
+                self.epochs[row.number],
+                shape,
+                row.lo,
+                row.hi,
+                row.resolved,
+                row.drafted,
+                [part.allocated for part in row.parts],
+                row.idle,
+            )
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+        for row, line in zip(rows, after, strict=True):
+            for at, part in enumerate(row.parts):
+                size = self.groups[at].page_size
+                part.evicted = max(part.evicted, self._evict_to(at, row.reads_from))
+                for column in self._below_window(row, at):
+                    page = part.table.pop(column)
+                    if column not in part.kept:
+                        page.fence = max(page.fence, self._fence(row))
+                for column in range(part.allocated // size, line[at] // size):
+                    part.table[column] = self._take(at)
+                part.allocated = line[at]
+            row.idle = False
+        step = Step(self.next_step, kind, lanes, writes_draft, self.pending)
+        step.resolved, step.evicted = kind == "extend", evicts
+        self.pending = []
+        self.next_step += 1
+        self.steps.append(step)
+        self._sweep()
+        return step
+
+    def _can_end_at(self, row: Row, length: int) -> bool:
+        return all(
+            self._window(at, length) <= part.table.keys() | part.kept.keys()
+            and (length >= part.protected or length % self.groups[at].page_size == 0)
+            for at, part in enumerate(row.parts)
+        )
+
+    def _drop_from(self, row: Row, at: int, slots: int, fence: int) -> None:
+        """The row gives up its pages from `slots` on, its checkpoint's too."""
+        part, first = row.parts[at], slots // self.groups[at].page_size
+        for table in (part.table, part.kept):
+            for column in [column for column in table if column >= first]:
+                page = table.pop(column)
+                page.fence = max(page.fence, fence)
+        part.allocated = min(part.allocated, slots)
+
+    def _forget_checkpoint(self, row: Row) -> None:
+        for part in row.parts:
+            for column, page in part.kept.items():
+                if column not in part.table:
+                    page.fence = max(page.fence, self._fence(row))
+            part.kept = {}
+        row.checkpoint = None

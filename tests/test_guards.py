@@ -1,0 +1,43 @@
+"""The edits of `guards.py` fit the source, and every scenario of stage 2 has a test and a guard."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from guards import CORE, GUARDS, Guard
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGE_2 = {*range(1, 12), *range(23, 27), 28, 30, 31, 33, 40, 41, 48, *range(51, 78)}
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: f"{guard.number}: {guard.name}")
+def test_every_edit_still_fits_the_source(guard: Guard, tmp_path):
+    for path in dict.fromkeys(edit.path for edit in guard.edits):
+        (tmp_path / CORE / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / CORE / path, tmp_path / CORE / path)
+    for edit in guard.edits:
+        before = (tmp_path / CORE / edit.path).read_text(encoding="utf-8")
+        edit.apply(tmp_path)
+        assert (tmp_path / CORE / edit.path).read_text(encoding="utf-8") != before
+
+
+def test_an_edit_that_does_not_fit_is_refused(tmp_path):
+    (tmp_path / CORE).mkdir(parents=True)
+    edit = GUARDS[0].edits[0]
+    (tmp_path / CORE / edit.path).parent.mkdir(exist_ok=True)
+    for text in ("", edit.old * 2):
+        (tmp_path / CORE / edit.path).write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match="times in"):
+            edit.apply(tmp_path)
+
+
+def test_every_scenario_has_a_test_and_a_guard():
+    tests = set()
+    for path in (ROOT / "tests").glob("test_scenarios_*.py"):
+        tests |= set(map(int, re.findall(r"def test_scenario_(\d+)_", path.read_text("utf-8"))))
+    assert tests == STAGE_2
+    assert {guard.number for guard in GUARDS} == STAGE_2

@@ -1,0 +1,156 @@
+"""Regression scenarios about shared pages and the copies of their tails.
+
+Numbers, laws and guards as in `test_scenarios_claims.py`. The device of `fake_device.py` remembers
+who wrote each slot, so a page in wrong hands shows in what a row reads.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_device import Device, tokens
+from ledger_kit import assert_all_back, end, make, refuses, start
+from specpool import Ledger, NotReady
+
+
+def running(length: int, **options) -> tuple[Ledger, Device, int]:
+    """A row of `length` tokens of mark 1 on pages of 4, all complete."""
+    ledger = make(num_rows=4, **options)
+    device = Device(ledger)
+    row = ledger.admit()
+    device.extend(row, length, mark=1)
+    device.run()
+    return ledger, device, row
+
+
+def test_scenario_56_no_fork_with_a_round_in_flight():
+    """The round would write the shared page.
+
+    Law: A fork waits until nothing of the row is in flight.
+    """
+    ledger, _, parent = running(8)
+    step = start(ledger, parent)
+    refuses(ledger, NotReady, ledger.fork, parent, match="in flight")
+    ledger.resolve(step, [1])
+    refuses(ledger, NotReady, ledger.fork, parent, match="not complete")
+    ledger.complete(step)
+    child = ledger.fork(parent)
+    assert ledger.protected_len(0)[[parent, child]].tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(("cut", "kept"), [(6, 4), (8, 8), (9, 9)])
+def test_scenario_56_a_rewind_into_shared_pages_leaves_the_child_alone(cut, kept):
+    """Fork at `r % P != 0`.
+
+    Law: Below `protected_len` a cut goes to a page edge: nobody writes a shared page.
+    """
+    ledger, device, parent = running(10)
+    child = ledger.fork(parent)
+    assert ledger.trim(parent, cut) == kept
+    device.extend(parent, 12, mark=2)
+    device.run()
+    assert device.read(child) == tokens((1, 0, 10))
+    assert device.read(parent) == tokens((1, 0, kept), (2, kept, 12))
+    ledger.finish(parent)
+    device.extend(child, 13, mark=3)
+    device.run()
+    assert device.read(child) == tokens((1, 0, 10), (3, 10, 13))
+    ledger.finish(child)
+    assert_all_back(ledger)
+
+
+def test_scenario_70_no_fork_while_an_old_round_still_writes():
+    """`end_turn` dropped the round, the device runs it still.
+
+    Law: A fork waits until the row's last launched step is complete.
+    """
+    ledger, _, row = running(10)
+    step = start(ledger, row)
+    assert ledger.end_turn(row, 11) == 11
+    assert ledger.in_flight[row] == 0
+    refuses(ledger, NotReady, ledger.fork, row, match=f"step {step} is not complete")
+    end(ledger, step, 1)
+    ledger.fork(row)
+
+
+@pytest.mark.parametrize("first", ["child", "parent", "other"])
+def test_scenario_72_a_tail_is_copied_before_any_later_forward(first):
+    """Law: A copy rides on the next step prepared, whatever its rows."""
+    ledger, device, parent = running(10)
+    other = ledger.admit()
+    child = ledger.fork(parent)
+    if first == "parent":  # It rewrites the tail that the copy reads.
+        assert ledger.trim(parent, 9) == 9
+        device.extend(parent, 12, mark=2)
+    elif first == "other":
+        device.extend(other, 5, mark=4)
+        ledger.trim(parent, 9)
+        device.extend(parent, 12, mark=2)
+    step = device.extend(child, 11, mark=3)
+    device.run()
+    assert device.seen[step, child] == tokens((1, 0, 10))
+    assert device.read(child) == tokens((1, 0, 10), (3, 10, 11))
+
+
+def test_scenario_73_a_copy_never_writes_a_page_of_someone_else():
+    """Retract the row that a tail is for.
+
+    Law: A copy holds both its pages, or is dropped.
+    """
+    ledger, device, row = running(10)
+    prefix = ledger.pin_prefix(row, 8)
+    gone = ledger.admit(prefix=prefix, length=6)
+    tail = int(ledger.page_table(0)[gone, 1])
+    ledger.retract(gone)
+    other = ledger.admit()
+    plan = ledger.prepare_extend([other], [5])
+    for _, _, dst, _ in plan.page_copies.tolist():
+        assert ledger.page_record(0, dst)[0] == "fenced"
+    device.launch(plan, mark=2)
+    assert ledger.page_record(0, tail)[:2] in (("owned", other), ("free", gone))
+    device.run()
+    assert device.read(other) == tokens((2, 0, 5))
+
+
+def test_scenario_73_both_pages_of_a_copy_wait_for_its_step():
+    """The copy rides on another row's step.
+
+    Law: The pages of a copy are not handed out before its step is complete.
+    """
+    ledger, device, parent = running(10)
+    other = ledger.admit()
+    child = ledger.fork(parent)
+    source, target = (int(ledger.page_table(0)[row, 2]) for row in (parent, child))
+    plan = ledger.prepare_extend([other], [5])
+    assert plan.page_copies.tolist() == [[0, source, target, 2]]
+    ledger.finish(parent)
+    ledger.finish(child)
+    for launched in (False, True):
+        if launched:
+            device.launch(plan, mark=2)
+        assert [ledger.page_record(0, page)[0] for page in (source, target)] == ["fenced"] * 2
+    device.run()
+    assert [ledger.page_record(0, page)[0] for page in (source, target)] == ["free"] * 2
+    ledger.finish(other)
+    assert_all_back(ledger)
+
+
+def test_scenario_74_abandon_takes_the_row_whose_tail_was_lost():
+    """Another row's failed step carried the copy.
+
+    Law: A row whose tail was lost is retracted; it is not forked before its copy is done.
+    """
+    ledger, device, parent = running(10)
+    other = ledger.admit()
+    child = ledger.fork(parent)
+    refuses(ledger, NotReady, ledger.fork, child, match="copy of page")
+    failed = device.extend(other, 5, mark=2)
+    refuses(ledger, NotReady, ledger.fork, child)
+    refuses(ledger, NotReady, ledger.pin_prefix, child, 8, match="copy of page")
+    device.queue.clear()  # The forward raised.
+    ledger.abandon(failed)
+    assert [ledger.is_live(row) for row in (parent, child, other)] == [True, False, False]
+    ledger.complete(failed)
+    assert device.read(parent) == tokens((1, 0, 10))
+    ledger.finish(parent)
+    assert_all_back(ledger)

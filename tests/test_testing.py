@@ -1,0 +1,302 @@
+"""`specpool.testing` finds what it says it finds; the example of `docs/testing.md` runs."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from ledger_kit import CHAIN, make, prefill
+from specpool import Group, Ledger, Shape, SpecpoolError
+from specpool.testing import (
+    DeviceFault,
+    FakeDevice,
+    LedgerConfig,
+    LedgerMachine,
+    accept_lens,
+    apply,
+    assert_no_page_leaked,
+    decode_op,
+    ledger_configs,
+    no_page_leaks,  # noqa: F401 - a fixture
+    operation_sequences,
+)
+
+DOC = (Path(__file__).parent.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+QUICK = settings(
+    max_examples=100,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    phases=(Phase.generate, Phase.shrink),
+)
+
+
+# --- The documented example ---
+
+
+@pytest.fixture(scope="module")
+def example() -> dict:
+    names: dict = {"__name__": "example"}
+    for code in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL):
+        exec(compile(code, "docs/testing.md", "exec"), names)
+    return names
+
+
+def test_the_documented_machine_finds_the_planted_leak(example):
+    with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
+        run_state_machine_as_test(example["LeakMachine"], settings=QUICK)
+
+
+def test_the_documented_machine_passes_the_mended_scheduler(example):
+    run_state_machine_as_test(example["MendedMachine"], settings=QUICK)
+
+
+def test_a_scheduler_that_never_comes_to_rest_is_found(example):
+    class Stuck(example["MendedScheduler"]):
+        def step(self):
+            super().step()
+            return True
+
+    class Machine(example["LeakMachine"]):
+        max_turns = 50
+
+        def make_scheduler(self, ledger, device):
+            return Stuck(ledger, device)
+
+    with pytest.raises(AssertionError, match="not at rest after 50 turns"):
+        run_state_machine_as_test(Machine, settings=QUICK)
+
+
+def test_a_machine_without_a_scheduler_says_so():
+    with pytest.raises(NotImplementedError):
+        run_state_machine_as_test(LedgerMachine, settings=QUICK)
+
+
+# --- Leaks ---
+
+
+def test_the_report_names_page_owner_and_step():
+    ledger = make(num_pages=51)
+    prefill(ledger, 9, tag="request-7")
+    with pytest.raises(AssertionError) as caught:
+        assert_no_page_leaked(ledger)
+    report = str(caught.value)
+    assert "group kv: 3 of 51 pages are not free, 0 of them fenced" in report
+    assert "page 2: owned, row 1 (request-7), taken by step 1, last prepare_extend" in report
+    assert "1 of 3 rows are out" in report
+
+
+def test_prefixes_fences_and_steps_are_leaks_too():
+    ledger = make()
+    row = prefill(ledger, 9)
+    ledger.pin_prefix(row, 8)
+    step = ledger.prepare_decode([row], [1]).step
+    ledger.launch(step)
+    ledger.finish(row)
+    with pytest.raises(AssertionError) as caught:
+        assert_no_page_leaked(ledger)
+    for part in ("prefixes [1] are not released", f"step {step} (decode) is launched", "fenced, "):
+        assert part in str(caught.value)
+    ledger.release_prefix(1)
+    ledger.resolve(step, [1])
+    ledger.complete(step)
+    assert_no_page_leaked(ledger)
+
+
+def test_the_fixture_sees_every_ledger_of_its_test(no_page_leaks):  # noqa: F811
+    one, two = make(), make()
+    assert no_page_leaks == [one, two]
+    two.finish(prefill(two, 5))
+
+
+def test_the_fixture_fails_a_test_that_leaks(pytester):
+    pytester.makepyfile(
+        """
+        from specpool import Group, Ledger, Shape
+
+        def make():
+            group = Group("kv", page_size=4, num_pages=8)
+            return Ledger([group], [Shape.none()], num_rows=1, max_context_len=16)
+
+        def test_leaks(no_page_leaks):
+            ledger = make()
+            ledger.launch(ledger.prepare_extend([ledger.admit("one")], [5]).step)
+
+        def test_gives_back(no_page_leaks):
+            ledger = make()
+            ledger.finish(ledger.admit())
+
+        def test_does_not_ask():
+            make().admit()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "specpool.testing.leaks", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["*group kv: 2 of 8 pages are not free*", "*row 1 (one)*"])
+
+
+# --- The device ---
+
+
+def launch(ledger: Ledger, device: FakeDevice, plan) -> int:
+    ledger.launch(plan.step)
+    device.launch(plan)
+    return plan.step
+
+
+def crowded(**options) -> tuple[Ledger, FakeDevice, int, int]:
+    """Two rows, one of them with a prefill that has been launched but has not run."""
+    ledger = make(num_rows=2, num_pages=17, **options)
+    device = FakeDevice(ledger, in_order=False)
+    row, other = ledger.admit(), ledger.admit()
+    late = launch(ledger, device, ledger.prepare_extend([row], [40]))
+    return ledger, device, late, other
+
+
+def overrun(ledger: Ledger, device: FakeDevice, late: int, other: int) -> None:
+    """The other row runs on the pages that the late prefill still writes, then reads them."""
+    step = launch(ledger, device, ledger.prepare_extend([other], [40]))
+    device.accept_lens(step)
+    device.finish(late)
+    device.finish(launch(ledger, device, ledger.prepare_decode([other], [1])))
+
+
+def test_without_page_fencing_several_streams_meet_foreign_tokens():
+    ledger, device, late, other = crowded(page_fencing=False)
+    ledger.finish(1)
+    with pytest.raises(DeviceFault, match=r"row 2: target KV at position .* not of token"):
+        overrun(ledger, device, late, other)
+
+
+def test_a_complete_before_its_time_is_found():
+    ledger, device, late, other = crowded()
+    ledger.finish(1)
+    ledger.complete(late)  # The device has not finished it.
+    with pytest.raises(DeviceFault, match=r"row 2: target KV at position .* not of token"):
+        overrun(ledger, device, late, other)
+
+
+def test_a_wrong_result_is_found():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    launch(ledger, device, ledger.prepare_extend([row], [6]))
+    step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    accepted = device.accept_lens(step, wish=[2])
+    assert accepted == [2]
+    ledger.resolve(step, [3])
+    step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    with pytest.raises(DeviceFault, match=r"true root 8 is not in \[9, 9\]"):
+        device.finish(step)
+
+
+def test_draft_kv_that_was_not_written_is_found():
+    """A ledger that is told a lie about draft KV lets a drafting round read what is not there."""
+    ledger = make(draft_kv=True)
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    plan = ledger.prepare_extend([row], [6])
+    launch(ledger, device, plan)
+    device.finish(plan.step)
+    device._draft[0].clear()
+    with pytest.raises(DeviceFault, match=r"draft KV at position 0, .* is of nothing"):
+        device.finish(launch(ledger, device, ledger.prepare_decode([row], [1])))
+
+
+def test_a_forgotten_page_copy_is_found():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    step = launch(ledger, device, ledger.prepare_extend([row], [6]))
+    device.finish(step)
+    ledger.complete(step)
+    fork = ledger.fork(row)
+    device.begin(fork, device.tokens(row))
+    ledger.cancel(ledger.prepare_extend([fork], [9]).step)
+    plan = ledger.prepare_extend([fork], [9])
+    assert plan.page_copies.tolist() == [[0, 2, 3, 2]]
+    ledger.launch(plan.step)
+    device.launch(plan)
+    del device._queue[0]
+    with pytest.raises(DeviceFault, match=r"row 2: target KV at position 4, .* is of nothing"):
+        device.finish(plan.step)
+
+
+# --- Strategies ---
+
+
+@settings(QUICK, max_examples=200)
+@given(config=ledger_configs(), codes=operation_sequences(max_size=20))
+def test_every_config_can_be_built_and_operated_on(config: LedgerConfig, codes: list[bytes]):
+    ledger = config.build()
+    for code in codes:
+        operation = decode_op(ledger, code)
+        assert operation == decode_op(ledger, code)
+        try:
+            apply(ledger, operation)
+        except SpecpoolError:
+            pass
+        ledger.check()
+
+
+def test_pools_are_tight_enough_to_run_out():
+    """Among small ledgers many cannot hold all their rows at once."""
+    tight = 0
+
+    @settings(QUICK, max_examples=100)
+    @given(ledger_configs())
+    def count(config: LedgerConfig) -> None:
+        nonlocal tight
+        ledger = config.build()
+        tight += any(
+            group.num_pages < config.num_rows * ledger.pages_per_row(at)
+            for at, group in enumerate(config.groups)
+        )
+
+    count()
+    assert tight > 30
+
+
+def test_accept_lens_are_those_of_the_shapes():
+    shapes = [Shape.none(), CHAIN, Shape(2, 2, 2)]
+    seen = set()
+
+    @settings(QUICK, max_examples=200)
+    @given(accept_lens(shapes))
+    def collect(lens: list[int]) -> None:
+        seen.add(tuple(lens))
+
+    collect()
+    assert {lens[0] for lens in seen} == {1}
+    assert {lens[1] for lens in seen} == {1, 2, 3, 4}
+    assert {lens[2] for lens in seen} == {1, 2}
+
+
+def test_a_config_builds_what_it_says():
+    group = Group("kv", page_size=4, num_pages=40)
+    config = LedgerConfig((group,), (CHAIN,), num_rows=2, max_context_len=20, overlap_depth=1)
+    ledger = config.build(digest=True)
+    assert (ledger.groups, ledger.num_rows, ledger.overlap_depth) == ([group], 2, 1)
+    assert ledger.digest is not None
+
+
+def test_the_device_runs_in_any_order_that_streams_allow():
+    """Seeds differ in which of two rows' forwards runs first."""
+    first = set()
+    for seed in range(20):
+        ledger = make()
+        device = FakeDevice(ledger, choose=random.Random(seed).randrange)
+        rows = [ledger.admit(), ledger.admit()]
+        for row in rows:
+            launch(ledger, device, ledger.prepare_extend([row], [6]))
+        device.run_some()
+        first |= {row for row in rows if device.tokens(row)}
+    assert first == set(rows)
