@@ -131,8 +131,8 @@ def test_the_plain_side_claims_what_sglang_claims():
         assert claim.nxt_kv_lens.tolist() == case["next_allocated"]
         assert (free - len(plain.free_pages)) * page_size == case["tokens_required"]
         assert plain.page_table[claim.rows, claim.columns].tolist() == claim.pages.tolist()
-        plain.resolve(reqs, np.ones(len(reqs), np.int32))
-        assert [req.kv_committed_len for req in reqs] == [n + 1 for n in case["committed"]]
+        plain.resolve(reqs, np.full(len(reqs), 3, np.int32))
+        assert [req.kv_committed_len for req in reqs] == [n + 3 for n in case["committed"]]
 
 
 def test_the_plain_side_refuses_what_it_cannot_give():

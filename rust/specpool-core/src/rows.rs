@@ -259,21 +259,19 @@ impl Rows {
         (all_stand, is_wrong)
     }
 
-    /// The oldest round of every lane whose row stands yields `accept_lens[lane]` tokens.
+    /// The oldest round of every lane yields `accept_lens[lane]` tokens; 0 for a lane whose row stands no longer.
     pub(crate) fn resolve_rounds(&mut self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) {
         let len = self.count + 1;
         let (resolved, drafted) = (&mut self.resolved[..len], &mut self.drafted[..len]);
         let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
         let (launched, undrafted) = (&mut self.launched_rounds[..len], &mut self.undrafted_rounds[..len]);
-        let epoch = &self.epoch[..len];
         for (lanes, shape) in runs(&plan.shapes) {
             let most = shapes[shape].max_accept_len() as i32;
-            let rows = plan.rows[lanes.clone()].iter().zip(&plan.epochs[lanes.clone()]);
-            for ((&row, &planned), &accept_len) in rows.zip(&accept_lens[lanes]) {
-                let at = row as usize;
-                if epoch[at] != planned {
+            for (&row, &accept_len) in plan.rows[lanes.clone()].iter().zip(&accept_lens[lanes]) {
+                if accept_len == 0 {
                     continue;
                 }
+                let at = row as usize;
                 if in_flight[at] > 1 {
                     let first = at * self.max_rounds;
                     self.rounds.copy_within(first + 1..first + in_flight[at] as usize, first);

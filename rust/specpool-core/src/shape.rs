@@ -85,10 +85,16 @@ impl Shape {
 /// The lanes of a batch in runs of one shape, each with the shape's index. Most batches are one run, so that what
 /// depends on the shape is worked out once and the loop over the lanes stays short.
 pub(crate) fn runs(shapes: &[i32]) -> impl Iterator<Item = (Range<usize>, usize)> {
+    /// Lanes compared at once.
+    const BLOCK: usize = 16;
     let mut next = 0;
-    shapes.chunk_by(|one, other| one == other).map(move |run| {
-        let lanes = next..next + run.len();
+    std::iter::from_fn(move || {
+        let rest = &shapes[next..];
+        let &shape = rest.first()?;
+        let is_whole = |block: &&[i32]| block.iter().filter(|&&other| other == shape).count() == BLOCK;
+        let blocks = rest.chunks_exact(BLOCK).take_while(is_whole).count() * BLOCK;
+        let lanes = next..next + blocks + rest[blocks..].iter().take_while(|&&other| other == shape).count();
         next = lanes.end;
-        (lanes, run[0] as usize)
+        Some((lanes, shape as usize))
     })
 }
