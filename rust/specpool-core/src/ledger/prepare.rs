@@ -79,6 +79,24 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Shape`] for lengths that differ, unknown or repeated rows, unknown shapes.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let (required, free) = (ledger.tokens_required(&[row.0], &[1])?, ledger.free_pages(0)?);
+    /// ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// assert_eq!(required[0], 4 * (free - ledger.free_pages(0)?) as i64); // pages of 4 slots
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn tokens_required(&self, rows: &[i32], shapes: &[i32]) -> Result<Vec<i64>> {
         self.check_rows(rows, "shapes", shapes.len())?;
         self.check_shapes(rows, shapes)?;
@@ -136,6 +154,33 @@ impl Ledger {
     /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut, until an extend has
     /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
     /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// // With overlap the next round is prepared before the previous one is resolved.
+    /// let first = ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// ledger.launch(first.step)?;
+    /// let second = ledger.prepare_decode(&[row.0], &[0], true)?; // this one drafts nothing
+    /// assert_eq!((second.lo[0], second.hi[0]), (11, 14)); // where its root can be: 1 to 4 tokens on
+    /// ledger.launch(second.step)?;
+    ///
+    /// ledger.resolve(first.step, &[4])?;
+    /// ledger.complete(first.step)?;
+    /// ledger.resolve(second.step, &[1])?;
+    /// ledger.complete(second.step)?;
+    /// assert_eq!(ledger.resolved_len()[row.at()], 15);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     pub fn prepare_decode(&mut self, rows: &[i32], shapes: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
         self.gate()?;
