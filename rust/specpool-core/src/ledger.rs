@@ -6,6 +6,7 @@
 //! it can refuse before its first change.
 
 mod life;
+mod normal_form;
 mod prepare;
 mod query;
 mod record;
@@ -26,6 +27,7 @@ use crate::rows::Rows;
 use crate::shape::Shape;
 use crate::sizing::Policy;
 use crate::step::Steps;
+pub use normal_form::PageNames;
 use record::Recorder;
 pub use snapshot::Snapshot;
 

@@ -49,7 +49,7 @@ pub use event_log::EventLog;
 pub use group::Group;
 pub use ids::{Page, Row};
 pub use layout::Layout;
-pub use ledger::{Ledger, LedgerConfig, Snapshot};
+pub use ledger::{Ledger, LedgerConfig, PageNames, Snapshot};
 pub use log_reader::{LogEnd, LogReader, Record};
 pub use page_copy::PageCopy;
 pub use page_pool::{PagePool, PageRecord, PageState, Verb};
