@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,11 @@ def test_a_scheduler_that_never_comes_to_rest_is_found(example):
 def test_a_machine_without_a_scheduler_says_so():
     with pytest.raises(NotImplementedError):
         run_state_machine_as_test(LedgerMachine, settings=QUICK)
+
+
+def test_importing_specpool_needs_no_test_library():
+    code = "import sys, specpool; sys.exit(bool({'hypothesis', 'pytest'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- Leaks ---

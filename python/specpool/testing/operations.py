@@ -60,7 +60,7 @@ def _possible(ledger: Ledger, choose: Callable[[int], int]) -> list[tuple[int, _
     """Every verb that the ledger's state has a use for, with how often it is to come."""
     resolved, in_flight = ledger.resolved_len, ledger.in_flight
     live = [row for row in range(1, ledger.num_rows + 1) if ledger.is_live(row)]
-    context = ledger.max_context_len
+    context, chunk = ledger.max_context_len, ledger.max_chunk or ledger.max_context_len
     steps = ledger.steps()
     unlaunched = [step for step, _, stage in steps if stage in ("prepared", "stale")]
     launched = [step for step, _, stage in steps if stage in ("launched", "resolved")]
@@ -73,6 +73,8 @@ def _possible(ledger: Ledger, choose: Callable[[int], int]) -> list[tuple[int, _
         if 0 < resolved[row] < context and in_flight[row] <= ledger.overlap_depth
     ]
     held = [row for row in live if resolved[row] > 0]
+    still = [row for row in held if in_flight[row] == 0]
+    is_quiet = not unlaunched and all(step <= ledger.completed for step in launched)
 
     def some(rows: list[int]) -> list[int]:
         rows = list(rows)
@@ -91,7 +93,10 @@ def _possible(ledger: Ledger, choose: Callable[[int], int]) -> list[tuple[int, _
 
     def extend() -> Operation:
         rows = some(extendable)
-        new_lens = [int(resolved[row]) + 1 + choose(int(context - resolved[row])) for row in rows]
+        room = [min(chunk, int(context - resolved[row])) for row in rows]
+        new_lens = [
+            int(resolved[row]) + 1 + choose(most) for row, most in zip(rows, room, strict=True)
+        ]
         drafts = {"writes_draft": choose(8) < 7}
         return "prepare_extend", {"rows": rows, "new_lens": new_lens, **drafts}
 
@@ -119,7 +124,8 @@ def _possible(ledger: Ledger, choose: Callable[[int], int]) -> list[tuple[int, _
 
     def pin() -> Operation:
         row = one(held)
-        return "pin_prefix", {"row": row, "length": int(resolved[row]) - choose(int(resolved[row]))}
+        length = int(resolved[row]) - choose(int(resolved[row])) // 4
+        return "pin_prefix", {"row": row, "length": length}
 
     makers: list[tuple[int, bool, _Maker]] = [
         (14, bool(ledger.num_free_rows), admit),
@@ -130,6 +136,8 @@ def _possible(ledger: Ledger, choose: Callable[[int], int]) -> list[tuple[int, _
         (30, bool(rounds), resolve),
         (16, bool(launched), of_step("complete", launched)),
         (1, bool(launched), of_step("abandon", launched)),
+        (4, bool(steps), of_step("take_delta", [step for step, _, _ in steps])),
+        (4, bool(steps), of_step("ack_delta", [step for step, _, _ in steps])),
         (5, bool(live), lambda: cut("trim")),
         (5, bool(live), lambda: cut("end_turn")),
         (1, bool(live), of_row("retract", live)),
@@ -137,7 +145,7 @@ def _possible(ledger: Ledger, choose: Callable[[int], int]) -> list[tuple[int, _
         (1, bool(live), of_row("abort", live)),
         (8, bool(held), pin),
         (2, bool(ledger.prefixes), lambda: ("release_prefix", {"prefix": one(ledger.prefixes)})),
-        (8, bool(held and ledger.num_free_rows), of_row("fork", held)),
+        (20 if is_quiet else 2, bool(still and ledger.num_free_rows), of_row("fork", still)),
     ]
     return [(weight, maker) for weight, possible, maker in makers if possible]
 
