@@ -137,8 +137,6 @@ class Lockstep:
             return operation
         wish = arguments["accept_lens"]
         most = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
-        if len(wish) == 8:
-            wish = [min(one, limit) for one, limit in zip(wish, most, strict=False)]
         if len(wish) != len(plan):
             return operation
         if not all(1 <= one <= limit for one, limit in zip(wish, most, strict=True)):
