@@ -52,6 +52,13 @@ def example() -> dict:
     return names
 
 
+def test_the_documented_scheduler_is_as_short_as_the_heading_says():
+    code = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)[0]
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert f"## A leak in {len(lines)} lines" in DOC
+    assert max(map(len, lines)) <= 100
+
+
 def test_the_documented_machine_finds_the_planted_leak(example):
     with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
         run_state_machine_as_test(example["LeakMachine"], settings=QUICK)
