@@ -383,6 +383,55 @@ def test_a_page_shows_the_events_around_its_step(capsys, tmp_path, options, firs
         assert page["frames"][page["start"]]["index"] == at
 
 
+def browse(page: Path, folder: Path) -> str:
+    """The page's elements after its script has run."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", page.as_uri()]
+    env = {**os.environ, "HOME": str(folder)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env).stdout
+
+
+# Runs behind the page's own script: every key, then every row of every frame.
+PRESSES = """<script>
+const seen = [];
+window.onerror = message => seen.push("error: " + message);
+const event = () => Number($("where").textContent.split(" ")[1]);
+function press(key, shiftKey = false) {
+  document.body.dispatchEvent(new KeyboardEvent("keydown", {key, shiftKey, bubbles: true}));
+  seen.push(event());
+}
+press("ArrowRight"); press("ArrowLeft"); press("ArrowLeft"); press("ArrowRight", true);
+press("ArrowRight", true); press("ArrowLeft", true);
+press("End"); press("Home"); press("ArrowLeft");
+for (let i = 0; i < film.frames.length; i++) {
+  seek(i);
+  for (const row of now.rows.keys()) { picked = row; draw(); }
+}
+document.querySelectorAll("[data-tip]").forEach(node =>
+  node.dispatchEvent(new MouseEvent("mousemove", {bubbles: true})));
+press(" "); seen.push(timer !== null); press(" "); seen.push(timer !== null);
+document.body.innerHTML = "<pre>" + JSON.stringify(seen) + "</pre>";
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_keys_move_and_every_frame_can_be_drawn(capsys, tmp_path):
+    path = tmp_path / "log"
+    ledger = build(path)
+    serve(ledger)
+    ledger.close()
+    _, film = page_of(capsys, path, "--at", "4")
+    page = path.with_suffix(".html")
+    page.write_text(page.read_text().replace("</body>", PRESSES))
+    seen = json.loads(re.search(r"<pre>(.*)</pre>", browse(page, tmp_path)).group(1))
+    frames = film["frames"]
+    at, last = film["start"], len(frames) - 1
+    steps = [n for n, frame in enumerate(frames) if frame["verb"].startswith("prepare")]
+    here = steps.index(at)
+    moved = [at + 1, at, at - 1, at, steps[here + 1], at, last, 0, 0]
+    assert seen == [*moved, 0, True, 0, False]  # played from the end, it begins anew
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_draws_the_slots_that_python_draws(capsys, tmp_path):
     """The page's own arithmetic, run by a browser, beside `slots`."""
@@ -397,22 +446,18 @@ def test_a_browser_draws_the_slots_that_python_draws(capsys, tmp_path):
         start(ledger, row)
         ledger.close()
         page_of(capsys, path, "--at", "2")
-        done = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-             f"--user-data-dir={tmp_path / 'profile'}", path.with_suffix(".html").as_uri()],
-            capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(tmp_path)},
-        )  # fmt: skip
-        found = re.findall(r'data-kind="([a-z]+)" data-position="(\d+)"', done.stdout)
-        assert found, done.stderr
+        dom = browse(path.with_suffix(".html"), tmp_path)
+        found = re.findall(r'data-kind="([a-z]+)" data-position="(\d+)"', dom)
+        assert found
         film = film_of(path)
         cells = slots(film.picture().rows[0], 0, film.ledger.groups[0], film.ledger.shapes)
         same = {"verify": "reserved", "root": "claimed"}
         expected = {str(s.position): same.get(s.kind, s.kind) for s in cells}
         shown = {position: kind for kind, position in found}
         assert shown == {p: expected[p] for p in shown} and len(shown) >= len(expected) - 8
-        assert done.stdout.count('class="page owned"') == row_pages(film)
+        assert dom.count('class="page owned"') == row_pages(film)
         words = "holes" if name == "holey" else "no holes" if name == "edge" else "dense"
-        assert words in done.stdout
+        assert words in dom
 
 
 def row_pages(film: Film) -> int:
