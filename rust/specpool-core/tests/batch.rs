@@ -60,7 +60,9 @@ proptest! {
         }
 
         together.launch(plan.step).unwrap();
-        plans.iter().for_each(|one| apart.launch(one.step).unwrap());
+        for one in &plans {
+            apart.launch(one.step).unwrap();
+        }
         // The most that each lane's shape allows, and never less than one lane can.
         let most: Vec<i32> =
             shapes.iter().map(|&shape| together.shapes()[shape as usize].max_accept_len() as i32).collect();
