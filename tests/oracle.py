@@ -277,8 +277,8 @@ class Oracle(State):
             if part.evicted > window:
                 size = self.groups[at].page_size
                 first = window // size
-                while first - 1 in part.kept:  # What joins the window without a gap comes along.
-                    first -= 1
+                while self._window(at, cut) and first - 1 in part.kept:
+                    first -= 1  # What the checkpoint keeps below the window comes along.
                 back = {column: page for column, page in part.kept.items() if column >= first}
                 part.table |= back
                 part.evicted = first * size

@@ -166,7 +166,7 @@ impl<'a> Able<'a> {
     }
 
     /// Some of `rows`, at most a batch, mostly all.
-    fn batch(&self, rows: &[i32], bytes: &mut Bytes, scene: &Scene) -> Vec<i32> {
+    fn batch(rows: &[i32], bytes: &mut Bytes, scene: &Scene) -> Vec<i32> {
         let start = bytes.below(rows.len());
         let mut batch: Vec<i32> = rows.iter().cycle().skip(start).take(rows.len()).copied().collect();
         batch.retain(|_| !bytes.is_rare(5));
@@ -199,7 +199,7 @@ impl<'a> Able<'a> {
             Verb::ReleasePrefix => Op::ReleasePrefix { prefix: bytes.pick(&scene.prefixes).unwrap_or_default().0 },
             Verb::Extend => {
                 let writes_draft = !bytes.is_rare(1);
-                let rows = self.batch(&self.can_extend, bytes, scene);
+                let rows = Self::batch(&self.can_extend, bytes, scene);
                 let new_len = |&row: &i32| {
                     let room = (scene.max_context_len - scene.resolved(row)).min(scene.max_chunk);
                     let add = if bytes.is_rare(2) { bytes.below(room as usize) as i32 } else { bytes.below(9) as i32 };
@@ -210,7 +210,7 @@ impl<'a> Able<'a> {
             }
             Verb::Decode => {
                 let writes_draft = !bytes.is_rare(1);
-                let rows = self.batch(&self.can_decode, bytes, scene);
+                let rows = Self::batch(&self.can_decode, bytes, scene);
                 let shapes = rows.iter().map(|_| bytes.below(scene.max_accept_lens.len()) as i32).collect();
                 Op::PrepareDecode { rows, shapes, writes_draft }
             }

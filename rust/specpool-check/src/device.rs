@@ -31,6 +31,7 @@ struct Facts {
     /// Per group: the target model's layers live here.
     has_target: Vec<bool>,
     page_fencing: bool,
+    draft_kv: bool,
 }
 
 /// One row as the device knows it.
@@ -132,6 +133,7 @@ impl Device {
             columns: tables.iter().map(|table| table.pages_per_row()).collect(),
             has_target: groups.iter().map(|group| !(is_split && group.hosts_drafts)).collect(),
             page_fencing: ledger.page_fencing(),
+            draft_kv: ledger.draft_kv(),
             groups,
         };
         Self {
@@ -189,12 +191,12 @@ impl Device {
         if !self.has(Plant::LateCopies) {
             self.copy_pages(ledger, plan)?;
         }
-        for lane in 0..plan.num_lanes() {
+        for (lane, &accept_len) in accept_lens.iter().enumerate() {
             let row = plan.rows[lane] as usize;
-            let forward = Lane { device: self, ledger, pinned, plan, lane, row };
+            let forward = Lane { device: self, ledger, pinned, plan, at: lane, row };
             match plan.kind {
                 StepKind::Extend => forward.extend()?,
-                StepKind::Decode => forward.round(accept_lens[lane])?,
+                StepKind::Decode => forward.round(accept_len)?,
             }
         }
         if self.has(Plant::LateCopies) {
@@ -208,7 +210,9 @@ impl Device {
                 let columns = self.facts.columns[group];
                 let rows: Vec<usize> =
                     cells.filter(|&(_, &page)| page == copy.dst).map(|(at, _)| at / columns).collect();
-                rows.into_iter().for_each(|row| self.rows[row].is_lost = true);
+                for row in rows {
+                    self.rows[row].is_lost = true;
+                }
                 self.target[group][(i64::from(copy.dst) * page_size) as usize..][..page_size as usize].fill(0);
             }
             for &row in &plan.rows {
@@ -283,7 +287,8 @@ struct Lane<'a> {
     ledger: &'a Ledger,
     pinned: &'a Pinned,
     plan: &'a Plan,
-    lane: usize,
+    /// Its place in the plan's arrays.
+    at: usize,
     row: usize,
 }
 
@@ -306,7 +311,7 @@ impl Lane<'_> {
     /// Each position of the range is in a page that is this row's alone now, and below what the plan claimed.
     fn check_writes(&self, group: usize, positions: std::ops::Range<i64>) -> Result<(), Fault> {
         let page_size = self.device.page_size(group);
-        let claimed = i64::from(self.plan.allocated_after[group * self.plan.num_lanes() + self.lane]);
+        let claimed = i64::from(self.plan.allocated_after[group * self.plan.num_lanes() + self.at]);
         if positions.end > claimed {
             return self
                 .fault(&format!("writes up to {} in group {group}, {claimed} slots are claimed", positions.end));
@@ -404,7 +409,7 @@ impl Lane<'_> {
     }
 
     fn extend(mut self) -> Result<(), Fault> {
-        let (start, end) = (self.plan.start[self.lane], self.plan.new_len[self.lane]);
+        let (start, end) = (self.plan.start[self.at], self.plan.new_len[self.at]);
         let keeps_length = self.device.has(Plant::KeepLength);
         let state = &mut self.device.rows[self.row];
         if (state.sequence.len() as i32) < start && !state.is_lost {
@@ -424,12 +429,12 @@ impl Lane<'_> {
 
     /// `[lo, hi]` of the lane, as the device uses it.
     fn roots(&self) -> (i64, i64) {
-        let (lo, hi) = (i64::from(self.plan.lo[self.lane]), i64::from(self.plan.hi[self.lane]));
-        let rounds = lo - i64::from(self.plan.start[self.lane]);
-        let most = i64::from(self.device.facts.shapes[self.plan.shapes[self.lane] as usize].max_accept_len());
+        let (lo, hi) = (i64::from(self.plan.lo[self.at]), i64::from(self.plan.hi[self.at]));
+        let rounds = lo - i64::from(self.plan.start[self.at]);
+        let most = i64::from(self.device.facts.shapes[self.plan.shapes[self.at] as usize].max_accept_len());
         match self.device.plant {
             Some(Plant::LowHi) if hi > lo => (lo, hi - 1),
-            Some(Plant::NextA) => (lo, i64::from(self.plan.start[self.lane]) + rounds * most),
+            Some(Plant::NextA) => (lo, i64::from(self.plan.start[self.at]) + rounds * most),
             _ => (lo, hi),
         }
     }
@@ -449,8 +454,8 @@ impl Lane<'_> {
         if root != len {
             return self.fault(&format!("its length {len} is outside of [{lo}, {hi}]"));
         }
-        let shape = self.device.facts.shapes[self.plan.shapes[self.lane] as usize];
-        self.read_prefix(root, shape.num_steps > 0)?;
+        let shape = self.device.facts.shapes[self.plan.shapes[self.at] as usize];
+        self.read_prefix(root, shape.num_steps > 0 && self.device.facts.draft_kv)?;
         self.write_round(root)?;
         let more = i64::from(self.device.has(Plant::AcceptMore));
         self.keep(root, root + i64::from(accept_len) + more)
@@ -458,7 +463,7 @@ impl Lane<'_> {
 
     /// Everything that one round writes from that root, before it keeps what was accepted.
     fn write_round(&mut self, root: i64) -> Result<(), Fault> {
-        let index = self.plan.shapes[self.lane] as usize;
+        let index = self.plan.shapes[self.at] as usize;
         let shape = self.device.facts.shapes[index];
         let window = root..root + i64::from(shape.num_draft_tokens);
         for group in 0..self.device.facts.groups.len() {
@@ -482,7 +487,7 @@ impl Lane<'_> {
                     self.set(group, position, 0, !verifies)?;
                 }
             }
-            let (lo, hi) = (self.plan.lo[self.lane], self.plan.hi[self.lane]);
+            let (lo, hi) = (self.plan.lo[self.at], self.plan.hi[self.at]);
             self.device.reached.push((group, index, lo, hi, end));
         }
         Ok(())

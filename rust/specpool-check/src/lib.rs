@@ -6,7 +6,13 @@
 //! random tests use `decode` too.
 #![forbid(unsafe_code)]
 
+pub mod cases;
 pub mod decode;
 pub mod device;
+pub mod events;
+pub mod explore;
+mod model;
 pub mod op;
+pub mod progress;
 pub mod scene;
+pub mod world;

@@ -86,6 +86,11 @@ impl Delta {
         });
     }
 
+    /// The cells that have an entry, in no order.
+    pub(crate) fn pending(&self) -> impl Iterator<Item = u32> {
+        self.entries.iter().map(|entry| entry.cell)
+    }
+
     /// Cells whose bookkeeping disagrees with the entries (for the audit).
     pub(crate) fn broken(&self) -> Option<String> {
         let pending = self.place.iter().filter(|&&place| place != 0).count();

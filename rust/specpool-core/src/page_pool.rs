@@ -384,6 +384,11 @@ impl PagePool {
         report
     }
 
+    /// Page copies not launched yet that read or write the page.
+    pub(crate) fn copies_of(&self, page: Page) -> u32 {
+        self.line(page).copies
+    }
+
     /// `(holders, copies)` of each page in the map, for the audit's own count.
     pub(crate) fn counts(&self) -> impl Iterator<Item = (u32, u32)> {
         self.map.iter().map(|line| (line.holders, line.copies))

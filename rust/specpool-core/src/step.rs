@@ -94,6 +94,13 @@ pub(crate) struct StepRecord {
     abandoned: bool,
 }
 
+impl StepRecord {
+    /// Its forward failed.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.abandoned
+    }
+}
+
 /// Where a step stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepState {

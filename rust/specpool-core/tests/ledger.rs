@@ -1,18 +1,30 @@
 //! The ledger against a plain model, over random operations: the same refusals with the same numbers, the same lengths,
 //! pages shared and fenced alike, a clean audit after each one, and a refused call changes nothing.
+#![allow(unreachable_pub, reason = "the decoder is public where it lives")]
 
+// The model and the decoder live with the proof and the soak run, which use them too. They are compiled in here, not
+// depended on, so that a mutant of this crate costs one small build.
+#[path = "../../specpool-check/src/decode.rs"]
+mod decode;
+#[path = "../../specpool-check/src/model/mod.rs"]
 mod model;
+#[path = "../../specpool-check/src/op.rs"]
+mod op;
+#[path = "../../specpool-check/src/scene.rs"]
+mod scene;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use model::{Model, Outcome, PageId, Refusal};
+use decode::{OP_BYTES, decode};
+use model::ask::{ask, outcome};
+use model::same::{PageMap, same};
+use model::{Model, Outcome};
+use op::{Given, Op, apply};
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
-use specpool_check::decode::{OP_BYTES, decode};
-use specpool_check::op::{Given, Op, apply};
-use specpool_check::scene::{Scene, SceneRow, SceneStep};
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Plan, Policy, Row, Shape, StepState};
+use scene::{Scene, SceneRow, SceneStep};
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, StepState};
 
 /// The model, what it was asked last and what it said.
 #[derive(Debug, Clone)]
@@ -33,7 +45,7 @@ impl std::fmt::Debug for Bytes {
 }
 
 /// What the decoder sees of the model; the ledger must look the same.
-fn scene(config: &LedgerConfig, model: &Model) -> Scene {
+fn scene_of(config: &LedgerConfig, model: &Model) -> Scene {
     let row = |row: &model::ModelRow| SceneRow {
         live: row.live,
         resolved: row.resolved,
@@ -64,58 +76,6 @@ fn scene(config: &LedgerConfig, model: &Model) -> Scene {
         steps: model.steps.iter().map(step).collect(),
         prefixes: model.prefixes.iter().map(|(&prefix, state)| (prefix, state.len)).collect(),
     }
-}
-
-fn ask(model: &mut Model, op: &Op) -> Outcome {
-    match op {
-        Op::Admit => model.admit(),
-        Op::AdmitOn { prefix, len } => model.admit_on(*prefix, *len),
-        Op::Fork { row } => model.fork(*row),
-        Op::PinPrefix { row, len } => model.pin_prefix(*row, *len),
-        Op::ReleasePrefix { prefix } => model.release_prefix(*prefix),
-        Op::PrepareExtend { rows, new_lens, writes_draft } => model.prepare_extend(rows, new_lens, *writes_draft),
-        Op::PrepareDecode { rows, shapes, writes_draft } => model.prepare_decode(rows, shapes, *writes_draft),
-        Op::Launch { step } => model.launch(*step),
-        Op::Resolve { step, accept_lens } => model.resolve(*step, accept_lens),
-        Op::Complete { step } => model.complete(*step),
-        Op::Cancel { step } => model.cancel(*step),
-        Op::Abandon { step } => model.abandon(*step),
-        Op::Trim { row, len } => model.trim(*row, *len),
-        Op::EndTurn { row, len } => model.end_turn(*row, *len),
-        Op::Retract { row } | Op::Finish { row } | Op::Abort { row } => model.give_back(*row),
-        Op::TakeDelta { step } => model.take_delta(*step),
-        Op::AckDelta { step } => model.ack_delta(*step),
-    }
-}
-
-/// What the ledger gave, in the model's words.
-fn outcome(found: &Result<Given, Error>) -> Outcome {
-    Err(match found {
-        Ok(given) => {
-            return Ok(match given {
-                Given::Done | Given::Delta(_) => 0,
-                Given::Row(row) => row.0.into(),
-                Given::Prefix(prefix) => *prefix as i64,
-                Given::Len(len) => (*len).into(),
-                Given::Plan(plan) => plan.step as i64,
-            });
-        }
-        Err(Error::OutOfPages { group, need, free, fenced, reclaimable }) => {
-            let (group, [need, free, fenced, reclaimable]) = (group.clone(), [*need, *free, *fenced, *reclaimable]);
-            Refusal::OutOfPages { group, need, free, fenced, reclaimable }
-        }
-        Err(Error::OutOfRows { fenced, .. }) => Refusal::OutOfRows { fenced: *fenced },
-        Err(Error::ContextEnd { rows, .. }) => Refusal::ContextEnd(rows.clone()),
-        Err(Error::StalePlan { row, .. }) => Refusal::StalePlan { row: *row },
-        Err(Error::Order(_)) => Refusal::Order,
-        Err(Error::NotReady(_)) => Refusal::NotReady,
-        Err(Error::DraftLag { row, drafted, resolved }) => {
-            Refusal::DraftLag { row: *row, drafted: *drafted, resolved: *resolved }
-        }
-        Err(Error::Shape(_)) => Refusal::Shape,
-        Err(Error::Config(_)) => Refusal::Config,
-        Err(error) => panic!("no call may end like this: {error}"),
-    })
 }
 
 const CONTEXT: i64 = 30;
@@ -165,7 +125,7 @@ fn least_pages(config: &LedgerConfig, group: usize) -> i64 {
         config.groups[group].num_pages = num_pages;
         Ledger::new(config).is_ok()
     };
-    (1..).find(|&num_pages| accepts(num_pages)).unwrap()
+    (1..1 << 20).find(|&num_pages| accepts(num_pages)).unwrap()
 }
 
 impl ReferenceStateMachine for Reference {
@@ -181,7 +141,7 @@ impl ReferenceStateMachine for Reference {
     }
 
     fn apply(mut state: Self, bytes: &Bytes) -> Self {
-        let op = decode(&bytes.0, &scene(&state.config, &state.model));
+        let op = decode(&bytes.0, &scene_of(&state.config, &state.model));
         let said = ask(&mut state.model, &op);
         state.last = Some((op, said));
         state
@@ -192,8 +152,7 @@ impl ReferenceStateMachine for Reference {
 #[derive(Debug)]
 struct Followed {
     ledger: Ledger,
-    /// Per group: the ledger's page of each page of the model that was ever seen in a table.
-    pages: Vec<BTreeMap<PageId, i32>>,
+    pages: PageMap,
     /// Per group: a device's copy of the table, which only acknowledged deltas change.
     device: Vec<Vec<i32>>,
     /// The turn of the newest take that is acknowledged.
@@ -231,18 +190,17 @@ impl Followed {
         let found = apply(&mut self.ledger, op);
         assert_eq!(outcome(&found), *expected, "{op:?}: {found:?}");
         self.turn += 1;
-        match &found {
-            Ok(given) => self.follow(op, given, &before),
-            Err(_) => {
-                assert_eq!((hash, digest), (self.ledger.state_hash(), self.ledger.digest()), "{op:?} was refused");
-                assert_eq!(before, tables(&self.ledger));
-            }
+        if let Ok(given) = &found {
+            self.follow(op, given, &before);
+        } else {
+            assert_eq!((hash, digest), (self.ledger.state_hash(), self.ledger.digest()), "{op:?} was refused");
+            assert_eq!(before, tables(&self.ledger));
         }
         if let Ok(Given::Plan(plan)) = &found {
             check_plan(self, model, plan, estimate.as_deref());
             check_undo(&self.ledger, plan, hash, &evicted);
         }
-        same(self, model);
+        assert_eq!(same(&self.ledger, model, &mut self.pages), Ok(()));
         assert_eq!(self.ledger.check(), Ok(()));
     }
 
@@ -281,64 +239,6 @@ impl Followed {
             }
             _ => {}
         }
-    }
-}
-
-/// Everything that can be asked of a ledger is as the model says.
-fn same(followed: &mut Followed, model: &Model) {
-    let ledger = &followed.ledger;
-    for (at, row) in model.rows.iter().enumerate() {
-        let id = Row(at as i32);
-        assert_eq!(ledger.is_live(id), row.live);
-        assert_eq!(ledger.resolved_len()[at], row.resolved);
-        assert_eq!(ledger.in_flight()[at], row.rounds.len() as i32);
-        assert_eq!(ledger.drafted_len()[at], row.drafted);
-        assert_eq!(ledger.epoch()[at], row.epoch);
-        assert_eq!(ledger.idle()[at], row.idle);
-        assert_eq!(ledger.checkpoint_len(id), row.checkpoint);
-        assert_eq!(ledger.has_root(id), row.has_root);
-        for (group, held) in row.groups.iter().enumerate() {
-            assert_eq!(i64::from(ledger.allocated_len(group).unwrap()[at]), held.allocated);
-            assert_eq!(i64::from(ledger.protected_len(group).unwrap()[at]), held.protected);
-            assert_eq!(i64::from(ledger.evicted_len(group).unwrap()[at]), held.evicted);
-        }
-    }
-    for group in 0..model.groups.len() {
-        assert_eq!(ledger.free_pages(group).unwrap(), model.free_pages(group));
-        assert_eq!(ledger.fenced_pages(group).unwrap(), model.fenced_pages(group));
-        assert_eq!(ledger.reclaimable_pages(group).unwrap(), model.reclaimable_pages(group));
-    }
-    assert_eq!(ledger.num_free_rows(), model.num_free_rows());
-    assert_eq!(ledger.completed(), model.completed);
-    assert!(ledger.prefixes().eq(model.prefixes.keys().copied()));
-    for group in 0..model.groups.len() {
-        same_pages(followed, model, group);
-    }
-}
-
-/// The tables hold the model's pages under the ledger's names, each with its state and its holders.
-fn same_pages(followed: &mut Followed, model: &Model, group: usize) {
-    let Followed { ledger, pages, .. } = followed;
-    let names = &mut pages[group];
-    let held = model.held_pages(group);
-    names.retain(|page, _| held.contains(page));
-    for (at, row) in model.rows.iter().enumerate() {
-        let cells = ledger.page_table(group).unwrap().row(Row(at as i32));
-        for (column, &cell) in cells.iter().enumerate() {
-            match row.groups[group].table.get(&(column as i64)) {
-                Some(&page) => assert_eq!(*names.entry(page).or_insert(cell), cell, "row {at} column {column}"),
-                None => assert_eq!(cell, 0, "row {at} column {column} of group {group}"),
-            }
-        }
-    }
-    let mut distinct: Vec<i32> = names.values().copied().collect();
-    distinct.sort_unstable();
-    distinct.dedup();
-    assert_eq!(distinct.len(), names.len(), "two pages of the model are one of the ledger");
-    for (&page, &name) in names.iter() {
-        let record = ledger.page_record(group, Page(name)).unwrap();
-        let shared = if model.is_shared(group, page) { PageState::Shared } else { PageState::Owned };
-        assert_eq!((record.state, record.holders as usize), (shared, model.holders(group, page).len()));
     }
 }
 

@@ -2,11 +2,15 @@
 //! holds it is found by asking everyone, and the refusals come in the documented order. It shares no code with the
 //! ledger but the reserve, which `tests/sizing.rs` proves.
 
+#![allow(dead_code, reason = "two programs use it, each its own part")]
+
 mod admission;
+pub(crate) mod ask;
 mod cuts;
 mod life;
 mod pages;
 mod prepare;
+pub(crate) mod same;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,15 +23,31 @@ pub(crate) type PageId = u32;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are those of the ledger's errors")]
 pub(crate) enum Refusal {
-    OutOfPages { group: String, need: usize, free: usize, fenced: usize, reclaimable: usize },
-    OutOfRows { fenced: usize },
+    OutOfPages {
+        group: String,
+        need: usize,
+        free: usize,
+        fenced: usize,
+        reclaimable: usize,
+    },
+    OutOfRows {
+        fenced: usize,
+    },
     ContextEnd(Vec<usize>),
-    StalePlan { row: usize },
+    StalePlan {
+        row: usize,
+    },
     Order,
     NotReady,
-    DraftLag { row: usize, drafted: i64, resolved: i64 },
+    DraftLag {
+        row: usize,
+        drafted: i64,
+        resolved: i64,
+    },
     Shape,
     Config,
+    /// No call may end like this.
+    Never(String),
 }
 
 /// What a verb returns: a row, a step, a prefix or a length, 0 where there is nothing to say.

@@ -1,0 +1,129 @@
+//! `prove`: runs the enumerations and prints what they found, one line a case, the total last.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command")]
+
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::Instant;
+
+use specpool_check::cases;
+use specpool_check::device::Plant;
+use specpool_check::explore::{Broken, Case, Report, explore};
+
+const USAGE: &str = "usage: prove [--quick] [--case TEXT] [--threads N] [--limit STATES] [--plant NAME] [--list]
+  --quick    the cases of `make test` only
+  --case     only the cases whose name has TEXT in it
+  --threads  cases at a time (2)
+  --limit    most states of a case; a case that is cut short is a failure (20000000)
+  --plant    runs with a planted fault, which must be found: exit 0 when it is
+  --list     the names of cases and plants";
+
+struct Options {
+    is_quick: bool,
+    case: String,
+    threads: usize,
+    limit: u64,
+    plant: Option<Plant>,
+    is_list: bool,
+}
+
+fn options() -> Result<Options, String> {
+    let mut options =
+        Options { is_quick: false, case: String::new(), threads: 2, limit: 20_000_000, plant: None, is_list: false };
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or(format!("{arg} needs a value"));
+        let number = |text: String| text.parse().map_err(|_| format!("{text:?} is no number"));
+        match arg.as_str() {
+            "--quick" => options.is_quick = true,
+            "--list" => options.is_list = true,
+            "--case" => options.case = value()?,
+            "--threads" => options.threads = number(value()?)? as usize,
+            "--limit" => options.limit = number(value()?)?,
+            "--plant" => {
+                let name = value()?;
+                options.plant = Some(Plant::named(&name).ok_or(format!("there is no plant {name:?}"))?);
+            }
+            _ => return Err(format!("unknown argument {arg:?}\n{USAGE}")),
+        }
+    }
+    Ok(options)
+}
+
+fn print_broken(case: &Case, broken: &Broken) {
+    println!("{}\n  BROKEN after {} states: {}", case.name, broken.states, broken.fault);
+    println!("  configuration: {:?}", case.config);
+    for event in &broken.trace {
+        println!("    {event:?}");
+    }
+}
+
+fn print_report(case: &Case, report: &Report) {
+    println!(
+        "{:64} {:>10} states {:>11} transitions {:>10} refusals {:>4} reserves {:>7.2} s",
+        case.name,
+        report.states,
+        report.transitions,
+        report.refusals,
+        report.reserves,
+        report.took.as_secs_f64()
+    );
+}
+
+fn main() -> ExitCode {
+    let options = match options() {
+        Ok(options) => options,
+        Err(message) => {
+            eprintln!("{message}");
+            return ExitCode::from(2);
+        }
+    };
+    let mut cases = cases::all();
+    cases.retain(|case| case.name.contains(&options.case) && (case.is_quick || !options.is_quick));
+    if options.is_list {
+        for case in &cases {
+            println!("{}", case.name);
+        }
+        for (_, name, what) in Plant::ALL {
+            println!("--plant {name:16} {what}");
+        }
+        return ExitCode::SUCCESS;
+    }
+    let started = Instant::now();
+    let work = Mutex::new(cases.into_iter());
+    let (total, broken) = (Mutex::new(Report::default()), Mutex::new(0_u64));
+    std::thread::scope(|scope| {
+        for _ in 0..options.threads {
+            scope.spawn(|| {
+                loop {
+                    let Some(case) = work.lock().ok().and_then(|mut work| work.next()) else { return };
+                    match explore(&case, options.plant, options.limit) {
+                        Ok(report) => {
+                            print_report(&case, &report);
+                            let Ok(mut total) = total.lock() else { return };
+                            total.states += report.states;
+                            total.transitions += report.transitions;
+                            total.refusals += report.refusals;
+                            total.reserves += report.reserves;
+                        }
+                        Err(found) => {
+                            print_broken(&case, &found);
+                            let Ok(mut broken) = broken.lock() else { return };
+                            *broken += 1;
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let (total, broken) = (total.into_inner().unwrap_or_default(), broken.into_inner().unwrap_or(1));
+    println!(
+        "{} states, {} transitions, {} refused calls, {} reserves reached to their last slot, {:.0} s, {broken} broken",
+        total.states,
+        total.transitions,
+        total.refusals,
+        total.reserves,
+        started.elapsed().as_secs_f64()
+    );
+    let is_found = broken > 0;
+    if is_found == options.plant.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

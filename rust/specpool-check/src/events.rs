@@ -1,0 +1,192 @@
+//! What can happen next: every call that the contract leaves to the engine, and everything the device can do.
+
+use specpool_core::{Row, StepKind};
+
+use crate::device::Plant;
+use crate::op::Op;
+use crate::world::{Event, World};
+
+/// Which verbs an enumeration uses, and how far it goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Alphabet {
+    /// Tokens that an extend adds; what passes L is left out.
+    pub extend_by: Vec<i32>,
+    /// Steps that are not over at any time.
+    pub max_flights: usize,
+    /// Prefixes pinned at any time; 0 leaves sharing by prefixes out.
+    pub max_prefixes: usize,
+    /// `fork` is used.
+    pub forks: bool,
+    /// `trim` is used.
+    pub trims: bool,
+    /// `end_turn` is used.
+    pub turns: bool,
+    /// `cancel` is used, also where nothing is stale.
+    pub cancels: bool,
+    /// Steps of all rows together, besides steps of one row.
+    pub batches: bool,
+    /// Forwards may fail.
+    pub failures: bool,
+    /// Steps that write no draft KV, besides those that do.
+    pub undrafted: bool,
+    /// The pending deltas count as state.
+    pub deltas: bool,
+}
+
+impl Alphabet {
+    /// Prefill, rounds, results, cancels, cuts and retraction.
+    #[must_use]
+    pub fn plain(extend_by: &[i32], max_flights: usize) -> Self {
+        Self {
+            extend_by: extend_by.to_vec(),
+            max_flights,
+            max_prefixes: 0,
+            forks: false,
+            trims: true,
+            turns: false,
+            cancels: true,
+            batches: false,
+            failures: false,
+            undrafted: false,
+            deltas: false,
+        }
+    }
+
+    /// Everything that can happen next. Some of it the ledger will refuse.
+    #[must_use]
+    pub fn events(&self, world: &World) -> Vec<Event> {
+        let mut ops = Vec::new();
+        let ledger = &world.ledger;
+        let rows: Vec<i32> = (1..=ledger.num_rows() as i32).filter(|&row| ledger.is_live(Row(row))).collect();
+        let has_row = rows.len() < ledger.num_rows();
+        if has_row {
+            ops.push(Op::Admit);
+        }
+        for prefix in ledger.prefixes() {
+            let most = ledger.prefix_len(prefix).unwrap_or(0);
+            if has_row {
+                ops.extend((1..=most).map(|len| Op::AdmitOn { prefix, len: Some(len) }));
+            }
+            ops.push(Op::ReleasePrefix { prefix });
+        }
+        for &row in &rows {
+            self.row_ops(world, row, &mut ops);
+        }
+        if ledger.steps().count() < self.max_flights {
+            self.prepare_ops(world, &rows, &mut ops);
+        }
+        self.step_ops(world, &mut ops);
+        let mut events: Vec<Event> = ops.into_iter().map(Event::Call).collect();
+        self.device_events(world, &mut events);
+        events
+    }
+
+    fn row_ops(&self, world: &World, row: i32, ops: &mut Vec<Op>) {
+        let ledger = &world.ledger;
+        let resolved = ledger.resolved_len()[row as usize];
+        let most = resolved + ledger.in_flight()[row as usize];
+        if self.trims {
+            ops.extend((0..=most).map(|len| Op::Trim { row, len }));
+        }
+        if self.turns {
+            ops.extend((0..=most).map(|len| Op::EndTurn { row, len }));
+        }
+        if self.forks && ledger.num_free_rows() > 0 {
+            ops.push(Op::Fork { row });
+        }
+        if ledger.prefixes().count() < self.max_prefixes {
+            ops.extend((1..=resolved).map(|len| Op::PinPrefix { row, len }));
+        }
+        ops.push(Op::Retract { row });
+    }
+
+    fn prepare_ops(&self, world: &World, rows: &[i32], ops: &mut Vec<Op>) {
+        let ledger = &world.ledger;
+        let drafts: &[bool] = if self.undrafted { &[true, false] } else { &[true] };
+        let new_len = |row: i32, add: i32| ledger.resolved_len()[row as usize] + add;
+        let shapes = ledger.shapes().len() as i32;
+        for &writes_draft in drafts {
+            for &row in rows {
+                for add in self.extend_by.iter().filter(|&&add| new_len(row, add) <= ledger.max_context_len()) {
+                    let new_lens = vec![new_len(row, *add)];
+                    ops.push(Op::PrepareExtend { rows: vec![row], new_lens, writes_draft });
+                }
+                ops.extend((0..shapes).map(|shape| Op::PrepareDecode {
+                    rows: vec![row],
+                    shapes: vec![shape],
+                    writes_draft,
+                }));
+            }
+        }
+        if self.batches && rows.len() > 1 {
+            let new_lens: Vec<i32> = rows.iter().map(|&row| new_len(row, self.extend_by[0])).collect();
+            if new_lens.iter().all(|&len| len <= ledger.max_context_len()) {
+                ops.push(Op::PrepareExtend { rows: rows.to_vec(), new_lens, writes_draft: true });
+            }
+            for shape in 0..shapes {
+                // Mixed shapes: every row's own differs from its neighbour's.
+                let mixed = (0..rows.len() as i32).map(|at| (shape + at) % shapes).collect();
+                ops.push(Op::PrepareDecode { rows: rows.to_vec(), shapes: mixed, writes_draft: true });
+            }
+        }
+    }
+
+    fn step_ops(&self, world: &World, ops: &mut Vec<Op>) {
+        let flights = &world.flights;
+        if let Some(flight) = flights.iter().find(|flight| !flight.is_launched()) {
+            ops.push(Op::Launch { step: flight.plan.step });
+        }
+        let newest = flights.back().filter(|flight| !flight.is_launched());
+        let is_stuck = |step: u64| {
+            world.ledger.steps().any(|(other, _, state)| other >= step && state == specpool_core::StepState::Stale)
+        };
+        let first = flights.iter().find(|flight| !flight.is_launched()).map_or(0, |flight| flight.plan.step);
+        if let Some(flight) = newest.filter(|_| self.cancels || is_stuck(first)) {
+            ops.push(Op::Cancel { step: flight.plan.step });
+        }
+        let device = &world.device;
+        for flight in flights.iter().filter(|flight| !flight.is_settled) {
+            let Some(ran) = &flight.ran else { continue };
+            if !flight.has_failed || device.plant == Some(Plant::SkipAbandon) {
+                let more = i32::from(device.plant == Some(Plant::ResolveMore));
+                let shapes = world.ledger.shapes();
+                let most = |lane: usize| shapes[flight.plan.shapes[lane] as usize].max_accept_len() as i32;
+                let accept_lens = ran.iter().enumerate().map(|(lane, &len)| (len + more).min(most(lane))).collect();
+                ops.push(Op::Resolve { step: flight.plan.step, accept_lens });
+            }
+        }
+        let failed = flights.iter().filter(|flight| flight.has_failed && !flight.is_complete);
+        ops.extend(failed.map(|flight| Op::Abandon { step: flight.plan.step }));
+        let is_done = |flight: &&crate::world::Flight| match device.plant {
+            Some(Plant::CompleteEarly) => flight.is_launched(),
+            Some(Plant::SkipAbandon) => flight.ran.is_some(),
+            _ => flight.is_done(),
+        };
+        let done = flights.iter().take_while(is_done).filter(|flight| !flight.is_complete);
+        ops.extend(done.map(|flight| Op::Complete { step: flight.plan.step }));
+    }
+
+    fn device_events(&self, world: &World, events: &mut Vec<Event>) {
+        let Some(flight) = world.flights.iter().find(|flight| flight.ran.is_none()) else { return };
+        if !flight.is_launched() {
+            return;
+        }
+        let plan = &flight.plan;
+        let most = |lane: usize| match plan.kind {
+            StepKind::Extend => 1,
+            StepKind::Decode => world.ledger.shapes()[plan.shapes[lane] as usize].max_accept_len() as i32,
+        };
+        let mut all: Vec<Vec<i32>> = vec![Vec::new()];
+        for lane in 0..plan.num_lanes() {
+            let longer = |lens: &Vec<i32>| {
+                let lens = lens.clone();
+                (1..=most(lane)).map(move |len| lens.iter().copied().chain([len]).collect())
+            };
+            all = all.iter().flat_map(longer).collect();
+        }
+        events.extend(all.into_iter().map(|accept_lens| Event::Run { accept_lens }));
+        if self.failures {
+            events.push(Event::Fail);
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Everything that can be asked of a ledger, against what the model says.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+use specpool_core::{Ledger, Page, PageState, Row};
+
+use super::{Model, PageId};
+
+/// Per group: the ledger's page of each page of the model that was seen in a table.
+pub(crate) type PageMap = Vec<BTreeMap<PageId, i32>>;
+
+#[allow(clippy::needless_pass_by_value, reason = "mostly numbers")]
+fn equal<T: PartialEq + Debug>(what: &str, at: usize, found: T, expected: T) -> Result<(), String> {
+    if found == expected {
+        Ok(())
+    } else {
+        Err(format!("{what} of {at}: the ledger says {found:?}, the model {expected:?}"))
+    }
+}
+
+/// Compares all lengths, counts and tables; `pages` remembers from one call to the next which page is which.
+pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Result<(), String> {
+    let text = |error: specpool_core::Error| error.to_string();
+    for (at, row) in model.rows.iter().enumerate() {
+        let id = Row(at as i32);
+        equal("is_live", at, ledger.is_live(id), row.live)?;
+        equal("resolved_len", at, ledger.resolved_len()[at], row.resolved)?;
+        equal("in_flight", at, ledger.in_flight()[at], row.rounds.len() as i32)?;
+        equal("drafted_len", at, ledger.drafted_len()[at], row.drafted)?;
+        equal("epoch", at, ledger.epoch()[at], row.epoch)?;
+        equal("idle", at, ledger.idle()[at], row.idle)?;
+        equal("checkpoint_len", at, ledger.checkpoint_len(id), row.checkpoint)?;
+        equal("has_root", at, ledger.has_root(id), row.has_root)?;
+        for (group, held) in row.groups.iter().enumerate() {
+            equal("allocated_len", at, i64::from(ledger.allocated_len(group).map_err(text)?[at]), held.allocated)?;
+            equal("protected_len", at, i64::from(ledger.protected_len(group).map_err(text)?[at]), held.protected)?;
+            equal("evicted_len", at, i64::from(ledger.evicted_len(group).map_err(text)?[at]), held.evicted)?;
+        }
+    }
+    pages.resize(model.groups.len(), BTreeMap::new());
+    for (group, names) in pages.iter_mut().enumerate() {
+        equal("free pages", group, ledger.free_pages(group).map_err(text)?, model.free_pages(group))?;
+        equal("fenced pages", group, ledger.fenced_pages(group).map_err(text)?, model.fenced_pages(group))?;
+        let reclaimable = ledger.reclaimable_pages(group).map_err(text)?;
+        equal("reclaimable pages", group, reclaimable, model.reclaimable_pages(group))?;
+        same_pages(ledger, model, group, names)?;
+    }
+    equal("free rows", 0, ledger.num_free_rows(), model.num_free_rows())?;
+    equal("completed", 0, ledger.completed(), model.completed)?;
+    equal("prefixes", 0, ledger.prefixes().collect::<Vec<_>>(), model.prefixes.keys().copied().collect())
+}
+
+/// The tables hold the model's pages under the ledger's names, each with its state and its holders.
+fn same_pages(ledger: &Ledger, model: &Model, group: usize, names: &mut BTreeMap<PageId, i32>) -> Result<(), String> {
+    let text = |error: specpool_core::Error| error.to_string();
+    let held = model.held_pages(group);
+    names.retain(|page, _| held.contains(page));
+    let table = ledger.page_table(group).map_err(text)?;
+    for (at, row) in model.rows.iter().enumerate() {
+        for (column, &cell) in table.row(Row(at as i32)).iter().enumerate() {
+            let page = row.groups[group].table.get(&(column as i64));
+            let expected = page.map_or(0, |&page| *names.entry(page).or_insert(cell));
+            equal("a cell", at, (column, cell), (column, expected))?;
+        }
+    }
+    let mut distinct: Vec<i32> = names.values().copied().collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    equal("distinct pages", group, distinct.len(), names.len())?;
+    for (&page, &name) in names.iter() {
+        let record = ledger.page_record(group, Page(name)).map_err(text)?;
+        let state = if model.is_shared(group, page) { PageState::Shared } else { PageState::Owned };
+        let holders = model.holders(group, page).len();
+        equal("state and holders", name as usize, (record.state, record.holders as usize), (state, holders))?;
+    }
+    Ok(())
+}

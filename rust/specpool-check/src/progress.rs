@@ -1,0 +1,109 @@
+//! The progress law (spec 4): a request that the pool cannot serve now can always be served in the end. Drop idle
+//! sessions and unused prefixes; retract, last in first, until the pages that are free or fenced suffice, and no
+//! further; drain what is in flight; the retry succeeds.
+
+use specpool_core::{Error, StepState};
+
+use crate::device::Fault;
+use crate::op::{Op, apply};
+use crate::world::{Event, World};
+
+/// The pages that the refused call lacks: (need, free, fenced), or nothing when it would not lack any.
+fn shortage(world: &World, op: &Op) -> Option<(usize, usize, usize)> {
+    match apply(&mut world.ledger.clone(), op) {
+        Err(Error::OutOfPages { need, free, fenced, .. }) => Some((need, free, fenced)),
+        _ => None,
+    }
+}
+
+/// Where `op`, whose only row is `row`, is refused for want of pages: brings the world to a state in which it is served.
+///
+/// # Errors
+/// What stands in the way, or that pages counted as coming back did not.
+pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
+    if shortage(world, op).is_none() {
+        return Ok(());
+    }
+    let mut world = world.clone();
+    for prefix in world.ledger.prefixes().collect::<Vec<_>>() {
+        call(&mut world, &Op::ReleasePrefix { prefix })?;
+    }
+    for other in world.admitted.clone() {
+        if world.ledger.idle()[other as usize] && other != row {
+            call(&mut world, &Op::Finish { row: other })?;
+        }
+    }
+    // Pages that only a waiting copy holds count as fenced too: they come back with the next step, not with a drain.
+    let is_strict = !world.has_waiting_copies();
+    while let Some((need, free, fenced)) = shortage(&world, op) {
+        let is_busy = world.ledger.steps().next().is_some();
+        if is_busy && need <= free + fenced {
+            drain(&mut world)?;
+            if is_strict && shortage(&world, op).is_some() {
+                return Err(format!(
+                    "no progress for {op:?}: {need} pages needed, {free} free, {fenced} fenced, drained"
+                ));
+            }
+        } else if let Some(&victim) = world.admitted.iter().rev().find(|&&other| other != row) {
+            call(&mut world, &Op::Retract { row: victim })?;
+        } else if is_busy {
+            drain(&mut world)?;
+        } else if world.has_waiting_copies() {
+            // Its own tail: one token fits beside it, and takes the copy along.
+            let new_lens = vec![world.ledger.resolved_len()[row as usize] + 1];
+            call(&mut world, &Op::PrepareExtend { rows: vec![row], new_lens, writes_draft: true })?;
+        } else {
+            return Err(format!("{op:?} can never be served: {need} pages needed, {free} free, {fenced} fenced"));
+        }
+    }
+    Ok(())
+}
+
+/// Everything in flight is brought to its end: stale steps cancelled, the others launched, run, settled and completed.
+///
+/// # Errors
+/// A call that is refused though nothing stands in its way.
+pub fn drain(world: &mut World) -> Result<(), Fault> {
+    while let Some((step, ..)) = world.ledger.steps().filter(|(.., state)| *state == StepState::Stale).last() {
+        let newest = world.flights.back().map_or(step, |flight| flight.plan.step);
+        call(world, &Op::Cancel { step: newest })?;
+    }
+    loop {
+        let next = world.flights.iter().find_map(|flight| {
+            let step = flight.plan.step;
+            match &flight.ran {
+                _ if !flight.is_launched() => Some(Event::Call(Op::Launch { step })),
+                None => Some(Event::Run { accept_lens: vec![1; flight.plan.num_lanes()] }),
+                Some(_) if flight.has_failed && !flight.is_settled => Some(Event::Call(Op::Abandon { step })),
+                Some(ran) if !flight.is_settled => Some(Event::Call(Op::Resolve { step, accept_lens: ran.clone() })),
+                Some(_) => Some(Event::Call(Op::Complete { step })).filter(|_| !flight.is_complete),
+            }
+        });
+        match next {
+            // A retraction may leave later steps stale: what is abandoned here can do so too.
+            Some(Event::Call(Op::Launch { .. })) if has_stale(world) => {
+                let newest = world.flights.back().map_or(0, |flight| flight.plan.step);
+                call(world, &Op::Cancel { step: newest })?;
+            }
+            Some(event) => {
+                if !world.apply(&event)? {
+                    return Err(format!("{event:?} is refused while draining"));
+                }
+            }
+            None => return Ok(()),
+        }
+    }
+}
+
+fn has_stale(world: &World) -> bool {
+    world.ledger.steps().any(|(.., state)| state == StepState::Stale)
+}
+
+/// A call that nothing stands in the way of.
+fn call(world: &mut World, op: &Op) -> Result<(), Fault> {
+    if world.apply(&Event::Call(op.clone()))? {
+        Ok(())
+    } else {
+        Err(format!("{op:?} is refused on the way to progress"))
+    }
+}

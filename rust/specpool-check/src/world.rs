@@ -1,0 +1,394 @@
+//! A ledger, its model and its device side by side, and the engine's part between them: what it launches, with which
+//! table delta, what it is told of results, and when it says that a step is complete.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use specpool_core::{DeltaEntries, Ledger, LedgerConfig, PageNames, Plan, StepKind};
+
+use crate::device::{Device, Fault, Forward, Pinned, Plant, Tag};
+use crate::model::Model;
+use crate::model::ask::{ask, outcome};
+use crate::model::same::same;
+use crate::op::{Given, Op, apply};
+
+/// One thing that can happen next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The engine calls the ledger.
+    Call(Op),
+    /// The oldest launched forward runs on the device; a round keeps `accept_lens[lane]` tokens.
+    Run {
+        /// Per lane, in `1..=A`; all 1 for an extend.
+        accept_lens: Vec<i32>,
+    },
+    /// The oldest launched forward fails on the device.
+    Fail,
+}
+
+/// A step that is not over, as the engine sees it.
+#[derive(Debug, Clone)]
+pub(crate) struct Flight {
+    pub(crate) plan: Arc<Plan>,
+    /// The table changes that go before it, once it is launched.
+    pub(crate) delta: Option<Arc<Vec<DeltaEntries>>>,
+    /// What it accepted, once it ran.
+    pub(crate) ran: Option<Vec<i32>>,
+    pub(crate) has_failed: bool,
+    /// Resolved or abandoned; an extend is born so.
+    pub(crate) is_settled: bool,
+    pub(crate) is_complete: bool,
+}
+
+impl Flight {
+    pub(crate) fn is_launched(&self) -> bool {
+        self.delta.is_some()
+    }
+
+    /// It may be reported as complete.
+    pub(crate) fn is_done(&self) -> bool {
+        self.ran.is_some() && (self.is_settled || !self.has_failed)
+    }
+}
+
+/// A pinned prefix as the engine sees it.
+#[derive(Debug, Clone)]
+struct Prefix {
+    sequence: Vec<Tag>,
+    /// Per group.
+    pages: Vec<Vec<i32>>,
+}
+
+/// Ledger, model, device and engine.
+#[derive(Debug, Clone)]
+pub struct World {
+    /// The real one.
+    pub ledger: Ledger,
+    model: Model,
+    /// What the ledger's plans run on.
+    pub device: Device,
+    pub(crate) flights: VecDeque<Flight>,
+    prefixes: BTreeMap<u64, Prefix>,
+    pinned: Pinned,
+    /// Per group: the table that the device will have when all that is launched has run.
+    tail: Vec<Vec<i32>>,
+    /// Live rows, last admitted last.
+    pub(crate) admitted: Vec<i32>,
+}
+
+impl World {
+    /// An empty ledger of that configuration, and a device with a planted fault or none.
+    ///
+    /// # Errors
+    /// The configuration's, as the ledger words it.
+    pub fn new(config: &LedgerConfig, plant: Option<Plant>) -> Result<Self, Fault> {
+        let ledger = Ledger::new(config.clone()).map_err(|error| error.to_string())?;
+        let device = Device::new(&ledger, plant);
+        let tail = device.tables.clone();
+        Ok(Self {
+            // The ledger puts shape 0 first where it is not; the model takes the list as it is.
+            model: Model::new(&LedgerConfig { shapes: ledger.shapes().to_vec(), ..config.clone() }),
+            ledger,
+            device,
+            flights: VecDeque::new(),
+            prefixes: BTreeMap::new(),
+            pinned: vec![Vec::new(); tail.len()],
+            tail,
+            admitted: Vec::new(),
+        })
+    }
+
+    /// Does the event. False where the ledger refused the call, as its model did.
+    ///
+    /// # Errors
+    /// The law that was broken.
+    pub fn apply(&mut self, event: &Event) -> Result<bool, Fault> {
+        match event {
+            Event::Call(op) => self.call(op),
+            Event::Run { accept_lens } => self.run(accept_lens, false),
+            Event::Fail => {
+                let Some(flight) = self.flights.iter().find(|flight| flight.ran.is_none()) else { return Ok(false) };
+                self.run(&vec![1; flight.plan.num_lanes()], true)
+            }
+        }
+    }
+
+    fn call(&mut self, op: &Op) -> Result<bool, Fault> {
+        let estimate = match op {
+            Op::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
+            _ => None,
+        };
+        let expected = ask(&mut self.model, op);
+        let found = apply(&mut self.ledger, op);
+        let said = outcome(&found);
+        if said != expected {
+            return Err(format!("{op:?}: the ledger says {said:?}, the contract {expected:?}"));
+        }
+        let Ok(given) = found else { return Ok(false) };
+        if let (Given::Plan(plan), Some(estimate)) = (&given, estimate) {
+            check_estimate(plan, &estimate)?;
+        }
+        self.follow(op, given)?;
+        Ok(true)
+    }
+
+    /// What the engine does after a call that succeeded.
+    fn follow(&mut self, op: &Op, given: Given) -> Result<(), Fault> {
+        match (op, given) {
+            (Op::Admit, Given::Row(row)) => self.seat(row.0, Vec::new()),
+            (Op::AdmitOn { prefix, .. }, Given::Row(row)) => {
+                let len = self.ledger.resolved_len()[row.at()] as usize;
+                let sequence = self.prefixes[prefix].sequence[..len].to_vec();
+                self.seat(row.0, sequence);
+            }
+            (Op::Fork { row: parent }, Given::Row(row)) => {
+                let len = self.ledger.resolved_len()[row.at()];
+                let sequence = self.device.sequence(*parent, len);
+                self.seat(row.0, sequence);
+            }
+            (Op::PinPrefix { row, .. }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
+            (Op::ReleasePrefix { prefix }, _) => {
+                self.prefixes.remove(prefix);
+                self.collect_pinned();
+            }
+            (_, Given::Plan(plan)) => {
+                let is_settled = plan.kind == StepKind::Extend;
+                let (delta, ran, has_failed, is_complete) = (None, None, false, false);
+                self.flights.push_back(Flight { plan, delta, ran, has_failed, is_settled, is_complete });
+            }
+            (Op::Launch { step }, _) => self.launch(*step)?,
+            (Op::Resolve { step, .. } | Op::Abandon { step }, _) => {
+                if let Some(flight) = self.flights.iter_mut().find(|flight| flight.plan.step == *step) {
+                    flight.is_settled = true;
+                }
+                self.forget_flights();
+            }
+            (Op::Complete { step }, _) => {
+                let complete = self.flights.iter_mut().filter(|flight| flight.plan.step <= *step);
+                complete.for_each(|flight| flight.is_complete = true);
+                self.forget_flights();
+            }
+            (Op::Cancel { .. }, _) => drop(self.flights.pop_back()),
+            (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len)) => {
+                let on_its_way =
+                    |flight: &Flight| flight.is_launched() && flight.ran.is_none() && flight.plan.rows.contains(row);
+                if !self.flights.iter().any(on_its_way) {
+                    self.device.set_length(*row, len);
+                }
+            }
+            _ => {}
+        }
+        let ledger = &self.ledger;
+        self.admitted.retain(|&row| ledger.is_live(specpool_core::Row(row)));
+        Ok(())
+    }
+
+    fn seat(&mut self, row: i32, sequence: Vec<Tag>) {
+        self.device.admit(row, sequence);
+        self.admitted.retain(|&other| other != row);
+        self.admitted.push(row);
+    }
+
+    fn pin(&mut self, row: i32, prefix: u64) -> Result<(), Fault> {
+        let text = |error: specpool_core::Error| error.to_string();
+        let len = self.ledger.prefix_len(prefix).map_err(text)?;
+        let mut pages = Vec::new();
+        for group in 0..self.ledger.num_groups() {
+            let page_size = self.ledger.group_spec(group).map_err(text)?.page_size;
+            let columns = ((i64::from(len) + page_size - 1) / page_size) as usize;
+            let table = self.ledger.page_table(group).map_err(text)?;
+            let cells = &table.row(specpool_core::Row(row))[..columns];
+            pages.push(cells.iter().copied().filter(|&page| page != 0).collect());
+        }
+        self.prefixes.insert(prefix, Prefix { sequence: self.device.sequence(row, len), pages });
+        self.collect_pinned();
+        Ok(())
+    }
+
+    fn collect_pinned(&mut self) {
+        for (group, pinned) in self.pinned.iter_mut().enumerate() {
+            pinned.clear();
+            self.prefixes.values().for_each(|prefix| pinned.extend(&prefix.pages[group]));
+        }
+    }
+
+    /// The delta is taken right after the launch and enqueued for good.
+    fn launch(&mut self, step: u64) -> Result<(), Fault> {
+        let text = |error: specpool_core::Error| error.to_string();
+        let delta = self.ledger.take_delta(step).map_err(text)?;
+        self.ledger.ack_delta(step).map_err(text)?;
+        for (group, entries) in delta.iter().enumerate() {
+            let table = self.ledger.page_table(group).map_err(text)?;
+            for at in 0..entries.rows.len() {
+                let cell = entries.rows[at] as usize * table.pages_per_row() + entries.columns[at] as usize;
+                self.tail[group][cell] = entries.pages[at];
+            }
+            if self.tail[group] != table.cells() {
+                return Err(format!("the delta of step {step} leaves the device's table of group {group} behind"));
+            }
+        }
+        if let Some(flight) = self.flights.iter_mut().find(|flight| flight.plan.step == step) {
+            flight.delta = Some(Arc::new(delta));
+        }
+        Ok(())
+    }
+
+    /// Runs a step that the ledger refused to launch, for [`Plant::LaunchStale`].
+    ///
+    /// # Errors
+    /// What the device finds wrong with it.
+    pub fn run_stale(&mut self) -> Result<(), Fault> {
+        let Some(flight) = self.flights.iter().find(|flight| !flight.is_launched()) else { return Ok(()) };
+        let forward = Forward { plan: Arc::clone(&flight.plan), delta: Vec::new() };
+        let accept_lens = vec![1; flight.plan.num_lanes()];
+        self.device.run(&self.ledger, &self.pinned, &forward, &accept_lens, false)
+    }
+
+    fn run(&mut self, accept_lens: &[i32], fails: bool) -> Result<bool, Fault> {
+        let Some(flight) = self.flights.iter_mut().find(|flight| flight.ran.is_none()) else { return Ok(false) };
+        let Some(delta) = &flight.delta else { return Ok(false) };
+        let forward = Forward { plan: Arc::clone(&flight.plan), delta: delta.to_vec() };
+        self.device.run(&self.ledger, &self.pinned, &forward, accept_lens, fails)?;
+        flight.ran = Some(accept_lens.to_vec());
+        flight.has_failed = fails;
+        flight.delta = Some(Arc::default());
+        Ok(true)
+    }
+
+    /// A copied tail waits for the next step.
+    #[must_use]
+    pub fn has_waiting_copies(&self) -> bool {
+        !self.model.pending.is_empty()
+    }
+
+    fn forget_flights(&mut self) {
+        self.flights.retain(|flight| !(flight.is_settled && flight.is_complete));
+    }
+
+    /// What must hold in every state: the audit is clean, and the ledger looks as its model says.
+    ///
+    /// # Errors
+    /// The difference.
+    pub fn check(&self) -> Result<(), Fault> {
+        self.ledger.check().map_err(|error| error.to_string())?;
+        same(&self.ledger, &self.model, &mut Vec::new())?;
+        self.check_pending()?;
+        let nothing_left = self.admitted.is_empty() && self.flights.is_empty() && self.prefixes.is_empty();
+        for group in 0..self.pinned.len() {
+            let all = self.ledger.group_spec(group).map_err(|error| error.to_string())?.num_pages;
+            let free = self.ledger.free_pages(group).map_err(|error| error.to_string())?;
+            if nothing_left && free as i64 != all {
+                return Err(format!("nothing is left, but {free} of {all} pages of group {group} are free"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every cell in which the device will differ from the ledger is pending.
+    fn check_pending(&self) -> Result<(), Fault> {
+        for (group, tail) in self.tail.iter().enumerate() {
+            let table = self.ledger.page_table(group).map_err(|error| error.to_string())?.cells();
+            if tail != table {
+                let pending: Vec<u32> = self.ledger.pending_cells(group).collect();
+                let is_lost = |&cell: &usize| tail[cell] != table[cell] && !pending.contains(&(cell as u32));
+                if let Some(cell) = (0..table.len()).find(is_lost) {
+                    return Err(format!("cell {cell} of group {group} has changed, but no delta says so"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything that decides what can happen from here on, with names replaced by what they stand for.
+    pub fn write_normal_form(&self, names: &mut PageNames, with_deltas: bool, word: &mut impl FnMut(u64)) {
+        names.clear();
+        self.ledger.write_normal_form(names, word);
+        let mut tables = self.device.tables.clone();
+        for flight in &self.flights {
+            let flags = [flight.is_launched(), flight.ran.is_some(), flight.has_failed, flight.is_settled];
+            word(flags.iter().fold(u64::from(flight.is_complete), |bits, &flag| bits << 1 | u64::from(flag)));
+            flight.ran.iter().flatten().for_each(|&len| word(len as u64));
+            let Some(delta) = flight.delta.as_ref().filter(|_| flight.ran.is_none()) else { continue };
+            let plan = &flight.plan;
+            let lengths = [&plan.shapes, &plan.lo, &plan.hi, &plan.start, &plan.new_len];
+            let claims = [&plan.allocated_before, &plan.allocated_after];
+            lengths.into_iter().chain(claims).flatten().for_each(|&len| word(len as u64));
+            word(u64::from(plan.writes_draft));
+            // A forward sees its rows in the table as it is then. Cells that it does not see are overwritten before
+            // anyone does: what is pending covers them, which `check` makes sure of.
+            for (group, entries) in delta.iter().enumerate() {
+                let columns = tables[group].len() / self.device.rows.len();
+                for at in 0..entries.rows.len() {
+                    tables[group][entries.rows[at] as usize * columns + entries.columns[at] as usize] =
+                        entries.pages[at];
+                }
+                for &row in &flight.plan.rows {
+                    let cells = &tables[group][row as usize * columns..(row as usize + 1) * columns];
+                    for &page in cells {
+                        word(names.name(group, page));
+                    }
+                }
+            }
+        }
+        self.write_contents(names, word);
+        self.ledger.write_normal_pages(names, word);
+        for group in (0..self.tail.len()).filter(|_| with_deltas) {
+            let mut pending: Vec<u32> = self.ledger.pending_cells(group).collect();
+            pending.sort_unstable();
+            for cell in pending {
+                word(cell.into());
+            }
+            word(u64::MAX);
+        }
+    }
+
+    /// The sequences, tags in order of appearance, and where their tokens lie.
+    fn write_contents(&self, names: &PageNames, word: &mut impl FnMut(u64)) {
+        let mut tags: Vec<Tag> = Vec::new();
+        let mut sequence = |tokens: &[Tag], word: &mut dyn FnMut(u64)| {
+            word(tokens.len() as u64);
+            for &token in tokens {
+                let place = tags.iter().position(|&tag| tag == token).unwrap_or_else(|| {
+                    tags.push(token);
+                    tags.len() - 1
+                });
+                word(place as u64);
+            }
+        };
+        for (at, row) in self.device.rows.iter().enumerate().skip(1) {
+            let waits = |flight: &Flight| flight.ran.is_none() && flight.plan.rows.contains(&(at as i32));
+            if self.admitted.contains(&(at as i32)) || self.flights.iter().any(waits) {
+                word(u64::from(row.is_lost));
+                sequence(&row.sequence, word);
+            }
+        }
+        for prefix in self.prefixes.values() {
+            sequence(&prefix.sequence, word);
+        }
+        for (group, (target, draft)) in self.device.target.iter().zip(&self.device.draft).enumerate() {
+            let page_size =
+                target.len() / (self.ledger.group_spec(group).map_or(0, |spec| spec.num_pages) as usize + 1);
+            let mut pages: Vec<(u64, i32)> = names.named(group).map(|(page, name)| (name, page)).collect();
+            pages.sort_unstable();
+            for (_, page) in pages {
+                let slots = page as usize * page_size..(page as usize + 1) * page_size;
+                for &tag in target[slots.clone()].iter().chain(&draft[slots]) {
+                    word(tags.iter().position(|&other| other == tag && tag != 0).map_or(0, |place| place as u64 + 1));
+                }
+            }
+        }
+    }
+}
+
+/// The estimate is what the step really took.
+fn check_estimate(plan: &Plan, estimate: &[i64]) -> Result<(), Fault> {
+    for (group, estimate) in estimate.iter().enumerate() {
+        let lanes = group * plan.num_lanes()..(group + 1) * plan.num_lanes();
+        let claims = plan.allocated_after[lanes.clone()].iter().zip(&plan.allocated_before[lanes]);
+        let taken: i64 = claims.map(|(&after, &before)| i64::from(after) - i64::from(before)).sum();
+        if taken != *estimate {
+            return Err(format!("step {} took {taken} slots of group {group}, the estimate was {estimate}", plan.step));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,190 @@
+//! The state with every name replaced by what it stands for: pages by their first appearance, steps by their place in
+//! the queue, epochs by whether a plan's still stands. Two ledgers of one configuration with the same normal form do
+//! the same from there on, but for the names that they give. For enumeration; nothing in the ledger uses it.
+
+use super::Ledger;
+use crate::ids::{Page, Row};
+use crate::page_copy::TailCopy;
+use crate::page_pool::PageState;
+use crate::step::StepState;
+
+/// Names for pages, given in the order in which they are asked for; one set may serve a ledger and what follows it.
+#[derive(Debug, Clone, Default)]
+pub struct PageNames {
+    /// Per group and page: its name, 0 while it has none.
+    names: Vec<Vec<u64>>,
+    /// Names given.
+    count: u64,
+}
+
+impl PageNames {
+    /// Forgets all names; the memory stays.
+    pub fn clear(&mut self) {
+        self.names.iter_mut().for_each(|names| names.fill(0));
+        self.count = 0;
+    }
+
+    /// The page's name, 0 for page 0.
+    pub fn name(&mut self, group: usize, page: i32) -> u64 {
+        if page == 0 {
+            return 0;
+        }
+        if self.names.len() <= group {
+            self.names.resize(group + 1, Vec::new());
+        }
+        let (names, at) = (&mut self.names[group], page as usize);
+        if names.len() <= at {
+            names.resize(at + 1, 0);
+        }
+        if names[at] == 0 {
+            self.count += 1;
+            names[at] = self.count;
+        }
+        names[at]
+    }
+
+    /// The pages of a group that have a name, in the order of their ids, each with its name.
+    pub fn named(&self, group: usize) -> impl Iterator<Item = (i32, u64)> {
+        let names = self.names.get(group).map_or(&[][..], Vec::as_slice);
+        names.iter().enumerate().filter(|&(_, &name)| name > 0).map(|(page, &name)| (page as i32, name))
+    }
+}
+
+impl Ledger {
+    /// Writes the normal form of rows, steps, prefixes and copies; the pages that appear get names. What is known of
+    /// the pages themselves goes with [`Ledger::write_normal_pages`], when everything that has names has named.
+    pub fn write_normal_form(&self, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let Self { groups, rows, steps, copies, prefixes, .. } = self;
+        for at in 1..=rows.num_rows() {
+            let row = Row(at as i32);
+            let flags = [rows.live[at], rows.ready[at], rows.idle[at], rows.has_unlaunched_extend(row)];
+            word(flags.iter().fold(0, |bits, &flag| bits << 1 | u64::from(flag)));
+            let lengths = [rows.resolved[at], rows.in_flight[at], rows.hi[at], rows.drafted[at], rows.written(row)];
+            for len in lengths {
+                word(len as u64);
+            }
+            word(rows.checkpoint(row).map_or(0, |len| len as u64 + 1));
+            word(self.age(rows.last_launched[at]));
+            word(u64::from(rows.launched_rounds[at] as u32) << 32 | u64::from(rows.undrafted_rounds[at] as u32));
+            rows.rounds_in_flight(row).iter().for_each(|&step| word(self.age(step)));
+            for (at, group) in groups.iter().enumerate() {
+                let lengths = [&group.allocated, &group.protected, &group.evicted];
+                for lens in lengths {
+                    word(lens[row.at()] as u64);
+                }
+                for &page in &group.table.row(row)[group.held_columns(row)] {
+                    word(names.name(at, page));
+                }
+                for kept in group.kept(row) {
+                    word(u64::from(kept.column));
+                    word(names.name(at, kept.page.0));
+                }
+                word(u64::MAX);
+            }
+        }
+        rows.free().iter().for_each(|row| word(row.0 as u64));
+        for &(fence, row) in rows.fenced() {
+            word(self.age(fence));
+            word(row.0 as u64);
+        }
+        for (record, state) in steps.states() {
+            let plan = &record.plan;
+            let is_launched = matches!(state, StepState::Launched | StepState::Resolved);
+            let flags = [plan.step <= steps.completed(), record.is_abandoned()];
+            word(flags.iter().fold(plan.kind as u64 * 4 + state as u64, |bits, &flag| bits << 1 | u64::from(flag)));
+            for lane in 0..plan.num_lanes() {
+                let stands = plan.epochs[lane] == rows.epoch[plan.rows[lane] as usize];
+                let is_resident = rows.is_resident(plan.rows[lane], plan.step);
+                word((plan.rows[lane] as u64) << 2 | u64::from(stands) << 1 | u64::from(is_resident));
+                word(plan.lo[lane] as u64);
+            }
+            // A resolve wants the shapes; the rest of the plan is for launch and cancel only.
+            if state != StepState::Resolved {
+                word(u64::from(plan.writes_draft));
+                plan.shapes.iter().for_each(|&shape| word(shape as u64));
+            }
+            if !is_launched {
+                let lengths = [&plan.hi, &plan.start, &plan.new_len, &plan.allocated_before, &plan.allocated_after];
+                let before = [&record.before.drafted, &record.before.idle];
+                lengths.into_iter().chain(before).flatten().for_each(|&len| word(len as u64));
+            }
+            record.before.copies.iter().for_each(|copy| self.write_copy(copy, plan.step, names, word));
+            word(u64::MAX);
+        }
+        for copy in copies {
+            self.write_copy(copy, steps.next(), names, word);
+        }
+        for prefix in prefixes.values() {
+            word(u64::from(prefix.len as u32) << 32 | u64::from(prefix.drafted as u32));
+            for (at, pages) in prefix.pages.iter().enumerate() {
+                pages.held.iter().for_each(|page| word(names.name(at, page.0)));
+                word(u64::MAX);
+            }
+        }
+    }
+
+    /// Writes what is known of every page that has a name, and how many others are fenced how long.
+    pub fn write_normal_pages(&self, names: &PageNames, word: &mut impl FnMut(u64)) {
+        for (at, group) in self.groups.iter().enumerate() {
+            let mut lines: Vec<(u64, u64)> = Vec::new();
+            let mut is_named = vec![false; group.pool.num_mapped()];
+            for (page, name) in names.named(at) {
+                is_named[page as usize] = true;
+                lines.push((name, self.page_line(at, Page(page))));
+            }
+            lines.sort_unstable();
+            for (name, line) in lines {
+                word(name);
+                word(line);
+            }
+            let is_other = |page: &usize| !is_named[*page];
+            let mut others: Vec<u64> = (1..is_named.len())
+                .filter(is_other)
+                .map(|page| self.page_line(at, Page(page as i32)))
+                .filter(|&line| line > 0)
+                .collect();
+            others.sort_unstable();
+            for line in others {
+                word(line);
+            }
+            word(u64::MAX);
+        }
+    }
+
+    /// The cells of a group's table, row by row, whose change no acknowledged delta has told; in no order, none where
+    /// there is no such group.
+    pub fn pending_cells(&self, group: usize) -> impl Iterator<Item = u32> {
+        self.groups.get(group).into_iter().flat_map(|group| group.delta.pending())
+    }
+
+    /// 0 for a free page.
+    fn page_line(&self, group: usize, page: Page) -> u64 {
+        let pool = &self.groups[group].pool;
+        let Some(record) = pool.record(page).filter(|record| record.state != PageState::Free) else { return 0 };
+        let owner = if record.state == PageState::Owned { record.owner.0 as u64 } else { 0 };
+        let counts = u64::from(record.holders) << 8 | u64::from(pool.copies_of(page));
+        (record.state as u64) << 60 | owner << 40 | self.age(record.fence) << 24 | counts
+    }
+
+    /// A step by its place in the queue, from 1; 0 when it is complete.
+    fn age(&self, step: u64) -> u64 {
+        if step <= self.steps.completed() {
+            return 0;
+        }
+        self.steps.all().position(|record| record.plan.step == step).map_or(u64::MAX, |place| place as u64 + 1)
+    }
+
+    fn write_copy(&self, copy: &TailCopy, step: u64, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let group = copy.group();
+        for page in copy.pages() {
+            word(names.name(group, page.0));
+        }
+        let is_resident = self.rows.is_resident(copy.row.0, step);
+        word(
+            (copy.row.0 as u64) << 32
+                | (copy.column as u64) << 16
+                | (copy.copy.tokens as u64) << 1
+                | u64::from(is_resident),
+        );
+    }
+}
