@@ -167,6 +167,21 @@ def test_the_turn_after_a_checkpoint_ends_above_it():
     both.finish()
 
 
+def test_a_stale_step_keeps_no_page_from_being_pinned():
+    """It can never be launched, so it writes nothing."""
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    first = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})).step
+    both.apply(("launch", {"step": first}))
+    stale = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})).step
+    both.apply(("resolve", {"step": first, "accept_lens": [2]}))
+    both.apply(("complete", {"step": first}))
+    both.apply(("trim", {"row": row, "length": 8}))
+    assert both.apply(("pin_prefix", {"row": row, "length": 8})) == 1
+    both.apply(("cancel", {"step": stale}))
+    both.finish()
+
+
 def test_a_snapshot_keeps_copies_that_wait():
     both = Lockstep(FULL)
     row = prefilled(both, 6)
