@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint test test-full test-gpu bench all clean
+.PHONY: help run install build fmt lint test test-full test-gpu guards bench all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 
 test-gpu: $(VENV)/.dev ## the losslessness tests on a CUDA device
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
+
+guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (10 minutes)
+	$(BIN)/python tests/run_guards.py
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench reserve

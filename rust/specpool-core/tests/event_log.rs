@@ -317,3 +317,38 @@ fn a_full_disk_refuses_a_new_log() {
     let error = EventLog::create(&place("no-folder").join("log"), &config(), 1 << 20).unwrap_err();
     assert!(matches!(&error, Error::Record(text) if text.contains("specpool-no-folder")), "{error}");
 }
+
+/// What a reader of a log sees of each call: its text, the rows and the step that it names.
+#[test]
+fn a_call_is_shown_as_it_would_be_written() {
+    let lanes: Vec<i32> = (1..=17).collect();
+    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 12] = [
+        (Call::Admit { prefix: None }, "admit()", &[], None),
+        (Call::Admit { prefix: Some((3, 7)) }, "admit(prefix=3, length=7)", &[], None),
+        (Call::ReleasePrefix { prefix: 3 }, "release_prefix(3)", &[], None),
+        (
+            Call::PrepareExtend { rows: vec![4, 2].into(), new_lens: vec![9, 8].into(), writes_draft: false },
+            "prepare_extend([4, 2], [9, 8], writes_draft=False)",
+            &[4, 2],
+            None,
+        ),
+        (
+            Call::PrepareDecode { rows: lanes[..16].into(), shapes: vec![1; 17].into(), writes_draft: true },
+            "prepare_decode([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], \
+             [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, .. 17 lanes])",
+            &lanes[..16],
+            None,
+        ),
+        (Call::Launch { step: 6 }, "launch(6)", &[], Some(6)),
+        (Call::Resolve { step: 6, accept_lens: vec![2].into() }, "resolve(6, [2])", &[], Some(6)),
+        (Call::Abandon { step: 6 }, "abandon(6)", &[], Some(6)),
+        (Call::EndTurn { row: 5, len: 40 }, "end_turn(5, 40)", &[5], None),
+        (Call::Fork { row: 5 }, "fork(5)", &[5], None),
+        (Call::Abort { row: 5 }, "abort(5)", &[5], None),
+        (Call::Restore, "restore()", &[], None),
+    ];
+    for (call, text, rows, step) in shown {
+        assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));
+        assert!(text.starts_with(call.verb()));
+    }
+}

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::prepare::growing_lanes;
 use super::{Ledger, LedgerConfig};
 use crate::call::Call;
 use crate::codec::{put_text, put_varint};
@@ -144,11 +145,11 @@ impl Ledger {
         let lanes = plan.num_lanes();
         let claims = plan.allocated_before.chunks(lanes).zip(plan.allocated_after.chunks(lanes));
         for (group, (before, after)) in self.groups.iter().zip(claims) {
-            for ((&row, &from), &to) in plan.rows.iter().zip(before).zip(after) {
-                if to > from {
-                    let column = |len: i32| (i64::from(len) / group.page_size) as usize;
-                    digest.ints(&group.table.row(Row(row))[column(from)..column(to)]);
-                }
+            let column = |len: i32| (i64::from(len) / group.page_size) as usize;
+            for lane in growing_lanes(before, after) {
+                let lane = lane as usize;
+                let pages = group.table.row(Row(plan.rows[lane]));
+                digest.ints(&pages[column(before[lane])..column(after[lane])]);
             }
         }
     }
