@@ -205,7 +205,6 @@ def test_the_device_sees_a_page_that_two_rows_write():
         extend(both, other, 7)
 
 
-@pytest.mark.xfail(reason="pin_prefix refuses for a copy that was dropped", raises=AssertionError)
 def test_a_page_that_came_back_is_not_the_one_that_was_copied_to():
     """On one stream a dropped page is free at once: the same one may come back for the column."""
     both = Lockstep(replace(FULL, page_fencing=False))
