@@ -67,7 +67,7 @@ fn write(test: &str, calls: &[(Call<'_>, Option<&str>)], limit: u64, close: bool
         bytes.clear();
         call.encode(&mut bytes);
         let after = digest_of(&bytes, digest);
-        offsets.push(log.len());
+        offsets.push(log.num_bytes());
         log.make_room().unwrap();
         log.push(&bytes, &aside(call, *tag), digest, after);
         digest = after;
@@ -278,8 +278,16 @@ fn a_log_is_bounded() {
         assert_eq!(end, Ok(LogEnd::Limit));
         assert!(!records.is_empty() && records.len() < 100);
     }
-    let error = EventLog::create(&place("small"), &config(), 20).unwrap_err();
-    assert!(error.to_string().contains("got 20"), "{error}");
+
+    // The limit is exact: what just fits is closed as usual, one byte less is not enough.
+    let whole = write("bounded", &calls[..5], 1 << 20, true).bytes.len() as u64;
+    assert_eq!(read(&write("bounded", &calls[..5], whole, true).bytes).1, Ok(LogEnd::Closed));
+    let short = read(&write("bounded", &calls[..5], whole - 1, true).bytes);
+    assert_eq!((short.0.len(), short.1), (4, Ok(LogEnd::Limit)));
+    let least = write("bounded", &[], 1 << 20, true).bytes.len() as u64;
+    assert_eq!(read(&write("bounded", &calls[..1], least, true).bytes), (vec![], Ok(LogEnd::Limit)));
+    let error = EventLog::create(&place("small"), &config(), least - 1).unwrap_err().to_string();
+    assert!(error.contains(&format!("at least {least} bytes")) && error.contains(&format!("got {}", least - 1)));
 }
 
 /// The file has what was pushed as soon as much has gathered, and the rest when the log is dropped.
@@ -294,10 +302,10 @@ fn what_gathers_is_written_before_it_is_much() {
     for _ in 0..2_000 {
         log.make_room().unwrap();
         log.push(&bytes, &[], digest, digest);
-        most_in_memory = most_in_memory.max(log.len() - std::fs::metadata(&path).unwrap().len());
+        most_in_memory = most_in_memory.max(log.num_bytes() - std::fs::metadata(&path).unwrap().len());
     }
     assert!((1 << 16..1 << 17).contains(&most_in_memory), "{most_in_memory} bytes in memory");
-    let len = log.len();
+    let len = log.num_bytes();
     drop(log);
     let bytes = std::fs::read(&path).unwrap();
     std::fs::remove_file(&path).unwrap();

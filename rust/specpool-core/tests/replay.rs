@@ -201,7 +201,7 @@ fn forge(test: &str, calls: &[Call<'_>], digest: Digest) -> (PathBuf, Vec<u64>) 
     for call in calls {
         let mut bytes = Vec::new();
         call.encode(&mut bytes);
-        offsets.push(log.len());
+        offsets.push(log.num_bytes());
         log.push(&bytes, &[], before, digest);
         before = digest;
     }
