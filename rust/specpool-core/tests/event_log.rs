@@ -91,7 +91,11 @@ fn read(bytes: &[u8]) -> (Vec<Record>, Result<LogEnd, String>) {
     loop {
         match reader.next_record() {
             Ok(Some(record)) => records.push(record),
-            Ok(None) => return (records, Ok(reader.end().unwrap())),
+            Ok(None) => {
+                let end = reader.end().unwrap();
+                assert_eq!((reader.next_record(), reader.end()), (Ok(None), Some(end)), "the end stays");
+                return (records, Ok(end));
+            }
             Err(error) => return (records, Err(error.to_string())),
         }
     }
@@ -234,6 +238,28 @@ fn a_damaged_log_is_refused_where_it_is_damaged() {
             assert!(error.contains(&format!("at byte {broken}: ")), "byte {at} ^ {flip}: {error}");
         }
     }
+}
+
+#[test]
+fn bytes_behind_the_end_are_refused_where_they_begin() {
+    let mut bytes = write("behind", &some_calls(), 1 << 20, true).bytes;
+    let len = bytes.len();
+    bytes.extend([1, 2, 3]);
+    let (records, end) = read(&bytes);
+    assert_eq!(records.len(), some_calls().len());
+    assert!(end.unwrap_err().contains(&format!("at byte {len}: bytes follow its end")));
+}
+
+#[test]
+fn errors_name_the_file_and_ends_have_names() {
+    let path = place("named");
+    std::fs::write(&path, b"no log at all").unwrap();
+    let error = LogReader::open(&path).err().unwrap().to_string();
+    assert!(error.starts_with(&format!("event log {}, its head at byte 0: ", path.display())), "{error}");
+    std::fs::remove_file(&path).unwrap();
+    let bytes = write("named", &[], 1 << 20, true).bytes;
+    assert_eq!(LogReader::from_bytes(bytes).unwrap().name(), "in memory");
+    assert_eq!([LogEnd::Closed, LogEnd::Limit, LogEnd::Open].map(LogEnd::name), ["closed", "limit", "open"]);
 }
 
 /// Records that are whole but not in their places: one left out, two exchanged, one given twice.
