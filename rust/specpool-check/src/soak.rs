@@ -116,6 +116,15 @@ pub struct Tally {
     pub forwards: u64,
 }
 
+impl Tally {
+    /// Operations, in millions.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss, reason = "a figure to be read, of a few digits")]
+    pub fn millions(&self) -> f64 {
+        self.ops as f64 / 1e6
+    }
+}
+
 /// A failed episode.
 #[derive(Debug, Clone)]
 pub struct Failure {
