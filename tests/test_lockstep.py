@@ -219,6 +219,20 @@ def test_a_prefix_passes_its_draft_cursor_on():
     both.finish()
 
 
+def test_evicting_a_page_that_another_row_holds_frees_nothing():
+    """Both refuse with no page free; evicted by its last holder, it counts."""
+    both = Lockstep(windowed(page_size=1, window=2))
+    row = prefilled(both, 4)
+    fork = both.apply(("fork", {"row": row}))
+    prefilled(both, 32)
+    prefilled(both, both.ledger.free_pages(0))
+    assert both.ledger.free_pages(0) == 0
+    assert both.apply(("prepare_extend", {"rows": [row], "new_lens": [5]})) is None
+    lanes = {"rows": [row, fork], "new_lens": [5, 5]}
+    assert both.apply(("prepare_extend", lanes)) is not None
+    both.finish()
+
+
 def test_a_snapshot_keeps_copies_that_wait():
     both = Lockstep(FULL)
     row = prefilled(both, 6)
@@ -226,6 +240,7 @@ def test_a_snapshot_keeps_copies_that_wait():
     both.snapshot()
     both.apply(("finish", {"row": fork}))
     extend(both, row, 11)
+    both.apply(("ack_delta", {"step": max(both.oracle.launched)}))
     both.restore()
     extend(both, fork, 9)
     extend(both, row, 8)
