@@ -329,7 +329,8 @@ class Oracle(State):
         ends = [ceil_align(length, group.page_size) for group in self.groups]
         for step in self.steps:
             for lane in step.lanes:
-                if step.number > self.completed and lane.row is one and max(ends) > lane.lo:
+                still_runs = step.number > self.completed and (step.launched or self._stands(lane))
+                if still_runs and lane.row is one and max(ends) > lane.lo:
                     raise Refused("NotReady")
         if not all(self._window(at, length) <= one.parts[at].table.keys() for at in self._all):
             raise Refused("NotReady")

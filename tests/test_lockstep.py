@@ -167,6 +167,58 @@ def test_the_turn_after_a_checkpoint_ends_above_it():
     both.finish()
 
 
+def test_a_stale_step_keeps_no_page_from_being_pinned():
+    """It can never be launched, so it writes nothing."""
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    first = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})).step
+    both.apply(("launch", {"step": first}))
+    stale = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})).step
+    both.apply(("resolve", {"step": first, "accept_lens": [2]}))
+    both.apply(("complete", {"step": first}))
+    both.apply(("trim", {"row": row, "length": 8}))
+    assert both.apply(("pin_prefix", {"row": row, "length": 8})) == 1
+    both.apply(("cancel", {"step": stale}))
+    both.finish()
+
+
+@pytest.mark.parametrize("cut", range(12))
+def test_a_cut_below_a_pinned_prefix_ends_at_a_page_edge(cut):
+    both = Lockstep(FULL)
+    row = prefilled(both, 11)
+    both.apply(("pin_prefix", {"row": row, "length": 8}))
+    kept = both.apply(("trim", {"row": row, "length": cut}))
+    assert kept == cut if cut >= 8 else kept == cut // 4 * 4
+    extend(both, row, kept + 1)  # Writes no page of the prefix.
+    both.finish()
+
+
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cut_that_counts_two_roots_asks_both_rounds_for_draft_kv(first, second):
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    for writes in (first, second):
+        lanes = {"rows": [row], "shapes": [0], "writes_draft": writes}
+        both.apply(("launch", {"step": both.apply(("prepare_decode", lanes)).step}))
+    assert both.apply(("trim", {"row": row, "length": 9})) == 8
+    assert both.ledger.drafted_len[row] == (8 if first and second else 6)
+    both.finish()
+
+
+def test_a_prefix_passes_its_draft_cursor_on():
+    both = Lockstep(FULL)
+    row = prefilled(both, 5)
+    lanes = {"rows": [row], "new_lens": [9], "writes_draft": False}
+    step = both.apply(("prepare_extend", lanes)).step
+    both.apply(("launch", {"step": step}))
+    both.apply(("complete", {"step": step}))
+    both.apply(("pin_prefix", {"row": row, "length": 9}))
+    rows = [both.apply(("admit", {"prefix": 1, "length": length})) for length in (8, 3)]
+    assert both.ledger.drafted_len[rows].tolist() == [5, 3]
+    both.finish()
+
+
 def test_a_snapshot_keeps_copies_that_wait():
     both = Lockstep(FULL)
     row = prefilled(both, 6)
@@ -190,7 +242,6 @@ def test_the_device_sees_a_page_that_two_rows_write():
         extend(both, other, 7)
 
 
-@pytest.mark.xfail(reason="pin_prefix refuses for a copy that was dropped", raises=AssertionError)
 def test_a_page_that_came_back_is_not_the_one_that_was_copied_to():
     """On one stream a dropped page is free at once: the same one may come back for the column."""
     both = Lockstep(replace(FULL, page_fencing=False))

@@ -318,6 +318,9 @@ impl Lane<'_> {
         }
         for column in positions.start / page_size..(positions.end + page_size - 1) / page_size {
             let (page, _) = self.slot(group, column * page_size)?;
+            if page == 0 && self.device.rows[self.row].is_lost {
+                continue; // Its window has moved past that root since: the write goes to the sink.
+            }
             if page == 0 {
                 return self.fault(&format!("writes column {column} of group {group}, which has no page"));
             }

@@ -145,7 +145,8 @@ impl Alphabet {
             ops.push(Op::Cancel { step: flight.plan.step });
         }
         let device = &world.device;
-        for flight in flights.iter().filter(|flight| !flight.is_settled) {
+        let is_unresolved = |flight: &&crate::world::Flight| !flight.is_settled && flight.plan.kind == StepKind::Decode;
+        for flight in flights.iter().filter(is_unresolved) {
             let Some(ran) = &flight.ran else { continue };
             if !flight.has_failed || device.plant == Some(Plant::SkipAbandon) {
                 let more = i32::from(device.plant == Some(Plant::ResolveMore));

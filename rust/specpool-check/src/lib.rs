@@ -15,4 +15,5 @@ mod model;
 pub mod op;
 pub mod progress;
 pub mod scene;
+pub mod soak;
 pub mod world;

@@ -8,10 +8,11 @@ use crate::device::Fault;
 use crate::op::{Op, apply};
 use crate::world::{Event, World};
 
-/// The pages that the refused call lacks: (need, free, fenced), or nothing when it would not lack any.
-fn shortage(world: &World, op: &Op) -> Option<(usize, usize, usize)> {
+/// What the refused call says that it lacks, in the first group that is short: (group, need, free, fenced); nothing
+/// when it would not lack any.
+fn shortage(world: &World, op: &Op) -> Option<(String, usize, usize, usize)> {
     match apply(&mut world.ledger.clone(), op) {
-        Err(Error::OutOfPages { need, free, fenced, .. }) => Some((need, free, fenced)),
+        Err(Error::OutOfPages { group, need, free, fenced, .. }) => Some((group, need, free, fenced)),
         _ => None,
     }
 }
@@ -35,13 +36,14 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
     }
     // Pages that only a waiting copy holds count as fenced too: they come back with the next step, not with a drain.
     let is_strict = !world.has_waiting_copies();
-    while let Some((need, free, fenced)) = shortage(&world, op) {
+    while let Some((group, need, free, fenced)) = shortage(&world, op) {
         let is_busy = world.ledger.steps().next().is_some();
         if is_busy && need <= free + fenced {
             drain(&mut world)?;
-            if is_strict && shortage(&world, op).is_some() {
+            let is_still_short = |other: (String, usize, usize, usize)| other.0 == group;
+            if is_strict && shortage(&world, op).is_some_and(is_still_short) {
                 return Err(format!(
-                    "no progress for {op:?}: {need} pages needed, {free} free, {fenced} fenced, drained"
+                    "no progress for {op:?}: {need} pages of {group} needed, {free} free, {fenced} fenced, drained"
                 ));
             }
         } else if let Some(&victim) = world.admitted.iter().rev().find(|&&other| other != row) {
@@ -53,7 +55,9 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
             let new_lens = vec![world.ledger.resolved_len()[row as usize] + 1];
             call(&mut world, &Op::PrepareExtend { rows: vec![row], new_lens, writes_draft: true })?;
         } else {
-            return Err(format!("{op:?} can never be served: {need} pages needed, {free} free, {fenced} fenced"));
+            return Err(format!(
+                "{op:?} can never be served: {need} pages of {group} needed, {free} free, {fenced} fenced"
+            ));
         }
     }
     Ok(())
@@ -74,7 +78,7 @@ pub fn drain(world: &mut World) -> Result<(), Fault> {
             match &flight.ran {
                 _ if !flight.is_launched() => Some(Event::Call(Op::Launch { step })),
                 None => Some(Event::Run { accept_lens: vec![1; flight.plan.num_lanes()] }),
-                Some(_) if flight.has_failed && !flight.is_settled => Some(Event::Call(Op::Abandon { step })),
+                Some(_) if flight.has_failed => Some(Event::Call(Op::Abandon { step })),
                 Some(ran) if !flight.is_settled => Some(Event::Call(Op::Resolve { step, accept_lens: ran.clone() })),
                 Some(_) => Some(Event::Call(Op::Complete { step })).filter(|_| !flight.is_complete),
             }

@@ -34,6 +34,7 @@ pub(crate) struct Flight {
     pub(crate) delta: Option<Arc<Vec<DeltaEntries>>>,
     /// What it accepted, once it ran.
     pub(crate) ran: Option<Vec<i32>>,
+    /// It ran into an error, and the engine has not abandoned it yet.
     pub(crate) has_failed: bool,
     /// Resolved or abandoned; an extend is born so.
     pub(crate) is_settled: bool,
@@ -47,7 +48,7 @@ impl Flight {
 
     /// It may be reported as complete.
     pub(crate) fn is_done(&self) -> bool {
-        self.ran.is_some() && (self.is_settled || !self.has_failed)
+        self.ran.is_some() && !self.has_failed
     }
 }
 
@@ -160,6 +161,7 @@ impl World {
             (Op::Resolve { step, .. } | Op::Abandon { step }, _) => {
                 if let Some(flight) = self.flights.iter_mut().find(|flight| flight.plan.step == *step) {
                     flight.is_settled = true;
+                    flight.has_failed &= matches!(op, Op::Resolve { .. });
                 }
                 self.forget_flights();
             }
@@ -200,7 +202,11 @@ impl World {
             let cells = &table.row(specpool_core::Row(row))[..columns];
             pages.push(cells.iter().copied().filter(|&page| page != 0).collect());
         }
-        self.prefixes.insert(prefix, Prefix { sequence: self.device.sequence(row, len), pages });
+        let sequence = self.device.sequence(row, len);
+        if sequence.len() < len as usize {
+            return Err(format!("a prefix of {len} tokens of row {row}, which has {} written", sequence.len()));
+        }
+        self.prefixes.insert(prefix, Prefix { sequence, pages });
         self.collect_pinned();
         Ok(())
     }

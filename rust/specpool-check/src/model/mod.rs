@@ -13,6 +13,7 @@ mod prepare;
 pub(crate) mod same;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use specpool_core::{Geometry, LedgerConfig, Reserve};
 
@@ -211,9 +212,9 @@ pub(crate) struct ModelPrefix {
 #[derive(Debug, Clone)]
 pub(crate) struct Model {
     /// In the ledger's order.
-    pub(crate) groups: Vec<ModelGroup>,
+    pub(crate) groups: Arc<[ModelGroup]>,
     /// Per shape: A, and whether it drafts.
-    pub(crate) shapes: Vec<(i32, bool)>,
+    pub(crate) shapes: Arc<[(i32, bool)]>,
     max_context_len: i32,
     max_batch: usize,
     max_chunk: i32,
@@ -252,7 +253,7 @@ impl Model {
     /// The model of a ledger that was built from `config`, whose shapes begin with shape 0.
     pub(crate) fn new(config: &LedgerConfig) -> Self {
         let num_rows = config.num_rows as usize;
-        let groups: Vec<ModelGroup> = (config.groups.iter())
+        let groups: Arc<[ModelGroup]> = (config.groups.iter())
             .map(|group| {
                 let geometry = Geometry::new(group.page_size, group.hosts_drafts, group.layout).unwrap();
                 let depth = config.overlap_depth;

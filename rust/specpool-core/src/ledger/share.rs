@@ -358,10 +358,17 @@ impl Ledger {
 
     /// No page copy into the row is waiting, riding on a step, or unfinished on the device.
     fn check_no_copy_into(&self, row: Row, verb: &str) -> Result<()> {
-        let riding = self.steps.incomplete().flat_map(|record| &record.before.copies);
-        let into = |copy: &&TailCopy| copy.row == row && self.groups[copy.group()].holds(row, copy.column, copy.dst());
-        match self.copies.iter().chain(riding).find(into) {
-            Some(copy) => Err(Error::NotReady(format!(
+        let waiting = self.copies.iter().map(|copy| (copy, self.steps.next()));
+        let riding = self.steps.incomplete();
+        let riding = riding.flat_map(|record| record.before.copies.iter().map(|copy| (copy, record.plan.step)));
+        let into = |(copy, step): &(&TailCopy, u64)| {
+            let group = &self.groups[copy.group()];
+            // Without fences the row may have dropped the page since and taken it again.
+            let is_the_one = group.pool.record(copy.dst()).is_some_and(|record| record.birth_step <= *step);
+            copy.row == row && is_the_one && group.holds(row, copy.column, copy.dst())
+        };
+        match waiting.chain(riding).find(into) {
+            Some((copy, _)) => Err(Error::NotReady(format!(
                 "{verb} of {}: the copy of page {} to its page {} is not finished",
                 self.rows.describe(row),
                 copy.copy.src,

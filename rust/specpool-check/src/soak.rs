@@ -1,0 +1,419 @@
+//! Random operations on random configurations: cheap invariants after each, the full audit every so often, and on some
+//! episodes the model and the device beside the ledger. A failure is shrunk to a short trace.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, StepKind};
+
+use crate::decode::{OP_BYTES, decode};
+use crate::device::{Fault, Plant};
+use crate::op::{Op, apply};
+use crate::scene::Scene;
+use crate::world::{Event, World};
+
+/// `SplitMix64`: small, and the same everywhere.
+#[derive(Debug, Clone, Copy)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// A stream of its own for every seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut word = self.0;
+        word = (word ^ (word >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        word ^ (word >> 31)
+    }
+
+    /// A number in `0..n`.
+    pub fn below(&mut self, n: i64) -> i64 {
+        (self.word() % n.max(1) as u64) as i64
+    }
+
+    fn flip(&mut self) -> bool {
+        self.word() & 1 == 1
+    }
+
+    fn bytes(&mut self) -> [u8; OP_BYTES] {
+        let mut bytes = [0; OP_BYTES];
+        for chunk in bytes.chunks_mut(8) {
+            chunk.copy_from_slice(&self.word().to_le_bytes());
+        }
+        bytes
+    }
+}
+
+/// A configuration: one to three groups of any page size, kind and layout, on pools from the least on.
+#[must_use]
+pub fn random_config(rng: &mut Rng) -> LedgerConfig {
+    let layout = if rng.flip() { Layout::Holey } else { Layout::Dense };
+    let window = |rng: &mut Rng| if rng.below(3) == 0 { Some(1 + rng.below(20)) } else { None };
+    let group = |name: &str, rng: &mut Rng, hosts_drafts: bool| Group {
+        name: name.into(),
+        page_size: [1, 2, 3, 4, 5, 16][rng.below(6) as usize],
+        num_pages: 1 << 20,
+        hosts_drafts,
+        layout: if hosts_drafts { layout } else { Layout::Dense },
+        window: window(rng),
+    };
+    let mut groups = vec![group("draft", rng, true)];
+    if rng.flip() {
+        groups.push(group("target", rng, false));
+    }
+    if rng.below(4) == 0 {
+        groups.push(group("sliding", rng, false));
+    }
+    let shape = |num_steps, topk, num_draft_tokens| Shape { num_steps, topk, num_draft_tokens };
+    let shapes = [shape(0, 1, 1), shape(3, 1, 4), shape(2, 2, 4), shape(1, 1, 1), shape(4, 3, 9), shape(1, 4, 3)];
+    let num_shapes = 1 + rng.below(shapes.len() as i64) as usize;
+    let num_rows = 1 + rng.below(8);
+    let mut config = LedgerConfig::new(groups, shapes[..num_shapes].to_vec(), num_rows, 8 + rng.below(60));
+    config.overlap_depth = rng.below(4);
+    config.policy = if rng.below(4) == 0 { Policy::DoubleBuffer } else { Policy::Exact };
+    (config.draft_kv, config.sessions, config.digest) = (rng.flip(), rng.flip(), rng.flip());
+    config.page_fencing = rng.below(4) > 0;
+    config.max_chunk = rng.flip().then(|| 1 + rng.below(16));
+    config.max_batch = rng.flip().then(|| 1 + rng.below(num_rows));
+    for at in 0..config.groups.len() {
+        let accepts = |num_pages: i64| {
+            let mut config = config.clone();
+            config.groups[at].num_pages = num_pages;
+            Ledger::new(config).is_ok()
+        };
+        let least = (1..1 << 12).find(|&pages| accepts(pages)).unwrap_or(1 << 12);
+        config.groups[at].num_pages = least + rng.below(least * num_rows);
+    }
+    config
+}
+
+/// How an episode is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Episode {
+    /// Decides the configuration and every operation.
+    pub seed: u64,
+    /// Operations.
+    pub ops: u64,
+    /// With the model and the device.
+    pub has_device: bool,
+    /// A planted fault; only where there is a device.
+    pub plant: Option<Plant>,
+}
+
+/// What an episode did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Operations.
+    pub ops: u64,
+    /// Operations that the ledger refused.
+    pub refused: u64,
+    /// Forwards that the device ran.
+    pub forwards: u64,
+}
+
+impl Tally {
+    /// Operations, in millions.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss, reason = "a figure to be read, of a few digits")]
+    pub fn millions(&self) -> f64 {
+        self.ops as f64 / 1e6
+    }
+}
+
+/// A failed episode.
+#[derive(Debug, Clone)]
+pub struct Failure {
+    /// The law that was broken.
+    pub fault: Fault,
+    /// The configuration.
+    pub config: LedgerConfig,
+    /// The shrunk operations; the last one breaks the law.
+    pub trace: Vec<Op>,
+    /// Operations before shrinking.
+    pub found_after: usize,
+}
+
+/// One run over a list of undecoded operations.
+struct Run {
+    world: Option<World>,
+    ledger: Option<Ledger>,
+    scene: Scene,
+    tally: Tally,
+    /// Checks everything after each operation.
+    is_thorough: bool,
+}
+
+/// Refused calls between two comparisons of the state hash.
+const HASHED_REFUSALS: u64 = 64;
+/// Operations between two audits.
+const AUDITED_OPS: u64 = 1024;
+
+impl Run {
+    fn new(config: &LedgerConfig, episode: &Episode, is_thorough: bool) -> Result<Self, Fault> {
+        let world = episode.has_device.then(|| World::new(config, episode.plant)).transpose()?;
+        let ledger = match &world {
+            Some(_) => None,
+            None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
+        };
+        Ok(Self { world, ledger, scene: Scene::default(), tally: Tally::default(), is_thorough })
+    }
+
+    fn step(&mut self, bytes: &[u8], trace: Option<&mut Vec<Op>>) -> Result<(), Fault> {
+        self.tally.ops += 1;
+        if let Some(world) = &mut self.world {
+            self.scene.read(&world.ledger);
+            let op = decode(bytes, &self.scene);
+            if let Some(trace) = trace {
+                trace.push(op.clone());
+            }
+            // The device draws from the operation's own bytes, so that leaving one out leaves the others as they were.
+            let mut rng = Rng::new(bytes.iter().fold(0, |word: u64, &byte| word.rotate_left(8) ^ u64::from(byte)));
+            let done = drive(world, op, &mut rng, &mut self.tally)?;
+            self.tally.refused += u64::from(!done);
+            if self.is_thorough || self.tally.ops % 64 == 0 {
+                world.check()?;
+            }
+        } else if let Some(ledger) = &mut self.ledger {
+            self.scene.read(ledger);
+            let op = decode(bytes, &self.scene);
+            if let Some(trace) = trace {
+                trace.push(op.clone());
+            }
+            let is_hashed = self.is_thorough || self.tally.refused % HASHED_REFUSALS == 0;
+            let before = is_hashed.then(|| ledger.state_hash());
+            if apply(ledger, &op).is_err() {
+                self.tally.refused += 1;
+                if before.is_some_and(|before| before != ledger.state_hash()) {
+                    return Err(format!("{op:?} was refused and changed the state"));
+                }
+            }
+            check_lengths(ledger, self.tally.ops)?;
+            if self.is_thorough || self.tally.ops % AUDITED_OPS == 0 {
+                ledger.check().map_err(|error| error.to_string())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `0 <= e <= r`, `0 <= p <= r <= r + k <= a <= row_width` of one row, another one each time, and a sane pool.
+fn check_lengths(ledger: &Ledger, turn: u64) -> Result<(), Fault> {
+    let at = 1 + turn as usize % ledger.num_rows();
+    let (r, k) = (ledger.resolved_len()[at], ledger.in_flight()[at]);
+    let group = turn as usize / ledger.num_rows() % ledger.num_groups();
+    let text = |error: specpool_core::Error| error.to_string();
+    let (a, p) = (ledger.allocated_len(group).map_err(text)?[at], ledger.protected_len(group).map_err(text)?[at]);
+    let (e, width) = (ledger.evicted_len(group).map_err(text)?[at], ledger.row_width(group).map_err(text)?);
+    let spec = ledger.group_spec(group).map_err(text)?;
+    let is_ordered = 0 <= p && p <= r && 0 <= e && e <= r && 0 <= k && r + k <= a && i64::from(a) <= width;
+    let is_whole = [a, p, e].iter().all(|&len| i64::from(len) % spec.page_size == 0);
+    let free = ledger.free_pages(group).map_err(text)? + ledger.fenced_pages(group).map_err(text)?;
+    if is_ordered && is_whole && free as i64 <= spec.num_pages {
+        return Ok(());
+    }
+    Err(format!("row {at}, group {group}: r={r} k={k} a={a} p={p} e={e} width={width}, {free} pages free or fenced"))
+}
+
+/// Puts the operation to the world as an engine could: what must have run on the device before it runs first. Whether
+/// the call succeeded.
+fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<bool, Fault> {
+    let op = match op {
+        Op::Resolve { step, accept_lens } => {
+            let is_up = world.flights.iter().any(|flight| flight.plan.step == step && flight.is_launched());
+            if is_up {
+                run_up_to(world, step, rng, tally)?;
+            }
+            // The device decides what was accepted, where it was asked for something sensible.
+            let flight = world.flights.iter().find(|flight| flight.plan.step == step);
+            let ran = flight.and_then(|flight| flight.ran.clone()).filter(|ran| ran.len() == accept_lens.len());
+            match (flight, ran) {
+                (Some(flight), Some(_)) if flight.has_failed && world.device.plant != Some(Plant::SkipAbandon) => {
+                    Op::Abandon { step }
+                }
+                (Some(flight), Some(ran)) if flight.plan.kind == StepKind::Decode => {
+                    let more = i32::from(world.device.plant == Some(Plant::ResolveMore));
+                    let shapes = world.ledger.shapes();
+                    let most = flight.plan.shapes.iter().map(|&shape| shapes[shape as usize].max_accept_len() as i32);
+                    let accept_lens = ran.iter().zip(most).map(|(len, most)| (len + more).min(most)).collect();
+                    Op::Resolve { step, accept_lens }
+                }
+                _ => Op::Resolve { step, accept_lens },
+            }
+        }
+        Op::Complete { step } => {
+            let is_up = world.flights.iter().any(|flight| flight.plan.step == step && flight.is_launched());
+            if is_up && world.device.plant != Some(Plant::CompleteEarly) {
+                run_up_to(world, step, rng, tally)?;
+                let is_left = world.device.plant == Some(Plant::SkipAbandon);
+                let failed: Vec<u64> = (world.flights.iter())
+                    .filter(|flight| flight.has_failed && flight.plan.step <= step && !is_left)
+                    .map(|flight| flight.plan.step)
+                    .collect();
+                for step in failed {
+                    world.apply(&Event::Call(Op::Abandon { step }))?;
+                }
+            }
+            Op::Complete { step }
+        }
+        // The world takes and acknowledges every delta itself, at launch.
+        Op::TakeDelta { .. } | Op::AckDelta { .. } => {
+            run_next(world, rng, tally)?;
+            return Ok(true);
+        }
+        op => op,
+    };
+    let is_launch = matches!(op, Op::Launch { .. });
+    let is_done = world.apply(&Event::Call(op))?;
+    if is_launch && !is_done && world.device.plant == Some(Plant::LaunchStale) {
+        world.run_stale()?;
+    }
+    Ok(is_done)
+}
+
+fn run_up_to(world: &mut World, step: u64, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {
+    while world.flights.iter().any(|flight| flight.plan.step <= step && flight.is_launched() && flight.ran.is_none()) {
+        run_next(world, rng, tally)?;
+    }
+    Ok(())
+}
+
+/// The oldest launched forward runs, if there is one, and now and then fails.
+fn run_next(world: &mut World, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {
+    let Some(flight) = world.flights.iter().find(|flight| flight.ran.is_none()) else { return Ok(()) };
+    if !flight.is_launched() {
+        return Ok(());
+    }
+    let plan = &flight.plan;
+    let shapes = world.ledger.shapes();
+    let accept = |&shape: &i32| match plan.kind {
+        StepKind::Extend => 1,
+        StepKind::Decode => 1 + rng.below(shapes[shape as usize].max_accept_len().into()) as i32,
+    };
+    let accept_lens = plan.shapes.iter().map(accept).collect();
+    let event = if rng.below(50) == 0 { Event::Fail } else { Event::Run { accept_lens } };
+    world.apply(&event)?;
+    tally.forwards += 1;
+    Ok(())
+}
+
+/// Runs an episode.
+///
+/// # Errors
+/// The broken law with a shrunk trace.
+pub fn run(episode: &Episode) -> Result<Tally, Box<Failure>> {
+    let mut rng = Rng::new(episode.seed);
+    let config = random_config(&mut rng);
+    let script = rng;
+    let mut done = 0;
+    let caught = catch_unwind(AssertUnwindSafe(|| {
+        let mut run = Run::new(&config, episode, false)?;
+        for _ in 0..episode.ops {
+            done += 1;
+            run.step(&rng.bytes(), None)?;
+        }
+        finish(&mut run)?;
+        Ok(run.tally)
+    }));
+    let fault = match caught.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()))) {
+        Ok(tally) => return Ok(tally),
+        Err(fault) => fault,
+    };
+    let mut rng = script;
+    let all: Vec<[u8; OP_BYTES]> = (0..done).map(|_| rng.bytes()).collect();
+    let (script, fault) = shrink(&config, episode, all, fault);
+    let mut trace = Vec::new();
+    replay(&config, episode, &script, Some(&mut trace)).err();
+    Err(Box::new(Failure { fault, config, trace, found_after: done }))
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> Fault {
+    let text = panic.downcast_ref::<String>().cloned();
+    format!("a panic: {}", text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default())
+}
+
+/// Nothing may leak: with every row, prefix and step gone, the pools are full.
+fn finish(run: &mut Run) -> Result<(), Fault> {
+    let text = |error: specpool_core::Error| error.to_string();
+    let Some(ledger) = &mut run.ledger else { return Ok(()) };
+    for row in 1..=ledger.num_rows() as i32 {
+        if ledger.is_live(Row(row)) {
+            ledger.finish(Row(row)).map_err(text)?;
+        }
+    }
+    for prefix in ledger.prefixes().collect::<Vec<_>>() {
+        ledger.release_prefix(prefix).map_err(text)?;
+    }
+    let steps: Vec<_> = ledger.steps().collect();
+    for &(step, _, state) in steps.iter().rev() {
+        match state {
+            specpool_core::StepState::Prepared | specpool_core::StepState::Stale => {
+                ledger.cancel(step).map_err(text)?;
+            }
+            _ => {
+                ledger.complete(step).map_err(text)?;
+                break;
+            }
+        }
+    }
+    for group in 0..ledger.num_groups() {
+        let (free, all) = (ledger.free_pages(group).map_err(text)?, ledger.group_spec(group).map_err(text)?.num_pages);
+        if free as i64 != all {
+            return Err(format!("everything is over, {free} of {all} pages of group {group} are free"));
+        }
+    }
+    ledger.check().map_err(text)
+}
+
+/// Runs the script with every check after each operation.
+fn replay(
+    config: &LedgerConfig,
+    episode: &Episode,
+    script: &[[u8; OP_BYTES]],
+    mut trace: Option<&mut Vec<Op>>,
+) -> Result<(), (Fault, usize)> {
+    let mut at = 0;
+    let caught = catch_unwind(AssertUnwindSafe(|| {
+        let mut run = Run::new(config, episode, true)?;
+        for bytes in script {
+            at += 1;
+            run.step(bytes, trace.as_deref_mut())?;
+        }
+        finish(&mut run)
+    }));
+    caught.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()))).map_err(|fault| (fault, at))
+}
+
+/// Leaves out runs of operations, half of them, a quarter, ... one, as long as some law is still broken.
+fn shrink(
+    config: &LedgerConfig,
+    episode: &Episode,
+    mut script: Vec<[u8; OP_BYTES]>,
+    mut fault: Fault,
+) -> (Vec<[u8; OP_BYTES]>, Fault) {
+    if let Err((found, at)) = replay(config, episode, &script, None) {
+        fault = found;
+        script.truncate(at);
+    }
+    let mut chunk = script.len().div_ceil(2);
+    while chunk > 0 {
+        let mut start = 0;
+        while start < script.len() {
+            let mut shorter = script.clone();
+            shorter.drain(start..(start + chunk).min(script.len()));
+            match replay(config, episode, &shorter, None) {
+                Err((found, at)) => {
+                    shorter.truncate(at);
+                    (script, fault) = (shorter, found);
+                }
+                Ok(()) => start += chunk,
+            }
+        }
+        chunk = if chunk == 1 { 0 } else { chunk.div_ceil(2) };
+    }
+    (script, fault)
+}
