@@ -230,6 +230,40 @@ mod tests {
         assert_eq!(one, other, "finish gives nothing");
     }
 
+    /// Word by word, as `docs/event_log.md` has it.
+    #[test]
+    fn the_ids_that_a_call_gave_enter_the_digest() {
+        let ledger = ledger();
+        let given = |event: Event<'_>| {
+            let mut expected = Digest::new();
+            expected.bytes(b"call");
+            let got = ledger.digest_after(Digest::new(), &event, b"call");
+            move |words: &[u64]| {
+                for &word in words {
+                    expected.word(word);
+                }
+                assert_eq!(got, expected);
+            }
+        };
+        let row = Row(2);
+        given(Event::Admit { prefix: 0, len: 0, row, tag: None })(&[2]);
+        given(Event::Fork { parent: Row(1), row, tag: None })(&[2, 0]);
+        given(Event::PinPrefix { row, len: 9, prefix: 5 })(&[5]);
+        given(Event::Cut { verb: Verb::Trim, row, len: 9, resolved: 8 })(&[8]);
+        given(Event::GiveBack { verb: Verb::Finish, row })(&[]);
+    }
+
+    #[test]
+    fn a_closed_ledger_refuses_verbs_and_deltas() {
+        let mut ledger = ledger();
+        ledger.close().unwrap();
+        ledger.close().unwrap();
+        for refused in [ledger.admit(None).map(drop), ledger.take_delta(1).map(drop), ledger.ack_delta(1)] {
+            assert_eq!(refused, Err(Error::Order("the ledger is closed".into())));
+        }
+        assert_eq!(ledger.free_pages(0), Ok(30));
+    }
+
     #[test]
     fn the_restored_state_enters_the_digest() {
         let [one, other] = [false, true].map(|turned| {
