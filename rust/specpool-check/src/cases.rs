@@ -1,9 +1,15 @@
 //! The enumerations of the proof: small page sizes, shapes, depths and pools, family by family.
+//!
+//! A case without a limit is run to its last state. Where everything together is too much, a family has its parts to
+//! their last state and the whole as far as its limit goes, nearest states first.
 
 use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Shape};
 
 use crate::events::Alphabet;
 use crate::explore::Case;
+
+/// States of a case that is not run to its end.
+const CUT: u64 = 300_000;
 
 /// A group whose pool is set later.
 fn group(name: &str, page_size: i64, hosts_drafts: bool, layout: Layout, window: Option<i64>) -> Group {
@@ -27,42 +33,50 @@ fn shape(num_steps: u32, topk: u32, num_draft_tokens: u32) -> Shape {
     Shape { num_steps, topk, num_draft_tokens }
 }
 
-/// One row, rounds of mixed shapes: every reserve and row width sufficient and minimal.
-fn rounds(page_size: i64, shapes: &[Shape], depth: i64, layout: Layout, is_split: bool, len: i64) -> Case {
-    let target = group("target", page_size, false, Layout::Dense, None);
-    let draft = group("draft", page_size, true, layout, None);
-    let groups = if is_split { vec![target, draft] } else { vec![draft] };
-    let mut config = LedgerConfig::new(groups, shapes.to_vec(), 1, len);
-    config.overlap_depth = depth;
-    let placement = if is_split { "split" } else { "shared" };
-    let names: Vec<String> =
-        shapes.iter().map(|s| format!("{}/{}/{}", s.num_steps, s.topk, s.num_draft_tokens)).collect();
-    Case {
-        name: format!("rounds P={page_size} {} D={depth} {layout:?} {placement} L={len}", names.join("+")),
-        config: with_pools(config, 0),
-        alphabet: Alphabet { trims: false, cancels: false, ..Alphabet::plain(&[1, 2], depth as usize + 2) },
-        is_quick: false,
-        is_minimal: true,
-    }
+fn case(name: String, config: LedgerConfig, slack: i64, alphabet: Alphabet, limit: Option<u64>) -> Case {
+    Case { name, config: with_pools(config, slack), alphabet, limit, is_quick: false, is_minimal: false }
 }
 
-/// A named case from its parts.
-fn case(name: String, config: LedgerConfig, slack: i64, alphabet: Alphabet) -> Case {
-    Case { name, config: with_pools(config, slack), alphabet, is_quick: false, is_minimal: false }
+/// One row, rounds of mixed shapes: every reserve and row width sufficient and minimal.
+fn rounds() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (page_size, depth) in (1..=3).flat_map(|page_size| (0..=2).map(move |depth| (page_size, depth))) {
+        for shapes in [&[shape(1, 1, 2)][..], &[shape(2, 2, 3), shape(1, 1, 2)], &[shape(0, 1, 3), shape(2, 2, 2)]] {
+            // Where P or K is 1 the holey layout is the dense one.
+            let is_tree = page_size > 1 && shapes.iter().any(|shape| shape.topk > 1);
+            let layouts = if is_tree { &[Layout::Dense, Layout::Holey][..] } else { &[Layout::Dense] };
+            for (&layout, is_split) in layouts.iter().flat_map(|layout| [(layout, false), (layout, true)]) {
+                let target = is_split.then(|| group("target", page_size, false, Layout::Dense, None));
+                let groups = target.into_iter().chain([group("draft", page_size, true, layout, None)]).collect();
+                let len = if depth == 2 { 3 } else { 4 + page_size };
+                let mut config = LedgerConfig::new(groups, shapes.to_vec(), 1, len);
+                config.overlap_depth = depth;
+                let names: Vec<String> =
+                    shapes.iter().map(|s| format!("{}/{}/{}", s.num_steps, s.topk, s.num_draft_tokens)).collect();
+                let placement = if is_split { "split" } else { "shared" };
+                let name = format!("rounds P={page_size} {} D={depth} {layout:?} {placement} L={len}", names.join("+"));
+                let alphabet =
+                    Alphabet { trims: false, cancels: false, ..Alphabet::plain(&[1, 2], depth as usize + 2) };
+                let is_quick = depth == 0;
+                cases.push(Case { is_minimal: true, is_quick, ..case(name, config, 0, alphabet, None) });
+            }
+        }
+    }
+    cases
 }
 
 /// Two rows or three that compete for the pages of hardly more than one.
 fn pools() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (page_size, slack, depth, num_rows) in [(1, 0, 0, 2), (1, 1, 1, 2), (2, 0, 0, 2), (2, 0, 1, 2), (2, 0, 0, 3)] {
+    for (page_size, slack, depth, num_rows) in [(1, 0, 0, 2), (2, 0, 0, 2), (2, 0, 0, 3), (1, 1, 1, 2), (2, 0, 1, 2)] {
         for page_fencing in [true, false] {
             let kv = group("kv", page_size, true, Layout::Dense, None);
             let shapes = if num_rows == 3 { vec![] } else { vec![shape(1, 1, 2)] };
-            let mut config = LedgerConfig::new(vec![kv], shapes, num_rows, 2 + page_size);
+            let mut config = LedgerConfig::new(vec![kv], shapes, num_rows, 2);
             (config.overlap_depth, config.page_fencing) = (depth, page_fencing);
-            let alphabet = Alphabet { batches: num_rows == 2, ..Alphabet::plain(&[1, 2], depth as usize + 2) };
+            let alphabet = Alphabet { batches: num_rows == 2, ..Alphabet::plain(&[1, 2], 2) };
             let name = format!("pool P={page_size} +{slack} D={depth} rows={num_rows} fencing={page_fencing}");
-            cases.push(case(name, config, slack, alphabet));
+            cases.push(case(name, config, slack, alphabet, (depth > 0).then_some(CUT)));
         }
     }
     cases
@@ -71,44 +85,57 @@ fn pools() -> Vec<Case> {
 /// Prefixes, forks and the copies of their tails.
 fn sharing() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (sizes, num_rows, len) in [(&[2][..], 2, 4), (&[3], 2, 4), (&[2, 3], 2, 4), (&[2], 3, 3)] {
-        for failures in [false, true] {
+    let verbs = [
+        ("prefixes", 1, false, false),
+        ("forks", 0, true, false),
+        ("prefixes+forks", 1, true, false),
+        ("prefixes+failures", 1, false, true),
+        ("forks+failures", 0, true, true),
+    ];
+    for (sizes, len) in [(&[2][..], 2), (&[2], 3), (&[3], 3), (&[2, 3], 3)] {
+        for ((verb, max_prefixes, forks, failures), trims) in verbs.into_iter().flat_map(|v| [(v, false), (v, true)]) {
             for page_fencing in [true, false] {
                 let name = |at: usize| if at == 0 { "draft" } else { "target" };
                 let groups = sizes.iter().enumerate();
                 let groups = groups.map(|(at, &size)| group(name(at), size, at == 0, Layout::Dense, None)).collect();
-                let mut config = LedgerConfig::new(groups, vec![shape(1, 1, 2)], num_rows, len);
+                let mut config = LedgerConfig::new(groups, vec![], 2, len);
                 config.page_fencing = page_fencing;
-                let alphabet = Alphabet { max_prefixes: 1, forks: true, failures, ..Alphabet::plain(&[1, 3], 2) };
-                let name = format!("sharing P={sizes:?} rows={num_rows} failures={failures} fencing={page_fencing}");
-                cases.push(case(name, config, 1, alphabet));
+                let plain = Alphabet { cancels: false, trims, ..Alphabet::plain(&[1, 2], 2) };
+                let alphabet = Alphabet { max_prefixes, forks, failures, ..plain };
+                let limit = (trims && (len > 2 || failures || (forks && max_prefixes > 0))).then_some(CUT / 2);
+                let cuts = if trims { "+trims" } else { "" };
+                let name = format!("sharing P={sizes:?} L={len} {verb}{cuts} fencing={page_fencing}");
+                let is_quick = len == 2 && !trims;
+                cases.push(Case { is_quick, ..case(name, config, 1, alphabet, limit) });
             }
         }
     }
     cases
 }
 
-/// Sliding windows, alone and beside a full group, with sessions.
+/// Sliding windows, alone and beside a full group, with sessions; and shared.
 fn windows() -> Vec<Case> {
     let mut cases = Vec::new();
-    for (page_size, window, len) in [(1, 1, 5), (1, 2, 5), (2, 1, 6), (2, 2, 6), (2, 3, 6), (3, 2, 7)] {
+    for (page_size, window, len) in [(1, 1, 3), (1, 2, 4), (2, 1, 4), (2, 2, 4), (2, 3, 5), (3, 2, 5)] {
         for (beside, depth, sessions) in [(false, 0, true), (false, 1, false), (true, 0, true)] {
             let full = beside.then(|| group("full", 2, true, Layout::Dense, None));
             let sliding = group("window", page_size, !beside, Layout::Dense, Some(window));
             let groups = full.into_iter().chain([sliding]).collect();
             let mut config = LedgerConfig::new(groups, vec![shape(1, 1, 2)], 1, len);
             (config.overlap_depth, config.sessions, config.max_chunk) = (depth, sessions, Some(2));
-            let alphabet = Alphabet { turns: sessions, ..Alphabet::plain(&[1, 2], depth as usize + 2) };
+            let alphabet = Alphabet { turns: sessions, ..Alphabet::plain(&[1, 2], 2) };
             let name = format!("window P={page_size} w={window} D={depth} beside={beside} sessions={sessions}");
-            cases.push(case(name, config, 0, alphabet));
+            let is_quick = page_size == 2 && window == 1 && depth == 1;
+            cases.push(Case { is_quick, ..case(name, config, 0, alphabet, None) });
         }
     }
-    for (page_size, window) in [(1, 2), (2, 2), (2, 3)] {
+    for (page_size, window, failures) in [(1, 2, false), (2, 2, false), (2, 3, false), (2, 1, true)] {
         let sliding = group("window", page_size, true, Layout::Dense, Some(window));
-        let mut config = LedgerConfig::new(vec![sliding], vec![], 2, 4);
+        let mut config = LedgerConfig::new(vec![sliding], vec![], 2, 3);
         (config.sessions, config.max_chunk) = (true, Some(2));
-        let alphabet = Alphabet { turns: true, forks: true, max_prefixes: 1, ..Alphabet::plain(&[1, 2], 2) };
-        cases.push(case(format!("window sharing P={page_size} w={window}"), config, 1, alphabet));
+        let alphabet = Alphabet { turns: true, forks: true, max_prefixes: 1, failures, ..Alphabet::plain(&[1, 2], 2) };
+        let name = format!("window sharing P={page_size} w={window} failures={failures}");
+        cases.push(case(name, config, 1, alphabet, Some(CUT)));
     }
     cases
 }
@@ -117,42 +144,30 @@ fn windows() -> Vec<Case> {
 fn others() -> Vec<Case> {
     let one = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
     let chain = vec![shape(1, 1, 2)];
-    let mut failures = LedgerConfig::new(one(2), chain.clone(), 2, 4);
+    let mut alone = LedgerConfig::new(one(2), chain.clone(), 1, 3);
+    alone.overlap_depth = 1;
+    let mut failures = LedgerConfig::new(one(2), chain.clone(), 2, 3);
     failures.overlap_depth = 1;
-    let mut undrafted = LedgerConfig::new(one(2), chain.clone(), 1, 5);
-    undrafted.overlap_depth = 1;
-    let mut no_draft_kv = undrafted.clone();
-    no_draft_kv.draft_kv = false;
-    let deltas = LedgerConfig::new(one(2), chain.clone(), 1, 5);
-    let mut upstream = LedgerConfig::new(one(2), vec![shape(2, 2, 3), shape(1, 1, 2)], 1, 5);
+    let no_draft_kv = LedgerConfig { draft_kv: false, ..alone.clone() };
+    let deltas = LedgerConfig::new(one(2), chain, 1, 3);
+    let mut upstream = LedgerConfig::new(one(2), vec![shape(2, 2, 3), shape(1, 1, 2)], 1, 3);
     (upstream.overlap_depth, upstream.policy) = (1, Policy::DoubleBuffer);
-    let plain = Alphabet::plain(&[1, 2], 3);
+    let plain = Alphabet::plain(&[1, 2], 2);
+    let failing = Alphabet { failures: true, ..plain.clone() };
+    let undrafted = Alphabet { undrafted: true, ..plain.clone() };
+    let lasting = Alphabet { deltas: true, ..plain.clone() };
     vec![
-        case("failures P=2 D=1".into(), failures, 0, Alphabet { failures: true, ..plain.clone() }),
-        case("undrafted P=2 D=1".into(), undrafted, 0, Alphabet { undrafted: true, ..plain.clone() }),
-        case("no draft KV P=2 D=1".into(), no_draft_kv, 0, Alphabet { undrafted: true, ..plain.clone() }),
-        case("deltas P=2".into(), deltas, 0, Alphabet { deltas: true, ..plain.clone() }),
-        case("upstream P=2 D=1".into(), upstream, 0, plain),
+        case("undrafted P=2 D=1".into(), alone.clone(), 0, undrafted.clone(), None),
+        case("no draft KV P=2 D=1".into(), no_draft_kv, 0, undrafted, None),
+        Case { is_quick: true, ..case("deltas P=2".into(), deltas, 0, lasting, None) },
+        Case { is_quick: true, ..case("failures P=2 D=1 rows=1".into(), alone, 0, failing.clone(), None) },
+        case("failures P=2 D=1 rows=2".into(), failures, 0, failing, Some(CUT)),
+        case("upstream P=2 D=1".into(), upstream, 0, plain, None),
     ]
 }
 
 /// Every case of the proof.
 #[must_use]
 pub fn all() -> Vec<Case> {
-    let mut cases = [others(), windows(), sharing(), pools()].concat();
-    for page_size in 1..=3 {
-        for depth in 0..=2 {
-            for shapes in [vec![shape(1, 1, 2)], vec![shape(2, 2, 3), shape(1, 1, 2)]] {
-                // Where P or K is 1 the holey layout is the dense one.
-                let is_tree = page_size > 1 && shapes.iter().any(|shape| shape.topk > 1);
-                let layouts = if is_tree { &[Layout::Dense, Layout::Holey][..] } else { &[Layout::Dense] };
-                for &layout in layouts {
-                    for is_split in [false, true] {
-                        cases.push(rounds(page_size, &shapes, depth, layout, is_split, 4 + page_size));
-                    }
-                }
-            }
-        }
-    }
-    cases
+    [others(), windows(), sharing(), pools(), rounds()].concat()
 }

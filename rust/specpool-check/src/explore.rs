@@ -22,6 +22,8 @@ pub struct Case {
     pub config: LedgerConfig,
     /// What happens to it.
     pub alphabet: Alphabet,
+    /// States after which it is cut short, nearest ones first; `None` runs it to its last state.
+    pub limit: Option<u64>,
     /// It belongs to the slice that every test run does.
     pub is_quick: bool,
     /// Whether every reserve and row width must be shown to be minimal: policy exact, and all rounds in reach.
@@ -39,6 +41,8 @@ pub struct Report {
     pub refusals: u64,
     /// Reserves shown to be reached to their last slot: (group, shape, lo, hi).
     pub reserves: u64,
+    /// It ended at the case's limit, with states left.
+    pub is_cut: bool,
     /// Time it took.
     pub took: Duration,
 }
@@ -109,8 +113,8 @@ struct Explorer<'a> {
 /// order of their distance from the empty ledger, so the trace to a broken law is a shortest one.
 ///
 /// # Errors
-/// The first broken law; more than `limit` states.
-pub fn explore(case: &Case, plant: Option<Plant>, limit: u64) -> Result<Report, Box<Broken>> {
+/// The first broken law; more than `most` states of a case that has no limit of its own.
+pub fn explore(case: &Case, plant: Option<Plant>, most: u64) -> Result<Report, Box<Broken>> {
     let started = Instant::now();
     let mut explorer = Explorer {
         case,
@@ -129,8 +133,13 @@ pub fn explore(case: &Case, plant: Option<Plant>, limit: u64) -> Result<Report, 
         if let Err((fault, place)) = explorer.expand(&world, number, &mut work) {
             return Err(broken(fault, explorer.trace(number, place), explorer.report.states));
         }
-        if explorer.report.states > limit {
-            return Err(broken(format!("more than {limit} states"), Vec::new(), explorer.report.states));
+        let states = explorer.report.states;
+        explorer.report.is_cut = case.limit.is_some_and(|limit| states >= limit);
+        if explorer.report.is_cut {
+            break;
+        }
+        if states > most {
+            return Err(broken(format!("more than {most} states"), Vec::new(), states));
         }
     }
     explorer.check_minimal().map_err(|fault| broken(fault, Vec::new(), explorer.report.states))?;

@@ -3,17 +3,18 @@
 
 use std::process::ExitCode;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use specpool_check::cases;
 use specpool_check::device::Plant;
 use specpool_check::explore::{Broken, Case, Report, explore};
 
-const USAGE: &str = "usage: prove [--quick] [--case TEXT] [--threads N] [--limit STATES] [--plant NAME] [--list]
+const USAGE: &str = "usage: prove [--quick] [--case TEXT] [--threads N] [--most STATES] [--plant NAME] [--list]
   --quick    the cases of `make test` only
   --case     only the cases whose name has TEXT in it
   --threads  cases at a time (2)
-  --limit    most states of a case; a case that is cut short is a failure (20000000)
+  --most     states of a case that should end and does not (20000000)
   --plant    runs with a planted fault, which must be found: exit 0 when it is
   --list     the names of cases and plants";
 
@@ -21,14 +22,14 @@ struct Options {
     is_quick: bool,
     case: String,
     threads: usize,
-    limit: u64,
+    most: u64,
     plant: Option<Plant>,
     is_list: bool,
 }
 
 fn options() -> Result<Options, String> {
     let mut options =
-        Options { is_quick: false, case: String::new(), threads: 2, limit: 20_000_000, plant: None, is_list: false };
+        Options { is_quick: false, case: String::new(), threads: 2, most: 20_000_000, plant: None, is_list: false };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} needs a value"));
@@ -38,7 +39,7 @@ fn options() -> Result<Options, String> {
             "--list" => options.is_list = true,
             "--case" => options.case = value()?,
             "--threads" => options.threads = number(value()?)? as usize,
-            "--limit" => options.limit = number(value()?)?,
+            "--most" => options.most = number(value()?)?,
             "--plant" => {
                 let name = value()?;
                 options.plant = Some(Plant::named(&name).ok_or(format!("there is no plant {name:?}"))?);
@@ -59,13 +60,14 @@ fn print_broken(case: &Case, broken: &Broken) {
 
 fn print_report(case: &Case, report: &Report) {
     println!(
-        "{:64} {:>10} states {:>11} transitions {:>10} refusals {:>4} reserves {:>7.2} s",
+        "{:66} {:>9} states {:>11} transitions {:>10} refusals {:>4} reserves {:>7.2} s{}",
         case.name,
         report.states,
         report.transitions,
         report.refusals,
         report.reserves,
-        report.took.as_secs_f64()
+        report.took.as_secs_f64(),
+        if report.is_cut { " (cut)" } else { "" }
     );
 }
 
@@ -95,12 +97,13 @@ fn main() -> ExitCode {
     let started = Instant::now();
     let work = Mutex::new(cases.into_iter());
     let (total, broken) = (Mutex::new(Report::default()), Mutex::new(0_u64));
+    let closed = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for _ in 0..options.threads {
             scope.spawn(|| {
                 loop {
                     let Some(case) = work.lock().ok().and_then(|mut work| work.next()) else { return };
-                    match explore(&case, options.plant, options.limit) {
+                    match explore(&case, options.plant, options.most) {
                         Ok(report) => {
                             print_report(&case, &report);
                             let Ok(mut total) = total.lock() else { return };
@@ -108,6 +111,7 @@ fn main() -> ExitCode {
                             total.transitions += report.transitions;
                             total.refusals += report.refusals;
                             total.reserves += report.reserves;
+                            closed.fetch_add(u64::from(!report.is_cut) * report.states, Ordering::Relaxed);
                         }
                         Err(found) => {
                             print_broken(&case, &found);
@@ -121,8 +125,10 @@ fn main() -> ExitCode {
     });
     let (total, broken) = (total.into_inner().unwrap_or_default(), broken.into_inner().unwrap_or(1));
     println!(
-        "{} states, {} transitions, {} refused calls, {} reserves reached to their last slot, {:.0} s, {broken} broken",
+        "{} states, {} of them in cases run to their last state, {} transitions, {} refused calls, {} reserves reached \
+         to their last slot or page, {:.0} s, {broken} broken",
         total.states,
+        closed.into_inner(),
         total.transitions,
         total.refusals,
         total.reserves,
