@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class Lockstep:
         self.plans: dict[int, Plan] = {}
         self.prefix_tokens: dict[int, list[int]] = {}
         self.saved: tuple[Any, ...] | None = None  # The newest snapshot of all three.
-        self.counts: dict[tuple[str, str], int] = {}  # (verb, "ok" or the error) -> how often
+        self.counts: Counter[tuple[str, str]] = Counter()  # (verb, "ok" or the error)
         # The newest step's number and the state hash before it, while nothing else was done.
         self.undo: tuple[int, int] | None = None
 
@@ -47,7 +48,7 @@ class Lockstep:
             expected = None
         except Refused as error:
             wanted, expected = None, error
-        self._count(verb, refusal)
+        self.counts[verb, type(refusal).__name__ if refusal else "ok"] += 1
         if refusal is not None or expected is not None:
             assert expected is not None, f"{verb}{arguments} is refused: {refusal!r}"
             assert refusal is not None, f"{verb}{arguments} is not refused, should be {expected}"
@@ -104,6 +105,7 @@ class Lockstep:
             waiting = [each for each in self.oracle.pending if each.row is row]
             whole = min((each.start for each in waiting), default=row.written)
             self.device.check_row(number, min(whole, row.written))
+        self._read_prefixes()
         for row in list(self.oracle.rows):
             self.apply(("finish", {"row": row}))
         for prefix in list(self.oracle.prefixes):
@@ -112,6 +114,16 @@ class Lockstep:
             ones = [1] * len(step.lanes)
             self.apply(("resolve", {"step": step.number, "accept_lens": ones}))
         assert_no_page_leaked(self.ledger)
+
+    def _read_prefixes(self) -> None:
+        """What is pinned still holds the tokens that it held then."""
+        for number, prefix in self.oracle.prefixes.items():
+            tokens = self.prefix_tokens[number]
+            for at, table in enumerate(prefix.tables):
+                size = self.ledger.groups[at].page_size
+                for position in range(prefix.evicted[at], prefix.length):
+                    slot = table[position // size].number * size + position % size
+                    assert self.device._target[at][slot] == tokens[position], (number, position)
 
     # --- The device takes part ---
 
@@ -125,8 +137,6 @@ class Lockstep:
             return operation
         wish = arguments["accept_lens"]
         most = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
-        if len(wish) == 8:
-            wish = [min(one, limit) for one, limit in zip(wish, most, strict=False)]
         if len(wish) != len(plan):
             return operation
         if not all(1 <= one <= limit for one, limit in zip(wish, most, strict=True)):
@@ -259,10 +269,6 @@ class Lockstep:
         assert plan.page_copies.tolist() == [
             [each.group, number(each.src), number(each.dst), each.tokens] for each in step.copies
         ]
-
-    def _count(self, verb: str, refusal: SpecpoolError | None) -> None:
-        outcome = "ok" if refusal is None else type(refusal).__name__
-        self.counts[verb, outcome] = self.counts.get((verb, outcome), 0) + 1
 
 
 def without(arguments: dict[str, Any], name: str) -> dict[str, Any]:

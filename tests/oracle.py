@@ -277,8 +277,8 @@ class Oracle(State):
             if part.evicted > window:
                 size = self.groups[at].page_size
                 first = window // size
-                while first - 1 in part.kept:  # What joins the window without a gap comes along.
-                    first -= 1
+                while self._window(at, cut) and first - 1 in part.kept:
+                    first -= 1  # What the checkpoint keeps below the window comes along.
                 back = {column: page for column, page in part.kept.items() if column >= first}
                 part.table |= back
                 part.evicted = first * size
@@ -329,7 +329,8 @@ class Oracle(State):
         ends = [ceil_align(length, group.page_size) for group in self.groups]
         for step in self.steps:
             for lane in step.lanes:
-                if step.number > self.completed and lane.row is one and max(ends) > lane.lo:
+                still_runs = step.number > self.completed and (step.launched or self._stands(lane))
+                if still_runs and lane.row is one and max(ends) > lane.lo:
                     raise Refused("NotReady")
         if not all(self._window(at, length) <= one.parts[at].table.keys() for at in self._all):
             raise Refused("NotReady")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 # --- Sizing (spec 3) and where drafts lie (spec 6) ---
 
@@ -58,49 +57,3 @@ def reachable(shapes: Iterable[tuple[int, int, int]], L: int, D: int) -> set[tup
             states |= {(r + k, r + total) for total in sums}
             sums = {total + a for total in sums for a in accepts}
     return states
-
-
-# --- Ledger (spec 4), one group, no refusals: what the lengths must be ---
-
-
-@dataclass
-class ModelRow:
-    resolved: int = 0
-    allocated: int = 0
-    # Largest accept_len of each round in flight, oldest first.
-    rounds: list[int] = field(default_factory=list)
-
-
-@dataclass
-class ModelLedger:
-    """Lengths of rows in one group that reserves exactly; it never refuses anything."""
-
-    page_size: int
-    shapes: list[tuple[int, int, int]]
-    hosts_drafts: bool = True
-    layout: str = "dense"
-    rows: dict[int, ModelRow] = field(default_factory=dict)
-
-    def extend(self, row: int, new_len: int) -> None:
-        state = self.rows.setdefault(row, ModelRow())
-        state.resolved = new_len
-        state.allocated = max(state.allocated, ceil_align(new_len, self.page_size))
-
-    def decode(self, row: int, shape: int) -> None:
-        state = self.rows[row]
-        S, K, N = self.shapes[shape]
-        lo, hi = state.resolved + len(state.rounds), state.resolved + sum(state.rounds)
-        options = {"hosts_drafts": self.hosts_drafts, "layout": self.layout}
-        need = need_exact(lo, hi, self.page_size, S, K, N, **options)
-        state.allocated = max(state.allocated, ceil_align(need, self.page_size))
-        state.rounds.append(min(S + 1, N))
-
-    def resolve(self, row: int, accept_len: int) -> None:
-        self.rows[row].rounds.pop(0)
-        self.rows[row].resolved += accept_len
-
-    def release(self, row: int) -> None:
-        del self.rows[row]
-
-    def pages(self) -> int:
-        return sum(state.allocated for state in self.rows.values()) // self.page_size

@@ -41,6 +41,8 @@ def test_it_prints_the_agreed_object_and_a_picture(monkeypatch, capsys, tmp_path
     for name in ("tree 5/8/64, P=64", "chain S=4, P=16"):
         assert results[f"{name}, 2 rows", "plain Python"]["value"] > 0
         assert results[f"{name}, 1 rows", "target, at most"]["reference_value"] == 4
+    recorded = results["tree 5/8/64, P=64, 256 rows, recorded", "not recorded"]
+    assert recorded["unit"] == "us/step"
     # Bookkeeping is small beside what it manages: a page's record, table cell and delta mark.
     page = next(result for result in report["results"] if result["name"].startswith("a page"))
     assert 20 < page["value"] < 200
@@ -129,8 +131,8 @@ def test_the_plain_side_claims_what_sglang_claims():
         assert claim.nxt_kv_lens.tolist() == case["next_allocated"]
         assert (free - len(plain.free_pages)) * page_size == case["tokens_required"]
         assert plain.page_table[claim.rows, claim.columns].tolist() == claim.pages.tolist()
-        plain.resolve(reqs, np.ones(len(reqs), np.int32))
-        assert [req.kv_committed_len for req in reqs] == [n + 1 for n in case["committed"]]
+        plain.resolve(reqs, np.full(len(reqs), 3, np.int32))
+        assert [req.kv_committed_len for req in reqs] == [n + 3 for n in case["committed"]]
 
 
 def test_the_plain_side_refuses_what_it_cannot_give():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
-import reference
 from ledger_kit import (
     CHAIN,
     assert_all_back,
@@ -232,60 +229,6 @@ def test_all_or_nothing_over_batch_and_groups():
         ledger.finish(row)
     ledger.complete(plan.step)
     assert_all_back(ledger)
-
-
-def test_random_rounds_agree_with_the_model():
-    rng = random.Random(7)
-    trees = [(0, 1, 1), (3, 1, 4), (2, 4, 9), (2, 2, 2)]
-    for page_size, layout in [
-        (1, "dense"),
-        (3, "holey"),
-        (4, "dense"),
-        (4, "holey"),
-        (16, "holey"),
-    ]:
-        ledger = make(
-            *[Shape(*tree) for tree in trees], page_size=page_size, layout=layout, overlap_depth=2
-        )
-        model = reference.ModelLedger(page_size, trees, layout=layout)
-        flying: list[tuple[int, list[int], list[int]]] = []
-        for _ in range(300):
-            able = [r for r, s in model.rows.items() if s.resolved < 64 and len(s.rounds) < 3]
-            act = rng.random()
-            if act < 0.2 and ledger.num_free_rows:
-                row = ledger.admit()
-                length = rng.randint(1, 20)
-                extend(ledger, row, length)
-                model.extend(row, length)
-            elif act < 0.6 and able:
-                rows = rng.sample(able, rng.randint(1, len(able)))
-                shapes = [rng.randrange(len(trees)) for _ in rows]
-                plan = ledger.prepare_decode(rows, shapes)
-                ledger.launch(plan.step)
-                for row, shape in zip(rows, shapes, strict=True):
-                    model.decode(row, shape)
-                flying.append((plan.step, rows, shapes))
-            elif act < 0.95 and flying:
-                step, rows, shapes = flying.pop(0)
-                lens = [rng.randint(1, ledger.shapes[shape].max_accept_len) for shape in shapes]
-                ledger.resolve(step, lens)
-                ledger.complete(step)
-                for row, accept_len in zip(rows, lens, strict=True):
-                    model.resolve(row, accept_len)
-            elif model.rows and not flying:
-                row = rng.choice(list(model.rows))
-                ledger.finish(row)
-                model.release(row)
-            for row, lengths in model.rows.items():
-                assert ledger.resolved_len[row] == lengths.resolved
-                assert ledger.kv_committed_len[row] == lengths.resolved + len(lengths.rounds)
-                assert ledger.allocated_len(0)[row] == lengths.allocated
-            assert ledger.groups[0].num_pages - ledger.free_pages(0) == model.pages()
-            ledger.check()
-        for row in model.rows:
-            ledger.abort(row)
-        ledger.complete(max((step for step, _, _ in flying), default=1))
-        assert_all_back(ledger)
 
 
 # --- The verbs' refusals (spec 4's table), each changing nothing ---

@@ -9,6 +9,7 @@ import pytest
 
 import ledger_table
 import specpool
+from ledger_kit import make, prefill, start
 from specpool import _core, kernels
 
 TEXT = ledger_table.PAGE.read_text(encoding="utf-8")
@@ -70,6 +71,15 @@ def test_the_names_for_an_engineer_of_sglang_exist():
         owner, _, attribute = name.rpartition(".")
         places = {"": (_core, specpool.Ledger), "Ledger": (specpool.Ledger,), "kernels": (kernels,)}
         assert any(hasattr(place, attribute) for place in places[owner]), name
+
+
+def test_the_window_of_the_picture():
+    for length, kept in ((17, 17), (9, 0)):
+        ledger = make(page_size=4, window=8)
+        row = prefill(ledger, 18)
+        start(ledger, row, shape=0)
+        assert ledger.evicted_len(0)[row] == 8
+        assert ledger.trim(row, length) == kept
 
 
 def test_the_examples_run():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,13 @@ def example() -> dict:
     return names
 
 
+def test_the_documented_scheduler_is_as_short_as_the_heading_says():
+    code = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)[0]
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert f"## A leak in {len(lines)} lines" in DOC
+    assert max(map(len, lines)) <= 100
+
+
 def test_the_documented_machine_finds_the_planted_leak(example):
     with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
         run_state_machine_as_test(example["LeakMachine"], settings=QUICK)
@@ -78,6 +87,11 @@ def test_a_scheduler_that_never_comes_to_rest_is_found(example):
 def test_a_machine_without_a_scheduler_says_so():
     with pytest.raises(NotImplementedError):
         run_state_machine_as_test(LedgerMachine, settings=QUICK)
+
+
+def test_importing_specpool_needs_no_test_library():
+    code = "import sys, specpool; sys.exit(bool({'hypothesis', 'pytest'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- Leaks ---

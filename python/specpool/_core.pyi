@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __version__: str
+OP_BYTES: int  # Bytes that `decode_op` may read.
 __all__ = [
+    "OP_BYTES",
     "Event",
     "Group",
     "Ledger",
@@ -27,6 +29,7 @@ __all__ = [
     "check_moves",
     "check_slots",
     "compact_moves",
+    "decode_op",
     "draft_read_indices",
     "draft_visibility",
     "draft_write_positions",
@@ -441,7 +444,10 @@ class Ledger:
         """[num_rows + 1], view: draft KV is valid below it."""
     @property
     def epoch(self) -> NDArray[np.uint64]:
-        """[num_rows + 1], view: bumped by every trim, retract, finish and abort of the row."""
+        """[num_rows + 1], view: bumped by every cut and release of the row.
+
+        By trim, end_turn, abandon, retract, finish, abort and restore.
+        """
     @property
     def kv_committed_len(self) -> _I32:
         """[num_rows + 1], a copy: r + k."""
@@ -698,6 +704,13 @@ class Replay:
             RecordError: the log is truncated or damaged here, or the ledger refuses the call or
                 does something else than it did: with the event and its offset. It stays so.
         """
+
+def decode_op(ledger: Ledger, code: bytes) -> tuple[str, dict[str, Any]]:
+    """One operation on the ledger as it is now: a verb's name and its keyword arguments.
+
+    The same state and code give the same operation. Most can succeed; one in 16 has arbitrary
+    arguments. Of `code` the first `OP_BYTES` bytes count, missing ones are 0.
+    """
 
 # --- Trees, slots, masks ---
 

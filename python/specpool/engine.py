@@ -7,7 +7,6 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -460,14 +459,10 @@ class Engine:
             request.tainted = True
             self._finish(request, request.finish_reason or "abort")
         self._scheduler.release_strays()
-        step, worst = self._next_step, np.ones(len(requests), np.int32)
-        for end in (
-            partial(self.ledger.cancel, step),
-            partial(self.ledger.resolve, step, worst),
-            partial(self.ledger.complete, step),
-        ):
+        step = self._next_step
+        for end in (self.ledger.cancel, self.ledger.abandon, self.ledger.complete):
             with contextlib.suppress(OrderError):
-                end()
+                end(step)
                 self._next_step = step + 1
 
     def _finish(self, request: Request, reason: str) -> None:

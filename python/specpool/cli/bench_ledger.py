@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.progress import Progress
@@ -37,6 +38,7 @@ MOST_US = {1: 4.0, 32: 6.0, 256: 12.0, 1024: 40.0}
 LEAST_SPEEDUP = {256: 30.0}
 MOST_PER_ROW_GROWTH = 1.1  # from 256 to 4,096 rows: "flat"
 MOST_POOL_GROWTH = 1.1  # from a thousand pages to a million: "no more"
+MOST_RECORDING = 1.3
 
 POOLS = (1_000, 1_000_000)
 POOL_BATCH = 16
@@ -103,6 +105,7 @@ def ledger(
     ]
     parts: list[Callable[[], Report]] = [
         *(partial(_steps, setting, batch_sizes, repeats) for setting in settings),
+        *(partial(_recording, setting, repeats) for setting in settings),
         partial(_pools, settings[0], repeats),
         _memory,
     ]
@@ -115,7 +118,7 @@ def ledger(
         print_json(machine(), results + [target.result for target in targets])
     else:
         console = Console()
-        console = Console(width=max(console.width, 110))
+        console = Console(width=max(console.width, 128))
         title = f"bench ledger: D={overlap_depth}, {placement} group, {layout}, repeats {repeats}"
         console.print(_result_table(title, results))
         console.print(_target_table(targets))
@@ -165,6 +168,23 @@ def _steps(setting: Setting, batch_sizes: Sequence[int], repeats: int) -> Report
     return Report(results, targets)
 
 
+def _recording(setting: Setting, repeats: int) -> Report:
+    """Steps with an event log, and so with the digest, beside steps without."""
+    results, targets = [], []
+    with TemporaryDirectory() as folder:
+        for batch in (1, 256, 1024):
+            log = Path(folder) / f"{batch}.log"
+            recorded = setting.ledger(batch, record=log)
+            loads = [LedgerLoad(setting, batch, made) for made in (recorded, setting.ledger(batch))]
+            num_steps = _num_steps(batch)
+            on, off = interleaved([partial(_median_us, load, num_steps) for load in loads], repeats)
+            recorded.close()
+            name = f"{setting.name}, {batch} rows, recorded"
+            results.append(Result(name, on, "us/step", "not recorded", off))
+            targets.append(Target(f"{name} over not", on / off, "x", MOST_RECORDING))
+    return Report(results, targets)
+
+
 def _pools(setting: Setting, repeats: int) -> Report:
     """A pool of a million pages, all of which were in use and came back in disorder."""
     loads = [
@@ -208,7 +228,7 @@ def _memory() -> Report:
     kv = 16 * 32 * 2 * 8 * 128 * 2
     return Report(
         [
-            Result("a page in use, with its table cell", per_page, "bytes", "KV of 8B, P=16", kv),
+            Result("a page in use and its table cell", per_page, "bytes", "KV of 8B, P=16", kv),
             Result("a row besides its pages", per_row, "bytes", "a page in use", per_page),
         ],
         [],

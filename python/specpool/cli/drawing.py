@@ -142,7 +142,8 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
         about += f": resolved_len {row.resolved}"
         if row.rounds:
             newest = row.rounds[-1]
-            about += f", {row.in_flight} in flight, root in [{newest.lo}, {newest.hi}]"
+            root = f"at {newest.lo}" if newest.lo == newest.hi else f"in [{newest.lo}, {newest.hi}]"
+            about += f", {row.in_flight} in flight, root {root}"
         about += f", drafted_len {row.drafted}, epoch {row.epoch}"
         console.print(head.append(about, "not bold default"), soft_wrap=True)
         for at, group in enumerate(ledger.groups):

@@ -7,6 +7,8 @@ back, and rows are no longer in order.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,7 +25,7 @@ Ints = NDArray[np.int32]
 # Tokens of a prompt, at least and at most, and of a request at its end.
 PROMPT = (64, 1024)
 END = 2048
-# Outcomes prepared ahead: lanes draw their accept lengths anew each round.
+# Rounds whose accept lengths are drawn ahead.
 NUM_OUTCOMES = 64
 
 
@@ -87,7 +89,6 @@ class LedgerLoad:
         self.ledger = ledger
         self._rng = np.random.default_rng(seed)
         self._outcomes = _outcomes(setting, batch, self._rng)
-        self._round = 0
         self._launched: list[int] = []
         self._depth = setting.overlap_depth
         self.rows = np.zeros(batch, np.int32)
@@ -115,8 +116,7 @@ class LedgerLoad:
     def step(self) -> None:
         """One decode step; with overlap the round resolved is the one before."""
         ledger, rows, shapes, launched = self.ledger, self.rows, self.shapes, self._launched
-        accept_lens = self._outcomes[self._round % NUM_OUTCOMES]
-        self._round += 1
+        accept_lens = next(self._outcomes)
         ledger.tokens_required(rows, shapes)
         plan = ledger.prepare_decode(rows, shapes)
         step = plan.step
@@ -142,7 +142,7 @@ class LedgerLoad:
         for row in self.rows.tolist():
             self.ledger.finish(row)
         for step in [*self._launched, last]:
-            self.ledger.resolve(step, self._outcomes[0])
+            self.ledger.resolve(step, next(self._outcomes))
         self.ledger.complete(last)
 
 
@@ -152,7 +152,6 @@ class PlainLoad:
     def __init__(self, setting: Setting, batch: int, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
         self._outcomes = _outcomes(setting, batch, self._rng)
-        self._round = 0
         self.plain = PlainLedger(
             page_size=setting.page_size,
             num_pages=batch * setting.pages_per_row,
@@ -171,8 +170,7 @@ class PlainLoad:
     def step(self) -> None:
         """One decode step."""
         plain, reqs = self.plain, self.reqs
-        accept_lens = self._outcomes[self._round % NUM_OUTCOMES]
-        self._round += 1
+        accept_lens = next(self._outcomes)
         plain.new_tokens_required_next_decode(reqs)
         plain.prepare_for_decode(reqs)
         plain.resolve(reqs, accept_lens)
@@ -186,7 +184,8 @@ class PlainLoad:
             self.reqs[lane] = req
 
 
-def _outcomes(setting: Setting, batch: int, rng: np.random.Generator) -> Ints:
-    """[NUM_OUTCOMES, batch]: accept lengths, every one that the shape allows equally often."""
+def _outcomes(setting: Setting, batch: int, rng: np.random.Generator) -> Iterator[Ints]:
+    """Accept lengths [batch], round after round: every one that the shape allows equally often."""
     most = setting.shape.max_accept_len
-    return rng.integers(1, most, (NUM_OUTCOMES, batch), dtype=np.int32, endpoint=True)
+    rounds = rng.integers(1, most, (NUM_OUTCOMES, batch), dtype=np.int32, endpoint=True)
+    return itertools.cycle(list(rounds))

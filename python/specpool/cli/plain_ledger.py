@@ -2,8 +2,9 @@
 
 An object per request, a free list of pages, and a loop over the requests for the estimate, for
 prepare and for resolve, as SGLang's scheduler does it in its overlap mode: the functions bear the
-names that they have there. What they do not keep, the ledger does: fences, epochs, who owns a page,
-a plan that outlives the call, and refusals that change nothing.
+names that they have there. It counts a few things per request that the ledger leaves to the
+scheduler; what it lacks, the ledger has: fences, epochs, who owns a page, a plan that outlives the
+call, and refusals that change nothing.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class PlainLedger:
         for req in reqs:
             missing = max(0, req.kv_committed_len + self.reserve - req.kv_allocated_len)
             nxt_kv_lens.append(ceil_align(req.kv_allocated_len + missing, self.page_size))
+            req.kv_committed_len += 1  # the root's KV is written whatever the drafts do
             req.decode_batch_idx += 1
         return self._alloc(reqs, nxt_kv_lens)
 
@@ -109,7 +111,7 @@ class PlainLedger:
     def resolve(self, reqs: Sequence[Req], accept_lens: Ints) -> None:
         """The round's outcome: `accept_lens` [b] tokens count, the bonus token included."""
         for req, accept_len in zip(reqs, accept_lens.tolist(), strict=True):
-            req.kv_committed_len += accept_len
+            req.kv_committed_len += accept_len - 1
             req.spec_verify_ct += 1
             req.spec_accept_tokens += accept_len
 

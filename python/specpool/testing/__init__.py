@@ -6,7 +6,7 @@ Needs `pip install 'specpool[testing]'`; `docs/testing.md` shows how the parts f
 from specpool.testing.device import DeviceFault, FakeDevice
 from specpool.testing.leaks import assert_no_page_leaked, no_page_leaks
 from specpool.testing.machine import LedgerMachine, Scheduler
-from specpool.testing.operations import CODE_LEN, Operation, apply, decode_op
+from specpool.testing.operations import OP_BYTES, Operation, apply, decode_op
 from specpool.testing.strategies import (
     LedgerConfig,
     accept_lens,
@@ -18,7 +18,7 @@ from specpool.testing.strategies import (
 )
 
 __all__ = [
-    "CODE_LEN",
+    "OP_BYTES",
     "DeviceFault",
     "FakeDevice",
     "LedgerConfig",

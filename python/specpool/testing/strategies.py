@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from hypothesis import strategies as st
 
 from specpool import ConfigError, Group, Ledger, Shape
-from specpool.testing.operations import CODE_LEN
+from specpool.testing.operations import OP_BYTES
 
 _Policy: TypeAlias = Literal["exact", "double_buffer"]
 _POLICIES: list[_Policy] = ["exact", "exact", "double_buffer"]
@@ -72,7 +72,7 @@ def any_shapes(max_field: int = 4) -> st.SearchStrategy[Shape]:
 def ledger_configs(
     draw: st.DrawFn,
     *,
-    page_sizes: Sequence[int] = (1, 2, 3, 4, 8, 16),
+    page_sizes: Sequence[int] = (1, 2, 2, 3, 3, 4, 4, 8, 16),
     max_groups: int = 3,
     max_rows: int = 4,
     max_context_len: int = 40,
@@ -86,7 +86,7 @@ def ledger_configs(
 
     Args:
         draw: Hypothesis's own.
-        page_sizes: of the groups.
+        page_sizes: of the groups, each as often as it stands here.
         max_groups: most groups.
         max_rows: most rows.
         max_context_len: greatest L.
@@ -150,7 +150,7 @@ def accept_lens(lanes: Sequence[Shape]) -> st.SearchStrategy[list[int]]:
 
 def operation_codes() -> st.SearchStrategy[bytes]:
     """Bytes that `decode_op(ledger, code)` turns into one operation on the ledger as it is then."""
-    return st.binary(min_size=CODE_LEN, max_size=CODE_LEN)
+    return st.binary(min_size=OP_BYTES, max_size=OP_BYTES)
 
 
 def operation_sequences(max_size: int = 50) -> st.SearchStrategy[list[bytes]]:

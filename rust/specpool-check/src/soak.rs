@@ -23,7 +23,7 @@ impl Rng {
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut word = self.0;
         word = (word ^ (word >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -33,17 +33,17 @@ impl Rng {
 
     /// A number in `0..n`.
     pub fn below(&mut self, n: i64) -> i64 {
-        (self.next() % n.max(1) as u64) as i64
+        (self.word() % n.max(1) as u64) as i64
     }
 
     fn flip(&mut self) -> bool {
-        self.next() & 1 == 1
+        self.word() & 1 == 1
     }
 
     fn bytes(&mut self) -> [u8; OP_BYTES] {
         let mut bytes = [0; OP_BYTES];
         for chunk in bytes.chunks_mut(8) {
-            chunk.copy_from_slice(&self.next().to_le_bytes());
+            chunk.copy_from_slice(&self.word().to_le_bytes());
         }
         bytes
     }
@@ -114,6 +114,15 @@ pub struct Tally {
     pub refused: u64,
     /// Forwards that the device ran.
     pub forwards: u64,
+}
+
+impl Tally {
+    /// Operations, in millions.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss, reason = "a figure to be read, of a few digits")]
+    pub fn millions(&self) -> f64 {
+        self.ops as f64 / 1e6
+    }
 }
 
 /// A failed episode.
@@ -343,7 +352,7 @@ fn finish(run: &mut Run) -> Result<(), Fault> {
     for &(step, _, state) in steps.iter().rev() {
         match state {
             specpool_core::StepState::Prepared | specpool_core::StepState::Stale => {
-                ledger.cancel(step).map_err(text)?
+                ledger.cancel(step).map_err(text)?;
             }
             _ => {
                 ledger.complete(step).map_err(text)?;

@@ -156,3 +156,54 @@ impl<'a> Bytes<'a> {
         }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bytes of each form are fixed: logs and digests of other builds have them.
+    #[test]
+    fn an_array_takes_the_first_form_that_fits() {
+        let bytes = |values: &[i32]| {
+            let mut out = Vec::new();
+            put_ints(&mut out, values);
+            out
+        };
+        assert_eq!(bytes(&[]), [0]);
+        assert_eq!(bytes(&[7]), [1, SAME, 7]);
+        assert_eq!(bytes(&[200, 200, 200]), [3, SAME, 0xc8, 1]);
+        assert_eq!(bytes(&[200, 201, 202]), [3, ASCENDING, 0xc8, 1]);
+        assert_eq!(bytes(&[200, 202, 255]), [3, ONE_BYTE, 200, 202, 255]);
+        assert_eq!(bytes(&[200, 256]), [2, TWO_BYTES, 200, 0, 0, 1]);
+        assert_eq!(bytes(&[0, 65_535]), [2, TWO_BYTES, 0, 0, 255, 255]);
+        assert_eq!(bytes(&[0, 65_536]), [2, FOUR_BYTES, 0, 0, 0, 0, 0, 0, 1, 0]);
+        assert_eq!(bytes(&[1, -2]), [2, FOUR_BYTES, 1, 0, 0, 0, 254, 255, 255, 255]);
+    }
+
+    #[test]
+    fn a_number_has_one_spelling() {
+        for value in [0, 1, 127, 128, 16_383, 16_384, u64::MAX / 2, u64::MAX] {
+            let mut out = Vec::new();
+            put_varint(&mut out, value);
+            let mut input = Bytes::new(&out);
+            assert_eq!((input.varint(), input.rest().len()), (Ok(value), 0));
+        }
+        let refused = |bytes: &[u8]| Bytes::new(bytes).varint().unwrap_err();
+        assert!(refused(&[0x80, 0]).contains("shortest form"));
+        assert!(refused(&[0xff; 9]).contains("1 bytes are needed, 0 are left"));
+        let nine = [0xff; 9];
+        assert!(refused(&[&nine[..], &[2]].concat()).contains("shortest form"), "65 bits");
+        assert!(refused(&[&nine[..], &[0x80]].concat()).contains("longer than 64 bits"));
+        assert!(Bytes::new(&[0x80, 0x80, 0x80, 0x80, 0x10]).int().unwrap_err().contains("not a number of 32 bits"));
+    }
+
+    #[test]
+    fn flags_and_texts_are_checked() {
+        assert_eq!(Bytes::new(&[1]).flag(), Ok(true));
+        assert!(Bytes::new(&[2]).flag().unwrap_err().contains("got 2"));
+        assert!(Bytes::new(&[2, 0xc3, 0x28]).text().unwrap_err().contains("UTF-8"));
+        assert!(Bytes::new(&[3, b'a']).text().unwrap_err().contains("3 bytes are needed, 1 are left"));
+        assert!(Bytes::new(&[9, 0, 1]).ints(8).unwrap_err().contains("9 lanes, at most 8"));
+        assert!(Bytes::new(&[2, 5, 1]).ints(8).unwrap_err().contains("no array of form 5"));
+    }
+}

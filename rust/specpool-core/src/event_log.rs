@@ -80,14 +80,8 @@ impl EventLog {
 
     /// Bytes of the log, whether written or in memory.
     #[must_use]
-    pub fn len(&self) -> u64 {
+    pub fn num_bytes(&self) -> u64 {
         self.written + self.buffer.len() as u64
-    }
-
-    /// Whether there is nothing in it; never, it has a header.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Writes out what has gathered, if it is much. To be called before anything is changed.
@@ -104,11 +98,11 @@ impl EventLog {
         if self.is_over {
             return;
         }
-        let most = call.len() + aside.len() + 10 + TRAILER_LEN;
-        if self.len() + most as u64 + LAST_LEN > self.limit {
+        let before_it = self.buffer.len();
+        put_record(&mut self.buffer, call, aside, before, after);
+        if self.num_bytes() + LAST_LEN > self.limit {
+            self.buffer.truncate(before_it);
             self.push_last(LIMIT, before);
-        } else {
-            put_record(&mut self.buffer, call, aside, before, after);
         }
     }
 

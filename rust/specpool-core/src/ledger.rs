@@ -239,6 +239,33 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Order`] when the step is not in flight.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// // An engine keeps a copy of the page table on the device, and brings it up to date before each forward.
+    /// let mut device = ledger.page_table(0)?.cells().to_vec();
+    /// let width = ledger.page_table(0)?.pages_per_row();
+    /// let plan = ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// ledger.launch(plan.step)?;
+    /// for delta in ledger.take_delta(plan.step)? {
+    ///     for ((&row, &column), &page) in delta.rows.iter().zip(&delta.columns).zip(&delta.pages) {
+    ///         device[row as usize * width + column as usize] = page;
+    ///     }
+    /// }
+    /// ledger.ack_delta(plan.step)?;
+    /// assert_eq!(device, ledger.page_table(0)?.cells());
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn take_delta(&mut self, step: u64) -> Result<Vec<DeltaEntries>> {
         self.check_open()?;
         if self.steps.get(step).is_none() {

@@ -6,7 +6,8 @@
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `mask`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
-//! Start at [`Ledger`], whose example runs one request from its prefill to its end.
+//! Start at [`Ledger`], whose example runs one request from its prefill to its end; the less obvious of its verbs have
+//! examples of their own. `cargo run --example scheduler` is a whole continuous-batching loop on a fake device.
 #![forbid(unsafe_code)]
 
 mod audit;

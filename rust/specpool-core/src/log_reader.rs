@@ -124,12 +124,6 @@ impl LogReader {
         self.end
     }
 
-    /// Bytes read so far.
-    #[must_use]
-    pub fn offset(&self) -> u64 {
-        self.offset
-    }
-
     fn read_head(&mut self) -> Result<()> {
         let magic = self.read(0, MAGIC.len() as u64)?;
         if magic != MAGIC {

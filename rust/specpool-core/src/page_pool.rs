@@ -180,13 +180,13 @@ impl PagePool {
         size_of::<Line>() + size_of::<Page>()
     }
 
+    /// A page that was never handed out, and what is no page at all, reads as a free one.
     fn line(&self, page: Page) -> Line {
         self.map.get(page.at()).copied().unwrap_or_default()
     }
 
     fn seen(&self, page: Page) -> PageRecord {
-        let Line { birth_step, fence, owner, holders, state, last_verb, .. } =
-            if page.0 > 0 { self.line(page) } else { Line::default() };
+        let Line { birth_step, fence, owner, holders, state, last_verb, .. } = self.line(page);
         PageRecord { page, state, owner: Row(owner), holders, birth_step, fence, last_verb }
     }
 
@@ -222,7 +222,7 @@ impl PagePool {
     /// # Errors
     /// The page's record when it is free, fenced, another row's, or no page at all.
     pub fn check_held(&self, page: Page, row: Row) -> Checked {
-        let line = if page.0 > 0 { self.line(page) } else { Line::default() };
+        let line = self.line(page);
         match line.state {
             PageState::Owned if line.owner == row.0 => Ok(()),
             PageState::Shared => Ok(()),

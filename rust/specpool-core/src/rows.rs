@@ -6,8 +6,8 @@
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Row, zeroed};
-use crate::shape::Shape;
-use crate::step::Plan;
+use crate::shape::{Shape, runs};
+use crate::step::{Plan, StepKind};
 
 /// State of all rows; index 0 is padding and stays 0.
 #[derive(Debug, Clone)]
@@ -205,12 +205,6 @@ impl Rows {
         &self.rounds[row.at() * self.max_rounds..][..self.in_flight[row.at()] as usize]
     }
 
-    /// `[lo, hi]` of each row: where the true root of its next round can be (spec 3.2).
-    pub(crate) fn roots(&self, rows: &[i32]) -> (Vec<i32>, Vec<i32>) {
-        let lo = |&row: &i32| self.resolved[row as usize] + self.in_flight[row as usize];
-        (rows.iter().map(lo).collect(), rows.iter().map(|&row| self.hi[row as usize]).collect())
-    }
-
     /// The step of the row's oldest round in flight, 0 when there is none.
     pub(crate) fn oldest_round(&self, row: Row) -> u64 {
         if self.in_flight[row.at()] > 0 { self.rounds[row.at() * self.max_rounds] } else { 0 }
@@ -222,13 +216,16 @@ impl Rows {
         let len = self.count + 1;
         let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
         let undrafted = &mut self.undrafted_rounds[..len];
-        for (&row, &shape) in plan.rows.iter().zip(&plan.shapes) {
-            let at = row as usize;
-            self.rounds[at * self.max_rounds + in_flight[at] as usize] = plan.step;
-            in_flight[at] += 1;
-            hi[at] += shapes[shape as usize].max_accept_len() as i32;
-            if !plan.writes_draft {
-                undrafted[at] += 1;
+        for (lanes, shape) in runs(&plan.shapes) {
+            let most = shapes[shape].max_accept_len() as i32;
+            for &row in &plan.rows[lanes] {
+                let at = row as usize;
+                self.rounds[at * self.max_rounds + in_flight[at] as usize] = plan.step;
+                in_flight[at] += 1;
+                hi[at] += most;
+                if !plan.writes_draft {
+                    undrafted[at] += 1;
+                }
             }
         }
     }
@@ -246,42 +243,65 @@ impl Rows {
     pub(crate) fn check_resolve(&self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) -> (bool, bool) {
         let len = self.count + 1;
         let (epoch, in_flight) = (&self.epoch[..len], &self.in_flight[..len]);
-        let lanes = plan.rows.iter().zip(&plan.epochs).zip(&plan.shapes).zip(accept_lens);
-        lanes.fold((true, false), |(all_stand, is_wrong), (((&row, &planned), &shape), &accept_len)| {
-            let at = row as usize;
-            let stands = epoch[at] == planned;
-            let is_oldest = (in_flight[at] > 0) & (self.rounds[at * self.max_rounds] == plan.step);
-            let is_possible = (accept_len > 0) & (accept_len <= shapes[shape as usize].max_accept_len() as i32);
-            (all_stand & stands, is_wrong | (stands & !(is_oldest & is_possible)))
-        })
+        let (mut all_stand, mut is_wrong) = (true, false);
+        for (lanes, shape) in runs(&plan.shapes) {
+            let most = shapes[shape].max_accept_len() as i32;
+            let rows = plan.rows[lanes.clone()].iter().zip(&plan.epochs[lanes.clone()]);
+            for ((&row, &planned), &accept_len) in rows.zip(&accept_lens[lanes]) {
+                let at = row as usize;
+                let stands = epoch[at] == planned;
+                let is_oldest = (in_flight[at] > 0) & (self.rounds[at * self.max_rounds] == plan.step);
+                let is_possible = (accept_len > 0) & (accept_len <= most);
+                all_stand &= stands;
+                is_wrong |= stands & !(is_oldest & is_possible);
+            }
+        }
+        (all_stand, is_wrong)
     }
 
-    /// The oldest round of every lane whose row stands yields `accept_lens[lane]` tokens.
+    /// The oldest round of every lane yields `accept_lens[lane]` tokens; 0 for a lane whose row stands no longer.
     pub(crate) fn resolve_rounds(&mut self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) {
         let len = self.count + 1;
         let (resolved, drafted) = (&mut self.resolved[..len], &mut self.drafted[..len]);
         let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
         let (launched, undrafted) = (&mut self.launched_rounds[..len], &mut self.undrafted_rounds[..len]);
-        let epoch = &self.epoch[..len];
-        let lanes = plan.rows.iter().zip(&plan.epochs).zip(&plan.shapes).zip(accept_lens);
-        for (((&row, &planned), &shape), &accept_len) in lanes {
-            let at = row as usize;
-            if epoch[at] != planned {
-                continue;
+        for (lanes, shape) in runs(&plan.shapes) {
+            let most = shapes[shape].max_accept_len() as i32;
+            for (&row, &accept_len) in plan.rows[lanes.clone()].iter().zip(&accept_lens[lanes]) {
+                if accept_len == 0 {
+                    continue;
+                }
+                let at = row as usize;
+                if in_flight[at] > 1 {
+                    let first = at * self.max_rounds;
+                    self.rounds.copy_within(first + 1..first + in_flight[at] as usize, first);
+                }
+                let is_drafted = plan.writes_draft && drafted[at] == resolved[at];
+                drafted[at] += if is_drafted { accept_len } else { 0 };
+                resolved[at] += accept_len;
+                hi[at] += accept_len - most;
+                in_flight[at] -= 1;
+                launched[at] -= 1;
+                if !plan.writes_draft {
+                    undrafted[at] -= 1;
+                }
             }
-            let first = at * self.max_rounds;
-            for next in first + 1..first + in_flight[at] as usize {
-                self.rounds[next - 1] = self.rounds[next];
-            }
-            if plan.writes_draft && drafted[at] == resolved[at] {
-                drafted[at] += accept_len;
-            }
-            resolved[at] += accept_len;
-            hi[at] += accept_len - shapes[shape as usize].max_accept_len() as i32;
-            in_flight[at] -= 1;
-            launched[at] -= 1;
-            if !plan.writes_draft {
-                undrafted[at] -= 1;
+        }
+    }
+
+    /// The lanes of a step are launched: of a decode, one more round of each is written.
+    pub(crate) fn launch(&mut self, plan: &Plan) {
+        let len = self.count + 1;
+        let (launched, last) = (&mut self.launched_rounds[..len], &mut self.last_launched[..len]);
+        let num_rounds = i32::from(plan.kind == StepKind::Decode);
+        for &row in &plan.rows {
+            launched[row as usize] += num_rounds;
+            last[row as usize] = plan.step;
+        }
+        if plan.kind == StepKind::Extend {
+            for &row in &plan.rows {
+                self.extend_from[row as usize] = 0;
+                self.ready[row as usize] = true;
             }
         }
     }
@@ -303,11 +323,6 @@ impl Rows {
         self.extend_from[row.at()] = 0;
         self.drafted[row.at()] = drafted;
         self.set_resolved(row, start);
-    }
-
-    pub(crate) fn launch_extend(&mut self, row: Row) {
-        self.extend_from[row.at()] = 0;
-        self.ready[row.at()] = true;
     }
 
     /// Sets r of a row without rounds in flight.

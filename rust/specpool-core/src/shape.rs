@@ -1,5 +1,7 @@
 //! What one round of one row may do: `(num_steps, topk, num_draft_tokens)` (spec 1).
 
+use std::ops::Range;
+
 use crate::check::in_range;
 use crate::error::{Error, Result};
 
@@ -78,4 +80,21 @@ impl Shape {
     pub fn drafts(&self) -> bool {
         self.num_steps > 0 || self.num_draft_tokens > 1
     }
+}
+
+/// The lanes of a batch in runs of one shape, each with the shape's index. Most batches are one run, so that what
+/// depends on the shape is worked out once and the loop over the lanes stays short.
+pub(crate) fn runs(shapes: &[i32]) -> impl Iterator<Item = (Range<usize>, usize)> {
+    /// Lanes compared at once.
+    const BLOCK: usize = 16;
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let rest = &shapes[next..];
+        let &shape = rest.first()?;
+        let is_whole = |block: &&[i32]| block.iter().filter(|&&other| other == shape).count() == BLOCK;
+        let blocks = rest.chunks_exact(BLOCK).take_while(is_whole).count() * BLOCK;
+        let lanes = next..next + blocks + rest[blocks..].iter().take_while(|&&other| other == shape).count();
+        next = lanes.end;
+        Some((lanes, shape as usize))
+    })
 }

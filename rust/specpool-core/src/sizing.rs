@@ -150,6 +150,19 @@ impl Reserve {
     /// Slots that the row must hold before the round, for a root anywhere in `[lo, hi]` (spec 3.2).
     ///
     /// Lengths are below 2^60 (the ledger's are below 2^31; [`need`] checks raw ones).
+    ///
+    /// # Examples
+    /// ```
+    /// use specpool_core::{Geometry, Layout, Reserve, Shape, sizing};
+    ///
+    /// let tree = Shape::eagle(5, 8, 64)?;
+    /// let target = Reserve::exact(Geometry::new(64, false, Layout::Dense)?, tree);
+    /// let draft = Reserve::exact(Geometry::new(64, true, Layout::Holey)?, tree);
+    /// // A row of 1000 tokens with one round in flight, whose root lies in [1001, 1006].
+    /// assert_eq!(sizing::need(&target, 1001, 1006)?, 1006 + 64);
+    /// assert_eq!(sizing::need(&draft, 1001, 1006)?, 960 + 8 * 64);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     #[must_use]
     #[inline]
     pub fn need(&self, lo: i64, hi: i64) -> i64 {
@@ -184,6 +197,7 @@ impl Reserve {
 
     /// `ceil_align(max(allocated, need), P)`; `allocated` is a multiple of P.
     #[must_use]
+    #[inline]
     pub fn next_allocated(&self, allocated: i64, lo: i64, hi: i64) -> i64 {
         self.grown(allocated, self.need(lo, hi))
     }

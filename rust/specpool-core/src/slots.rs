@@ -169,6 +169,16 @@ impl RowView<'_> {
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ, or a row or position is outside the table.
+///
+/// # Examples
+/// ```
+/// use specpool_core::slots::{TableView, slots_at};
+///
+/// let cells = [0, 0, 5, 9]; // row 0 is padding; row 1 has pages 5 and 9
+/// let table = TableView::new(&cells, 2, 4)?;
+/// assert_eq!(slots_at(&table, &[1, 1, 1], &[0, 3, 4])?, [20, 23, 36]);
+/// # Ok::<(), specpool_core::Error>(())
+/// ```
 pub fn slots_at(table: &TableView, rows: &[i32], positions: &[i32]) -> Result<Vec<i64>> {
     same_len("positions", positions.len(), rows.len())?;
     let pairs = rows.iter().zip(positions).enumerate();

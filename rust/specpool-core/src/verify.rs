@@ -22,6 +22,19 @@ pub struct Verified {
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ or a link does not lead to a later node of the lane.
+///
+/// # Examples
+/// ```
+/// use specpool_core::{tree::Tree, verify::verify_tree};
+///
+/// // Root 7 with children 10 and 11; 12 follows 11.
+/// let (tokens, tree) = ([7, 10, 11, 12], Tree::from_parents(&[-1, 0, 0, 2], 4)?);
+/// let target = [11, 0, 12, 13]; // what the target says after each node
+/// let verified = verify_tree(&tokens, &tree.first_child, &tree.next_sibling, &target, 4, 2)?;
+/// assert_eq!(verified.accept_index, [0, 2, 3]);
+/// assert_eq!(verified.accept_len, [3]); // 11, 12 and the bonus 13
+/// # Ok::<(), specpool_core::Error>(())
+/// ```
 pub fn verify_tree(
     tokens: &[i64],
     first_child: &[i32],

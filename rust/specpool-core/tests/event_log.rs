@@ -67,7 +67,7 @@ fn write(test: &str, calls: &[(Call<'_>, Option<&str>)], limit: u64, close: bool
         bytes.clear();
         call.encode(&mut bytes);
         let after = digest_of(&bytes, digest);
-        offsets.push(log.len());
+        offsets.push(log.num_bytes());
         log.make_room().unwrap();
         log.push(&bytes, &aside(call, *tag), digest, after);
         digest = after;
@@ -91,7 +91,11 @@ fn read(bytes: &[u8]) -> (Vec<Record>, Result<LogEnd, String>) {
     loop {
         match reader.next_record() {
             Ok(Some(record)) => records.push(record),
-            Ok(None) => return (records, Ok(reader.end().unwrap())),
+            Ok(None) => {
+                let end = reader.end().unwrap();
+                assert_eq!((reader.next_record(), reader.end()), (Ok(None), Some(end)), "the end stays");
+                return (records, Ok(end));
+            }
             Err(error) => return (records, Err(error.to_string())),
         }
     }
@@ -236,6 +240,28 @@ fn a_damaged_log_is_refused_where_it_is_damaged() {
     }
 }
 
+#[test]
+fn bytes_behind_the_end_are_refused_where_they_begin() {
+    let mut bytes = write("behind", &some_calls(), 1 << 20, true).bytes;
+    let len = bytes.len();
+    bytes.extend([1, 2, 3]);
+    let (records, end) = read(&bytes);
+    assert_eq!(records.len(), some_calls().len());
+    assert!(end.unwrap_err().contains(&format!("at byte {len}: bytes follow its end")));
+}
+
+#[test]
+fn errors_name_the_file_and_ends_have_names() {
+    let path = place("named");
+    std::fs::write(&path, b"no log at all").unwrap();
+    let error = LogReader::open(&path).err().unwrap().to_string();
+    assert!(error.starts_with(&format!("event log {}, its head at byte 0: ", path.display())), "{error}");
+    std::fs::remove_file(&path).unwrap();
+    let bytes = write("named", &[], 1 << 20, true).bytes;
+    assert_eq!(LogReader::from_bytes(bytes).unwrap().name(), "in memory");
+    assert_eq!([LogEnd::Closed, LogEnd::Limit, LogEnd::Open].map(LogEnd::name), ["closed", "limit", "open"]);
+}
+
 /// Records that are whole but not in their places: one left out, two exchanged, one given twice.
 #[test]
 fn records_out_of_place_are_refused() {
@@ -278,8 +304,16 @@ fn a_log_is_bounded() {
         assert_eq!(end, Ok(LogEnd::Limit));
         assert!(!records.is_empty() && records.len() < 100);
     }
-    let error = EventLog::create(&place("small"), &config(), 20).unwrap_err();
-    assert!(error.to_string().contains("got 20"), "{error}");
+
+    // The limit is exact: what just fits is closed as usual, one byte less is not enough.
+    let whole = write("bounded", &calls[..5], 1 << 20, true).bytes.len() as u64;
+    assert_eq!(read(&write("bounded", &calls[..5], whole, true).bytes).1, Ok(LogEnd::Closed));
+    let short = read(&write("bounded", &calls[..5], whole - 1, true).bytes);
+    assert_eq!((short.0.len(), short.1), (4, Ok(LogEnd::Limit)));
+    let least = write("bounded", &[], 1 << 20, true).bytes.len() as u64;
+    assert_eq!(read(&write("bounded", &calls[..1], least, true).bytes), (vec![], Ok(LogEnd::Limit)));
+    let error = EventLog::create(&place("small"), &config(), least - 1).unwrap_err().to_string();
+    assert!(error.contains(&format!("at least {least} bytes")) && error.contains(&format!("got {}", least - 1)));
 }
 
 /// The file has what was pushed as soon as much has gathered, and the rest when the log is dropped.
@@ -294,10 +328,10 @@ fn what_gathers_is_written_before_it_is_much() {
     for _ in 0..2_000 {
         log.make_room().unwrap();
         log.push(&bytes, &[], digest, digest);
-        most_in_memory = most_in_memory.max(log.len() - std::fs::metadata(&path).unwrap().len());
+        most_in_memory = most_in_memory.max(log.num_bytes() - std::fs::metadata(&path).unwrap().len());
     }
     assert!((1 << 16..1 << 17).contains(&most_in_memory), "{most_in_memory} bytes in memory");
-    let len = log.len();
+    let len = log.num_bytes();
     drop(log);
     let bytes = std::fs::read(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
@@ -316,4 +350,39 @@ fn a_full_disk_refuses_a_new_log() {
     );
     let error = EventLog::create(&place("no-folder").join("log"), &config(), 1 << 20).unwrap_err();
     assert!(matches!(&error, Error::Record(text) if text.contains("specpool-no-folder")), "{error}");
+}
+
+/// What a reader of a log sees of each call: its text, the rows and the step that it names.
+#[test]
+fn a_call_is_shown_as_it_would_be_written() {
+    let lanes: Vec<i32> = (1..=17).collect();
+    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 12] = [
+        (Call::Admit { prefix: None }, "admit()", &[], None),
+        (Call::Admit { prefix: Some((3, 7)) }, "admit(prefix=3, length=7)", &[], None),
+        (Call::ReleasePrefix { prefix: 3 }, "release_prefix(3)", &[], None),
+        (
+            Call::PrepareExtend { rows: vec![4, 2].into(), new_lens: vec![9, 8].into(), writes_draft: false },
+            "prepare_extend([4, 2], [9, 8], writes_draft=False)",
+            &[4, 2],
+            None,
+        ),
+        (
+            Call::PrepareDecode { rows: lanes[..16].into(), shapes: vec![1; 17].into(), writes_draft: true },
+            "prepare_decode([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16], \
+             [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, .. 17 lanes])",
+            &lanes[..16],
+            None,
+        ),
+        (Call::Launch { step: 6 }, "launch(6)", &[], Some(6)),
+        (Call::Resolve { step: 6, accept_lens: vec![2].into() }, "resolve(6, [2])", &[], Some(6)),
+        (Call::Abandon { step: 6 }, "abandon(6)", &[], Some(6)),
+        (Call::EndTurn { row: 5, len: 40 }, "end_turn(5, 40)", &[5], None),
+        (Call::Fork { row: 5 }, "fork(5)", &[5], None),
+        (Call::Abort { row: 5 }, "abort(5)", &[5], None),
+        (Call::Restore, "restore()", &[], None),
+    ];
+    for (call, text, rows, step) in shown {
+        assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));
+        assert!(text.starts_with(call.verb()));
+    }
 }

@@ -100,3 +100,40 @@ fn a_page_taken_again_has_no_fence_of_its_earlier_life() {
     assert_eq!(pool.release(page, B, 0, 8, Verb::Cancel), Ok(()));
     assert_eq!((pool.num_free(), pool.num_fenced()), (1, 0));
 }
+
+#[test]
+fn the_map_says_who_touched_a_page_last_in_the_ledgers_words() {
+    let verbs = [
+        (Verb::None, "none"),
+        (Verb::Admit, "admit"),
+        (Verb::Fork, "fork"),
+        (Verb::PinPrefix, "pin_prefix"),
+        (Verb::ReleasePrefix, "release_prefix"),
+        (Verb::PrepareExtend, "prepare_extend"),
+        (Verb::PrepareDecode, "prepare_decode"),
+        (Verb::Launch, "launch"),
+        (Verb::Cancel, "cancel"),
+        (Verb::Abandon, "abandon"),
+        (Verb::Trim, "trim"),
+        (Verb::EndTurn, "end_turn"),
+        (Verb::Retract, "retract"),
+        (Verb::Finish, "finish"),
+        (Verb::Abort, "abort"),
+        (Verb::Complete, "complete"),
+    ];
+    for (verb, name) in verbs {
+        assert_eq!(verb.name(), name);
+    }
+    let states = [PageState::Free, PageState::Owned, PageState::Shared, PageState::Fenced];
+    assert_eq!(states.map(|state| state.to_string()), ["free", "owned", "shared", "fenced"]);
+}
+
+/// 32 bytes of ownership map and a place in a list; the map has a line for page 0 and each page handed out so far.
+#[test]
+fn memory_is_stated_and_grows_with_the_pages_handed_out() {
+    let mut pool = PagePool::new(5).unwrap();
+    assert_eq!((PagePool::bytes_per_page(), pool.num_mapped(), pool.num_pages()), (36, 1, 5));
+    take(&mut pool, A);
+    take(&mut pool, A);
+    assert_eq!(pool.num_mapped(), 3);
+}

@@ -162,10 +162,21 @@ fn every_verb_is_recorded_and_replayed() {
 
     let mut replay = Replay::open(&path).unwrap();
     let mut again = replay.ledger().unwrap();
-    let mut verbs = Vec::new();
+    assert_eq!(replay.made_by(), env!("CARGO_PKG_VERSION"));
+    let (mut verbs, mut shown) = (Vec::new(), Vec::new());
     while let Some(run) = replay.advance(&mut again).unwrap() {
         verbs.push(run.record.call.verb());
+        shown.push((run.to_string(), run.step(), run.rows()));
     }
+    let has = |text: &str, step, rows: &[i32]| {
+        assert!(shown.contains(&(text.into(), step, rows.to_vec())), "{text} is not in {shown:#?}");
+    };
+    has("admit() -> row 1", None, &[1]);
+    has("pin_prefix(1, 9) -> prefix 1", None, &[1]);
+    has("fork(1) -> row 3", None, &[1, 3]);
+    has("prepare_extend([2, 3], [15, 16]) -> step 2", Some(2), &[2, 3]);
+    has("launch(2)", Some(2), &[]);
+    has("end_turn(1, 12) -> 12", None, &[1]);
     assert_eq!(state(&again), state(&ledger));
     let all = [
         "admit",
@@ -201,7 +212,7 @@ fn forge(test: &str, calls: &[Call<'_>], digest: Digest) -> (PathBuf, Vec<u64>) 
     for call in calls {
         let mut bytes = Vec::new();
         call.encode(&mut bytes);
-        offsets.push(log.len());
+        offsets.push(log.num_bytes());
         log.push(&bytes, &[], before, digest);
         before = digest;
     }

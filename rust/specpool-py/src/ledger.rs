@@ -348,7 +348,7 @@ impl Ledger {
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = rows.py();
         let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
-        Ok(PyArray1::from_vec(py, self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
+        Ok(PyArray1::from_slice(py, &self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
     }
 
     fn pages_needed<'py>(
@@ -415,7 +415,7 @@ impl Ledger {
 
     fn take_delta<'py>(&mut self, py: Python<'py>, step: &Bound<'py, PyAny>) -> PyResult<Vec<DeltaArrays<'py>>> {
         let entries = self.0.take_delta(self::step(step)?).map_err(to_py)?;
-        let array = |values| PyArray1::from_vec(py, values);
+        let array = |values: Vec<i32>| PyArray1::from_slice(py, &values);
         Ok(entries.into_iter().map(|one| (array(one.rows), array(one.columns), array(one.pages))).collect())
     }
 

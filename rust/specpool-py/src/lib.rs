@@ -3,6 +3,7 @@
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
 mod arrays;
+mod decode;
 mod errors;
 mod group;
 mod ledger;
@@ -16,6 +17,8 @@ mod tree;
 
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::decode::decode_op;
     #[pymodule_export]
     use super::group::Group;
     #[pymodule_export]
@@ -48,6 +51,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("OP_BYTES", specpool_check::decode::OP_BYTES)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -173,7 +173,7 @@ function drawRows() {
   $("head").replaceChildren(el("tr", {}, ...head.map(text => el("th", {}, text))));
   const lines = [...now.rows].sort((a, b) => a[0] - b[0]).map(([id, row]) => {
     const last = row.rounds.at(-1);
-    const flight = row.in_flight ? `${row.in_flight}: root in [${last[2]}, ${last[3]}]` : "";
+    const flight = row.in_flight ? `${row.in_flight}: root ${last[2] === last[3] ? "at " + last[2] : `in [${last[2]}, ${last[3]}]`}` : "";
     const cells = [badge(id), (row.tag || "") + (row.idle ? " (idle)" : ""), String(row.resolved), flight, String(row.drafted), String(row.epoch),
       ...film.groups.map((_, g) => strip(row, id, g))];
     return el("tr", {class: "row" + (id === picked ? " picked" : ""), onclick: () => { picked = id; rootChoice = null; draw(); }}, ...cells.map(cell => el("td", {}, cell)));

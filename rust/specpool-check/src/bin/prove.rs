@@ -81,6 +81,10 @@ fn main() -> ExitCode {
     };
     let mut cases = cases::all();
     cases.retain(|case| case.name.contains(&options.case) && (case.is_quick || !options.is_quick));
+    if cases.is_empty() {
+        eprintln!("no case has {:?} in its name{}", options.case, if options.is_quick { " and is quick" } else { "" });
+        return ExitCode::from(2);
+    }
     if options.is_list {
         for case in &cases {
             println!("{}", case.name);

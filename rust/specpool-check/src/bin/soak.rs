@@ -108,7 +108,7 @@ fn main() -> ExitCode {
          the model and the device, which ran {} forwards; seed {}",
         tally.ops,
         next.load(Ordering::Relaxed),
-        tally.ops as f64 / seconds / 1e6,
+        tally.millions() / seconds,
         tally.refused,
         tally.forwards,
         options.seed

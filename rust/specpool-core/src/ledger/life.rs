@@ -25,13 +25,7 @@ impl Ledger {
                 return Err(Error::StalePlan { step, row: row as usize, planned, now });
             }
         }
-        for &row in &plan.rows {
-            match plan.kind {
-                StepKind::Extend => self.rows.launch_extend(Row(row)),
-                StepKind::Decode => self.rows.launched_rounds[row as usize] += 1,
-            }
-            self.rows.last_launched[row as usize] = step;
-        }
+        self.rows.launch(&plan);
         if !plan.page_copies.is_empty() {
             self.launch_copies(step);
         }
@@ -136,6 +130,25 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Order`] unless it is the newest step and not launched.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let before = ledger.state_hash();
+    /// let plan = ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// ledger.cancel(plan.step)?; // the forward is not run after all
+    /// assert_eq!(ledger.state_hash(), before);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn cancel(&mut self, step: u64) -> Result<()> {
         self.gate()?;
         let record = self.steps.check_cancel(step)?;
@@ -182,6 +195,27 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Order`] when it is not launched, is complete, or is abandoned already.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let plan = ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// ledger.launch(plan.step)?;
+    /// ledger.abandon(plan.step)?; // the kernel failed: its rows are gone, and it may still write their pages
+    /// assert_eq!((ledger.free_pages(0)?, ledger.fenced_pages(0)?), (60, 4));
+    /// ledger.complete(plan.step)?; // the device is reset
+    /// assert_eq!(ledger.free_pages(0)?, 64);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn abandon(&mut self, step: u64) -> Result<()> {
         self.gate()?;
         let record = self.steps.check_abandon(step)?;

@@ -8,6 +8,7 @@ use crate::event::Event;
 use crate::group::GroupState;
 use crate::ids::{Page, Row, ceil_align};
 use crate::page_pool::Verb;
+use crate::shape::runs;
 use crate::step::{Before, Plan, StepKind};
 
 impl Ledger {
@@ -78,15 +79,42 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Shape`] for lengths that differ, unknown or repeated rows, unknown shapes.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let (required, free) = (ledger.tokens_required(&[row.0], &[1])?, ledger.free_pages(0)?);
+    /// ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// assert_eq!(required[0], 4 * (free - ledger.free_pages(0)?) as i64); // pages of 4 slots
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn tokens_required(&self, rows: &[i32], shapes: &[i32]) -> Result<Vec<i64>> {
         self.check_rows(rows, "shapes", shapes.len())?;
         self.check_shapes(rows, shapes)?;
-        let (lo, hi) = self.rows.roots(rows);
+        let len = self.rows.live.len();
+        let (resolved, in_flight) = (&self.rows.resolved[..len], &self.rows.in_flight[..len]);
+        let hi = &self.rows.hi[..len];
         let required = |group: &GroupState| {
-            let allocated: Vec<i32> = rows.iter().map(|&row| group.allocated[row as usize]).collect();
-            let mut after = Vec::with_capacity(rows.len());
-            group.reserve(shapes, &allocated, &lo, &hi, &mut after);
-            after.iter().zip(&allocated).map(|(&after, &before)| i64::from(after) - i64::from(before)).sum()
+            let allocated = &group.allocated[..len];
+            let mut slots = 0;
+            for (lanes, shape) in runs(shapes) {
+                let reserve = group.reserves[shape];
+                for &row in &rows[lanes] {
+                    let at = row as usize;
+                    let (lo, has) = (i64::from(resolved[at] + in_flight[at]), i64::from(allocated[at]));
+                    slots += reserve.next_allocated(has, lo, hi[at].into()) - has;
+                }
+            }
+            slots
         };
         Ok(self.groups.iter().map(required).collect())
     }
@@ -126,6 +154,33 @@ impl Ledger {
     /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut, until an extend has
     /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
     /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// // With overlap the next round is prepared before the previous one is resolved.
+    /// let first = ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// ledger.launch(first.step)?;
+    /// let second = ledger.prepare_decode(&[row.0], &[0], true)?; // this one drafts nothing
+    /// assert_eq!((second.lo[0], second.hi[0]), (11, 14)); // where its root can be: 1 to 4 tokens on
+    /// ledger.launch(second.step)?;
+    ///
+    /// ledger.resolve(first.step, &[4])?;
+    /// ledger.complete(first.step)?;
+    /// ledger.resolve(second.step, &[1])?;
+    /// ledger.complete(second.step)?;
+    /// assert_eq!(ledger.resolved_len()[row.at()], 15);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     pub fn prepare_decode(&mut self, rows: &[i32], shapes: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
         self.gate()?;
@@ -181,13 +236,13 @@ impl Ledger {
             return Err(Error::Shape(format!("{} rows, {len} {name}", rows.len())));
         }
         let live = &self.rows.live[..];
-        let mut seen = vec![0_u64; live.len() / 64 + 1];
+        // A byte for each row: bits would make a lane wait for the store of the one before.
+        let mut seen = vec![false; live.len()];
         let mut is_wrong = false;
         for &row in rows {
-            let at = (row.max(0) as usize).min(live.len() - 1);
-            let bit = 1 << (at % 64);
-            is_wrong |= (at as i32 != row) | !live[at] | (seen[at / 64] & bit != 0);
-            seen[at / 64] |= bit;
+            let at = (row as u32 as usize).min(live.len() - 1);
+            is_wrong |= (at as i32 != row) | !live[at] | seen[at];
+            seen[at] = true;
         }
         if !is_wrong {
             return Ok(());
@@ -240,16 +295,22 @@ impl Ledger {
     #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     fn check_rounds(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
         let state = &self.rows;
-        let lags = |at: usize| state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;
+        let len = state.live.len();
+        let (ready, resolved, in_flight) = (&state.ready[..len], &state.resolved[..len], &state.in_flight[..len]);
+        let (drafted, undrafted) = (&state.drafted[..len], &state.undrafted_rounds[..len]);
+        let lags = |at: usize| (drafted[at] < resolved[at]) | (undrafted[at] > 0);
         // One pass without an exit for the batch that is in order, which all but few are; then which error comes first.
-        let is_late = rows.iter().zip(shapes).fold(false, |is_late, (&row, &shape)| {
-            let at = row as usize;
-            is_late
-                | !state.ready[at]
-                | (state.resolved[at] >= self.max_context_len)
-                | (state.in_flight[at] > self.overlap_depth)
-                | (self.draft_kv & self.shapes[shape as usize].drafts() & lags(at))
-        });
+        let mut is_late = false;
+        for (lanes, shape) in runs(shapes) {
+            let drafts = self.draft_kv & self.shapes[shape].drafts();
+            for &row in &rows[lanes] {
+                let at = row as usize;
+                is_late |= !ready[at]
+                    | (resolved[at] >= self.max_context_len)
+                    | (in_flight[at] > self.overlap_depth)
+                    | (drafts & lags(at));
+            }
+        }
         if !is_late {
             return Ok(());
         }
@@ -284,18 +345,29 @@ impl Ledger {
     /// A plan without its claim.
     fn plan(&self, kind: StepKind, rows: &[i32], shapes: Vec<i32>, writes_draft: bool) -> Plan {
         let state = &self.rows;
-        let claims = rows.len() * self.groups.len();
-        let (lo, hi) = state.roots(rows);
+        let (lanes, claims) = (rows.len(), rows.len() * self.groups.len());
+        let (mut start, mut lo, mut hi, mut epochs) = (vec![0; lanes], vec![0; lanes], vec![0; lanes], vec![0; lanes]);
+        let len = state.live.len();
+        let (resolved, in_flight) = (&state.resolved[..len], &state.in_flight[..len]);
+        let (farthest, epoch) = (&state.hi[..len], &state.epoch[..len]);
+        let lanes = start.iter_mut().zip(&mut lo).zip(hi.iter_mut().zip(&mut epochs));
+        for (&row, ((start, lo), (hi, planned))) in rows.iter().zip(lanes) {
+            let at = row as usize;
+            *start = resolved[at];
+            *lo = resolved[at] + in_flight[at];
+            *hi = farthest[at];
+            *planned = epoch[at];
+        }
         Plan {
             step: self.steps.next(),
             kind,
             writes_draft,
             rows: rows.to_vec(),
             shapes,
-            epochs: rows.iter().map(|&row| state.epoch[row as usize]).collect(),
+            epochs,
             lo,
             hi,
-            start: rows.iter().map(|&row| state.resolved[row as usize]).collect(),
+            start,
             new_len: Vec::new(),
             allocated_before: Vec::with_capacity(claims),
             allocated_after: Vec::with_capacity(claims),
@@ -390,7 +462,7 @@ impl Ledger {
 }
 
 /// The lanes that take pages. Which do is hardly predictable, so they are found without a branch.
-fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
+pub(super) fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
     let mut lanes = vec![0; before.len() + 1];
     let mut len = 0;
     for (lane, (before, after)) in before.iter().zip(after).enumerate() {

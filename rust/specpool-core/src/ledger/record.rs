@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::prepare::growing_lanes;
 use super::{Ledger, LedgerConfig};
 use crate::call::Call;
 use crate::codec::{put_text, put_varint};
@@ -144,11 +145,11 @@ impl Ledger {
         let lanes = plan.num_lanes();
         let claims = plan.allocated_before.chunks(lanes).zip(plan.allocated_after.chunks(lanes));
         for (group, (before, after)) in self.groups.iter().zip(claims) {
-            for ((&row, &from), &to) in plan.rows.iter().zip(before).zip(after) {
-                if to > from {
-                    let column = |len: i32| (i64::from(len) / group.page_size) as usize;
-                    digest.ints(&group.table.row(Row(row))[column(from)..column(to)]);
-                }
+            let column = |len: i32| (i64::from(len) / group.page_size) as usize;
+            for lane in growing_lanes(before, after) {
+                let lane = lane as usize;
+                let pages = group.table.row(Row(plan.rows[lane]));
+                digest.ints(&pages[column(before[lane])..column(after[lane])]);
             }
         }
     }
@@ -227,6 +228,40 @@ mod tests {
         assert_ne!(one, other, "fork");
         let [one, other] = both(start, |ledger| ledger.finish(Row(1)).unwrap());
         assert_eq!(one, other, "finish gives nothing");
+    }
+
+    /// Word by word, as `docs/event_log.md` has it.
+    #[test]
+    fn the_ids_that_a_call_gave_enter_the_digest() {
+        let ledger = ledger();
+        let given = |event: Event<'_>| {
+            let mut expected = Digest::new();
+            expected.bytes(b"call");
+            let got = ledger.digest_after(Digest::new(), &event, b"call");
+            move |words: &[u64]| {
+                for &word in words {
+                    expected.word(word);
+                }
+                assert_eq!(got, expected);
+            }
+        };
+        let row = Row(2);
+        given(Event::Admit { prefix: 0, len: 0, row, tag: None })(&[2]);
+        given(Event::Fork { parent: Row(1), row, tag: None })(&[2, 0]);
+        given(Event::PinPrefix { row, len: 9, prefix: 5 })(&[5]);
+        given(Event::Cut { verb: Verb::Trim, row, len: 9, resolved: 8 })(&[8]);
+        given(Event::GiveBack { verb: Verb::Finish, row })(&[]);
+    }
+
+    #[test]
+    fn a_closed_ledger_refuses_verbs_and_deltas() {
+        let mut ledger = ledger();
+        ledger.close().unwrap();
+        ledger.close().unwrap();
+        for refused in [ledger.admit(None).map(drop), ledger.take_delta(1).map(drop), ledger.ack_delta(1)] {
+            assert_eq!(refused, Err(Error::Order("the ledger is closed".into())));
+        }
+        assert_eq!(ledger.free_pages(0), Ok(30));
     }
 
     #[test]

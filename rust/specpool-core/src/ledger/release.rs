@@ -21,6 +21,24 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted or `len < 0`.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// assert_eq!(ledger.trim(row, 6)?, 6); // the user has edited the text behind 6 tokens
+    /// let plan = ledger.prepare_extend(&[row.0], &[9], true)?; // feed the tokens from there
+    /// assert_eq!((plan.start[0], plan.new_len[0]), (6, 9));
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn trim(&mut self, row: Row, len: i32) -> Result<i32> {
         self.gate()?;
         let resolved = self.cut(row, len, Verb::Trim)?;
@@ -35,6 +53,28 @@ impl Ledger {
     /// # Errors
     /// As [`Ledger::trim`]; [`Error::Config`] where there are window groups and the ledger was built without
     /// `sessions`, so that its pools may not hold a checkpoint.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// ledger.end_turn(row, 10)?; // the client has read it all and may come back
+    /// assert!(ledger.idle()[row.at()]);
+    /// assert_eq!(ledger.reclaimable_pages(0)?, 3); // what dropping the session would free
+    ///
+    /// let plan = ledger.prepare_extend(&[row.0], &[14], true)?; // its next turn
+    /// assert_eq!(plan.start[0], 10);
+    /// assert!(!ledger.idle()[row.at()]);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn end_turn(&mut self, row: Row, len: i32) -> Result<i32> {
         self.gate()?;
         if let Some(group) = self.groups.iter().find(|group| group.spec.window.is_some() && !self.sessions) {

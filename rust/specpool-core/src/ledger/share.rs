@@ -57,6 +57,27 @@ impl Ledger {
     /// In this order, changing nothing: [`Error::Shape`] (unknown row; `len` not in `1..=resolved_len`; no whole page
     /// fits), [`Error::NotReady`] (a step that is not complete writes these pages; a page copy into the row is not
     /// finished; the window below the prefix's end is not held).
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let system_prompt = ledger.pin_prefix(row, 10)?;
+    /// assert_eq!(ledger.prefix_len(system_prompt)?, 8); // whole pages
+    /// ledger.finish(row)?;
+    /// assert_eq!(ledger.free_pages(0)?, 62); // two pages stay for those who come
+    /// ledger.release_prefix(system_prompt)?;
+    /// assert_eq!(ledger.free_pages(0)?, 64);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn pin_prefix(&mut self, row: Row, len: i32) -> Result<u64> {
         self.gate()?;
         let row = self.rows.check_live(row.0)?;
@@ -144,6 +165,29 @@ impl Ledger {
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (no such prefix, `len` not in `0..=` its length),
     /// [`Error::NotReady`] (a window below `len` is not held), [`Error::OutOfRows`], [`Error::OutOfPages`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let prefix = ledger.pin_prefix(row, 8)?;
+    /// let other = ledger.admit_on(prefix, Some(6), Some("request-2"))?; // six of the eight tokens are its own too
+    /// let plan = ledger.prepare_extend(&[other.0], &[20], true)?;
+    /// assert_eq!(plan.start[0], 6); // the prefill begins behind them
+    /// let copy = plan.page_copies[0]; // the first page is shared, of the second two tokens are copied
+    /// assert_eq!(copy.tokens, 2);
+    /// assert_eq!(copy.src, ledger.page_table(0)?.row(row)[1]);
+    /// assert_eq!(copy.dst, ledger.page_table(0)?.row(other)[1]);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn admit_on(&mut self, prefix: u64, len: Option<i32>, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
         let found = self.prefix(prefix)?;
@@ -180,6 +224,25 @@ impl Ledger {
     /// In this order, changing nothing: [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of
     /// the parent is in flight; its last launched step is not complete; a page copy into it is not finished),
     /// [`Error::OutOfRows`], [`Error::OutOfPages`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let twin = ledger.fork(row, Some("second sample"))?; // two answers to one prompt
+    /// let (pages, twins) = (ledger.page_table(0)?.row(row), ledger.page_table(0)?.row(twin));
+    /// assert_eq!(pages[..2], twins[..2]); // 8 of the 10 tokens lie on common pages
+    /// assert_ne!(pages[2], twins[2]);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn fork(&mut self, parent: Row, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
         let parent = self.rows.check_live(parent.0)?;
@@ -295,10 +358,17 @@ impl Ledger {
 
     /// No page copy into the row is waiting, riding on a step, or unfinished on the device.
     fn check_no_copy_into(&self, row: Row, verb: &str) -> Result<()> {
-        let riding = self.steps.incomplete().flat_map(|record| &record.before.copies);
-        let into = |copy: &&TailCopy| copy.row == row && self.groups[copy.group()].holds(row, copy.column, copy.dst());
-        match self.copies.iter().chain(riding).find(into) {
-            Some(copy) => Err(Error::NotReady(format!(
+        let waiting = self.copies.iter().map(|copy| (copy, self.steps.next()));
+        let riding = self.steps.incomplete();
+        let riding = riding.flat_map(|record| record.before.copies.iter().map(|copy| (copy, record.plan.step)));
+        let into = |(copy, step): &(&TailCopy, u64)| {
+            let group = &self.groups[copy.group()];
+            // Without fences the row may have dropped the page since and taken it again.
+            let is_the_one = group.pool.record(copy.dst()).is_some_and(|record| record.birth_step <= *step);
+            copy.row == row && is_the_one && group.holds(row, copy.column, copy.dst())
+        };
+        match waiting.chain(riding).find(into) {
+            Some((copy, _)) => Err(Error::NotReady(format!(
                 "{verb} of {}: the copy of page {} to its page {} is not finished",
                 self.rows.describe(row),
                 copy.copy.src,

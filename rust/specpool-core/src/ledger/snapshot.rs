@@ -25,6 +25,25 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::NotReady`] while a step is not over.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let snapshot = ledger.snapshot()?;
+    /// ledger.finish(row)?;
+    /// ledger.restore(&snapshot)?;
+    /// assert_eq!(ledger.resolved_len()[row.at()], 10);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
     pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.gate()?;
         self.check_nothing_in_flight("snapshot")?;
