@@ -23,7 +23,8 @@ fn futures(world: &World, case: &cases::Case, names: &mut PageNames) -> Vec<(boo
 #[test]
 fn worlds_with_one_key_have_one_future() {
     let mut num_pairs = 0;
-    for case in cases::all().into_iter().filter(|case| !case.name.starts_with("rounds")) {
+    // Without page fencing, what lies in a page that was freed too early stays in the key for longer than it matters.
+    for case in cases::all().into_iter().filter(|case| case.config.page_fencing && case.config.num_rows < 3) {
         let mut names = PageNames::default();
         let start = World::new(&case.config, None).unwrap();
         let mut seen = HashMap::from([(key(&start, &case.alphabet, &mut names), start.clone())]);
