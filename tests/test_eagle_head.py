@@ -284,8 +284,8 @@ def test_spellings_of_one_eagle3_head_give_identical_outputs(
 
 
 def same_outputs(found: Any, expected: Any) -> None:
-    """Equal, but for the last bits: where a file puts a tensor decides which BLAS kernel reads it."""
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    """Equal but for the last bits: where a file puts a tensor decides which BLAS kernel reads it."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
