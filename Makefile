@@ -55,10 +55,14 @@ lint: $(VENV)/.dev ## rustfmt, clippy, ruff, mypy, stubtest
 
 test: $(VENV)/.dev ## install from nothing and pass the tests
 	cargo test --quiet
+	cargo test --quiet -p specpool-check
+	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -m "not full" -n 2
 
 test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	cargo test --quiet
+	cargo test --quiet -p specpool-check
+	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -n 2
 
 test-gpu: $(VENV)/.dev ## the losslessness tests on a CUDA device

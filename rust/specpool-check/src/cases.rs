@@ -148,6 +148,7 @@ fn others() -> Vec<Case> {
     alone.overlap_depth = 1;
     let mut failures = LedgerConfig::new(one(2), chain.clone(), 2, 3);
     failures.overlap_depth = 1;
+    let behind = LedgerConfig::new(one(2), vec![], 1, 4);
     let no_draft_kv = LedgerConfig { draft_kv: false, ..alone.clone() };
     let deltas = LedgerConfig::new(one(2), chain, 1, 3);
     let mut upstream = LedgerConfig::new(one(2), vec![shape(2, 2, 3), shape(1, 1, 2)], 1, 3);
@@ -155,12 +156,14 @@ fn others() -> Vec<Case> {
     let plain = Alphabet::plain(&[1, 2], 2);
     let failing = Alphabet { failures: true, ..plain.clone() };
     let undrafted = Alphabet { undrafted: true, ..plain.clone() };
+    let pinned = Alphabet { max_prefixes: 1, trims: false, cancels: false, ..failing.clone() };
     let lasting = Alphabet { deltas: true, ..plain.clone() };
     vec![
         case("undrafted P=2 D=1".into(), alone.clone(), 0, undrafted.clone(), None),
         case("no draft KV P=2 D=1".into(), no_draft_kv, 0, undrafted, None),
         Case { is_quick: true, ..case("deltas P=2".into(), deltas, 0, lasting, None) },
         Case { is_quick: true, ..case("failures P=2 D=1 rows=1".into(), alone, 0, failing.clone(), None) },
+        Case { is_quick: true, ..case("failures behind a prefix P=2".into(), behind, 1, pinned, None) },
         case("failures P=2 D=1 rows=2".into(), failures, 0, failing, Some(CUT)),
         case("upstream P=2 D=1".into(), upstream, 0, plain, None),
     ]

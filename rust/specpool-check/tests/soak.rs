@@ -1,0 +1,24 @@
+//! The soak run: a planted fault is found and shrunk, and one seed means one run.
+
+use specpool_check::device::Plant;
+use specpool_check::soak::{Episode, run};
+
+fn episode(seed: u64, plant: Option<Plant>) -> Episode {
+    Episode { seed, ops: 4_000, has_device: plant.is_some(), plant }
+}
+
+#[test]
+fn a_planted_fault_is_found_and_shrunk() {
+    let failure = (0..).find_map(|seed| run(&episode(seed, Some(Plant::KeepLength))).err()).unwrap();
+    assert!(failure.trace.len() <= 30, "{} operations: {:?}", failure.trace.len(), failure.trace);
+    assert!(failure.trace.len() <= failure.found_after);
+}
+
+#[test]
+fn a_seed_decides_everything() {
+    let tally = run(&episode(7, None)).unwrap();
+    assert_eq!(tally, run(&episode(7, None)).unwrap());
+    assert_ne!(tally.refused, run(&episode(8, None)).unwrap().refused);
+    // Most operations can succeed, some are bad on purpose.
+    assert!(tally.refused * 2 < tally.ops && tally.refused > 0, "{tally:?}");
+}
