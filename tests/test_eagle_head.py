@@ -284,7 +284,7 @@ def test_spellings_of_one_eagle3_head_give_identical_outputs(
 
 
 def same_outputs(found: Any, expected: Any) -> None:
-    """Equal but for the last bits: where a file puts a tensor decides which BLAS kernel reads it."""
+    """Equal but for the last bits: where a file puts a tensor decides how BLAS reads it."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
