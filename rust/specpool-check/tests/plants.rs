@@ -18,7 +18,10 @@ fn finder(plant: Plant) -> Case {
         Plant::OneMoreDraft => "rounds P=3 2/2/3+1/1/2 D=0 Holey shared L=7",
         Plant::SkipAbandon => "sharing P=[2] L=2 prefixes+failures fencing=true",
     };
-    cases::all().into_iter().find(|case| case.is_quick && case.name == name).unwrap_or_else(|| panic!("no case {name:?}"))
+    cases::all()
+        .into_iter()
+        .find(|case| case.is_quick && case.name == name)
+        .unwrap_or_else(|| panic!("no case {name:?}"))
 }
 
 #[test]
