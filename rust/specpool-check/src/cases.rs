@@ -6,7 +6,7 @@
 use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Shape};
 
 use crate::events::Alphabet;
-use crate::explore::Case;
+pub use crate::explore::Case;
 
 /// States of a case that is not run to its end.
 const CUT: u64 = 300_000;

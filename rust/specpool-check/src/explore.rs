@@ -95,6 +95,14 @@ impl Key {
     }
 }
 
+/// What a world is told apart by: the hash of its normal form.
+#[must_use]
+pub fn key(world: &World, alphabet: &Alphabet, names: &mut PageNames) -> u128 {
+    let mut key = Key::new();
+    world.write_normal_form(names, alphabet.deltas, &mut |word| key.word(word));
+    key.value()
+}
+
 /// Where a state came from: its parent's number and the place of the event among the parent's.
 type Origin = (u32, u16);
 
@@ -150,9 +158,8 @@ pub fn explore(case: &Case, plant: Option<Plant>, most: u64) -> Result<Report, B
 impl Explorer<'_> {
     /// Counts the state, if it was not seen before; its number.
     fn is_new(&mut self, world: &World, origin: Origin) -> Option<u32> {
-        let mut key = Key::new();
-        world.write_normal_form(&mut self.names, self.case.alphabet.deltas, &mut |word| key.word(word));
-        self.seen.insert(key.value()).then(|| {
+        let key = key(world, &self.case.alphabet, &mut self.names);
+        self.seen.insert(key).then(|| {
             self.report.states += 1;
             self.origins.push(origin);
             self.origins.len() as u32 - 1

@@ -384,6 +384,12 @@ impl PagePool {
         report
     }
 
+    /// How many pages are handed out before this one, which is free.
+    pub(crate) fn turn_of(&self, page: Page) -> usize {
+        let at = self.returned.iter().rposition(|&other| other == page);
+        at.map_or(page.at() + self.returned.len(), |at| self.returned.len() - 1 - at)
+    }
+
     /// Page copies not launched yet that read or write the page.
     pub(crate) fn copies_of(&self, page: Page) -> u32 {
         self.line(page).copies

@@ -130,7 +130,10 @@ impl Ledger {
             let mut is_named = vec![false; group.pool.num_mapped()];
             for (page, name) in names.named(at) {
                 is_named[page as usize] = true;
-                lines.push((name, self.page_line(at, Page(page))));
+                let line = self.page_line(at, Page(page));
+                // A free page with a name is one that something on its way still touches, without page fencing.
+                let turn = if line == 0 { group.pool.turn_of(Page(page)) as u64 } else { 0 };
+                lines.push((name, line | turn));
             }
             lines.sort_unstable();
             for (name, line) in lines {
