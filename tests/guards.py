@@ -57,13 +57,9 @@ GUARDS = [
     guard(
         2,
         "lanes whose epoch moved are skipped",
-        "rows.rs",
-        """            if epoch[at] != planned {
-                continue;
-            }
-            let first""",
-        """            let _ = (epoch, planned);
-            let first""",
+        "ledger/life.rs",
+        "if stands(lane) { accept_lens[lane] } else { 0 }",
+        "if stands(lane) { accept_lens[lane] } else { accept_lens[lane] }",
     ),
     guard(
         3,
@@ -135,15 +131,15 @@ GUARDS = [
         10,
         "the round in flight counts with its own width",
         "rows.rs",
-        "hi[at] += shapes[shape as usize].max_accept_len() as i32;",
-        "hi[at] += 1 + 0 * shapes[shape as usize].max_accept_len() as i32;",
+        "hi[at] += most;",
+        "hi[at] += 1 + 0 * most;",
     ),
     guard(
         11,
         "a lagging draft is refused",
         "ledger/prepare.rs",
-        "let lags = |at: usize| state.drafted[at] < state.resolved[at] || state.undrafted_rounds[at] > 0;",
-        "let lags = |at: usize| state.drafted[at] > state.resolved[at];",
+        "let lags = |at: usize| (drafted[at] < resolved[at]) | (undrafted[at] > 0);",
+        "let lags = |at: usize| (drafted[at] > resolved[at]) & (undrafted[at] > 0);",
     ),
     guard(
         23,
@@ -177,8 +173,8 @@ GUARDS = [
         28,
         "the estimate is the claim's own",
         "ledger/prepare.rs",
-        "group.reserve(shapes, &allocated, &lo, &hi, &mut after);",
-        "let _ = &hi;\n            group.reserve(shapes, &allocated, &lo, &lo, &mut after);",
+        "slots += reserve.next_allocated(has, lo, hi[at].into()) - has;",
+        "slots += reserve.next_allocated(has, lo, lo + 0 * i64::from(hi[at])) - has;",
     ),
     guard(
         30,
@@ -257,13 +253,13 @@ GUARDS = [
         53,
         "hi sums each round's own A",
         "ledger/prepare.rs",
-        "let (lo, hi) = state.roots(rows);",
-        """let (lo, _) = state.roots(rows);
-        let own = |(&row, &shape): (&i32, &i32)| {
-            let most = self.shapes[shape as usize].max_accept_len() as i32;
-            state.resolved[row as usize] + state.in_flight[row as usize] * most
-        };
-        let hi = rows.iter().zip(&shapes).map(own).collect();""",
+        "        Plan {\n            step: self.steps.next(),",
+        """        for (lane, hi) in hi.iter_mut().enumerate() {
+            let most = self.shapes[shapes[lane] as usize].max_accept_len() as i32;
+            *hi = start[lane] + (lo[lane] - start[lane]) * most;
+        }
+        Plan {
+            step: self.steps.next(),""",
     ),
     guard(
         54,
@@ -343,13 +339,12 @@ GUARDS = [
     guard(
         59,
         "extends fence too",
-        "ledger/life.rs",
-        "            self.rows.last_launched[row as usize] = step;\n        }\n        if",
+        "rows.rs",
+        "            last[row as usize] = plan.step;\n",
         """            if plan.kind == StepKind::Decode {
-                self.rows.last_launched[row as usize] = step;
+                last[row as usize] = plan.step;
             }
-        }
-        if""",
+""",
     ),
     guard(
         60,
@@ -527,9 +522,9 @@ GUARDS = [
     guard(
         75,
         "lo is the first position behind what is committed",
-        "rows.rs",
-        "let lo = |&row: &i32| self.resolved[row as usize] + self.in_flight[row as usize];",
-        "let lo = |&row: &i32| self.in_flight[row as usize];",
+        "ledger/prepare.rs",
+        "*lo = resolved[at] + in_flight[at];",
+        "*lo = in_flight[at];",
     ),
     guard(
         76,
