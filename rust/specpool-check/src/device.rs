@@ -50,6 +50,8 @@ pub struct Forward {
     pub plan: Arc<Plan>,
     /// The table changes that go before it, per group.
     pub delta: Vec<DeltaEntries>,
+    /// The row that each of the plan's page copies is for.
+    pub copy_rows: Vec<i32>,
 }
 
 /// How far a write reached, for the proof that no slot is reserved in vain: (group, shape, lo, hi, end of the write).
@@ -204,15 +206,9 @@ impl Device {
         }
         if fails {
             // Its copies may not have run either: the rows they were for are lost with it.
-            for copy in &plan.page_copies {
+            for (copy, &row) in plan.page_copies.iter().zip(&forward.copy_rows) {
                 let (group, page_size) = (copy.group as usize, self.page_size(copy.group as usize));
-                let cells = self.tables[group].iter().enumerate();
-                let columns = self.facts.columns[group];
-                let rows: Vec<usize> =
-                    cells.filter(|&(_, &page)| page == copy.dst).map(|(at, _)| at / columns).collect();
-                for row in rows {
-                    self.rows[row].is_lost = true;
-                }
+                self.rows[row as usize].is_lost = true;
                 self.target[group][(i64::from(copy.dst) * page_size) as usize..][..page_size as usize].fill(0);
             }
             for &row in &plan.rows {
@@ -232,6 +228,21 @@ impl Device {
             for at in skipped..entries.rows.len() {
                 let cell = entries.rows[at] as usize * self.facts.columns[group] + entries.columns[at] as usize;
                 self.tables[group][cell] = entries.pages[at];
+            }
+        }
+    }
+
+    /// Empties the pages that are free.
+    pub fn forget_pages(&mut self, is_free: impl Fn(usize, i32) -> bool) {
+        for (group, (target, draft)) in self.target.iter_mut().zip(&mut self.draft).enumerate() {
+            let page_size = self.facts.groups[group].page_size as usize;
+            let pages = target.chunks_mut(page_size).zip(draft.chunks_mut(page_size)).enumerate();
+            for (page, (target, draft)) in pages {
+                let is_used = target.iter().chain(draft.iter()).any(|&tag| tag != 0);
+                if is_used && is_free(group, page as i32) {
+                    target.fill(0);
+                    draft.fill(0);
+                }
             }
         }
     }

@@ -30,6 +30,8 @@ pub enum Event {
 #[derive(Debug, Clone)]
 pub(crate) struct Flight {
     pub(crate) plan: Arc<Plan>,
+    /// The row that each of its page copies is for.
+    pub(crate) copy_rows: Vec<i32>,
     /// The table changes that go before it, once it is launched.
     pub(crate) delta: Option<Arc<Vec<DeltaEntries>>>,
     /// What it accepted, once it ran.
@@ -73,6 +75,8 @@ pub struct World {
     pinned: Pinned,
     /// Per group: the table that the device will have when all that is launched has run.
     tail: Vec<Vec<i32>>,
+    /// Row -> length: rows that were cut while a forward of theirs was on its way.
+    resets: BTreeMap<i32, i32>,
     /// Live rows, last admitted last.
     pub(crate) admitted: Vec<i32>,
 }
@@ -95,6 +99,7 @@ impl World {
             prefixes: BTreeMap::new(),
             pinned: vec![Vec::new(); tail.len()],
             tail,
+            resets: BTreeMap::new(),
             admitted: Vec::new(),
         })
     }
@@ -104,6 +109,14 @@ impl World {
     /// # Errors
     /// The law that was broken.
     pub fn apply(&mut self, event: &Event) -> Result<bool, Fault> {
+        let is_done = self.happen(event)?;
+        if is_done {
+            self.forget_free_pages();
+        }
+        Ok(is_done)
+    }
+
+    fn happen(&mut self, event: &Event) -> Result<bool, Fault> {
         match event {
             Event::Call(op) => self.call(op),
             Event::Run { accept_lens } => self.run(accept_lens, false),
@@ -154,8 +167,9 @@ impl World {
             }
             (_, Given::Plan(plan)) => {
                 let is_settled = plan.kind == StepKind::Extend;
+                let copy_rows = self.copy_rows(&plan);
                 let (delta, ran, has_failed, is_complete) = (None, None, false, false);
-                self.flights.push_back(Flight { plan, delta, ran, has_failed, is_settled, is_complete });
+                self.flights.push_back(Flight { plan, copy_rows, delta, ran, has_failed, is_settled, is_complete });
             }
             (Op::Launch { step }, _) => self.launch(*step)?,
             (Op::Resolve { step, .. } | Op::Abandon { step }, _) => {
@@ -172,11 +186,8 @@ impl World {
             }
             (Op::Cancel { .. }, _) => drop(self.flights.pop_back()),
             (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len)) => {
-                let on_its_way =
-                    |flight: &Flight| flight.is_launched() && flight.ran.is_none() && flight.plan.rows.contains(row);
-                if !self.flights.iter().any(on_its_way) {
-                    self.device.set_length(*row, len);
-                }
+                self.resets.insert(*row, len);
+                self.reset_lengths();
             }
             _ => {}
         }
@@ -185,7 +196,32 @@ impl World {
         Ok(())
     }
 
+    /// Whose table has the page that each copy writes, 0 for nobody's.
+    fn copy_rows(&self, plan: &Plan) -> Vec<i32> {
+        let row_of = |copy: &specpool_core::PageCopy| {
+            let table = self.ledger.page_table(copy.group as usize).ok()?;
+            let cell = table.cells().iter().position(|&page| page == copy.dst)?;
+            Some((cell / table.pages_per_row()) as i32)
+        };
+        plan.page_copies.iter().map(|copy| row_of(copy).unwrap_or(0)).collect()
+    }
+
+    /// The device's length is set in stream order, behind all that was launched before the cut. (An extend that is
+    /// launched first sets it itself.)
+    fn reset_lengths(&mut self) {
+        let Self { resets, flights, device, .. } = self;
+        resets.retain(|row, len| {
+            let mut on_its_way = flights.iter().filter(|flight| flight.is_launched() && flight.ran.is_none());
+            let waits = on_its_way.any(|flight| flight.plan.rows.contains(row));
+            if !waits {
+                device.set_length(*row, *len);
+            }
+            waits
+        });
+    }
+
     fn seat(&mut self, row: i32, sequence: Vec<Tag>) {
+        self.resets.remove(&row);
         self.device.admit(row, sequence);
         self.admitted.retain(|&other| other != row);
         self.admitted.push(row);
@@ -235,6 +271,9 @@ impl World {
         }
         if let Some(flight) = self.flights.iter_mut().find(|flight| flight.plan.step == step) {
             flight.delta = Some(Arc::new(delta));
+            if flight.plan.kind == StepKind::Extend {
+                self.resets.retain(|row, _| !flight.plan.rows.contains(row));
+            }
         }
         Ok(())
     }
@@ -245,7 +284,7 @@ impl World {
     /// What the device finds wrong with it.
     pub fn run_stale(&mut self) -> Result<(), Fault> {
         let Some(flight) = self.flights.iter().find(|flight| !flight.is_launched()) else { return Ok(()) };
-        let forward = Forward { plan: Arc::clone(&flight.plan), delta: Vec::new() };
+        let forward = Forward { plan: Arc::clone(&flight.plan), delta: Vec::new(), copy_rows: Vec::new() };
         let accept_lens = vec![1; flight.plan.num_lanes()];
         self.device.run(&self.ledger, &self.pinned, &forward, &accept_lens, false)
     }
@@ -253,11 +292,13 @@ impl World {
     fn run(&mut self, accept_lens: &[i32], fails: bool) -> Result<bool, Fault> {
         let Some(flight) = self.flights.iter_mut().find(|flight| flight.ran.is_none()) else { return Ok(false) };
         let Some(delta) = &flight.delta else { return Ok(false) };
-        let forward = Forward { plan: Arc::clone(&flight.plan), delta: delta.to_vec() };
+        let copy_rows = flight.copy_rows.clone();
+        let forward = Forward { plan: Arc::clone(&flight.plan), delta: delta.to_vec(), copy_rows };
         self.device.run(&self.ledger, &self.pinned, &forward, accept_lens, fails)?;
         flight.ran = Some(accept_lens.to_vec());
         flight.has_failed = fails;
         flight.delta = Some(Arc::default());
+        self.reset_lengths();
         Ok(true)
     }
 
@@ -265,6 +306,17 @@ impl World {
     #[must_use]
     pub fn has_waiting_copies(&self) -> bool {
         !self.model.pending.is_empty()
+    }
+
+    /// What lies in a free page is nobody's. Without page fencing a forward on its way may still read it.
+    fn forget_free_pages(&mut self) {
+        let is_quiet = self.flights.iter().all(|flight| !flight.is_launched() || flight.ran.is_some());
+        if self.ledger.page_fencing() || is_quiet {
+            self.device.forget_pages(|group, page| {
+                let record = self.ledger.page_record(group, specpool_core::Page(page));
+                record.is_ok_and(|record| record.state == specpool_core::PageState::Free)
+            });
+        }
     }
 
     fn forget_flights(&mut self) {
@@ -364,7 +416,7 @@ impl World {
         for (at, row) in self.device.rows.iter().enumerate().skip(1) {
             let waits = |flight: &Flight| flight.ran.is_none() && flight.plan.rows.contains(&(at as i32));
             if self.admitted.contains(&(at as i32)) || self.flights.iter().any(waits) {
-                word(u64::from(row.is_lost));
+                word(u64::from(row.is_lost) << 32 | self.resets.get(&(at as i32)).map_or(0, |&len| len as u64 + 1));
                 sequence(&row.sequence, word);
             }
         }

@@ -90,8 +90,12 @@ impl Ledger {
         for (record, state) in steps.states() {
             let plan = &record.plan;
             let is_launched = matches!(state, StepState::Launched | StepState::Resolved);
-            let flags = [plan.step <= steps.completed(), record.is_abandoned()];
+            let is_complete = plan.step <= steps.completed();
+            let flags = [is_complete, record.is_abandoned()];
             word(flags.iter().fold(plan.kind as u64 * 4 + state as u64, |bits, &flag| bits << 1 | u64::from(flag)));
+            if is_complete && state == StepState::Resolved {
+                continue; // Over, behind one that is not.
+            }
             for lane in 0..plan.num_lanes() {
                 let stands = plan.epochs[lane] == rows.epoch[plan.rows[lane] as usize];
                 let is_resident = rows.is_resident(plan.rows[lane], plan.step);
@@ -108,7 +112,9 @@ impl Ledger {
                 let before = [&record.before.drafted, &record.before.idle];
                 lengths.into_iter().chain(before).flatten().for_each(|&len| word(len as u64));
             }
-            record.before.copies.iter().for_each(|copy| self.write_copy(copy, plan.step, names, word));
+            for copy in record.before.copies.iter().filter(|_| !is_complete) {
+                self.write_copy(copy, plan.step, names, word);
+            }
             word(u64::MAX);
         }
         for copy in copies {
