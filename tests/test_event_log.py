@@ -474,9 +474,9 @@ def test_a_recorded_run_of_the_engine_replays(tmp_path, monkeypatch):
     with Engine.from_pretrained("specpool/tiny", draft="specpool/tiny-eagle") as engine:
         engine.generate(["seq: 1, 2, 3,", "[min]"], SamplingParams(max_new_tokens=24))
         expected = engine.ledger.state_hash()
-        engine.ledger.close()
     (path,) = tmp_path.iterdir()
     ledger, events = replayed(path)
+    assert log_reference.read(path.read_bytes()).records[-1].verb == "closed"
     verbs = {event.verb for event in events}
     assert {"admit", "prepare_extend", "prepare_decode", "resolve", "finish"} <= verbs
     assert ledger.state_hash() == expected

@@ -278,10 +278,16 @@ class Engine:
         ]
 
     def close(self) -> None:
-        """Abort what runs and give the target model its own attention back."""
+        """Abort what runs, give the target model its own attention back, write the event log out.
+
+        Raises:
+            RecordError: the event log cannot be written; all else is done, a further call tries
+                again.
+        """
         for request in self._scheduler.requests():
             self._finish(request, "abort")
         self.target.close()
+        self.ledger.close()
 
     def __enter__(self) -> Engine:
         """Return the engine itself."""
