@@ -208,7 +208,7 @@ impl Device {
             // Its copies may not have run either: the rows they were for are lost with it.
             for (copy, &row) in plan.page_copies.iter().zip(&forward.copy_rows) {
                 let (group, page_size) = (copy.group as usize, self.page_size(copy.group as usize));
-                self.rows[row as usize].is_lost = true;
+                self.rows[row as usize].is_lost |= row != 0;
                 self.target[group][(i64::from(copy.dst) * page_size) as usize..][..page_size as usize].fill(0);
             }
             for &row in &plan.rows {

@@ -30,7 +30,7 @@ pub enum Event {
 #[derive(Debug, Clone)]
 pub(crate) struct Flight {
     pub(crate) plan: Arc<Plan>,
-    /// The row that each of its page copies is for.
+    /// The row that each of its page copies is for, 0 once nobody's.
     pub(crate) copy_rows: Vec<i32>,
     /// The table changes that go before it, once it is launched.
     pub(crate) delta: Option<Arc<Vec<DeltaEntries>>>,
@@ -222,6 +222,9 @@ impl World {
 
     fn seat(&mut self, row: i32, sequence: Vec<Tag>) {
         self.resets.remove(&row);
+        // A copy of a step that was not launched may be for the row's last request.
+        let copy_rows = self.flights.iter_mut().flat_map(|flight| &mut flight.copy_rows);
+        copy_rows.filter(|of| **of == row).for_each(|of| *of = 0);
         self.device.admit(row, sequence);
         self.admitted.retain(|&other| other != row);
         self.admitted.push(row);
@@ -372,6 +375,7 @@ impl World {
             let claims = [&plan.allocated_before, &plan.allocated_after];
             lengths.into_iter().chain(claims).flatten().for_each(|&len| word(len as u64));
             word(u64::from(plan.writes_draft));
+            flight.copy_rows.iter().for_each(|&row| word(row as u64));
             // A forward sees its rows in the table as it is then. Cells that it does not see are overwritten before
             // anyone does: what is pending covers them, which `check` makes sure of.
             for (group, entries) in delta.iter().enumerate() {
