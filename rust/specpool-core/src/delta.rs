@@ -103,3 +103,29 @@ impl Delta {
         })
     }
 }
+
+/// Faults that no public call can bring about: planted here, and found.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_planted_fault_is_reported() {
+        type Fault = fn(&mut Delta);
+        let faults: [(&str, Fault); 4] = [
+            ("1 cells are marked pending, 2 entries", |delta| delta.place[3] = 0),
+            ("3 cells are marked pending, 2 entries", |delta| delta.place[4] = 1),
+            ("delta entry 0 and the mark of cell 5 disagree", |delta| delta.entries.swap(0, 1)),
+            ("delta entry 1 and the mark of cell 5 disagree", |delta| delta.place[5] = 1),
+        ];
+        for (expected, plant) in faults {
+            let mut delta = Delta::new(6).unwrap();
+            delta.mark(3);
+            delta.mark(5);
+            assert_eq!(delta.pending().collect::<Vec<_>>(), [3, 5]);
+            assert_eq!(delta.broken(), None);
+            plant(&mut delta);
+            assert_eq!(delta.broken().as_deref(), Some(expected));
+        }
+    }
+}

@@ -46,3 +46,21 @@ impl TailCopy {
         digest.ints(&[group, src, dst, tokens, self.row.0, self.column as i32]);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hash_sees_every_number() {
+        let copy = |group, src, dst, tokens, row, column| {
+            let mut digest = Digest::new();
+            TailCopy { copy: PageCopy { group, src, dst, tokens }, row: Row(row), column }.hash(&mut digest);
+            digest.value()
+        };
+        let mut hashes = vec![copy(0, 0, 0, 0, 0, 0), copy(1, 0, 0, 0, 0, 0), copy(0, 1, 0, 0, 0, 0)];
+        hashes.extend([copy(0, 0, 1, 0, 0, 0), copy(0, 0, 0, 1, 0, 0), copy(0, 0, 0, 0, 1, 0), copy(0, 0, 0, 0, 0, 1)]);
+        hashes.sort_unstable();
+        assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));
+    }
+}

@@ -345,3 +345,67 @@ impl Steps {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::Row;
+
+    fn plan() -> Plan {
+        let lanes = vec![1, 2];
+        let (rows, shapes, lo, hi, start) = (lanes.clone(), lanes.clone(), lanes.clone(), lanes.clone(), lanes.clone());
+        let (new_len, allocated_before, allocated_after) = (lanes.clone(), lanes.clone(), lanes);
+        let (step, kind, writes_draft, epochs, page_copies) = (1, StepKind::Extend, false, vec![1, 2], vec![]);
+        Plan {
+            step,
+            kind,
+            writes_draft,
+            rows,
+            shapes,
+            epochs,
+            lo,
+            hi,
+            start,
+            new_len,
+            allocated_before,
+            allocated_after,
+            page_copies,
+        }
+    }
+
+    fn hash(change: impl FnOnce(&mut Plan), copies: Vec<TailCopy>, after: impl FnOnce(&mut Steps)) -> u64 {
+        let (mut plan, mut steps, mut digest) = (plan(), Steps::new(), Digest::new());
+        change(&mut plan);
+        steps.push(Arc::new(plan), Before { copies, ..Before::default() });
+        after(&mut steps);
+        steps.hash(&mut digest);
+        digest.value()
+    }
+
+    #[test]
+    fn the_hash_sees_every_number_that_counts() {
+        type Change = fn(&mut Plan);
+        let changes: [Change; 11] = [
+            |_| {},
+            |plan| plan.step = 2,
+            |plan| plan.kind = StepKind::Decode,
+            |plan| plan.writes_draft = true,
+            |plan| plan.rows[1] = 3,
+            |plan| plan.shapes[1] = 3,
+            |plan| plan.lo[1] = 3,
+            |plan| plan.hi[1] = 3,
+            |plan| plan.new_len[1] = 3,
+            |plan| plan.allocated_before[1] = 3,
+            |plan| plan.epochs[1] = 3,
+        ];
+        let mut hashes: Vec<u64> = changes.iter().map(|change| hash(change, vec![], |_| {})).collect();
+        let copy = PageCopy { group: 0, src: 1, dst: 2, tokens: 3 };
+        hashes.push(hash(|_| {}, vec![TailCopy { copy, row: Row(1), column: 0 }], |_| {}));
+        hashes.push(hash(|_| {}, vec![], |steps| steps.queue[0].stale = true));
+        hashes.push(hash(|_| {}, vec![], |steps| steps.num_unlaunched = 0));
+        hashes.push(hash(|_| {}, vec![], |steps| steps.queue[0].abandoned = true));
+        hashes.push(hash(|_| {}, vec![], |steps| steps.queue.clear()));
+        hashes.sort_unstable();
+        assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));
+    }
+}

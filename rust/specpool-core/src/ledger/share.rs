@@ -423,3 +423,28 @@ impl Ledger {
         self.prefixes.values().flat_map(move |prefix| prefix.pages[group].held.iter().copied())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hash_sees_every_number_of_a_prefix() {
+        let prefix = |len, drafted, evicted, pages: &[i32]| {
+            let held = pages.iter().map(|&page| Page(page)).collect();
+            let mut digest = Digest::new();
+            Prefix { len, drafted, pages: vec![PrefixPages { evicted, held }] }.hash(&mut digest);
+            digest.value()
+        };
+        let mut hashes = [
+            prefix(4, 4, 0, &[1, 2]),
+            prefix(8, 4, 0, &[1, 2]),
+            prefix(4, 8, 0, &[1, 2]),
+            prefix(4, 4, 2, &[1, 2]),
+            prefix(4, 4, 0, &[1, 3]),
+            prefix(4, 4, 0, &[1]),
+        ];
+        hashes.sort_unstable();
+        assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));
+    }
+}
