@@ -303,6 +303,17 @@ mod tests {
         assert_eq!(before, format!("{ledger:?}"));
     }
 
+    /// A round that the row does not have in flight is not taken from it.
+    #[test]
+    fn a_resolve_of_a_corrupt_row_is_refused() {
+        let (mut ledger, row) = busy();
+        ledger.rows.in_flight[row.at()] = 0;
+        let before = format!("{ledger:?}");
+        let error = ledger.resolve(2, &[1]).unwrap_err().to_string();
+        assert_eq!(error, "resolve of step 2: the oldest round of row 1 (request-7) is step 0");
+        assert_eq!(before, format!("{ledger:?}"));
+    }
+
     /// Scenario 4: whatever the lengths say, no claim passes the end of the row.
     #[test]
     fn scenario_04_a_claim_past_the_row_width_is_refused() {

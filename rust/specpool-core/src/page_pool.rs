@@ -420,6 +420,10 @@ mod tests {
             pool.release(pages[page], ROW, fence, 4, Verb::Trim).unwrap();
         }
         assert_eq!(pool.broken(4), [""; 0]);
+        assert_eq!([pool.copies_of(pages[3]), pool.copies_of(pages[0])], [1, 0]);
+        assert_eq!([pool.holders_if_unfenced(pages[1], 4), pool.holders_if_unfenced(pages[0], 4)], [Some(2), Some(1)]);
+        assert_eq!([pool.holders_if_unfenced(pages[2], 4), pool.holders_if_unfenced(pages[3], 4)], [None; 2]);
+        assert_eq!(pool.holders_if_unfenced(pages[2], 5), Some(0));
         pool
     }
 
