@@ -57,8 +57,12 @@ impl Delta {
 
     /// All pending entries with the table's values, remembered as taken for `step`.
     pub(crate) fn take(&mut self, step: u64, table: &PageTable) -> DeltaEntries {
-        self.takes.retain(|&(taken, _)| taken != step);
-        self.takes.push((step, self.version));
+        // Mostly it is the newest step that is taken for, and mostly for the first time.
+        let place = self.takes.partition_point(|&(taken, _)| taken < step);
+        match self.takes.get_mut(place).filter(|(taken, _)| *taken == step) {
+            Some((_, version)) => *version = self.version,
+            None => self.takes.insert(place, (step, self.version)),
+        }
         let columns = table.pages_per_row();
         let split = |entry: &Entry| (entry.cell as usize / columns, entry.cell as usize % columns);
         DeltaEntries {
@@ -69,7 +73,7 @@ impl Delta {
     }
 
     pub(crate) fn has_take(&self, step: u64) -> bool {
-        self.takes.iter().any(|&(taken, _)| taken == step)
+        self.takes.binary_search_by_key(&step, |&(taken, _)| taken).is_ok()
     }
 
     /// Removes what has not changed since the take of `step`. Takes of older steps are covered by it.

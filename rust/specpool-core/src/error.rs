@@ -82,7 +82,9 @@ pub enum Error {
     #[error("{0}")]
     NotReady(String),
     /// The draft KV of a row is behind its target KV.
-    #[error("row {row} cannot draft: drafted_len {drafted} is behind resolved_len {resolved}")]
+    #[error(
+        "row {row} cannot draft: drafted_len {drafted}, resolved_len {resolved}, {undrafted} rounds in flight write no draft KV"
+    )]
     DraftLag {
         /// The row.
         row: usize,
@@ -90,6 +92,8 @@ pub enum Error {
         drafted: i64,
         /// Positions below this have target KV.
         resolved: i64,
+        /// Rounds in flight that write none.
+        undrafted: i32,
     },
     /// An argument has a wrong length, value or combination.
     #[error("{0}")]

@@ -215,7 +215,8 @@ impl GroupState {
         if self.held_columns(row).contains(&column) {
             return Some(Page(self.table.row(row)[column]));
         }
-        self.kept(row).iter().find(|kept| kept.column as usize == column).map(|kept| kept.page)
+        let kept = self.kept(row);
+        kept.binary_search_by_key(&column, |kept| kept.column as usize).ok().map(|at| kept[at].page)
     }
 
     /// Whether the row holds the page at that column.
@@ -229,14 +230,27 @@ impl GroupState {
         in_table.chain(self.kept(row).iter().map(|kept| kept.page))
     }
 
-    /// Whether the row can be cut to `len` tokens and go on from there (spec 4, trim).
-    pub(crate) fn can_cut(&self, row: Row, len: i32) -> bool {
-        let is_page_edge = i64::from(len) % self.page_size == 0;
-        if len < self.protected[row.at()] && !is_page_edge {
-            return false;
+    /// `len` where the row can be cut to that many tokens and go on from there (spec 4, trim), else a shorter length:
+    /// none in between will do.
+    pub(crate) fn next_cut(&self, row: Row, len: i32) -> i32 {
+        let page_size = self.page_size as i32;
+        if len < self.protected[row.at()] && len % page_size != 0 {
+            return len / page_size * page_size;
         }
-        self.evict_to(len) >= i64::from(self.evicted[row.at()])
-            || self.window_columns(len).all(|column| self.page_of(row, column).is_some())
+        if self.evict_to(len) >= i64::from(self.evicted[row.at()]) {
+            return len;
+        }
+        let is_missing = |&column: &usize| self.page_of(row, column).is_none();
+        let Some(missing) = self.window_columns(len).rev().find(is_missing) else { return len };
+        if self.window == 1 {
+            return missing as i32 * page_size; // A page's edge, where the window is empty.
+        }
+        // A shorter length needs its last page, which below e only a checkpoint keeps.
+        let kept = self.kept(row);
+        match kept.partition_point(|kept| (kept.column as usize) < missing) {
+            0 => 0,
+            below => (kept[below - 1].column as i32 + 1) * page_size,
+        }
     }
 
     /// Appends what each lane will have allocated for a round of its shape (spec 3.2) to `after`. `allocated` is what it
@@ -327,7 +341,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// Cuts the row to `len` tokens, which [`can_cut`](Self::can_cut) allowed: drops the tail, brings the pages that
+    /// Cuts the row to `len` tokens, which [`next_cut`](Self::next_cut) allowed: drops the tail, brings the pages that
     /// the window needs back from the checkpoint, and forgets the checkpoint's pages unless it `stays`.
     pub(crate) fn cut(&mut self, row: Row, len: i32, stays: bool, fence: Fence, verb: Verb) -> Held {
         let at = row.at();

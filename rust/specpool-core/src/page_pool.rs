@@ -392,6 +392,11 @@ impl PagePool {
         }
     }
 
+    /// Rows and pinned prefixes that hold the page.
+    pub(crate) fn holders(&self, page: Page) -> u32 {
+        self.line(page).holders
+    }
+
     /// Page copies not launched yet that read or write the page.
     pub(crate) fn copies_of(&self, page: Page) -> u32 {
         self.line(page).copies

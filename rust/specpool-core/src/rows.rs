@@ -202,7 +202,9 @@ impl Rows {
 
     /// The steps of the rounds in flight, oldest first.
     pub(crate) fn rounds_in_flight(&self, row: Row) -> &[u64] {
-        &self.rounds[row.at() * self.max_rounds..][..self.in_flight[row.at()] as usize]
+        let rounds = &self.rounds[row.at() * self.max_rounds..][..self.max_rounds];
+        // A count that was written behind the ledger's back is the audit's to report, not a panic's.
+        rounds.get(..self.in_flight[row.at()] as usize).unwrap_or(rounds)
     }
 
     /// The step of the row's oldest round in flight, 0 when there is none.

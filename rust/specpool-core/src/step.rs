@@ -127,6 +127,10 @@ impl StepState {
     }
 }
 
+/// Runs of cancelled numbers that are remembered, so that completing one is refused: a bound, since a ledger may live
+/// for years. Completing an older one says nothing new and is let pass.
+const MAX_CANCELLED: usize = 1024;
+
 /// All steps that are not over, oldest first.
 #[derive(Debug, Clone)]
 pub(crate) struct Steps {
@@ -137,13 +141,13 @@ pub(crate) struct Steps {
     next: u64,
     /// Every step up to this one has finished on the device.
     completed: u64,
-    /// Runs of numbers that were cancelled, ascending: neighbours share one, so it stays short.
-    cancelled: Vec<Range<u64>>,
+    /// The latest runs of numbers that were cancelled, ascending; neighbours share one.
+    cancelled: VecDeque<Range<u64>>,
 }
 
 impl Steps {
     pub(crate) fn new() -> Self {
-        Self { queue: VecDeque::new(), num_unlaunched: 0, next: 1, completed: 0, cancelled: Vec::new() }
+        Self { queue: VecDeque::new(), num_unlaunched: 0, next: 1, completed: 0, cancelled: VecDeque::new() }
     }
 
     pub(crate) fn next(&self) -> u64 {
@@ -214,11 +218,16 @@ impl Steps {
         for (record, state) in self.states() {
             let plan = &record.plan;
             digest.word(plan.step);
+            let is_complete = plan.step <= self.completed;
             digest.ints(&[plan.kind as i64, i64::from(plan.writes_draft), state as i64, i64::from(record.abandoned)]);
+            digest.word(is_complete.into());
             for lanes in [&plan.rows, &plan.shapes, &plan.lo, &plan.hi, &plan.new_len, &plan.allocated_before] {
                 digest.ints(lanes);
             }
             plan.epochs.iter().for_each(|&epoch| digest.word(epoch));
+            for before in [&record.before.drafted, &record.before.idle] {
+                digest.ints(before);
+            }
             record.before.copies.iter().for_each(|copy| copy.hash(digest));
         }
     }
@@ -328,11 +337,14 @@ impl Steps {
         let Some(record) = self.queue.pop_back() else { return Vec::new() };
         self.num_unlaunched -= 1;
         let mut first = record.plan.step;
-        while let Some(run) = self.cancelled.last().filter(|run| run.end >= first).cloned() {
+        while let Some(run) = self.cancelled.back().filter(|run| run.end >= first).cloned() {
             first = first.min(run.start);
-            self.cancelled.pop();
+            self.cancelled.pop_back();
         }
-        self.cancelled.push(first..self.next);
+        self.cancelled.push_back(first..self.next);
+        if self.cancelled.len() > MAX_CANCELLED && self.cancelled[0].end <= self.completed {
+            self.cancelled.pop_front();
+        }
         record.before.copies
     }
 
@@ -373,13 +385,35 @@ mod tests {
         }
     }
 
-    fn hash(change: impl FnOnce(&mut Plan), copies: Vec<TailCopy>, after: impl FnOnce(&mut Steps)) -> u64 {
+    fn hash(change: impl FnOnce(&mut Plan), before: Before, after: impl FnOnce(&mut Steps)) -> u64 {
         let (mut plan, mut steps, mut digest) = (plan(), Steps::new(), Digest::new());
         change(&mut plan);
-        steps.push(Arc::new(plan), Before { copies, ..Before::default() });
+        steps.push(Arc::new(plan), before);
         after(&mut steps);
         steps.hash(&mut digest);
         digest.value()
+    }
+
+    #[test]
+    fn cancelled_numbers_take_no_more_memory_than_their_bound() {
+        let mut steps = Steps::new();
+        let prepare = |steps: &mut Steps| {
+            let plan = Plan { step: steps.next(), ..plan() };
+            steps.push(Arc::new(plan), Before::default());
+            steps.next() - 1
+        };
+        let last = (0..MAX_CANCELLED + 9).fold(0, |_, _| {
+            let cancelled = prepare(&mut steps);
+            steps.cancel_newest();
+            let step = prepare(&mut steps);
+            steps.num_unlaunched = 0;
+            steps.complete(step);
+            assert!(steps.check_complete(cancelled).is_err() && steps.check_complete(step).is_ok());
+            cancelled
+        });
+        assert_eq!(steps.cancelled.len(), MAX_CANCELLED);
+        assert!(steps.check_complete(last - 2 * (MAX_CANCELLED as u64 - 1)).is_err());
+        assert!(steps.check_complete(1).is_ok());
     }
 
     #[test]
@@ -398,13 +432,23 @@ mod tests {
             |plan| plan.allocated_before[1] = 3,
             |plan| plan.epochs[1] = 3,
         ];
-        let mut hashes: Vec<u64> = changes.iter().map(|change| hash(change, vec![], |_| {})).collect();
+        let mut hashes: Vec<u64> = changes.iter().map(|change| hash(change, Before::default(), |_| {})).collect();
         let copy = PageCopy { group: 0, src: 1, dst: 2, tokens: 3 };
-        hashes.push(hash(|_| {}, vec![TailCopy { copy, row: Row(1), column: 0 }], |_| {}));
-        hashes.push(hash(|_| {}, vec![], |steps| steps.queue[0].stale = true));
-        hashes.push(hash(|_| {}, vec![], |steps| steps.num_unlaunched = 0));
-        hashes.push(hash(|_| {}, vec![], |steps| steps.queue[0].abandoned = true));
-        hashes.push(hash(|_| {}, vec![], |steps| steps.queue.clear()));
+        let copies = vec![TailCopy { copy, row: Row(1), column: 0 }];
+        let befores = [
+            Before { copies, ..Before::default() },
+            Before { drafted: vec![1], ..Before::default() },
+            Before { idle: vec![1], ..Before::default() },
+        ];
+        hashes.extend(befores.into_iter().map(|before| hash(|_| {}, before, |_| {})));
+        let afters: [fn(&mut Steps); 5] = [
+            |steps| steps.queue[0].stale = true,
+            |steps| steps.num_unlaunched = 0,
+            |steps| steps.queue[0].abandoned = true,
+            |steps| steps.completed = 1,
+            |steps| steps.queue.clear(),
+        ];
+        hashes.extend(afters.into_iter().map(|after| hash(|_| {}, Before::default(), after)));
         hashes.sort_unstable();
         assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));
     }

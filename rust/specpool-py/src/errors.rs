@@ -34,7 +34,7 @@ pub fn to_py(error: Error) -> PyErr {
         Error::StalePlan { step, row, .. } => py::StalePlan::new_err((text, step, row)),
         Error::Order(_) => py::OrderError::new_err(text),
         Error::NotReady(_) => py::NotReady::new_err(text),
-        Error::DraftLag { row, drafted, resolved } => py::DraftLag::new_err((text, row, drafted, resolved)),
+        Error::DraftLag { row, drafted, resolved, .. } => py::DraftLag::new_err((text, row, drafted, resolved)),
         Error::Shape(_) => py::ShapeError::new_err(text),
         Error::Config(_) => py::ConfigError::new_err(text),
         Error::Corrupt(_) => py::CorruptState::new_err(text),

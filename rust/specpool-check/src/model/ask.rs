@@ -49,8 +49,8 @@ pub(crate) fn outcome(found: &Result<Given, Error>) -> Outcome {
         Err(Error::StalePlan { row, .. }) => Refusal::StalePlan { row: *row },
         Err(Error::Order(_)) => Refusal::Order,
         Err(Error::NotReady(_)) => Refusal::NotReady,
-        Err(Error::DraftLag { row, drafted, resolved }) => {
-            Refusal::DraftLag { row: *row, drafted: *drafted, resolved: *resolved }
+        Err(Error::DraftLag { row, drafted, resolved, undrafted }) => {
+            Refusal::DraftLag { row: *row, drafted: *drafted, resolved: *resolved, undrafted: *undrafted }
         }
         Err(Error::Shape(_)) => Refusal::Shape,
         Err(Error::Config(_)) => Refusal::Config,

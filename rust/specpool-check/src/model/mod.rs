@@ -44,6 +44,7 @@ pub(crate) enum Refusal {
         row: usize,
         drafted: i64,
         resolved: i64,
+        undrafted: i32,
     },
     Shape,
     Config,

@@ -166,11 +166,11 @@ impl Model {
         }
         for (&row, &shape) in rows.iter().zip(shapes) {
             let state = &self.rows[row];
-            let undrafted = state.rounds.iter().filter(|round| !round.writes_draft).count() as i64;
+            let undrafted = state.rounds.iter().filter(|round| !round.writes_draft).count() as i32;
             let lags = state.drafted < state.resolved || undrafted > 0;
             if self.draft_kv && lags && self.shapes[shape as usize].1 {
-                let resolved = i64::from(state.resolved) + undrafted;
-                return Err(Refusal::DraftLag { row, drafted: state.drafted.into(), resolved });
+                let (drafted, resolved) = (state.drafted.into(), state.resolved.into());
+                return Err(Refusal::DraftLag { row, drafted, resolved, undrafted });
             }
         }
         let lanes = rows.iter().zip(shapes);

@@ -335,8 +335,8 @@ impl Ledger {
         match rows.iter().zip(shapes).find(lagging).filter(|_| self.draft_kv) {
             Some((&row, _)) => {
                 let at = row as usize;
-                let resolved = i64::from(state.resolved[at]) + i64::from(state.undrafted_rounds[at]);
-                Err(Error::DraftLag { row: at, drafted: state.drafted[at].into(), resolved })
+                let (drafted, resolved) = (state.drafted[at].into(), state.resolved[at].into());
+                Err(Error::DraftLag { row: at, drafted, resolved, undrafted: state.undrafted_rounds[at] })
             }
             None => Ok(()),
         }

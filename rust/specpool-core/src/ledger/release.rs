@@ -161,9 +161,11 @@ impl Ledger {
             )));
         }
         let at = row.at();
-        let most = len.min(self.rows.written(row));
-        let stands = |&cut: &i32| self.groups.iter().all(|group| group.can_cut(row, cut));
-        let cut = (0..=most).rev().find(stands).unwrap_or(0);
+        let mut cut = len.min(self.rows.written(row));
+        while let Some(shorter) = self.groups.iter().map(|group| group.next_cut(row, cut)).min().filter(|&to| to < cut)
+        {
+            cut = shorter;
+        }
         let drafted = self.drafted_after_cut(row, cut);
         for (at, group) in self.groups.iter().enumerate() {
             group.check_cut(row, cut).map_err(|record| self.page_error(at, record))?;

@@ -403,12 +403,14 @@ impl Ledger {
     /// [`Error::Shape`] when there is no such group.
     pub fn reclaimable_pages(&self, group: usize) -> Result<usize> {
         let group = self.group(group)?;
-        let mut idle_holders = vec![0_u32; group.pool.num_mapped()];
-        for row in (1..=self.rows.num_rows()).filter(|&row| self.rows.idle[row]) {
-            group.pages(Row(row as i32)).for_each(|page| idle_holders[page.at()] += 1);
+        if self.rows.num_idle == 0 {
+            return Ok(0);
         }
-        let all_idle = |((holders, _), idle): &((u32, u32), u32)| *holders > 0 && holders == idle;
-        Ok(group.pool.counts().zip(idle_holders).filter(all_idle).count())
+        let idle = (1..=self.rows.num_rows()).filter(|&row| self.rows.idle[row]);
+        let mut held: Vec<Page> = idle.flat_map(|row| group.pages(Row(row as i32))).collect();
+        held.sort_unstable();
+        let all_idle = |holds: &&[Page]| group.pool.holders(holds[0]) as usize == holds.len();
+        Ok(held.chunk_by(|a, b| a == b).filter(all_idle).count())
     }
 
     /// `free` are the pages that the call could have had, those that it would itself evict among them.
