@@ -3,15 +3,15 @@
 //! Pushing an event goes to memory and never fails. The memory is written out by [`EventLog::make_room`], which the
 //! ledger calls before a verb changes anything: a full disk refuses that call, and nothing is lost or half done.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::codec::put_varint;
+use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-
-use crate::ledger::LedgerConfig;
 use crate::log_header;
 
 /// Kinds of the last record, besides those of [`Call`](crate::call::Call).
@@ -39,15 +39,17 @@ pub struct EventLog {
     is_stuck: bool,
     /// The last record is pushed.
     is_over: bool,
+    identity: Arc<()>,
     /// The process that opened the file: a forked child must not write the parent's bytes again.
     process: u32,
 }
 
 impl EventLog {
-    /// Creates the file, or empties it, and writes the header.
+    /// Creates the file, or empties it, and writes the header. The file is locked until the log is dropped.
     ///
     /// # Errors
-    /// [`Error::Record`] when the file cannot be written or `limit` bytes do not even hold the header.
+    /// [`Error::Record`] when the file cannot be written, another ledger is writing it, or `limit` bytes do not even
+    /// hold the header.
     pub fn create(path: &Path, config: &LedgerConfig, limit: u64) -> Result<Self> {
         let header = log_header::encode(config);
         let least = header.len() as u64 + LAST_LEN;
@@ -56,7 +58,7 @@ impl EventLog {
                 "record_limit must be at least {least} bytes, the header of this ledger, got {limit}"
             )));
         }
-        let file = File::create(path)
+        let file = create_locked(path)
             .map_err(|error| Error::Record(format!("cannot write the event log {}: {error}", path.display())))?;
         let mut log = Self {
             file,
@@ -66,16 +68,16 @@ impl EventLog {
             limit,
             is_stuck: false,
             is_over: false,
+            identity: Arc::new(()),
             process: std::process::id(),
         };
         log.flush()?;
         Ok(log)
     }
 
-    /// The file.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// One and the same for one log, and for no other.
+    pub(crate) fn identity(&self) -> &Arc<()> {
+        &self.identity
     }
 
     /// Bytes of the log, whether written or in memory.
@@ -159,6 +161,21 @@ impl Drop for EventLog {
     fn drop(&mut self) {
         let _ = self.flush();
     }
+}
+
+/// Two ledgers that write one file would each destroy the other's log, and neither would notice.
+fn create_locked(path: &Path) -> std::io::Result<File> {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
+    if file.metadata()?.is_file() {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                return Err(std::io::Error::other("another ledger is writing it (%p in the path is the process id)"));
+            }
+            // Some file systems have no locks.
+            Err(TryLockError::Error(_)) | Ok(()) => file.set_len(0)?,
+        }
+    }
+    Ok(file)
 }
 
 /// `[length][call, aside][digest][checksum]`; the length counts the call and what is beside it.

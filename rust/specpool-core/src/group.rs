@@ -396,6 +396,13 @@ impl GroupState {
         Ok(())
     }
 
+    /// Bytes of memory that the group's state takes, or a little less.
+    pub(crate) fn num_bytes(&self) -> usize {
+        let cells = self.table.cells().len() * 2 * size_of::<u32>(); // the table, and the marks of its delta
+        let lengths = self.allocated.len() * 3 * size_of::<i32>() + self.kept.len() * size_of::<Vec<Kept>>();
+        cells + lengths + self.pool.num_mapped() * PagePool::bytes_per_page()
+    }
+
     /// Every number of the rows and of the pool that decides what the group will do.
     pub(crate) fn hash(&self, digest: &mut Digest) {
         for lengths in [&self.allocated, &self.protected, &self.evicted] {

@@ -17,10 +17,11 @@ mod snapshot;
 use std::collections::BTreeMap;
 
 use crate::check::in_range;
+use crate::config::{LedgerConfig, MAX_ROWS};
 use crate::delta::DeltaEntries;
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::group::{Group, GroupState, Sizes};
+use crate::group::{GroupState, Sizes};
 use crate::ids::Row;
 use crate::page_copy::TailCopy;
 use crate::rows::Rows;
@@ -30,60 +31,6 @@ use crate::step::Steps;
 pub use normal_form::PageNames;
 use record::Recorder;
 pub use snapshot::Snapshot;
-
-/// What a ledger is built from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LedgerConfig {
-    /// At least one; names are unique.
-    pub groups: Vec<Group>,
-    /// All shapes that may ever run. Shape 0 is put first when it is not.
-    pub shapes: Vec<Shape>,
-    /// Rows, besides row 0.
-    pub num_rows: i64,
-    /// L: tokens of the longest sequence, at least 2.
-    pub max_context_len: i64,
-    /// Most rows in one step; `None` means all.
-    pub max_batch: Option<i64>,
-    /// D: rounds that may be prepared before the previous one is resolved.
-    pub overlap_depth: i64,
-    /// How much is reserved for a round.
-    pub policy: Policy,
-    /// Slots of a row, per group; `None` takes the least that suffices.
-    pub row_width: Option<Vec<i64>>,
-    /// Whether drafting depends on draft KV (`drafted_len`).
-    pub draft_kv: bool,
-    /// Most tokens of one extend; `None` sets no limit. Window groups need pages for a window and a chunk.
-    pub max_chunk: Option<i64>,
-    /// Whether `end_turn` is used: window groups then need pages for a checkpoint too.
-    pub sessions: bool,
-    /// Whether freed pages wait for the launched steps that may touch them. An engine whose forwards and copies all run
-    /// on one stream can do without; rows wait in any case.
-    pub page_fencing: bool,
-    /// Whether the running digest is kept.
-    pub digest: bool,
-}
-
-impl LedgerConfig {
-    /// A synchronous ledger with the exact policy.
-    #[must_use]
-    pub fn new(groups: Vec<Group>, shapes: Vec<Shape>, num_rows: i64, max_context_len: i64) -> Self {
-        Self {
-            groups,
-            shapes,
-            num_rows,
-            max_context_len,
-            max_batch: None,
-            overlap_depth: 0,
-            policy: Policy::Exact,
-            row_width: None,
-            draft_kv: true,
-            max_chunk: None,
-            sessions: false,
-            page_fencing: true,
-            digest: false,
-        }
-    }
-}
 
 /// Pages, rows and lengths, and the rules between them.
 ///
@@ -136,9 +83,6 @@ pub struct Ledger {
     recorder: Recorder,
     closed: bool,
 }
-
-/// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
-const MAX_ROWS: i64 = 1 << 24;
 
 impl Ledger {
     /// Builds an empty ledger.

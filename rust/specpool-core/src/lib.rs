@@ -1,8 +1,9 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
 //! Layers point one way; everything may use `error`, `ids` and `check`:
-//! - the ledger: `shape, layout -> sizing`, `page_pool, page_table -> delta`, then `group, step, rows -> ledger -> audit`;
-//! - what it did: `codec -> event, call -> log_header, event_log -> ledger -> log_reader -> replay`;
+//! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
+//!   `group -> config`, `group, step, rows -> ledger -> audit`;
+//! - what it did: `codec -> event, call`, `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `mask`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
@@ -14,6 +15,7 @@ mod audit;
 pub mod call;
 mod check;
 mod codec;
+pub mod config;
 pub mod delta;
 pub mod digest;
 pub mod draft_cells;
@@ -41,6 +43,7 @@ pub mod tree;
 pub mod verify;
 
 pub use call::Call;
+pub use config::LedgerConfig;
 pub use delta::DeltaEntries;
 pub use digest::Digest;
 pub use error::{Error, Result};
@@ -49,7 +52,7 @@ pub use event_log::EventLog;
 pub use group::Group;
 pub use ids::{Page, Row};
 pub use layout::Layout;
-pub use ledger::{Ledger, LedgerConfig, PageNames, Snapshot};
+pub use ledger::{Ledger, PageNames, Snapshot};
 pub use log_reader::{LogEnd, LogReader, Record};
 pub use page_copy::PageCopy;
 pub use page_pool::{PagePool, PageRecord, PageState, Verb};

@@ -1,10 +1,10 @@
 //! The head of an event log: what the file is, who wrote it, and the whole configuration of the ledger.
 
 use crate::codec::{Bytes, Decoded, put_text, put_varint};
+use crate::config::{LedgerConfig, MAX_ROWS};
 use crate::digest::Digest;
 use crate::group::Group;
 use crate::layout::Layout;
-use crate::ledger::LedgerConfig;
 use crate::shape::Shape;
 use crate::sizing::Policy;
 
@@ -120,6 +120,9 @@ fn config(input: &mut Bytes<'_>) -> Decoded<LedgerConfig> {
         Ok(Shape { num_steps: field()?, topk: field()?, num_draft_tokens: field()? })
     })?;
     let (num_rows, max_context_len) = (setting(input)?, setting(input)?);
+    if !(1..=MAX_ROWS).contains(&num_rows) {
+        return Err(format!("num_rows must be in [1, {MAX_ROWS}], got {num_rows}"));
+    }
     let mut config = LedgerConfig::new(groups, shapes, num_rows, max_context_len);
     config.max_batch = optional(input)?;
     config.overlap_depth = setting(input)?;

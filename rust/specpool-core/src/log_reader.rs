@@ -8,10 +8,10 @@ use std::path::Path;
 
 use crate::call::Call;
 use crate::codec::{Bytes, Decoded};
+use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::event_log::{self, CLOSED, LIMIT, TRAILER_LEN};
-use crate::ledger::LedgerConfig;
 use crate::log_header::{self, MAGIC, VERSION};
 
 /// How a log ends.
@@ -187,7 +187,8 @@ impl LogReader {
         }
         self.digest = after;
         self.index += 1;
-        let max_lanes = usize::try_from(self.config.num_rows).unwrap_or(0);
+        let max_lanes = self.config.max_batch.map_or(self.config.num_rows, |most| most.min(self.config.num_rows));
+        let max_lanes = usize::try_from(max_lanes).unwrap_or(0);
         let decoded = decode(&body, max_lanes).map_err(|why| self.refusal(at, &format!("it is damaged: {why}")))?;
         let (call, tag, snapshot) = decoded;
         Ok(Some(Record { index: self.index, offset: at, call, tag, snapshot, digest: after.value() }))

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::call::Call;
+use crate::config::LedgerConfig;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::ledger::{Ledger, LedgerConfig, Snapshot};
+use crate::ledger::{Ledger, Snapshot};
 use crate::log_reader::{LogEnd, LogReader, Record};
 use crate::step::Plan;
 

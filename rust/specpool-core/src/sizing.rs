@@ -263,10 +263,8 @@ pub fn row_width(
     in_range("max_context_len", max_context_len, 2, MAX_LEN)?;
     in_range("overlap_depth", overlap_depth, 0, MAX_COUNT)?;
     let most_accepted = shapes.iter().map(|shape| i64::from(shape.max_accept_len())).max().unwrap_or(1);
-    let (lo, hi) = match policy {
-        Policy::Exact => (1, max_context_len - 1 + overlap_depth * most_accepted),
-        Policy::DoubleBuffer => (max_context_len - 1 + overlap_depth, max_context_len - 1 + overlap_depth),
-    };
+    let hi = max_context_len - 1 + overlap_depth * most_accepted;
+    let lo = if policy == Policy::Exact { 1 } else { max_context_len - 1 + overlap_depth };
     let reserves = Reserve::for_shapes(geometry, shapes, policy, overlap_depth)?;
     let widest = reserves.iter().map(|reserve| reserve.need(lo, hi)).max().unwrap_or(0);
     Ok(ceil_align(widest, geometry.page_size))

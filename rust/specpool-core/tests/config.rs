@@ -1,6 +1,6 @@
 //! What a ledger may be built from: every limit from both sides, and the numbers in each refusal.
 
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Shape};
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Policy, Shape};
 
 const MOST: i64 = i32::MAX as i64;
 
@@ -118,6 +118,14 @@ fn pages_without_which_one_row_runs_dry() {
     // A round in flight accepts at most 4, the next one verifies 4.
     needs(&window(9, 3, false), 5, "a window of 9 with 8 slots ahead");
     needs(&window(10, 3, false), 6, "a window of 10 with 8 slots ahead");
+    // Upstream's policy claims two windows of 4 from the root behind a round in flight.
+    let upstream = LedgerConfig { policy: Policy::DoubleBuffer, ..window(9, 3, false) };
+    needs(&upstream, 6, "a window of 9 with 9 slots ahead");
+    // Each of two branches has a page for the tail and one for what is left of its drafts.
+    let branches = Group { hosts_drafts: true, layout: Layout::Holey, ..group(4, 0, Some(9)) };
+    let tree = vec![Shape::eagle(3, 2, 4).unwrap()];
+    let holey = LedgerConfig { groups: vec![branches], shapes: tree, ..window(9, 3, false) };
+    needs(&holey, 8, "a window of 9 with 20 slots ahead");
     // Never more than a row has columns.
     needs(&window(9, 95, false), 27, "the pages of one row of 108 slots");
     needs(&window(9, 92, false), 26, "a window of 9 with 92 slots ahead");

@@ -24,7 +24,7 @@ fn config() -> LedgerConfig {
     let mut config = LedgerConfig::new(groups, vec![Shape::eagle(5, 8, 64).unwrap()], MAX_LANES as i64, 100);
     config.overlap_depth = 1;
     config.policy = Policy::DoubleBuffer;
-    config.max_batch = Some(7);
+    config.max_batch = Some(MAX_LANES as i64);
     config.row_width = Some(vec![4_000, 5_000]);
     config.max_chunk = Some(1_000);
     (config.draft_kv, config.sessions, config.page_fencing) = (false, true, false);
@@ -384,5 +384,48 @@ fn a_call_is_shown_as_it_would_be_written() {
     for (call, text, rows, step) in shown {
         assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));
         assert!(text.starts_with(call.verb()));
+    }
+}
+
+/// Two ledgers on one file would each destroy the other's log.
+#[test]
+fn a_log_has_one_writer() {
+    let path = place("two");
+    let first = EventLog::create(&path, &config(), u64::MAX).unwrap();
+    let written = std::fs::read(&path).unwrap();
+    let error = EventLog::create(&path, &config(), u64::MAX).unwrap_err().to_string();
+    assert!(error.contains("another ledger is writing it") && error.contains("two"), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), written);
+    drop(first);
+    EventLog::create(&path, &config(), u64::MAX).unwrap();
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// A few bytes that stand for many: no array is longer than a batch can be.
+#[test]
+fn a_small_log_takes_no_great_memory() {
+    let log = |num_rows, max_batch, lanes| {
+        let config = LedgerConfig { num_rows, max_batch, ..config() };
+        let path = place("crafted");
+        let mut log = EventLog::create(&path, &config, u64::MAX).unwrap();
+        let mut bytes = Vec::new();
+        let rows = vec![1; lanes];
+        let call = Call::Resolve { step: 1, accept_lens: rows.into() };
+        call.encode(&mut bytes);
+        let after = digest_of(&bytes, Digest::new());
+        log.push(&bytes, &[], Digest::new(), after);
+        drop(log);
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        read(&bytes).1
+    };
+    assert!(log(4, Some(3), 3).is_ok());
+    let error = log(1 << 20, Some(3), 4).unwrap_err();
+    assert!(error.contains("an array of 4 lanes, at most 3 fit"), "{error}");
+    let error = log(4, None, 5).unwrap_err();
+    assert!(error.contains("an array of 5 lanes, at most 4 fit"), "{error}");
+    for num_rows in [0, (1 << 24) + 1, i64::MAX] {
+        let error = log(num_rows, None, 1).unwrap_err();
+        assert!(error.contains("num_rows must be in [1, 16777216]"), "{error}");
     }
 }

@@ -248,16 +248,34 @@ fn a_replay_that_differs_names_the_event_and_its_offset() {
     assert!(error.contains(&expected), "{error}");
 }
 
-/// Calls that another ledger's snapshot is restored by cannot be run again.
+/// The ledger writes no such log: it refuses the snapshot.
 #[test]
-fn a_snapshot_of_another_ledger_is_named() {
+fn a_restore_of_an_unknown_snapshot_is_named() {
     let path = place("foreign-snapshot");
-    let mut ledger = Ledger::recorded(config(), &path, 1 << 20).unwrap();
-    let snapshot = Ledger::new(config()).unwrap().snapshot().unwrap();
-    ledger.restore(&snapshot).unwrap();
-    ledger.close().unwrap();
+    let mut log = EventLog::create(&path, &Ledger::new(config()).unwrap().config(), 1 << 20).unwrap();
+    let mut bytes = Vec::new();
+    Call::Restore.encode(&mut bytes);
+    log.push(&bytes, &[1], Digest::new(), Digest::new());
+    drop(log);
     let error = first_error(&path);
     assert!(error.contains("(restore)") && error.contains("snapshot 1 is not of this log"), "{error}");
+}
+
+/// Its log could not be replayed; a ledger that is not recorded may take over what one built alike had.
+#[test]
+fn a_recorded_ledger_refuses_a_snapshot_that_its_log_does_not_tell_of() {
+    let path = place("foreign");
+    let mut recorded = Ledger::recorded(config(), &path, u64::MAX).unwrap();
+    let mut plain = Ledger::new(config()).unwrap();
+    let (own, foreign) = (recorded.snapshot().unwrap(), plain.snapshot().unwrap());
+    let before = (recorded.digest(), recorded.state_hash());
+    let error = recorded.restore(&foreign).unwrap_err().to_string();
+    assert!(error.contains("snapshot 1 is of another ledger"), "{error}");
+    assert_eq!((recorded.digest(), recorded.state_hash()), before);
+    recorded.restore(&own).unwrap();
+    plain.restore(&own).unwrap();
+    drop(recorded);
+    std::fs::remove_file(&path).unwrap();
 }
 
 #[test]

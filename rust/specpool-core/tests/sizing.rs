@@ -182,3 +182,20 @@ fn an_extend_takes_what_the_row_does_not_hold() {
     assert_eq!(sizing::extend_pages(17, 48, 16).unwrap(), 0);
     assert!(matches!(sizing::extend_pages(17, 20, 16), Err(Error::Config(_))));
 }
+
+/// `4 + N` slots for pages of one, else at least `2 * W + P - 1` (spec 3.1).
+#[test]
+fn the_headroom_that_upstream_gives_a_row() {
+    let headroom = |page_size, s, k, n| sizing::row_headroom(page_size, Shape::new(s, k, n).unwrap()).unwrap();
+    assert_eq!(headroom(1, 5, 8, 64), 68);
+    assert_eq!(headroom(64, 5, 8, 64), 2 * 1024 + 63);
+    assert_eq!(headroom(2, 3, 1, 4), 2 * 4 + 1);
+    assert_eq!(headroom(2, 0, 1, 1), 5);
+}
+
+#[test]
+fn what_a_row_has_next() {
+    assert_eq!(sizing::next_allocated(4, 9, 4), Ok(12));
+    assert_eq!(sizing::next_allocated(12, 9, 4), Ok(12));
+    assert_eq!(Geometry::new(7, true, Layout::Holey).unwrap().page_size(), 7);
+}

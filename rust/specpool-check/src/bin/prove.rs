@@ -38,7 +38,7 @@ fn options() -> Result<Options, String> {
             "--quick" => options.is_quick = true,
             "--list" => options.is_list = true,
             "--case" => options.case = value()?,
-            "--threads" => options.threads = number(value()?)? as usize,
+            "--threads" => options.threads = (number(value()?)? as usize).max(1),
             "--most" => options.most = number(value()?)?,
             "--plant" => {
                 let name = value()?;
@@ -93,6 +93,10 @@ fn main() -> ExitCode {
             println!("--plant {name:16} {what}");
         }
         return ExitCode::SUCCESS;
+    }
+    if cases.is_empty() {
+        eprintln!("no case has {:?} in its name; --list names them", options.case);
+        return ExitCode::from(2);
     }
     let started = Instant::now();
     let work = Mutex::new(cases.into_iter());

@@ -1,11 +1,13 @@
 //! What a ledger remembers of its verbs: the running digest, and the event log where it is recorded.
 
 use std::path::Path;
+use std::sync::Arc;
 
+use super::Ledger;
 use super::prepare::growing_lanes;
-use super::{Ledger, LedgerConfig};
 use crate::call::Call;
 use crate::codec::{put_text, put_varint};
+use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::event::Event;
@@ -27,6 +29,11 @@ pub(super) struct Recorder {
 impl Recorder {
     pub(super) fn new(keeps_digest: bool) -> Self {
         Self { digest: keeps_digest.then(Digest::new), log: None, bytes: Vec::new(), aside: Vec::new() }
+    }
+
+    /// Tells logs apart; `None` where nothing is recorded.
+    pub(super) fn log_identity(&self) -> Option<&Arc<()>> {
+        self.log.as_ref().map(EventLog::identity)
     }
 }
 

@@ -1,15 +1,20 @@
 //! The whole state, kept and restored while nothing is in flight.
 
+use std::sync::Arc;
+
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::ids::Row;
+use crate::group::GroupState;
+use crate::ids::{Row, zeroed};
 
 /// The state of a ledger at a moment when nothing was in flight.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     state: Ledger,
     number: u64,
+    /// Stands for the event log that tells of it, where one does.
+    log: Option<Arc<()>>,
 }
 
 impl Snapshot {
@@ -24,7 +29,7 @@ impl Ledger {
     /// Keeps the whole state.
     ///
     /// # Errors
-    /// [`Error::NotReady`] while a step is not over.
+    /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when there is no memory for a second state.
     ///
     /// # Examples
     /// ```
@@ -47,25 +52,34 @@ impl Ledger {
     pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.gate()?;
         self.check_nothing_in_flight("snapshot")?;
+        // A clone has no other way to say that memory is short than an abort.
+        drop(zeroed::<u8>(self.groups.iter().map(GroupState::num_bytes).sum(), "a snapshot")?);
         self.snapshots += 1;
         let number = self.snapshots;
         self.note(&Event::Snapshot { number });
-        Ok(Snapshot { state: self.clone(), number })
+        Ok(Snapshot { state: self.clone(), number, log: self.recorder.log_identity().cloned() })
     }
 
     /// Goes back to a state that this ledger, or one built alike, had. Every row's epoch moves on, and step and prefix
     /// numbers never go back, so what was prepared in between stays dead. Table cells that differ become pending
-    /// deltas.
+    /// deltas. What lies in the pages on the device is the caller's to bring back.
     ///
     /// # Errors
     /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when the snapshot is of a ledger built
-    /// otherwise.
+    /// otherwise, or this ledger is recorded and its log does not tell of the snapshot.
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<()> {
         self.gate()?;
         self.check_nothing_in_flight("restore")?;
         let state = &snapshot.state;
         if self.facts() != state.facts() {
             return Err(Error::Config("restore: the snapshot is of a ledger that was built otherwise".into()));
+        }
+        let is_in_it = |log: &Arc<()>| snapshot.log.as_ref().is_some_and(|other| Arc::ptr_eq(log, other));
+        if self.recorder.log_identity().is_some_and(|log| !is_in_it(log)) {
+            return Err(Error::Config(format!(
+                "restore: snapshot {} is of another ledger, and this one is recorded: its log could not be replayed",
+                snapshot.number
+            )));
         }
         for (group, other) in self.groups.iter_mut().zip(&state.groups) {
             for at in 1..group.allocated.len() {
