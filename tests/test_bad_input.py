@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -341,6 +342,52 @@ def test_a_closed_ledger_refuses_every_verb_and_stays_readable():
     assert table[busy.ready, 0] != 0
     ledger.check()
     assert "Ledger(" in repr(ledger)
+
+
+def test_a_ledger_closes_itself_behind_a_with_block():
+    with make() as ledger:
+        ledger.admit()
+        assert not ledger.closed
+    assert ledger.closed
+    with pytest.raises(ZeroDivisionError), make() as other:
+        raise ZeroDivisionError
+    assert other.closed
+
+
+def test_an_array_of_the_other_byte_order_is_named():
+    refuses(make(), ShapeError, make().tokens_required, np.array([1], ">i4"), [0], match=">i4")
+
+
+SHORT_OF_MEMORY = """
+import resource
+from specpool import ConfigError, Group, Ledger
+group = Group("kv", page_size=1, num_pages=2**28)
+ledger = Ledger([group], [], num_rows=256, max_context_len=2**20, max_batch=1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), resource.RLIM_INFINITY))
+before = ledger.state_hash()
+try:
+    ledger.snapshot()
+except ConfigError as error:
+    print(error)
+try:
+    ledger.full_table(0)
+except MemoryError as error:
+    print(error)
+assert ledger.state_hash() == before
+ledger.admit()
+ledger.check()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
+def test_a_shortage_of_memory_is_an_error_and_no_abort():
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    snapshot, table = done.stdout.splitlines()
+    assert "no memory for a snapshot" in snapshot and "memory allocation failed" in table
 
 
 # --- Objects that misbehave, re-entrance, threads ---

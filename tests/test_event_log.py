@@ -325,9 +325,27 @@ def test_the_environment_records_every_ledger_to_a_file_of_its_own(tmp_path):
     for num_rows, path in ((1, first), (2, second)):
         ledger, events = replayed(path)
         assert ledger.num_rows == num_rows and [e.tag for e in events] == ["of the environment"]
+    refused = "import specpool as s\ntry: s.Ledger([], [], num_rows=1, max_context_len=9)\n"
+    refused += "except s.ConfigError: pass\n"
+    done = run(refused + LEDGERS, SPECPOOL_RECORD=str(tmp_path / "counted"))
+    names = sorted(path.name for path in tmp_path.glob("counted*"))
+    assert names == ["counted", "counted.2"], "a ledger that was refused takes no number"
     done = run(LEDGERS, SPECPOOL_RECORD=str(tmp_path / "no-folder" / "log"))
     assert done.returncode == 1 and "RecordError" in done.stderr
     assert run(LEDGERS, SPECPOOL_RECORD="").returncode == 0
+
+
+def test_a_log_has_one_writer(tmp_path):
+    path = tmp_path / "ranks.log"
+    first = build(path)
+    with pytest.raises(RecordError, match="another ledger is writing it"):
+        build(path)
+    done = run(LEDGERS, SPECPOOL_RECORD=str(path))
+    assert done.returncode == 1 and "another ledger is writing it" in done.stderr
+    first.admit()
+    first.close()
+    _, events = replayed(path)
+    assert [event.verb for event in events] == ["admit"]
 
 
 FORKS = """

@@ -302,7 +302,7 @@ class Ledger:
         record: path of an event log (`specpool replay`, `specpool inspect`), created or emptied;
             the digest is kept then. None takes the environment variable SPECPOOL_RECORD, if that is
             set: `%p` in it is the process id, and ledgers after the first of a process get `.2`,
-            `.3`, .. appended.
+            `.3`, .. appended. A file that another ledger is writing is refused.
         record_limit: most bytes of the log. At the limit the log ends with a record that says so
             and the ledger goes on unrecorded.
 
@@ -615,15 +615,18 @@ class Ledger:
 
         Raises:
             NotReady: a step is not over.
+            ConfigError: there is no memory for a second state.
         """
     def restore(self, snapshot: Snapshot) -> None:
         """Goes back to a state of this ledger, or of one built alike.
 
-        Epochs, step and prefix numbers never go back; table cells that differ become deltas.
+        Epochs, step and prefix numbers never go back; table cells that differ become deltas. What
+        lies in the pages on the device is the caller's to bring back.
 
         Raises:
             NotReady: a step is not over.
-            ConfigError: the snapshot is of a ledger that was built otherwise.
+            ConfigError: the snapshot is of a ledger that was built otherwise; or this one is
+                recorded, and the snapshot is not its own.
         """
     def close(self) -> None:
         """Refuses every verb from now on (OrderError); queries and views stay. Twice is once.
@@ -632,6 +635,9 @@ class Ledger:
             RecordError: the event log cannot be written. The ledger is closed; a further call
                 tries again.
         """
+    def __enter__(self) -> Ledger: ...
+    def __exit__(self, *_error: object) -> None:
+        """Closes the ledger."""
     def check(self) -> None:
         """Full audit, O(pages + table cells).
 

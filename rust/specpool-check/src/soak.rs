@@ -175,7 +175,7 @@ impl Run {
             let mut rng = Rng::new(bytes.iter().fold(0, |word: u64, &byte| word.rotate_left(8) ^ u64::from(byte)));
             let done = drive(world, op, &mut rng, &mut self.tally)?;
             self.tally.refused += u64::from(!done);
-            if self.is_thorough || self.tally.ops % 64 == 0 {
+            if self.is_thorough || self.tally.ops.is_multiple_of(64) {
                 world.check()?;
             }
         } else if let Some(ledger) = &mut self.ledger {
@@ -184,7 +184,7 @@ impl Run {
             if let Some(trace) = trace {
                 trace.push(op.clone());
             }
-            let is_hashed = self.is_thorough || self.tally.refused % HASHED_REFUSALS == 0;
+            let is_hashed = self.is_thorough || self.tally.refused.is_multiple_of(HASHED_REFUSALS);
             let before = is_hashed.then(|| ledger.state_hash());
             if apply(ledger, &op).is_err() {
                 self.tally.refused += 1;
@@ -193,7 +193,7 @@ impl Run {
                 }
             }
             check_lengths(ledger, self.tally.ops)?;
-            if self.is_thorough || self.tally.ops % AUDITED_OPS == 0 {
+            if self.is_thorough || self.tally.ops.is_multiple_of(AUDITED_OPS) {
                 ledger.check().map_err(|error| error.to_string())?;
             }
         }

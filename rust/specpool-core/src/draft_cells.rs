@@ -355,7 +355,7 @@ impl Drafts {
 pub fn advance_ancestors(ancestors: &mut [i32], branch_parents: &[i32], topk: usize, step: usize) -> Result<()> {
     let width = ancestors.len().checked_div(branch_parents.len()).unwrap_or(step.saturating_add(1));
     same_len("ancestors", ancestors.len(), branch_parents.len() * width)?;
-    if topk == 0 || branch_parents.len() % topk != 0 || step >= width {
+    if topk == 0 || !branch_parents.len().is_multiple_of(topk) || step >= width {
         return Err(Error::Shape(format!(
             "ancestors [n, {topk}, {width}] has no column for step {step}, or branch_parents is not [n, {topk}]"
         )));

@@ -52,10 +52,10 @@ impl Group {
         if self.num_pages < 1 {
             return refuse(format!("num_pages must be at least 1, got {}", self.num_pages));
         }
-        if let Some(window) = self.window {
-            if let Err(error) = in_range("window", window, 1, i32::MAX.into()) {
-                return refuse(error.to_string());
-            }
+        if let Some(window) = self.window
+            && let Err(error) = in_range("window", window, 1, i32::MAX.into())
+        {
+            return refuse(error.to_string());
         }
         let (limit, slots) = (1_i128 << 31, (i128::from(self.num_pages) + 1) * i128::from(self.page_size));
         if slots > limit {

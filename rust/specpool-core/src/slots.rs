@@ -53,7 +53,7 @@ impl<'a> TableView<'a> {
         if !(1..1 << 31).contains(&page_size) {
             return Err(Error::Shape(format!("page_size must be in [1, 2^31), got {page_size}")));
         }
-        if columns == 0 || cells.len() % columns != 0 {
+        if columns == 0 || !cells.len().is_multiple_of(columns) {
             return Err(Error::Shape(format!(
                 "page_table must be [num_rows + 1, pages_per_row >= 1], got {} cells, {columns} columns",
                 cells.len()

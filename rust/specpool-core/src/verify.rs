@@ -44,7 +44,7 @@ pub fn verify_tree(
     num_steps: usize,
 ) -> Result<Verified> {
     let n = num_nodes;
-    if n == 0 || tokens.len() % n != 0 {
+    if n == 0 || !tokens.len().is_multiple_of(n) {
         return Err(Error::Shape(format!("tokens must be [batch, N >= 1], got {} tokens for N = {n}", tokens.len())));
     }
     same_len("first_child", first_child.len(), tokens.len())?;

@@ -150,7 +150,7 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
         return Err(shape_error(format!(
             "{name} must be a 1-dimensional array of int32 or int64, got {} dimensions of {}",
             array.ndim(),
-            array.dtype().typeobj().name()?
+            array.dtype().str()?
         )));
     }
     match value.extract::<Vec<i64>>() {

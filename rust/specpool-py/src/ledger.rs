@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use specpool_core::LedgerConfig;
 
 use crate::arrays::{ConfigInt, group, int_array, int32, page, prefix, row, step, vector, view, view_2d};
@@ -29,14 +31,16 @@ impl Snapshot {
 /// Where `SPECPOOL_RECORD` has a ledger recorded: `%p` is the process; the second ledger of a process and those after it
 /// put their number behind the name, so that none writes over another.
 fn path_of_environment() -> Option<PathBuf> {
-    static LEDGERS: AtomicU64 = AtomicU64::new(0);
     let name = std::env::var("SPECPOOL_RECORD").ok().filter(|name| !name.is_empty())?;
     let name = name.replace("%p", &std::process::id().to_string());
-    match LEDGERS.fetch_add(1, Ordering::Relaxed) + 1 {
-        1 => Some(name.into()),
-        number => Some(format!("{name}.{number}").into()),
+    match LEDGERS_OF_ENVIRONMENT.load(Ordering::Relaxed) {
+        0 => Some(name.into()),
+        before => Some(format!("{name}.{}", before + 1).into()),
     }
 }
+
+/// Ledgers of this process that are recorded because the environment says so.
+static LEDGERS_OF_ENVIRONMENT: AtomicU64 = AtomicU64::new(0);
 
 #[pyclass(module = "specpool._core")]
 pub struct Ledger(pub specpool_core::Ledger);
@@ -89,15 +93,15 @@ impl Ledger {
             page_fencing,
             digest,
         };
-        let ledger = match record.or_else(path_of_environment) {
-            Some(path) => {
-                let limit = u64::try_from(record_limit.0)
-                    .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
-                specpool_core::Ledger::recorded(config, &path, limit)
-            }
-            None => specpool_core::Ledger::new(config),
-        };
-        ledger.map(Self).map_err(to_py)
+        let (is_asked_for, path) = (record.is_some(), record.or_else(path_of_environment));
+        let Some(path) = path else { return specpool_core::Ledger::new(config).map(Self).map_err(to_py) };
+        let limit = u64::try_from(record_limit.0)
+            .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
+        let ledger = specpool_core::Ledger::recorded(config, &path, limit).map_err(to_py)?;
+        if !is_asked_for {
+            LEDGERS_OF_ENVIRONMENT.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(Self(ledger))
     }
 
     #[getter]
@@ -250,7 +254,10 @@ impl Ledger {
 
     fn full_table<'py>(&self, py: Python<'py>, group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let table = self.0.page_table(self::group(group)?).map_err(to_py)?;
-        PyArray1::from_slice(py, table.cells()).reshape([self.0.num_rows() + 1, table.pages_per_row()])
+        let mut cells = Vec::new();
+        cells.try_reserve_exact(table.cells().len()).map_err(|error| PyMemoryError::new_err(error.to_string()))?;
+        cells.extend_from_slice(table.cells());
+        PyArray1::from_vec(py, cells).reshape([self.0.num_rows() + 1, table.pages_per_row()])
     }
 
     fn allocated_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
@@ -433,6 +440,15 @@ impl Ledger {
 
     fn close(&mut self) -> PyResult<()> {
         self.0.close().map_err(to_py)
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&mut self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close()
     }
 
     fn check(&self) -> PyResult<()> {
