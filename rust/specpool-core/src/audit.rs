@@ -224,9 +224,9 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::LedgerConfig;
     use crate::group::Group;
     use crate::layout::Layout;
-    use crate::ledger::LedgerConfig;
     use crate::page_pool::Verb;
     use crate::shape::Shape;
 

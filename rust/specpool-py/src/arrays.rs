@@ -178,12 +178,11 @@ fn take<'a, 'py, T: Element, const D: usize>(
     name: &str,
     object: &'a Bound<'py, PyAny>,
 ) -> PyResult<(&'a Bound<'py, PyArrayDyn<T>>, [usize; D])> {
-    if let Ok(array) = object.cast::<PyArrayDyn<T>>() {
-        if let Ok(dims) = <[usize; D]>::try_from(array.shape()) {
-            if array.is_c_contiguous() {
-                return Ok((array, dims));
-            }
-        }
+    if let Ok(array) = object.cast::<PyArrayDyn<T>>()
+        && let Ok(dims) = <[usize; D]>::try_from(array.shape())
+        && array.is_c_contiguous()
+    {
+        return Ok((array, dims));
     }
     let got = match object.cast::<PyUntypedArray>() {
         Ok(array) => {
