@@ -326,6 +326,30 @@ mod tests {
         assert_eq!(before, format!("{ledger:?}"));
     }
 
+    /// Two lanes that are wrong are not one that is right.
+    #[test]
+    fn two_corrupt_rows_are_refused_as_one_is() {
+        let (mut ledger, row) = busy();
+        let other = ledger.admit(None).unwrap();
+        let step = ledger.prepare_extend(&[other.0], &[10], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        let width = ledger.row_width(0).unwrap() as i32;
+        let plants: [(i32, &str); 2] = [(0, "row 1 overflows"), (17, "kv_committed_len 18 > allocated_len 16")];
+        for (resolved, expected) in plants {
+            let mut ledger = ledger.clone();
+            for row in [row, other] {
+                if resolved > 0 {
+                    ledger.rows.resolved[row.at()] = resolved;
+                    ledger.rows.drafted[row.at()] = resolved;
+                } else {
+                    ledger.rows.hi[row.at()] = width - 3;
+                }
+            }
+            let error = ledger.prepare_decode(&[row.0, other.0], &[1, 1], true).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
     /// A page in the row's table that another row owns stops the release before anything moves.
     #[test]
     fn a_foreign_page_is_never_given_back() {

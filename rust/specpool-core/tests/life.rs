@@ -1,0 +1,96 @@
+//! A step's life through the public calls: what is refused at each turn, with which numbers, and that nothing changes.
+
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
+
+/// A chain that accepts 1 to 4 tokens, one round of overlap, rows of 20 tokens.
+fn ledger() -> (Ledger, Row) {
+    let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    let group = Group { name, page_size: 4, num_pages: 40, hosts_drafts: true, layout, window };
+    let chain = Shape::eagle(3, 1, 4).unwrap();
+    let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 3, 20) };
+    let mut ledger = Ledger::new(config).unwrap();
+    let row = ledger.admit(Some("one")).unwrap();
+    let step = ledger.prepare_extend(&[row.0], &[5], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    (ledger, row)
+}
+
+/// The call is refused, says all of `parts`, and leaves everything as it was.
+#[track_caller]
+fn refuses<T>(ledger: &mut Ledger, call: impl FnOnce(&mut Ledger) -> Result<T, Error>, parts: &[&str]) -> Error {
+    let before = (ledger.state_hash(), format!("{ledger:?}"));
+    let Err(error) = call(ledger) else { panic!("not refused: {parts:?}") };
+    assert_eq!((ledger.state_hash(), format!("{ledger:?}")), before);
+    let text = error.to_string();
+    assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} are not all in {text:?}");
+    error
+}
+
+#[test]
+fn an_accept_len_is_in_the_range_of_its_shape() {
+    let (mut ledger, row) = ledger();
+    for (shape, most) in [(1, 4), (0, 1)] {
+        let step = ledger.prepare_decode(&[row.0], &[shape], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        for wrong in [0, -1, most + 1, i32::MAX] {
+            let (range, got) = (format!("[1, {most}]"), format!("got {wrong}"));
+            let error = refuses(&mut ledger, |l| l.resolve(step, &[wrong]), &["row 1 (one)", &range, &got]);
+            assert!(matches!(error, Error::Shape(_)));
+        }
+        for wrong in [&[][..], &[1, 1]] {
+            let got = wrong.len().to_string();
+            let error = refuses(&mut ledger, |l| l.resolve(step, wrong), &[&got]);
+            assert!(matches!(error, Error::Shape(_)));
+        }
+        let before = ledger.resolved_len()[row.at()];
+        ledger.resolve(step, &[most]).unwrap();
+        assert_eq!(ledger.resolved_len()[row.at()], before + most);
+        ledger.complete(step).unwrap();
+    }
+}
+
+#[test]
+fn only_a_launched_round_is_resolved_and_once() {
+    let (mut ledger, row) = ledger();
+    let extend = ledger.prepare_extend(&[row.0], &[7], true).unwrap().step;
+    refuses(&mut ledger, |l| l.resolve(extend, &[1]), &["resolve of step 2"]);
+    ledger.launch(extend).unwrap();
+    refuses(&mut ledger, |l| l.resolve(extend, &[1]), &["resolve of step 2", "an extend has nothing to resolve"]);
+    let round = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+    refuses(&mut ledger, |l| l.resolve(round, &[1]), &["resolve of step 3", "not launched"]);
+    ledger.launch(round).unwrap();
+    ledger.resolve(round, &[1]).unwrap();
+    refuses(&mut ledger, |l| l.resolve(round, &[1]), &["resolve of step 3", "already resolved"]);
+    refuses(&mut ledger, |l| l.resolve(9, &[1]), &["resolve of step 9"]);
+}
+
+#[test]
+fn nothing_is_prepared_behind_a_stale_step() {
+    let (mut ledger, row) = ledger();
+    let stale = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+    assert_eq!(ledger.trim(row, 3).unwrap(), 3);
+    let error = refuses(&mut ledger, |l| l.prepare_extend(&[row.0], &[4], true), &["step 2 is stale"]);
+    assert!(matches!(error, Error::NotReady(_)));
+    let other = ledger.admit(None).unwrap();
+    refuses(&mut ledger, |l| l.prepare_extend(&[other.0], &[4], true), &["step 2 is stale"]);
+    refuses(&mut ledger, |l| l.prepare_decode(&[row.0], &[1], true), &["step 2 is stale"]);
+    refuses(&mut ledger, |l| l.launch(stale), &["step 2 is stale", "row 1 was at epoch 0", "is at 1"]);
+    ledger.cancel(stale).unwrap();
+    ledger.prepare_extend(&[row.0], &[4], true).unwrap();
+}
+
+#[test]
+fn the_pages_of_impossible_roots_are_not_reckoned() {
+    let (mut ledger, _) = ledger();
+    for (lo, hi) in [(-1, 5), (6, 5), (5, 20), (20, 20)] {
+        let roots = format!("[{lo}, {hi}]");
+        refuses(&mut ledger, |l| l.pages_needed(lo, hi, 1), &[&roots, "[0, 20)"]);
+    }
+    for shape in [-1, 2] {
+        refuses(&mut ledger, |l| l.pages_needed(1, 5, shape), &[&format!("shape {shape} is not in 0..2")]);
+    }
+    // Roots 0 to 19 and the 4 nodes of a round: 23 slots.
+    assert_eq!(ledger.pages_needed(0, 19, 1).unwrap(), [6]);
+    assert_eq!(ledger.pages_needed(19, 19, 0).unwrap(), [5]);
+}
