@@ -94,3 +94,44 @@ fn the_pages_of_impossible_roots_are_not_reckoned() {
     assert_eq!(ledger.pages_needed(0, 19, 1).unwrap(), [6]);
     assert_eq!(ledger.pages_needed(19, 19, 0).unwrap(), [5]);
 }
+
+#[test]
+fn rows_shapes_and_lengths_are_checked_in_every_lane() {
+    let (mut ledger, row) = ledger();
+    let known = [row.0, row.0];
+    refuses(&mut ledger, |l| l.prepare_decode(&known, &[1, 1], true), &["row 1 is named twice"]);
+    refuses(&mut ledger, |l| l.tokens_required(&known, &[1, 1]), &["row 1 is named twice"]);
+    // Of the rows that are not there, some are wrong in two ways.
+    for (wrong, why) in [(0, "not in 1..=3"), (-1, "not in 1..=3"), (4, "not in 1..=3"), (3, "not admitted")] {
+        for rows in [[wrong, 1], [1, wrong], [wrong, wrong]] {
+            let parts = [&format!("row {wrong} is ")[..], why];
+            refuses(&mut ledger, |l| l.tokens_required(&rows, &[1, 1]), &parts);
+            refuses(&mut ledger, |l| l.prepare_decode(&rows, &[1, 1], true), &parts);
+            refuses(&mut ledger, |l| l.prepare_extend(&rows, &[9, 9], true), &parts);
+        }
+    }
+    for shape in [-1, 2, i32::MIN] {
+        let expected = format!("row 1: shape {shape} is not in 0..2");
+        refuses(&mut ledger, |l| l.tokens_required(&[1], &[shape]), &[&expected]);
+        refuses(&mut ledger, |l| l.prepare_decode(&[1], &[shape], true), &[&expected]);
+    }
+    for wrong in [&[][..], &[1, 1]] {
+        refuses(&mut ledger, |l| l.prepare_decode(&[1], wrong, true), &["1 rows", &format!("{} shapes", wrong.len())]);
+    }
+    refuses(&mut ledger, |l| l.prepare_decode(&[], &[], true), &["1..=3 rows, got 0"]);
+    refuses(&mut ledger, |l| l.prepare_decode(&[1; 4], &[1; 4], true), &["1..=3 rows, got 4"]);
+}
+
+#[test]
+fn every_row_past_the_context_is_listed() {
+    let (mut ledger, row) = ledger();
+    let (other, third) = (ledger.admit(None).unwrap(), ledger.admit(None).unwrap());
+    let rows = [row.0, other.0, third.0];
+    let error = refuses(&mut ledger, |l| l.prepare_extend(&rows, &[21, 20, 22], true), &["[1, 3]", "20 tokens"]);
+    assert_eq!(error, Error::ContextEnd { rows: vec![1, 3], max_context_len: 20 });
+    let step = ledger.prepare_extend(&rows, &[20, 19, 20], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let error = refuses(&mut ledger, |l| l.prepare_decode(&rows, &[1, 1, 1], true), &["[1, 3]"]);
+    assert_eq!(error, Error::ContextEnd { rows: vec![1, 3], max_context_len: 20 });
+    ledger.prepare_decode(&[other.0], &[1], true).unwrap();
+}
