@@ -135,3 +135,37 @@ fn every_row_past_the_context_is_listed() {
     assert_eq!(error, Error::ContextEnd { rows: vec![1, 3], max_context_len: 20 });
     ledger.prepare_decode(&[other.0], &[1], true).unwrap();
 }
+
+/// What keeps a row from a round, alone and two at once: the first reason is given.
+#[test]
+fn a_row_that_is_late_in_two_ways_is_late() {
+    let (mut ledger, row) = ledger();
+    let decode = |ledger: &mut Ledger| ledger.prepare_decode(&[row.0], &[1], true);
+    let plain = |ledger: &mut Ledger| ledger.prepare_decode(&[row.0], &[0], true);
+    // A cut row has no root, whether its draft KV lags or not.
+    ledger.trim(row, 3).unwrap();
+    assert!(matches!(refuses(&mut ledger, plain, &["row 1 (one) has no root"]), Error::NotReady(_)));
+    let step = ledger.prepare_extend(&[row.0], &[4], false).unwrap().step;
+    assert!(matches!(refuses(&mut ledger, decode, &["has no root"]), Error::NotReady(_)));
+    ledger.launch(step).unwrap();
+    refuses(&mut ledger, decode, &["drafted_len 3, resolved_len 4, 0 rounds in flight write no draft KV"]);
+    // Two rounds in flight that write no draft KV: one too many comes before the lag.
+    for _ in 0..2 {
+        let step = ledger.prepare_decode(&[row.0], &[0], false).unwrap().step;
+        ledger.launch(step).unwrap();
+    }
+    let error = refuses(&mut ledger, decode, &["2 rounds in flight, overlap_depth 1 allows 2"]);
+    assert!(matches!(error, Error::Order(_)));
+    ledger.resolve(3, &[1]).unwrap();
+    refuses(&mut ledger, decode, &["drafted_len 3, resolved_len 5, 1 rounds in flight write no draft KV"]);
+    ledger.resolve(4, &[1]).unwrap();
+    // At the end of the context, and behind with its draft KV.
+    let step = ledger.prepare_extend(&[row.0], &[20], false).unwrap().step;
+    ledger.launch(step).unwrap();
+    assert!(matches!(refuses(&mut ledger, decode, &["[1]"]), Error::ContextEnd { .. }));
+    // At the end of the context, and without a root.
+    let other = ledger.admit(None).unwrap();
+    ledger.prepare_extend(&[other.0], &[20], true).unwrap();
+    let error = refuses(&mut ledger, |l| l.prepare_decode(&[other.0], &[0], true), &["row 2 has no root"]);
+    assert!(matches!(error, Error::NotReady(_)));
+}
