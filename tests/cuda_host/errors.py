@@ -16,7 +16,7 @@ class ArgumentError(TypeError):
 
 
 class LaunchError(ValueError):
-    """A grid, block or shared memory that a GPU refuses, or an empty grid (CuPy would run one block)."""
+    """A grid, block or shared memory that a GPU refuses; an empty grid (CuPy would run a block)."""
 
 
 class KernelError(RuntimeError):

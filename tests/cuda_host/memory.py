@@ -1,16 +1,19 @@
-"""Memory that a kernel may touch: arguments, buffers behind a table of addresses, windows of a huge range."""
+"""Memory that a kernel may touch: arguments, buffers behind a table, windows of a huge range."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+MAP_NORESERVE = 0x4000  # Linux; `mmap` has it from Python 3.13 on
 
 
 class Tensor(Protocol):
@@ -41,8 +44,9 @@ class Span:
 class VirtualBuffer:
     """A range of addresses, gigabytes of them, of which only the windows exist.
 
-    A slot whose byte offset passes 2^31 needs no 2 GiB: give the kernel `address` and open windows where
-    it should read and write. Any other access is an error, in the fast build too (to the memory page).
+    A slot whose byte offset passes 2^31 needs no 2 GiB: give the kernel `address` and open windows
+    where it should read and write. Any other access is an error; in the fast build, one of a page
+    of memory that no window is on.
 
     Args:
         size: bytes.
@@ -51,14 +55,14 @@ class VirtualBuffer:
     def __init__(self, size: int) -> None:
         self.size = size
         libc = _libc()
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.address: int = libc.mmap(None, size, 0, flags, -1, 0)
         if self.address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), f"no range of {size} bytes")
         self.windows: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
 
     def window(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        """The bytes `[offset, offset + size)`, zero at first; a view that must not outlive the buffer."""
+        """The bytes `[offset, offset + size)`, zero at first; no view may outlive the buffer."""
         if not 0 <= offset <= offset + size <= self.size:
             raise ValueError(f"window [{offset}, {offset + size}) of {self.size} bytes")
         if (offset, size) not in self.windows:
@@ -67,7 +71,7 @@ class VirtualBuffer:
             if _libc().mprotect(first, length, mmap.PROT_READ | mmap.PROT_WRITE):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             content = (ctypes.c_uint8 * size).from_address(self.address + offset)
-            self.windows[offset, size] = np.frombuffer(content, np.uint8)
+            self.windows[offset, size] = np.ctypeslib.as_array(content)
         return self.windows[offset, size]
 
     def __del__(self) -> None:
@@ -106,55 +110,65 @@ def spans_of(buffer: Buffer, name: str, *, read_only: bool = False) -> list[Span
             for offset, size in buffer.windows
         ]
     if isinstance(buffer, np.ndarray):
-        low, high = np.lib.array_utils.byte_bounds(buffer) if buffer.size else (0, 0)
-        return [Span(low, high - low, name, read_only or not buffer.flags.writeable)]
-    extents = [(n - 1) * step for n, step in zip(buffer.shape, buffer.stride(), strict=True)]
-    empty = any(n == 0 for n in buffer.shape)
-    size = 0 if empty else (sum(extents) + 1) * buffer.element_size()
-    return [Span(address_of(buffer), size, name, read_only)]
+        shape, strides, item = buffer.shape, buffer.strides, buffer.itemsize
+        read_only = read_only or not buffer.flags.writeable
+    else:
+        item = buffer.element_size()
+        shape, strides = buffer.shape, tuple(n * item for n in buffer.stride())
+    if 0 in shape:
+        return []
+    extents = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    before = sum(min(extent, 0) for extent in extents)
+    size = sum(abs(extent) for extent in extents) + item
+    return [Span(address_of(buffer) + before, size, name, read_only)]
 
 
-@dataclass(eq=False)
-class register:  # noqa: N801 - reads as a verb, with or without `with`
-    """Tells the checker of buffers that kernels reach through a table of addresses.
+class Registration:
+    """Buffers that kernels may touch, until `forget` or the end of `with`."""
 
-    Registers at once. As a context manager it takes them back at the end; else they stay until
-    `forget()`. Register no more than the kernel should touch: single slots of a pool, if only those.
-
-    Args:
-        buffers: arrays, CPU tensors or virtual buffers (all windows that are open at the launch).
-        name: what messages call them.
-        read_only: a store to them is an error.
-    """
-
-    buffers: tuple[Buffer, ...] = field(init=False)
-    name: str
-    read_only: bool
-
-    def __init__(self, *buffers: Buffer, name: str = "buffer", read_only: bool = False) -> None:
+    def __init__(self, buffers: Sequence[Buffer], name: str, read_only: bool) -> None:
         self.buffers, self.name, self.read_only = buffers, name, read_only
-        _registered.append(self)
 
     def forget(self) -> None:
+        """Takes the buffers back; twice is once."""
         if self in _registered:
             _registered.remove(self)
 
-    def __enter__(self) -> register:
+    def __enter__(self) -> Registration:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.forget()
 
     def spans(self) -> list[Span]:
-        many = len(self.buffers) > 1
-        names = [f"{self.name}[{i}]" if many else self.name for i in range(len(self.buffers))]
+        """What they cover now: a virtual buffer may have got more windows."""
         found = []
-        for buffer, name in zip(self.buffers, names, strict=True):
+        for i, buffer in enumerate(self.buffers):
+            name = self.name if len(self.buffers) == 1 else f"{self.name}[{i}]"
             found += spans_of(buffer, name, read_only=self.read_only)
         return found
 
 
-_registered: list[register] = []
+_registered: list[Registration] = []
+
+
+def register(*buffers: Buffer, name: str = "buffer", read_only: bool = False) -> Registration:
+    """Tells the checker of buffers that kernels reach through a table of addresses, at once.
+
+    Register no more than a kernel should touch: single slots of a pool, if only those. A kernel
+    that then reads or writes another slot of the same pool is caught.
+
+    Args:
+        buffers: arrays, CPU tensors or virtual buffers (all windows that are open at the launch).
+        name: what messages call them.
+        read_only: a store to them is an error.
+
+    Returns:
+        A context manager that takes them back; without `with` they stay until its `forget()`.
+    """
+    registration = Registration(buffers, name, read_only)
+    _registered.append(registration)
+    return registration
 
 
 def registered_spans() -> list[Span]:
@@ -186,6 +200,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

@@ -133,7 +133,7 @@ class HostKernel:
         Args:
             grid: one to three sizes.
             block: one to three sizes.
-            args: NumPy arrays and CPU tensors of any dtype, `VirtualBuffer`s, addresses (Python int),
+            args: NumPy arrays and CPU tensors of any dtype, virtual buffers, addresses (Python int)
                 and NumPy scalars of the parameter's exact type.
             shared_mem: bytes of dynamic shared memory.
 
@@ -165,16 +165,13 @@ class HostKernel:
         return (ctypes.c_uint * 3)(*three)
 
     def _check_limits(self, block: Sequence[int], shared_mem: int) -> None:
-        threads = block[0] * block[1] * block[2]
-        if threads > self.max_threads_per_block:
-            raise LaunchError(
-                f"{self.name}: {threads} threads a block, __launch_bounds__ of {self.max_threads_per_block}"
-            )
-        limit = min(self.max_dynamic_shared_size_bytes, MAX_SHARED_BYTES - self.module.shared_bytes)
+        threads, allowed = block[0] * block[1] * block[2], self.max_threads_per_block
+        if threads > allowed:
+            raise LaunchError(f"{self.name}: {threads} threads a block, {allowed} allowed")
+        most = MAX_SHARED_BYTES - self.module.shared_bytes
+        limit = min(self.max_dynamic_shared_size_bytes, most)
         if not 0 <= shared_mem <= limit:
-            raise LaunchError(
-                f"{self.name}: {shared_mem} bytes of dynamic shared memory, {limit} allowed"
-            )
+            raise LaunchError(f"{self.name}: {shared_mem} bytes of shared memory, {limit} allowed")
 
     def _raise(self) -> None:
         number = ctypes.c_int()

@@ -10,6 +10,7 @@ from pathlib import Path
 Source = str | Path | Sequence[Path]
 
 _LAUNCH_BOUNDS = r"(?:__launch_bounds__\s*\(\s*(\w+)[^)]*\)\s*)?"
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(
     rf'extern\s+"C"\s+{_LAUNCH_BOUNDS}__global__\s+{_LAUNCH_BOUNDS}void\s+{_LAUNCH_BOUNDS}(\w+)\s*\('
 )
@@ -39,15 +40,20 @@ def read(source: Source, filename: str = "kernel.cu") -> str:
     return "".join(f'#line 1 "{p.name}"\n{p.read_text(encoding="utf-8")}\n' for p in paths)
 
 
+def with_headers(file: Path) -> list[Path]:
+    """The file after every `.cuh` of its folder, as the package hands them to the compiler."""
+    return [*sorted(file.parent.glob("*.cuh")), file]
+
+
 def entries(text: str) -> list[Entry]:
     """Every `extern "C" __global__` function, in order."""
     found: dict[str, Entry] = {}
-    for *bounds, name in _ENTRY.findall(text):
+    for *bounds, name in _ENTRY.findall(_COMMENT.sub(" ", text)):
         numbers = [int(b) for b in bounds if b.isdigit()]
         found[name] = Entry(name, min([1024, *numbers]))
     return list(found.values())
 
 
 def for_host(text: str) -> str:
-    """The text with `extern __shared__ T x[];` in a kernel's body made a pointer, on the same line."""
+    """The text with `extern __shared__ T x[];` made a pointer; only in the body of a function."""
     return _DYNAMIC_SHARED.sub(r"\1* const \2 = (\1*)host_dynamic_shared();", text)

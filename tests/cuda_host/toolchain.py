@@ -1,4 +1,4 @@
-"""Builds a kernel into a shared library with g++; builds are kept per user under their content's hash."""
+"""Builds a kernel into a shared library with g++; builds are kept under their content's hash."""
 
 from __future__ import annotations
 
@@ -64,12 +64,10 @@ class Build:
 def unavailable() -> str:
     """Why kernels cannot run here, or nothing."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"the CUDA host runner needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+        return f"kernels run on Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     missing = [tool for tool in (CXX, "nm", "c++filt", "addr2line") if not shutil.which(tool)]
     return (
-        f"the CUDA host runner needs {', '.join(missing)} (CI has it): apt install g++"
-        if missing
-        else ""
+        f"kernels need {', '.join(missing)} to run on the CPU: apt install g++" if missing else ""
     )
 
 
@@ -101,7 +99,7 @@ def symbol(name_expression: str) -> str:
 
 
 def places(library: Path, text: str) -> str:
-    """`text` with each `{pc:1f}` replaced by file and line; of inlined code, those of the kernel file."""
+    """`text` with each `{pc:1f}` replaced by file and line, of the `.cu` if code is inlined."""
 
     def place(match: re.Match[str]) -> str:
         out = _run(["addr2line", "-i", "-s", "-e", str(library), match[1]]).splitlines()
@@ -113,19 +111,19 @@ def places(library: Path, text: str) -> str:
 
 
 def _compile(unit: str, kind: str, command: list[str], library: Path, described: Path) -> None:
-    runtime = _runtime(kind)
+    runner = runtime(kind)
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         file, kernels, out = (Path(directory, name) for name in ("unit.cpp", "unit.o", "unit.so"))
         file.write_text(unit, encoding="utf-8")
         cuda = str(HERE / "device" / "cuda.h")
         _run([CXX, *command, "-include", cuda, "-c", str(file), "-o", str(kernels)])
-        _run([CXX, "-shared", "-Wl,-Bsymbolic", "-o", str(out), str(kernels), str(runtime)])
+        _run([CXX, "-shared", "-Wl,-Bsymbolic", "-o", str(out), str(kernels), str(runner)])
         variables = json.dumps([asdict(v) for v in _variables(kernels, out)])
         _put(variables.encode(), described)
         os.replace(out, library)
 
 
-def _runtime(kind: str) -> Path:
+def runtime(kind: str) -> Path:
     """The runtime as one object file."""
     files = [f for f in sorted(HERE.glob("runtime/*.cpp")) if f.name != _LEFT_OUT[kind]]
     result = _cache() / f"{_key(kind)}.o"

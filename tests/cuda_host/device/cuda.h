@@ -1,8 +1,9 @@
 // Just enough CUDA C++ for g++ to compile an unchanged kernel for the CPU. Force-included before the .cu file.
 // Limits: no inline PTX, textures, tensor cores, cp.async, TMA or grid-wide sync; floats may differ in the last bits.
 #pragma once
-#include <cmath>
-#include <cstring>
+#include <math.h>
+#include <string.h>
+
 #include <type_traits>
 #include <utility>
 

@@ -1,7 +1,7 @@
 // The check build. `g++ -fsanitize=thread` plants a call at each load and store, `-fsanitize=undefined` at wrong
 // arithmetic; these functions answer them instead of libtsan and libubsan.
 //
-// Every byte of a region has a cell: the last write to it and up to two reads. Accesses race by CUDA's rules: two of one
+// Every byte of a region has a cell: the last writes to it and up to two reads. Accesses race by CUDA's rules: two of one
 // byte, one a write, not both atomic (or volatile), with nothing between that orders them. What orders: the same
 // thread; a barrier in a block; __syncwarp between its lanes. Blocks of a grid are never ordered; shuffles order nothing.
 #include <link.h>
@@ -27,10 +27,12 @@ struct Event {  // one access
 };
 
 struct Cell {  // numbers of events, 0 for none
-  uint32_t writer, reader, other_reader;
+  uint32_t writer, plain_writer;  // the last one, and the last that was not atomic
+  uint32_t reader, other_reader;
 
   bool operator==(const Cell& c) const {
-    return writer == c.writer && reader == c.reader && other_reader == c.other_reader;
+    return writer == c.writer && plain_writer == c.plain_writer && reader == c.reader &&
+           other_reader == c.other_reader;
   }
 };
 
@@ -130,6 +132,7 @@ bool same_warp(uint32_t number, const Event& now) {
 // ordered, two of different warps are enough, since no write can come after both without a barrier.
 void record_read(Cell& cell, uint32_t number) {
   const Event& now = events[number];
+  if (now.atomic && cell.reader && !events[cell.reader].atomic) return;  // the plain read races with more
   if (cell.other_reader && ordered(events[cell.other_reader])) cell.other_reader = 0;
   if (cell.reader && ordered(events[cell.reader])) cell.reader = cell.other_reader, cell.other_reader = 0;
   if (cell.reader && (!cell.other_reader || same_warp(cell.other_reader, now))) cell.other_reader = cell.reader;
@@ -139,9 +142,8 @@ void record_read(Cell& cell, uint32_t number) {
 // Judges an access of one byte; the cell after it.
 Cell judged(Cell cell, const Access& access, const char* byte, uint32_t number) {
   if (access.region->shared) {  // new in every block
-    if (cell.writer < first_of_block) cell.writer = 0;
-    if (cell.reader < first_of_block) cell.reader = 0;
-    if (cell.other_reader < first_of_block) cell.other_reader = 0;
+    for (uint32_t* event : {&cell.writer, &cell.plain_writer, &cell.reader, &cell.other_reader})
+      if (*event < first_of_block) *event = 0;
     if (access.kind & HOST_READS && !cell.writer)
       die(Error::uninitialised, "read of uninitialised shared memory %s %s", access.target(byte).c_str(),
           access.author().c_str());
@@ -150,14 +152,16 @@ Cell judged(Cell cell, const Access& access, const char* byte, uint32_t number) 
     auto races = [&](uint32_t before) {
       return before && !(events[before].atomic && events[number].atomic) && !ordered(events[before]);
     };
-    if (races(cell.writer))
-      race(access, byte, access.writes() ? "write after write" : "read after write", events[cell.writer]);
+    for (uint32_t writer : {cell.writer, cell.plain_writer})
+      if (races(writer))
+        race(access, byte, access.writes() ? "write after write" : "read after write", events[writer]);
     if (access.writes())
       for (uint32_t reader : {cell.reader, cell.other_reader})
         if (races(reader)) race(access, byte, "write after read", events[reader]);
   }
-  if (access.writes()) return {number, 0, 0};
-  record_read(cell, number);
+  if (!access.writes()) record_read(cell, number);
+  else if (access.kind & HOST_ATOMIC) cell.writer = number;
+  else cell = {number, number, 0, 0};
   return cell;
 }
 
@@ -185,7 +189,7 @@ void check(Access access, bool aligned) {
   const uint32_t number = (uint32_t)events.size();
   events.push_back({grid.block_number, grid.barriers, thread.clock, (uint32_t)module_offset(access.pc),
                     (uint16_t)thread.number, (access.kind & HOST_ATOMIC) != 0});
-  Cell before = {~0u, ~0u, ~0u}, after = before;  // neighbouring bytes mostly have equal cells
+  Cell before = {~0u, ~0u, ~0u, ~0u}, after = before;  // neighbouring bytes mostly have equal cells
   for (const char* byte = access.address; byte < access.address + access.size; byte++) {
     Cell& cell = cell_at(byte);
     if (!(cell == before)) {

@@ -36,7 +36,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   fault_address = info->si_addr;
   fault_pc = (const char*)registers[REG_RIP];
   // The fiber is lost anyway: start at the top of its stack, which may have overflowed.
-  registers[REG_RSP] = (greg_t)(grid.current->fiber->stack + (256 << 10) - 8);
+  registers[REG_RSP] = (greg_t)(grid.current->fiber->stack + STACK - 8);
   registers[REG_RIP] = (greg_t)crashed;
 }
 

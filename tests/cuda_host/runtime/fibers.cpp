@@ -38,8 +38,7 @@ host::Index3 threadIdx, blockIdx, blockDim, gridDim;
 namespace host {
 namespace {
 
-constexpr size_t STACK = 256 << 10;  // bytes
-constexpr size_t GUARD = 4096;
+constexpr size_t GUARD = 4096;  // bytes
 std::vector<Fiber*> idle;
 void* scheduler;  // its stack pointer while a thread runs
 

@@ -37,6 +37,7 @@ enum class Error {
 
 enum class State { ready, at_barrier, in_collective, done };
 
+constexpr size_t STACK = 256 << 10;  // bytes of each fiber
 struct Fiber {
   void* stack_pointer;
   char* stack;  // lowest address; the first page is a guard
