@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,10 +86,9 @@ def build(
     command = [*_BUILDS[kind], *_COMMON, *_NUMERIC, *options]
     library = _cache() / f"{_key(kind, *command, unit)}.so"
     described = library.with_suffix(".json")
-    if not library.exists():
-        _compile(unit, kind, command, library, described)
-    else:
-        os.utime(library)
+    with _turn(library):
+        if not (library.exists() and described.exists()):
+            _compile(unit, kind, command, library, described)
     variables = [Variable(**v) for v in json.loads(described.read_text(encoding="utf-8"))]
     return Build(library, variables)
 
@@ -111,28 +111,34 @@ def places(library: Path, text: str) -> str:
 
 
 def _compile(unit: str, kind: str, command: list[str], library: Path, described: Path) -> None:
-    runner = runtime(kind)
+    objects = [str(path) for path in runtime(kind)]
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         file, kernels, out = (Path(directory, name) for name in ("unit.cpp", "unit.o", "unit.so"))
         file.write_text(unit, encoding="utf-8")
         cuda = str(HERE / "device" / "cuda.h")
         _run([CXX, *command, "-include", cuda, "-c", str(file), "-o", str(kernels)])
-        _run([CXX, "-shared", "-Wl,-Bsymbolic", "-o", str(out), str(kernels), str(runner)])
+        _run([CXX, "-shared", "-Wl,-Bsymbolic", "-o", str(out), str(kernels), *objects])
         variables = json.dumps([asdict(v) for v in _variables(kernels, out)])
-        _put(variables.encode(), described)
+        Path(directory, "variables").write_text(variables, encoding="utf-8")
+        os.replace(Path(directory, "variables"), described)
         os.replace(out, library)
 
 
-def runtime(kind: str) -> Path:
-    """The runtime as one object file."""
+def runtime(kind: str) -> list[Path]:
+    """The runtime's object files."""
     files = [f for f in sorted(HERE.glob("runtime/*.cpp")) if f.name != _LEFT_OUT[kind]]
-    result = _cache() / f"{_key(kind)}.o"
-    if not result.exists():
-        _forget_old()
-        with tempfile.TemporaryDirectory(dir=result.parent) as directory:
-            out = Path(directory, "runtime.o")
-            _run([CXX, "-O1", "-r", *_COMMON, *map(str, files), "-o", str(out)])
-            os.replace(out, result)
+    return [_object(file) for file in files]
+
+
+def _object(file: Path) -> Path:
+    result = _cache() / f"{_key(file.name)}.o"
+    with _turn(result):
+        if not result.exists():
+            _forget_old()
+            with tempfile.TemporaryDirectory(dir=result.parent) as directory:
+                out = Path(directory, result.name)
+                _run([CXX, "-O1", *_COMMON, "-c", str(file), "-o", str(out)])
+                os.replace(out, result)
     return result
 
 
@@ -178,12 +184,14 @@ def _forget_old() -> None:
             pass
 
 
-def _put(content: bytes, path: Path) -> None:
-    """Writes a file that other processes see whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(name, path)
+@contextlib.contextmanager
+def _turn(result: Path) -> Iterator[None]:
+    """Lets one process build `result` while others wait for it."""
+    import fcntl  # Windows has none, and shall get as far as the reason to skip
+
+    with open(result.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _key(*parts: str) -> str:
