@@ -1,5 +1,6 @@
 """The host runner's own laws (tests/cuda_host), and ten planted bugs that its check build finds."""
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -443,6 +444,13 @@ def test_an_offset_in_32_bits_overflows():
     assert_found(UndefinedError, "overflow_kernel", (1,), (1,), args)
     with pytest.raises(OutOfBoundsError):
         laws("overflow_kernel", "fast")((1,), (1,), args)
+
+
+def test_a_window_keeps_its_buffer():
+    window = VirtualBuffer(5 << 30).window(4 << 30, 8)
+    gc.collect()
+    window[:] = 3
+    assert window.sum() == 24
 
 
 def test_a_window_lies_in_its_buffer():

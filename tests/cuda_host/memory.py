@@ -59,20 +59,20 @@ class VirtualBuffer:
         self.address: int = libc.mmap(None, size, 0, flags, -1, 0)
         if self.address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), f"no range of {size} bytes")
-        self.windows: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
+        self.windows: dict[tuple[int, int], None] = {}  # (offset, bytes), in the order of opening
 
     def window(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        """The bytes `[offset, offset + size)`, zero at first; no view may outlive the buffer."""
+        """The bytes `[offset, offset + size)`, zero at first; opened for good."""
         if not 0 <= offset <= offset + size <= self.size:
             raise ValueError(f"window [{offset}, {offset + size}) of {self.size} bytes")
-        if (offset, size) not in self.windows:
-            first = (self.address + offset) & -mmap.PAGESIZE
-            length = self.address + offset + size - first
-            if _libc().mprotect(first, length, mmap.PROT_READ | mmap.PROT_WRITE):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            content = (ctypes.c_uint8 * size).from_address(self.address + offset)
-            self.windows[offset, size] = np.ctypeslib.as_array(content)
-        return self.windows[offset, size]
+        first = (self.address + offset) & -mmap.PAGESIZE
+        length = self.address + offset + size - first
+        if _libc().mprotect(first, length, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.windows[offset, size] = None
+        content = (ctypes.c_uint8 * size).from_address(self.address + offset)
+        setattr(content, "buffer", self)  # noqa: B010 - the array keeps the range
+        return np.ctypeslib.as_array(content)
 
     def __del__(self) -> None:
         if getattr(self, "address", None):

@@ -1,9 +1,10 @@
 // The check build. `g++ -fsanitize=thread` plants a call at each load and store, `-fsanitize=undefined` at wrong
 // arithmetic; these functions answer them instead of libtsan and libubsan.
 //
-// Every byte of a region has a cell: the last writes to it and up to two reads. Accesses race by CUDA's rules: two of one
-// byte, one a write, not both atomic (or volatile), with nothing between that orders them. What orders: the same
-// thread; a barrier in a block; __syncwarp between its lanes. Blocks of a grid are never ordered; shuffles order nothing.
+// Every byte of a region has a cell: the last writes to it and up to two reads. Accesses race by CUDA's rules: two of
+// one byte, one a write, not both atomic (or volatile), with nothing between that orders them. What orders: the same
+// thread; a barrier in a block; __syncwarp between its lanes. Blocks of a grid are never ordered, and shuffles order
+// nothing.
 #include <link.h>
 
 #include <algorithm>
@@ -59,23 +60,21 @@ Cell& cell_at(const char* address) {
 }
 
 const Region* find(const char* address) {
-  if (last_region && address >= last_region->begin && address < last_region->begin + last_region->size)
-    return last_region;
+  if (last_region && address >= last_region->begin && address < last_region->end()) return last_region;
   auto after = std::upper_bound(regions.begin(), regions.end(), address,
                                 [](const char* a, const Region& region) { return a < region.begin; });
   if (after == regions.begin()) return nullptr;
   const Region& region = *(after - 1);
-  return address < region.begin + region.size ? last_region = &region : nullptr;
+  return address < region.end() ? last_region = &region : nullptr;
 }
 
 const Region* nearest(const char* address) {
   const Region* best = nullptr;
   size_t least = SIZE_MAX;
   for (const Region& region : regions) {
-    const char* end = region.begin + region.size;
-    const size_t distance = address < region.begin ? (size_t)(region.begin - address)
-                            : address < end        ? 0
-                                                   : (size_t)(address - end);
+    const size_t distance = address < region.begin   ? (size_t)(region.begin - address)
+                            : address < region.end() ? 0
+                                                     : (size_t)(address - region.end());
     if (distance < least) least = distance, best = &region;
   }
   return best;
@@ -108,12 +107,9 @@ struct Access {
 }
 
 [[noreturn]] void race(const Access& access, const char* byte, const char* what, const Event& before) {
-  Thread other = grid.threads[before.thread];
-  const std::string at = place(before.pc);
-  char who[60];
-  snprintf(who, sizeof who, "thread (%u,%u,%u) of ", other.index.x, other.index.y, other.index.z);
-  die(Error::race, "race (%s) on %s: %s, and %s%s at %s", what, access.target(byte).c_str(), access.author().c_str(), who,
-      block_name(before.block).c_str(), at.c_str());
+  const std::string other = name(grid.threads[before.thread], before.block);
+  die(Error::race, "race (%s) on %s: %s, and %s at %s", what, access.target(byte).c_str(), access.author().c_str(),
+      other.c_str(), place(before.pc).c_str());
 }
 
 bool ordered(const Event& before) {
@@ -178,7 +174,7 @@ void check(Access access, bool aligned) {
   if (!grid.current || !access.size) return;
   access.region = find(access.address);
   if (!access.region && is_private(access)) return;
-  if (!access.region || access.address + access.size > access.region->begin + access.region->size) out_of_bounds(access);
+  if (!access.region || access.address + access.size > access.region->end()) out_of_bounds(access);
   if (access.writes() && access.region->read_only)
     die(Error::read_only, "write of %zu bytes to read-only %s %s", access.size, access.target(access.address).c_str(),
         access.author().c_str());
@@ -252,13 +248,15 @@ extern "C" bool host_is_global(const void* address) {
 }
 
 // NOTE: the unaligned hooks are of accesses that g++ knows to be so (memcpy of a few bytes): CUDA does those bytewise.
-#define HOOKS(SIZE)                                                                                                  \
-  API void __tsan_read##SIZE(void* p) { check({(char*)p, SIZE, HOST_READS, PC, nullptr}, true); }                    \
-  API void __tsan_write##SIZE(void* p) { check({(char*)p, SIZE, HOST_WRITES, PC, nullptr}, true); }                  \
-  API void __tsan_unaligned_read##SIZE(void* p) { check({(char*)p, SIZE, HOST_READS, PC, nullptr}, false); }         \
-  API void __tsan_unaligned_write##SIZE(void* p) { check({(char*)p, SIZE, HOST_WRITES, PC, nullptr}, false); }       \
-  API void __tsan_volatile_read##SIZE(void* p) { check({(char*)p, SIZE, HOST_READS | HOST_ATOMIC, PC, nullptr}, true); } \
-  API void __tsan_volatile_write##SIZE(void* p) { check({(char*)p, SIZE, HOST_WRITES | HOST_ATOMIC, PC, nullptr}, true); }
+#define HOOK(NAME, SIZE, ACCESS, ALIGNED) \
+  API void __tsan_##NAME##SIZE(void* p) { check({(char*)p, SIZE, ACCESS, PC, nullptr}, ALIGNED); }
+#define HOOKS(SIZE)                                            \
+  HOOK(read, SIZE, HOST_READS, true)                           \
+  HOOK(write, SIZE, HOST_WRITES, true)                         \
+  HOOK(unaligned_read, SIZE, HOST_READS, false)                \
+  HOOK(unaligned_write, SIZE, HOST_WRITES, false)              \
+  HOOK(volatile_read, SIZE, HOST_READS | HOST_ATOMIC, true)    \
+  HOOK(volatile_write, SIZE, HOST_WRITES | HOST_ATOMIC, true)
 HOOKS(1)
 HOOKS(2)
 HOOKS(4)

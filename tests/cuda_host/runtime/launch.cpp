@@ -92,17 +92,11 @@ void die(Error kind, const char* format, ...) {
   abort();  // after a failure no thread is resumed
 }
 
-std::string block_name(unsigned number) {
-  char text[60];
-  const Index3 b = block_index(number);
-  snprintf(text, sizeof text, "block (%u,%u,%u)", b.x, b.y, b.z);
+std::string name(const Thread& thread, unsigned block_number) {
+  char text[120];
+  const Index3 t = thread.index, b = block_index(block_number);
+  snprintf(text, sizeof text, "thread (%u,%u,%u) of block (%u,%u,%u)", t.x, t.y, t.z, b.x, b.y, b.z);
   return text;
-}
-
-std::string name(const Thread& thread) {
-  char text[60];
-  snprintf(text, sizeof text, "thread (%u,%u,%u) of ", thread.index.x, thread.index.y, thread.index.z);
-  return text + block_name(grid.block_number);
 }
 
 std::string place(uintptr_t offset) {

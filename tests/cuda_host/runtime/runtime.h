@@ -98,8 +98,7 @@ __attribute__((format(printf, 2, 3))) void fail(Error error, const char* format,
 // Fails and leaves the current thread for good.
 __attribute__((format(printf, 2, 3))) [[noreturn]] void die(Error error, const char* format, ...);
 // "thread (0,0,0) of block (1,0,0)", for messages.
-std::string name(const Thread& thread);
-std::string block_name(unsigned block_number);
+std::string name(const Thread& thread, unsigned block_number = grid.block_number);
 // "{pc:1f}", which Python replaces by file and line.
 std::string place(uintptr_t module_offset);
 uintptr_t module_offset(const void* return_address);
@@ -126,6 +125,8 @@ struct Region {
   bool shared;
   bool read_only;
   std::string name;
+
+  const char* end() const { return begin + size; }
 };
 extern std::vector<Region> regions;
 void fill_shared_memory();

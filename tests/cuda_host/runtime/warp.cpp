@@ -103,9 +103,10 @@ bool meet(const Thread& a, const Thread& b) {
 }
 
 void fail_apart(const Thread& a, const Thread& b) {
-  fail(Error::divergence, "divergent warp collective: %s waits in %s, mask %08x, at %s:%d, %s in %s, mask %08x, at %s:%d",
-       name(a).c_str(), collective_name(a.collective), a.mask, a.file, a.line, name(b).c_str(),
-       collective_name(b.collective), b.mask, b.file, b.line);
+  fail(Error::divergence,
+       "divergent warp collective: %s waits in %s, mask %08x, at %s:%d, %s in %s, mask %08x, at %s:%d",
+       name(a).c_str(), NAMES[a.collective], a.mask, a.file, a.line, name(b).c_str(), NAMES[b.collective], b.mask,
+       b.file, b.line);
 }
 
 }  // namespace
