@@ -363,6 +363,14 @@ def test_an_atomic_on_uninitialised_shared_memory():
     assert_found(UninitialisedError, "shared_counter_kernel", (1,), (32,), (zeros(1),))
 
 
+def test_shared_memory_is_new_in_every_block():
+    laws("stale_kernel")((2,), (1,), (zeros(2), np.int32(2)))
+    args = (zeros(2), np.int32(1))
+    assert_found(UninitialisedError, "stale_kernel", (2,), (1,), args)
+    laws("stale_kernel", "fast")((2,), (1,), args)
+    assert args[0].view(np.uint32).tolist() == [1, 0xA5A5A5A5]
+
+
 def test_dynamic_shared_memory_ends():
     laws("dynamic_kernel")((1,), (1,), (zeros(1), np.int32(3)), shared_mem=16)
     args = (zeros(1), np.int32(4))
@@ -377,6 +385,8 @@ def test_a_misaligned_vector():
     content = zeros(64, dtype=np.uint8)
     late = (-content.ctypes.data % 16) + 4
     assert_found(MisalignedError, "vector_kernel", (1,), (1,), (content[late : late + 32],))
+    odd = (-content.ctypes.data % 4) + 1
+    assert_found(MisalignedError, "odd_atomic_kernel", (1,), (1,), (content[odd : odd + 8],))
 
 
 def test_a_mask_without_the_caller():

@@ -154,6 +154,13 @@ extern "C" __global__ void shared_counter_kernel(int* out) {
   if (threadIdx.x == 0) *out = counter;
 }
 
+// One thread a block; the first num_writers blocks write before they read.
+extern "C" __global__ void stale_kernel(int* out, int num_writers) {
+  __shared__ int word;
+  if (blockIdx.x < num_writers) word = 1;
+  out[blockIdx.x] = word;  // MISTAKE
+}
+
 extern "C" __global__ void dynamic_kernel(int* out, int index) {
   extern __shared__ int words[];
   words[index] = 1;  // MISTAKE
@@ -168,6 +175,10 @@ extern "C" __global__ void local_kernel(int* out, int index) {
 
 extern "C" __global__ void vector_kernel(char* bytes) {
   reinterpret_cast<int4*>(bytes)->z = 1;  // MISTAKE
+}
+
+extern "C" __global__ void odd_atomic_kernel(char* bytes) {
+  atomicAdd(reinterpret_cast<int*>(bytes), 1);  // MISTAKE
 }
 
 extern "C" __global__ void masks_kernel(unsigned* out) {
