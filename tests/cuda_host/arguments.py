@@ -1,0 +1,103 @@
+"""Arguments as CuPy packs them, held against the kernel's own C++ signature."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError
+from .memory import Span, VirtualBuffer, address_of, is_tensor, spans_of
+
+_KINDS = {"i": "int", "u": "unsigned int", "f": "float", "s": "struct", "p": "pointer", "v": "void"}
+# Of NumPy's kinds of dtype, those that a parameter of each kind is packed from.
+_DTYPES = {"i": "i", "u": "ub", "f": "f"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel, as g++ sees it."""
+
+    size: int  # bytes
+    kind: str  # see abi.h
+    pointee_size: int  # bytes
+    pointee_kind: str
+
+    def __str__(self) -> str:
+        if self.kind == "p":
+            return f"pointer to {_named(self.pointee_kind, self.pointee_size)}"
+        return _named(self.kind, self.size)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a launch takes."""
+
+    pointers: Any  # void*[n], each to a value
+    values: list[Any]  # keeps the values alive
+    spans: list[Span]
+
+
+def pack(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> Packed:
+    """Packs `args` for a launch.
+
+    Raises:
+        ArgumentError: their number, or the size or kind of one, is not what the kernel reads.
+    """
+    if len(args) != len(parameters):
+        raise ArgumentError(f"{kernel} takes {len(parameters)} arguments, {len(args)} were given")
+    values, spans = [], []
+    for i, (arg, parameter) in enumerate(zip(args, parameters, strict=True)):
+        where = f"{kernel}, argument {i}"
+        if isinstance(arg, np.ndarray | VirtualBuffer) or is_tensor(arg):
+            _check_array(where, parameter, arg)
+            spans += spans_of(arg, f"argument {i}")
+            raw = np.uint64(address_of(arg)).tobytes()
+        else:
+            raw = _scalar(where, parameter, arg)
+        values.append(ctypes.create_string_buffer(raw, 16))
+    pointers = (ctypes.c_void_p * max(len(values), 1))(*[ctypes.addressof(v) for v in values])
+    return Packed(pointers, values, spans)
+
+
+def _named(kind: str, size: int) -> str:
+    return "void" if kind == "v" else f"{_KINDS[kind]} of {size} bytes"
+
+
+def _check_array(where: str, parameter: Parameter, arg: Any) -> None:
+    if parameter.kind != "p":
+        raise ArgumentError(f"{where}: the kernel takes {parameter}, an array was given")
+    # Bytes, 16-bit floats by their bits, and vectors may hold anything.
+    if isinstance(arg, VirtualBuffer) or parameter.pointee_kind not in _DTYPES:
+        return
+    if parameter.pointee_size < 4:
+        return
+    kind, size = _element(arg)
+    if (kind == "f") != (parameter.pointee_kind == "f") or size != parameter.pointee_size:
+        raise ArgumentError(f"{where}: the kernel takes {parameter}, a {arg.dtype} array was given")
+
+
+def _element(arg: Any) -> tuple[str, int]:
+    if isinstance(arg, np.ndarray):
+        return arg.dtype.kind, arg.dtype.itemsize
+    return ("f" if arg.is_floating_point() else "i"), arg.element_size()
+
+
+def _scalar(where: str, parameter: Parameter, arg: Any) -> bytes:
+    """Bytes of a NumPy scalar; a Python int counts as int64 or as an address, as in CuPy."""
+    value = arg
+    if isinstance(arg, bool | int | float) and not isinstance(arg, np.generic):
+        value = {bool: np.bool_, int: np.int64, float: np.float64}[type(arg)](arg)
+    if not isinstance(value, np.generic):
+        raise ArgumentError(
+            f"{where}: the kernel takes {parameter}, a {type(arg).__name__} was given"
+        )
+    wanted = "iu" if parameter.kind == "p" else _DTYPES.get(parameter.kind, "")
+    if value.dtype.kind not in wanted or value.dtype.itemsize != parameter.size:
+        raise ArgumentError(
+            f"{where}: the kernel takes {parameter}, {arg!r} is packed as {value.dtype}"
+        )
+    return value.tobytes()
