@@ -2,7 +2,8 @@
 //!
 //! Verbs by file: this one builds a ledger; `query` answers questions; `prepare` claims pages for a step; `life`
 //! launches, resolves, completes, cancels and abandons steps; `release` cuts rows and gives them back; `share` puts
-//! rows on common pages; `snapshot` keeps and restores the whole. A refused call changes nothing: every verb checks all
+//! rows on common pages; `snapshot` keeps and restores the whole. `record` writes down what they did, `normal_form` is for
+//! enumerations. A refused call changes nothing: every verb checks all
 //! it can refuse before its first change.
 
 mod life;

@@ -52,6 +52,9 @@ impl PageTable {
     }
 
     /// The pages of one row, column by column.
+    ///
+    /// # Panics
+    /// When there is no such row.
     #[must_use]
     pub fn row(&self, row: Row) -> &[i32] {
         &self.cells[row.at() * self.pages_per_row..][..self.pages_per_row]
