@@ -6,14 +6,16 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from ledger_kit import CHAIN, make, prefill
-from specpool import Group, Ledger, Shape, SpecpoolError
+from specpool import ConfigError, Group, Ledger, Shape, SpecpoolError
 from specpool.testing import (
     DeviceFault,
     FakeDevice,
@@ -246,6 +248,8 @@ def test_a_forgotten_page_copy_is_found():
 
 # --- Strategies ---
 
+GROUP_FACTS = ("page_size", "num_pages", "hosts_drafts", "layout", "window")
+
 
 @settings(QUICK, max_examples=200)
 @given(config=ledger_configs(), codes=operation_sequences(max_size=20))
@@ -277,6 +281,32 @@ def test_pools_are_tight_enough_to_run_out():
 
     count()
     assert tight > 30
+
+
+@settings(QUICK, max_examples=300)
+@given(st.data())
+def test_without_spare_pages_a_pool_is_the_smallest_there_is(data: st.DataObject):
+    config = data.draw(ledger_configs(max_groups=1, spare_pages=0))
+    config.build()
+    (group,) = config.groups
+    smaller = {name: getattr(group, name) for name in GROUP_FACTS} | {
+        "num_pages": group.num_pages - 1
+    }
+    with pytest.raises(ConfigError, match="num_pages must be at least"):
+        replace(config, groups=(Group(group.name, **smaller),)).build()
+
+
+def test_drawing_a_config_records_nothing(tmp_path, monkeypatch):
+    """SPECPOOL_RECORD is for the ledgers that the user's test builds."""
+    monkeypatch.setenv("SPECPOOL_RECORD", str(tmp_path / "log"))
+
+    @settings(QUICK, max_examples=20)
+    @given(ledger_configs())
+    def draw(config: LedgerConfig) -> None:
+        assert config.groups
+
+    draw()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_accept_lens_are_those_of_the_shapes():
