@@ -362,3 +362,10 @@ def test_a_reader_that_has_had_enough_is_no_error(long_log):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_closed_standard_output_is_no_error():
+    command = f"'{sys.executable}' -m specpool --version >&-"
+    run = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")

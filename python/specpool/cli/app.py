@@ -31,7 +31,8 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.
+            if sys.stdout is not None:  # As it is where a shell has closed it.
+                sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.
     except SpecpoolError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

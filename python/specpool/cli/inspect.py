@@ -40,7 +40,7 @@ class Written:
 
     first: int
     last: int
-    damage: RecordError | None  # Why no event of the log after the last can be run.
+    damage: RecordError | None  # Why the log ends early.
 
 
 def write_page(
@@ -55,7 +55,7 @@ def write_page(
             be written.
         ConfigError: the page is the log.
     """
-    if page.exists() and log.exists() and page.samefile(log):
+    if _is_same_file(page, log):
         raise ConfigError(f"--html {page} is the log itself: it would be written over")
     middle, num_events, damage = _place(log, step)
     first = (
@@ -75,6 +75,13 @@ def write_page(
         damage=damage,
     )
     return Written(first, last, damage)
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False  # One of them is not there, or cannot be.
 
 
 def _pictures(film: Film, first: int, last: int, start: int, row: int | None) -> Iterator[Picture]:
