@@ -135,6 +135,8 @@ class Lockstep:
         plan = self.plans.get(arguments["step"]) if verb == "resolve" else None
         if plan is None or plan.kind == "extend" or plan.step not in self.oracle.launched:
             return operation
+        if all(step.number != plan.step for step in self.oracle.steps):
+            return operation  # Over: to be refused.
         wish = arguments["accept_lens"]
         most = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
         if len(wish) != len(plan):

@@ -28,7 +28,7 @@ class Oracle(State):
 
     def admit(self, prefix: int | None = None, length: int | None = None) -> Row:
         if prefix is None:
-            if length is not None:
+            if length not in (None, 0):
                 raise Refused("ShapeError")
             self._check_free_row()
             return Row(0, [Part() for _ in self.groups])

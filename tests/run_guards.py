@@ -83,9 +83,12 @@ class Copy:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of scenarios")
+    numbers = [guard.number for guard in GUARDS]
+    parser.add_argument("--only", type=int, nargs="+", default=numbers, help="numbers of scenarios")
     only = parser.parse_args().only
-    guards = [guard for guard in GUARDS if not only or guard.number in only]
+    if unknown := [str(number) for number in only if number not in numbers]:
+        parser.error(f"no guard is numbered {', '.join(unknown)}")
+    guards = [guard for guard in GUARDS if guard.number in only]
     started, missed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="specpool-guards-") as folder:
         copy = Copy(Path(folder))

@@ -320,3 +320,52 @@ def test_the_package_works_from_any_folder(tmp_path):
     )
     assert run.stdout.startswith("specpool ")
     assert not list(Path(tmp_path).iterdir())
+
+
+@pytest.fixture(scope="module")
+def long_log(tmp_path_factory) -> Path:
+    """Its events fill more than one buffer of standard output."""
+    path = tmp_path_factory.mktemp("log") / "long.log"
+    group = specpool.Group("kv", page_size=4, num_pages=9)
+    ledger = specpool.Ledger([group], [], num_rows=1, max_context_len=16, record=path)
+    for _ in range(1000):
+        ledger.finish(ledger.admit("a tag"))
+    ledger.close()
+    return path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["replay", "LOG"],
+        ["replay", "LOG", "--quiet"],
+        ["inspect", "LOG"],
+        ["bench", "reserve", "--json"],
+        ["generate", "-n", "4", "-p", "a"],
+        ["--help"],
+    ],
+)
+def test_output_to_a_full_disk_is_one_line_and_exit_code_2(long_log, args):
+    command = [sys.executable, "-m", "specpool"]
+    command += [str(long_log) if arg == "LOG" else arg for arg in args]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == "error: cannot write the output: No space left on device\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error(long_log):
+    command = [sys.executable, "-m", "specpool", "replay", str(long_log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_closed_standard_output_is_no_error():
+    command = f"'{sys.executable}' -m specpool --version >&-"
+    run = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,12 @@ def test_every_scenario_has_a_test_and_a_guard():
         tests |= set(map(int, re.findall(r"def test_scenario_(\d+)_", path.read_text("utf-8"))))
     assert tests == STAGE_2
     assert {guard.number for guard in GUARDS} == STAGE_2
+
+
+@pytest.mark.parametrize(("only", "unknown"), [(["99"], "99"), (["33", "0", "99"], "0, 99")])
+def test_a_run_of_guards_that_do_not_exist_fails(only, unknown):
+    """Before anything is built."""
+    command = [sys.executable, ROOT / "tests" / "run_guards.py", "--only", *only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"no guard is numbered {unknown}" in done.stderr and done.stdout == ""

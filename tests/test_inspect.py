@@ -20,7 +20,7 @@ from ledger_kit import end, extend, make, prefill, start
 from specpool import Group, Ledger, Shape, _core
 from specpool.picture import FENCED, FREE, OWNED, SHARED, Film, row_name, slots
 from test_cli import call
-from test_event_log import build, serve
+from test_event_log import CHAIN, build, serve
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -265,6 +265,118 @@ def test_what_cannot_be_drawn_is_exit_code_2(capsys, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_tags_and_names_do_not_command_the_terminal(capsys, tmp_path):
+    """Escape codes and line ends of a log are shown, not sent."""
+    path = tmp_path / "log"
+    group = Group("k\x1b[2Jv", page_size=4, num_pages=9)
+    ledger = Ledger([group], [], num_rows=1, max_context_len=16, record=path)
+    prefill(ledger, 5, "one\ntwo\x1b[31mred\r\x07\u202e\x9b2J \u4e8c \u00e9")
+    ledger.close()
+    shown = r"one\ntwo\x1b[31mred\r\x07\u202e\x9b2J " + "\u4e8c \u00e9"
+    for command in (["replay"], ["replay", "--at", "1"], ["inspect"]):
+        code, out, err = call(capsys, command[0], str(path), *command[1:])
+        assert code == 0 and err == ""
+        assert shown in out
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out)
+        assert len([line for line in out.splitlines() if "31mred" in line]) == 1
+        if command != ["replay"]:
+            assert r"k\x1b[2Jv: 9 pages" in out
+    other = tmp_path / "other"
+    Ledger([group], [], num_rows=2, max_context_len=16, record=other).close()
+    _, out, _ = call(capsys, "replay", str(path), "--against", str(other))
+    assert "\x1b" not in out
+    prefill(again := Ledger([group], [], num_rows=1, max_context_len=16, record=other), 6, "\x1b")
+    again.close()
+    _, out, _ = call(capsys, "replay", str(path), "--against", str(other))
+    assert "they differ" in out and "\x1b" not in out
+
+
+def damaged(log: Path, how: str) -> tuple[Path, int]:
+    """A copy of the log that is cut or broken in an event; the number of the event before."""
+    path, whole = log.with_name("damaged"), bytearray(log.read_bytes())
+    event = list(Film(log).events())[-10]
+    if how == "truncated":
+        del whole[event.offset + 2 :]
+    else:
+        whole[event.offset + 2] ^= 0x24
+    path.write_bytes(whole)
+    return path, event.index - 1
+
+
+@pytest.mark.parametrize("how", ["truncated", "damaged"])
+def test_a_damaged_log_is_drawn_up_to_the_damage(capsys, tmp_path, how):
+    log = tmp_path / "log"
+    ledger = build(log)
+    serve(ledger)
+    ledger.close()
+    path, last = damaged(log, how)
+    code, out, err = call(capsys, "inspect", str(path))
+    assert code == 2 and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and how in err and re.search(r"at byte \d+", err)
+    assert out.startswith(f"event {last}") and "slot by slot" in out
+    assert call(capsys, "replay", str(path))[0] == 2  # As there.
+    page = tmp_path / "page.html"
+    code, out, err_of_page = call(capsys, "inspect", str(path), "--html", str(page))
+    assert (code, err_of_page) == (2, err)
+    assert f"events 0 to {last}" in out
+    film = json.loads(Page(page.read_text()).texts["film"])
+    assert film["frames"][-1]["index"] == last == film["num_events"]
+    assert film["damage"] in err
+    for options in ([], ["--html", str(page)]):
+        page.unlink(missing_ok=True)
+        code, out, err_at = call(capsys, "inspect", str(path), "--at", "999", *options)
+        assert (code, out, err_at) == (2, "", err) and not page.exists()
+    code, out, err = call(capsys, "inspect", str(path), "--at", "3")
+    assert code == 0 and err == ""
+
+
+def test_a_log_without_one_whole_event_is_drawn_empty(capsys, tmp_path):
+    log = tmp_path / "log"
+    readme(log)
+    first = next(Film(log).events())
+    log.write_bytes(log.read_bytes()[: first.offset + 3])
+    code, out, err = call(capsys, "inspect", str(log))
+    assert code == 2 and "truncated" in err
+    assert out.startswith("before the first event")
+
+
+@pytest.mark.parametrize("way", ["itself", "another way", "symbolic link", "hard link"])
+def test_the_page_is_not_written_over_its_log(capsys, tmp_path, monkeypatch, way):
+    log = tmp_path / "log"
+    readme(log)
+    before, page = log.read_bytes(), tmp_path / "page"
+    monkeypatch.chdir(tmp_path)
+    if way == "symbolic link":
+        page.symlink_to(log)
+    elif way == "hard link":
+        page.hardlink_to(log)
+    else:
+        page = log if way == "itself" else Path("..") / tmp_path.name / "log"
+    code, out, err = call(capsys, "inspect", str(log), "--html", str(page))
+    assert code == 2 and out == "" and len(err.splitlines()) == 1
+    assert "is the log itself" in err
+    assert log.read_bytes() == before
+
+
+def test_the_page_begins_with_the_row_that_was_asked_for(capsys, tmp_path):
+    path = tmp_path / "log"
+    ledger = make(record=path)
+    rows = [prefill(ledger, 5), prefill(ledger, 6)]
+    start(ledger, rows[0])
+    ledger.close()
+    assert page_of(capsys, path)[1]["picked"] == 0
+    _, film = page_of(capsys, path, "--row", str(rows[1]))
+    assert film["picked"] == rows[1]
+    if CHROMIUM is not None:
+        assert re.search(r"row 2, slot by slot", browse(path.with_suffix(".html"), tmp_path))
+    for row in ("3", "0", "-1"):
+        code, _, err = call(
+            capsys, "inspect", str(path), "--html", str(tmp_path / "none"), "--row", row
+        )
+        assert code == 2 and f"row {row} is not admitted" in err
+    assert not (tmp_path / "none").exists()
+
+
 # --- the page
 
 
@@ -330,7 +442,7 @@ def test_the_frames_add_up_to_the_pictures(capsys, tmp_path):
     ledger.close()
     _, page = page_of(capsys, path)
     film = Film(path)
-    pages, rows = [{}, {}], {}
+    pools, rows = [{}, {}], {}
     assert len(page["frames"]) == page["num_events"] + 1
     for number, frame in enumerate(page["frames"]):
         event = film.advance() if number else None
@@ -341,22 +453,43 @@ def test_the_frames_add_up_to_the_pictures(capsys, tmp_path):
         for at, change in enumerate(frame["groups"]):
             group = picture.groups[at]
             assert change["counts"] == [group.free, group.fenced, group.reclaimable]
-            pages[at].update({record[0]: record[1:] for record in change["pages"]})
+            for first, count, *record in change["pages"]:
+                pools[at].update(dict.fromkeys(range(first, first + count), record))
             for n in range(1, len(group.states)):
                 record = [int(column[n]) for column in (group.states, group.owners, group.holders)]
-                assert pages[at].get(n, [0, 0, 0]) == record
+                assert pools[at].get(n, [0, 0, 0]) == record
                 assert record == [0, 0, 0] or n <= page["groups"][at]["shown"]
-        for row, change in frame["rows"].items():
-            if change is None:
-                del rows[row]
-            else:
-                rows.setdefault(row, {}).update(change)
-        assert rows.keys() == {str(row.row) for row in picture.rows}
+        add_rows(rows, frame["rows"], [group["page_size"] for group in page["groups"]])
+        assert rows.keys() == {row.row for row in picture.rows}
         for row in picture.rows:
-            shown = rows[str(row.row)]
-            assert shown["resolved"] == row.resolved and shown["in_flight"] == row.in_flight
-            assert shown["pages"] == [list(column) for column in row.pages]
-            assert [one[2:4] for one in shown["rounds"]] == [[r.lo, r.hi] for r in row.rounds]
+            shown = rows[row.row]
+            for name in ("resolved", "in_flight", "drafted", "epoch", "idle"):
+                assert shown[name] == getattr(row, name)
+            assert shown["tag"] == (row.tag or "")
+            for name in ("allocated", "protected", "evicted", "pages"):
+                assert tuple(shown[name]) == getattr(row, name)
+            assert shown["rounds"] == [[r.step, r.shape, r.state] for r in row.rounds]
+
+
+def add_rows(rows: dict[int, dict], changes: dict, page_sizes: list[int]) -> None:
+    """The rows after a frame: what the page's own script makes of it."""
+    pages = changes.pop("pages", [])
+    for row in changes.pop("gone", []):
+        del rows[row]
+    for name, runs in changes.items():
+        for first, count, value in runs:
+            for row in range(first, first + count):
+                new = {"tag": "", "resolved": 0, "in_flight": 0, "drafted": 0, "idle": False}
+                new |= {"rounds": [], "protected": [], "evicted": [], "pages": [(), ()]}
+                rows.setdefault(row, new)[name] = value
+    for row in rows.values():
+        lens = [n // size for n, size in zip(row["allocated"], page_sizes, strict=True)]
+        row["pages"] = [(*p, *[0] * n)[:n] for p, n in zip(row["pages"], lens, strict=True)]
+    for at, runs in enumerate(pages):
+        for row, first, count, page in runs:
+            held = list(rows[row]["pages"][at])
+            held[first : first + count] = [page + i if page else 0 for i in range(count)]
+            rows[row]["pages"][at] = tuple(held)
 
 
 @pytest.mark.parametrize(
@@ -381,6 +514,27 @@ def test_a_page_shows_the_events_around_its_step(capsys, tmp_path, options, firs
     assert [page["frames"][0]["index"], page["frames"][-1]["index"]] == [first, last]
     if at is not None:
         assert page["frames"][page["start"]]["index"] == at
+
+
+def test_a_page_of_many_rows_holds_what_changed(capsys, tmp_path):
+    """Not every row's numbers again: 512 rows that do the same are a few runs a frame."""
+    path = tmp_path / "log"
+    group = Group("kv", page_size=16, num_pages=9000, hosts_drafts=True)
+    ledger = Ledger([group], [CHAIN], num_rows=512, max_context_len=256, record=path)
+    rows = [ledger.admit() for _ in range(512)]
+    step = ledger.prepare_extend(rows, [200] * 512).step
+    for accepted in range(1, 5):
+        ledger.launch(step)
+        if accepted > 1:
+            ledger.resolve(step, [accepted] * 512)
+        ledger.complete(step)
+        step = ledger.prepare_decode(rows, [1] * 512).step
+    ledger.close()
+    _, page = page_of(capsys, path, "--at", "2", "--frames", "16")
+    _, *later = page["frames"]
+    assert sum(len(json.dumps(frame["rows"])) for frame in later) < 16_000
+    prepare = next(f for f in later if f["step"] == 2 and f["verb"] == "prepare_decode")
+    assert prepare["rows"]["rounds"] == [[1, 512, [[2, 1, "prepared"]]]]
 
 
 def browse(page: Path, folder: Path) -> str:
@@ -430,6 +584,47 @@ def test_the_keys_move_and_every_frame_can_be_drawn(capsys, tmp_path):
     here = steps.index(at)
     moved = [at + 1, at, at - 1, at, steps[here + 1], at, last, 0, 0]
     assert seen == [*moved, 0, True, 0, False]  # played from the end, it begins anew
+
+
+# What the page's own script knows of the rows, frame by frame.
+ROWS = """<script>
+const all = film.frames.map((_, number) => {
+  seek(number);
+  const rows = [...now.rows].sort((a, b) => a[0] - b[0]);
+  return JSON.parse(JSON.stringify(rows.map(([id, row]) =>
+    [id, row.tag, row.resolved, row.in_flight, row.pages, row.roots])));
+});
+document.body.innerHTML = "<pre>" + JSON.stringify(all) + "</pre>";
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_adds_the_frames_up_to_the_same_rows(capsys, tmp_path):
+    path = tmp_path / "log"
+    ledger = build(path)
+    serve(ledger)
+    ledger.close()
+    page_of(capsys, path)
+    page = path.with_suffix(".html")
+    page.write_text(page.read_text().replace("</body>", ROWS))
+    film, expected = Film(path), []
+    for event in [None, *Film(path).events()]:
+        assert event is None or film.advance() is not None
+        expected.append(
+            [
+                [
+                    r.row,
+                    r.tag or "",
+                    r.resolved,
+                    r.in_flight,
+                    [*map(list, r.pages)],
+                    [[one.lo, one.hi] for one in r.rounds],
+                ]
+                for r in film.picture().rows
+            ]
+        )
+    shown = json.loads(re.search(r"<pre>(.*)</pre>", browse(page, tmp_path)).group(1))
+    assert shown == expected
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

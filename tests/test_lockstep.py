@@ -40,6 +40,14 @@ def prefilled(both: Lockstep, length: int) -> int:
     return row
 
 
+@pytest.mark.parametrize("length", [None, 0, 1, -1])
+def test_without_a_prefix_a_row_starts_with_no_token(length):
+    """Both take no length and 0, and refuse any other."""
+    both = Lockstep(FULL)
+    assert (both.apply(("admit", {"length": length})) == 1) == (length in (None, 0))
+    both.finish()
+
+
 def test_a_cancel_puts_its_copies_before_those_that_came_since():
     both = Lockstep(FULL)
     row, other = prefilled(both, 6), prefilled(both, 7)

@@ -6,14 +6,17 @@ import random
 import re
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from ledger_kit import CHAIN, make, prefill
-from specpool import Group, Ledger, Shape, SpecpoolError
+from specpool import ConfigError, Group, Ledger, OutOfPages, Shape, SpecpoolError
 from specpool.testing import (
     DeviceFault,
     FakeDevice,
@@ -82,6 +85,51 @@ def test_a_scheduler_that_never_comes_to_rest_is_found(example):
 
     with pytest.raises(AssertionError, match="not at rest after 50 turns"):
         run_state_machine_as_test(Machine, settings=QUICK)
+
+
+def machine_of(example, scheduler: type) -> type[LedgerMachine]:
+    class Machine(example["LeakMachine"]):
+        def make_scheduler(self, ledger, device):
+            return scheduler(ledger, device)
+
+    return Machine
+
+
+def test_a_scheduler_that_never_uses_the_device_is_found(example):
+    class NoDevice(example["MendedScheduler"]):
+        def launch(self, prepare, rows, what):
+            try:
+                self.plans.append(prepare(rows, what))
+            except OutOfPages:
+                return False
+            self.ledger.launch(self.plans[-1].step)
+            return True
+
+        def take_results(self):
+            for plan in self.plans:
+                if plan.kind == "decode":
+                    self.ledger.resolve(plan.step, [1] * len(plan))
+                self.ledger.complete(plan.step)
+            self.plans, resolved = [], self.ledger.resolved_len
+            for row in [row for row, one in self.running.items() if resolved[row] >= one[2]]:
+                del self.running[row]
+                self.ledger.finish(row)
+
+    message = r"step 1 was launched on the ledger, not on the device: call device\.launch\(plan\)"
+    with pytest.raises(AssertionError, match=message):
+        run_state_machine_as_test(machine_of(example, NoDevice), settings=QUICK)
+
+
+def test_steps_that_were_cancelled_need_no_device(example):
+    class Canceller(example["MendedScheduler"]):
+        def launch(self, prepare, rows, what):
+            try:
+                self.ledger.cancel(prepare(rows, what).step)
+            except OutOfPages:
+                return False
+            return super().launch(prepare, rows, what)
+
+    run_state_machine_as_test(machine_of(example, Canceller), settings=QUICK)
 
 
 def test_a_machine_without_a_scheduler_says_so():
@@ -244,7 +292,94 @@ def test_a_forgotten_page_copy_is_found():
         device.finish(plan.step)
 
 
+def prefill_on(ledger: Ledger, device: FakeDevice, row: int, length: int) -> int:
+    step = launch(ledger, device, ledger.prepare_extend([row], [length]))
+    device.finish(step)
+    ledger.complete(step)
+    return step
+
+
+def serve_on(ledger: Ledger, device: FakeDevice, row: int, rounds: int) -> None:
+    """Rounds that are over; the row is as long as before."""
+    for _ in range(rounds):
+        step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+        ledger.resolve(step, device.accept_lens(step))
+        device.finish(step)
+        ledger.complete(step)
+        ledger.trim(row, 5)
+        prefill_on(ledger, device, row, 6)
+
+
+def test_the_device_forgets_a_step_that_is_over():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    prefill_on(ledger, device, row, 6)
+    tracemalloc.start()
+    serve_on(ledger, device, row, 20)
+    before, _ = tracemalloc.get_traced_memory()
+    serve_on(ledger, device, row, 200)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 40_000  # Of 400 steps, whose records are more than 500 bytes each.
+
+
+def test_a_step_that_is_complete_before_its_forward_has_run_is_found():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    step = launch(ledger, device, ledger.prepare_extend([row], [6]))
+    device.check_complete()
+    ledger.complete(step)
+    with pytest.raises(DeviceFault, match=r"its forward has not run: call device\.finish\(step\)"):
+        device.check_complete()
+    device.finish(step)
+    device.check_complete()
+    ledger.cancel(ledger.prepare_decode([row], [1]).step)
+    failed = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    device.fail(failed)
+    ledger.abandon(failed)
+    ledger.complete(failed)
+    device.check_complete()
+
+
+def test_results_can_be_asked_for_until_the_ledger_has_them():
+    """Twice, and after the device has finished; then the step is over."""
+    ledger = make(overlap_depth=1)
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    launch(ledger, device, ledger.prepare_extend([row], [6]))
+    step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    device.finish(step)
+    ledger.complete(step)
+    after = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    accepted = device.accept_lens(step)
+    assert accepted == device.accept_lens(step)
+    ledger.resolve(step, accepted)
+    device.finish(after)
+    ledger.complete(after)
+    ledger.resolve(after, device.accept_lens(after))
+    launch(ledger, device, ledger.prepare_decode([row], [1]))
+    for over in (step, after):
+        with pytest.raises(DeviceFault, match=f"step {over} is not one of those in flight"):
+            device.accept_lens(over)
+
+
+@pytest.mark.parametrize("call", ["accept_lens", "finish", "fail"])
+def test_a_step_that_the_device_never_saw_is_named(call):
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    late = launch(ledger, device, ledger.prepare_extend([row], [6]))
+    with pytest.raises(DeviceFault, match="step 7 was not launched on this device"):
+        getattr(device, call)(7)
+    device.finish(late)
+    device.finish(late)
+
+
 # --- Strategies ---
+
+GROUP_FACTS = ("page_size", "num_pages", "hosts_drafts", "layout", "window")
 
 
 @settings(QUICK, max_examples=200)
@@ -277,6 +412,32 @@ def test_pools_are_tight_enough_to_run_out():
 
     count()
     assert tight > 30
+
+
+@settings(QUICK, max_examples=300)
+@given(st.data())
+def test_without_spare_pages_a_pool_is_the_smallest_there_is(data: st.DataObject):
+    config = data.draw(ledger_configs(max_groups=1, spare_pages=0))
+    config.build()
+    (group,) = config.groups
+    smaller = {name: getattr(group, name) for name in GROUP_FACTS} | {
+        "num_pages": group.num_pages - 1
+    }
+    with pytest.raises(ConfigError, match="num_pages must be at least"):
+        replace(config, groups=(Group(group.name, **smaller),)).build()
+
+
+def test_drawing_a_config_records_nothing(tmp_path, monkeypatch):
+    """SPECPOOL_RECORD is for the ledgers that the user's test builds."""
+    monkeypatch.setenv("SPECPOOL_RECORD", str(tmp_path / "log"))
+
+    @settings(QUICK, max_examples=20)
+    @given(ledger_configs())
+    def draw(config: LedgerConfig) -> None:
+        assert config.groups
+
+    draw()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_accept_lens_are_those_of_the_shapes():

@@ -1,8 +1,17 @@
 """Every exception that specpool raises on purpose (spec 14); messages state the numbers."""
 
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
 
 class SpecpoolError(Exception):
     """Base of every specpool error. A refused call has changed nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Past `__init__`, whose arguments are not those that the exception keeps (`args`).
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name

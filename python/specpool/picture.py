@@ -113,6 +113,7 @@ class Film:
     def __init__(self, path: Path) -> None:
         self.replay = Replay(path)
         self.ledger: Ledger = self.replay.ledger
+        self.damage: RecordError | None = None  # Where `readable` had to end.
         self._plans: dict[int, Plan] = {}
         self._event: Event | None = None
 
@@ -132,6 +133,25 @@ class Film:
     def events(self) -> Iterator[Event]:
         """Run the rest."""
         while (event := self.advance()) is not None:
+            yield event
+
+    def readable(self) -> Iterator[Event]:
+        """Run the rest, of a damaged log what is before the damage: then `damage` is set.
+
+        Raises:
+            RecordError: the replay differs, so that the ledger is not what was recorded.
+        """
+        while True:
+            digest = self.ledger.digest
+            try:
+                event = self.advance()
+            except RecordError as error:
+                if self.ledger.digest != digest:
+                    raise
+                self.damage = error
+                return
+            if event is None:
+                return
             yield event
 
     def to_step(self, step: int) -> None:
@@ -154,43 +174,58 @@ class Film:
         return Picture(
             event=self._event,
             groups=tuple(_group(ledger, at) for at in range(len(ledger.groups))),
-            rows=tuple(self._row(row) for row in live_rows(ledger)),
+            rows=tuple(self._rows()),
         )
 
-    def _row(self, row: int) -> RowPicture:
+    def _rows(self) -> Iterator[RowPicture]:
         ledger = self.ledger
-        groups = range(len(ledger.groups))
-        allocated = tuple(int(ledger.allocated_len(at)[row]) for at in groups)
-        return RowPicture(
-            row=row,
-            tag=ledger.tag(row),
-            resolved=int(ledger.resolved_len[row]),
-            in_flight=int(ledger.in_flight[row]),
-            drafted=int(ledger.drafted_len[row]),
-            epoch=int(ledger.epoch[row]),
-            idle=bool(ledger.idle[row]),
-            rounds=tuple(self._rounds(row)),
-            allocated=allocated,
-            protected=tuple(int(ledger.protected_len(at)[row]) for at in groups),
-            evicted=tuple(int(ledger.evicted_len(at)[row]) for at in groups),
-            pages=tuple(
-                tuple(ledger.page_table(at)[row, : length // group.page_size].tolist())
-                for at, (length, group) in enumerate(zip(allocated, ledger.groups, strict=True))
-            ),
+        groups, rounds = range(len(ledger.groups)), self._rounds()
+        allocated, protected, evicted = (
+            list(zip(*(of_group(at).tolist() for at in groups), strict=True))
+            for of_group in (ledger.allocated_len, ledger.protected_len, ledger.evicted_len)
         )
+        tables = [ledger.page_table(at) for at in groups]
+        sizes = [group.page_size for group in ledger.groups]
+        resolved, in_flight = ledger.resolved_len.tolist(), ledger.in_flight.tolist()
+        drafted, epoch, idle = ledger.drafted_len.tolist(), ledger.epoch.tolist(), ledger.idle
+        for row in live_rows(ledger):
+            yield RowPicture(
+                row=row,
+                tag=ledger.tag(row),
+                resolved=resolved[row],
+                in_flight=in_flight[row],
+                drafted=drafted[row],
+                epoch=epoch[row],
+                idle=bool(idle[row]),
+                rounds=tuple(rounds.get(row, ())),
+                allocated=allocated[row],
+                protected=protected[row],
+                evicted=evicted[row],
+                pages=tuple(
+                    tuple(table[row, : length // size].tolist())
+                    for table, length, size in zip(tables, allocated[row], sizes, strict=True)
+                ),
+            )
 
-    def _rounds(self, row: int) -> Iterator[Round]:
-        """The row's rounds in flight, with the bounds that the resolved ones leave (spec 3.2)."""
-        lo = hi = int(self.ledger.resolved_len[row])
-        for step, kind, state in self.ledger.steps():
+    def _rounds(self) -> dict[int, list[Round]]:
+        """Each row's rounds in flight, with the bounds that the resolved ones leave (spec 3.2)."""
+        ledger = self.ledger
+        resolved, epoch = ledger.resolved_len, ledger.epoch
+        most = [shape.max_accept_len for shape in ledger.shapes]
+        rounds: dict[int, list[Round]] = {}
+        for step, kind, state in ledger.steps():
             plan = self._plans.get(step)
             if plan is None or kind != "decode" or state == "resolved":
                 continue
-            for lane in np.flatnonzero(plan.rows == row):
-                if plan.epochs[lane] == self.ledger.epoch[row]:
-                    shape = int(plan.shapes[lane])
-                    yield Round(step, shape, lo, hi, state)
-                    lo, hi = lo + 1, hi + self.ledger.shapes[shape].max_accept_len
+            stands = plan.epochs == epoch[plan.rows]
+            lanes = zip(plan.rows[stands].tolist(), plan.shapes[stands].tolist(), strict=True)
+            for row, shape in lanes:
+                of_row = rounds.setdefault(row, [])
+                lo = hi = int(resolved[row])
+                if of_row:
+                    lo, hi = of_row[-1].lo + 1, of_row[-1].hi + most[of_row[-1].shape]
+                of_row.append(Round(step, shape, lo, hi, state))
+        return rounds
 
 
 def live_rows(ledger: Ledger) -> list[int]:

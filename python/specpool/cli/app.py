@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
+
+# Of a write to standard output that fails on a full or broken disk.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -24,14 +28,28 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # As it is where a shell has closed it.
+                sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.
     except SpecpoolError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
-        # Who read the output has had enough; nothing must be written to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()  # Who read it has had enough.
         raise SystemExit(1) from None
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        _give_up_output()
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _give_up_output() -> None:
+    """What is still buffered goes nowhere at exit, instead of failing once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -187,7 +187,10 @@ def inspect(
     ] = None,
     frames: Annotated[int, typer.Option(help="Most events of the page.")] = 400,
 ) -> None:
-    """Draw the pools and the rows of a recorded ledger."""
+    """Draw the pools and the rows of a recorded ledger. Exit code 2: the log is damaged.
+
+    A damaged log is drawn up to the damage.
+    """
     from rich.console import Console
 
     from specpool.cli import inspect as command
@@ -196,8 +199,10 @@ def inspect(
     if html is None:
         command.show(log, Console(highlight=False), step=at, row=row)
         return
-    first, last = command.write_page(log, html, step=at, max_frames=frames)
-    typer.echo(f"{html}: events {first} to {last} of {log}")
+    page = command.write_page(log, html, step=at, row=row, max_frames=frames)
+    typer.echo(f"{html}: events {page.first} to {page.last} of {log}")
+    if page.damage is not None:
+        raise page.damage
 
 
 @bench.command("generate")

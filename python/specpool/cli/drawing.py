@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -70,6 +71,16 @@ def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None)
         console.print(Text(text, "dim"))
 
 
+def printable(text: str) -> str:
+    """The text with its control characters as escapes, so that it cannot command a terminal."""
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else char
+        for char in text
+    )
+
+
 def _most_telling(picture: Picture) -> Sequence[RowPicture]:
     """Rows with a round in flight first."""
     return sorted(picture.rows, key=lambda row: not row.rounds)
@@ -85,7 +96,7 @@ def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
     count = np.bincount(pool.states[1:], minlength=4)
     window = f", window of {group.window}" if group.window is not None else ""
     drafts = f", hosts drafts, {group.layout}" if group.hosts_drafts else ""
-    title = Text(f"\n{group.name}", "bold")
+    title = Text(f"\n{printable(group.name)}", "bold")
     title.append(
         f": {group.num_pages} pages of {group.page_size} slots{window}{drafts}", "not bold"
     )
@@ -133,11 +144,12 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
     console.print(Text("\nrows", "bold"))
     if not picture.rows:
         console.print("  none is admitted")
-    width = max(len(group.name) for group in ledger.groups)
+    names = [printable(group.name) for group in ledger.groups]
+    width = max(map(len, names))
     for row in picture.rows[:MAX_ROWS]:
         name = row_name(row.row, ledger.num_rows)
         head = Text(f"  {name} = row {row.row}", f"bold {colour(row.row)}")
-        about = f", {row.tag}" if row.tag else ""
+        about = f", {printable(row.tag)}" if row.tag else ""
         about += ", idle" if row.idle else ""
         about += f": resolved_len {row.resolved}"
         if row.rounds:
@@ -147,7 +159,7 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
         about += f", drafted_len {row.drafted}, epoch {row.epoch}"
         console.print(head.append(about, "not bold default"), soft_wrap=True)
         for at, group in enumerate(ledger.groups):
-            line = Text(f"    {group.name:<{width}}  ", "dim")
+            line = Text(f"    {names[at]:<{width}}  ", "dim")
             line.append_text(_strip(slots(row, at, group, ledger.shapes), group.page_size, row.row))
             pages = sum(1 for page in row.pages[at] if page)
             line.append(f"  {pages} page{'' if pages == 1 else 's'}", "dim")
@@ -185,7 +197,7 @@ def _slots(console: Console, ledger: Ledger, row: RowPicture) -> None:
     console.print(head)
     for at, group in enumerate(ledger.groups):
         cells = slots(row, at, group, ledger.shapes)
-        console.print(Text(f"{group.name}", "bold"))
+        console.print(Text(printable(group.name), "bold"))
         for line in _slot_lines(cells, group, console.width):
             console.print(line, no_wrap=True, crop=True)
 

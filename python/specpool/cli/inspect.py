@@ -2,78 +2,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from specpool.cli import film_page
 from specpool.cli.drawing import draw
-from specpool.errors import RecordError
-from specpool.picture import Film
+from specpool.errors import ConfigError, RecordError
+from specpool.picture import Film, Picture
 
 
 def show(log: Path, console: Console, *, step: int | None, row: int | None) -> None:
     """Draw the ledger right after the preparation of `step`, or at the log's end.
 
     Raises:
-        RecordError: the log cannot be run up to there, or has no such step.
+        RecordError: the log cannot be run up to there (a damaged one is drawn up to the damage
+            first), or has no such step.
     """
     film = Film(log)
     if step is None:
-        for _ in film.events():
+        for _ in film.readable():
             pass
     else:
         film.to_step(step)
     picture = film.picture()
-    if row is not None and row not in [one.row for one in picture.rows]:
-        live = ", ".join(str(one.row) for one in picture.rows) or "none"
-        raise RecordError(f"row {row} is not admitted there; these are: {live}")
+    _check_row(picture, row)
     draw(console, film.ledger, picture, row=row)
+    if film.damage is not None:
+        raise film.damage
 
 
-def write_page(log: Path, page: Path, *, step: int | None, max_frames: int) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The first and the last event of a page (0 is the empty ledger before the first)."""
+
+    first: int
+    last: int
+    damage: RecordError | None  # Why the log ends early.
+
+
+def write_page(
+    log: Path, page: Path, *, step: int | None, row: int | None, max_frames: int
+) -> Written:
     """Write a page of at most `max_frames` events around `step`, or of the log's first ones.
 
-    Returns:
-        The first and the last event that it shows (0 is the empty ledger before the first).
+    It begins with `row`, or with one that has a round in flight.
 
     Raises:
-        RecordError: the log cannot be read, has no such step, or the page cannot be written.
+        RecordError: the log cannot be run up to `step`, has no such step or row, or the page cannot
+            be written.
+        ConfigError: the page is the log.
     """
-    middle, num_events = _place(log, step)
+    if _is_same_file(page, log):
+        raise ConfigError(f"--html {page} is the log itself: it would be written over")
+    middle, num_events, damage = _place(log, step)
     first = (
         0 if step is None else max(0, min(middle - max_frames // 2, num_events + 1 - max_frames))
     )
+    last = min(first + max_frames - 1, num_events)
+    start = middle if middle <= last else first
     film = Film(log)
-    pictures = [film.picture()] if first == 0 else []
-    for event in film.events():
-        if event.index >= first:
-            pictures.append(film.picture())
-        if len(pictures) == max_frames:
-            break
-    last = first + len(pictures) - 1
     film_page.write(
         page,
         log.name,
-        film.replay.made_by,
-        film.ledger,
-        pictures,
-        start=middle - first if middle <= last else 0,
+        film,
+        _pictures(film, first, last, start, row),
+        start=start - first,
+        picked=row,
         num_events=num_events,
+        damage=damage,
     )
-    return first, last
+    return Written(first, last, damage)
 
 
-def _place(log: Path, step: int | None) -> tuple[int, int]:
-    """The event that prepares `step` (None: the first decode), and the number of events."""
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False  # One of them is not there, or cannot be.
+
+
+def _pictures(film: Film, first: int, last: int, start: int, row: int | None) -> Iterator[Picture]:
+    """Those after the events `first` to `last`, one at a time; `row` is in that of `start`."""
+    for index in range(last + 1):
+        if index > 0:
+            film.advance()
+        if index >= first:
+            picture = film.picture()
+            if index == start:
+                _check_row(picture, row)
+            yield picture
+
+
+def _check_row(picture: Picture, row: int | None) -> None:
+    if row is not None and row not in [one.row for one in picture.rows]:
+        live = ", ".join(str(one.row) for one in picture.rows) or "none"
+        raise RecordError(f"row {row} is not admitted there; these are: {live}")
+
+
+def _place(log: Path, step: int | None) -> tuple[int, int, RecordError | None]:
+    """The event that prepares `step` (None: the first decode), the number of events, the damage."""
     film = Film(log)
     middle, num_events = 0, 0
-    for event in film.events():
+    for event in film.readable():
         num_events = event.index
         plan = event.plan
         if middle == 0 and plan is not None:
             is_it = plan.kind == "decode" if step is None else plan.step == step
             middle = event.index if is_it else 0
     if step is not None and middle == 0:
-        raise RecordError(f"step {step} is not in the log {log}")
-    return middle, num_events
+        raise film.damage or RecordError(f"step {step} is not in the log {log}")
+    return middle, num_events, film.damage

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specpool._core import Event
-from specpool.cli.drawing import draw
+from specpool.cli.drawing import draw, printable
 from specpool.picture import Film
 
 # What `Replay.end` means to a reader.
@@ -45,7 +45,7 @@ def run(log: Path, *, quiet: bool) -> None:
 
 def line(event: Event) -> str:
     """One event on one line."""
-    tag = f"  # {event.tag}" if event.tag else ""
+    tag = f"  # {printable(event.tag)}" if event.tag else ""
     return f"{event.index:>8}  {event.text}{tag}"
 
 
@@ -73,8 +73,10 @@ def against(log: Path, other: Path, console: Console) -> bool:
     if differing := [name for name in one if one[name] != two[name]]:
         console.print(Text("the ledgers were built otherwise", "bold red"))
         for name in differing:
-            console.print(Text(f"  {name}: {one[name]} in {log}"), soft_wrap=True)
-            console.print(Text(f"  {name}: {two[name]} in {other}"), soft_wrap=True)
+            console.print(Text(printable(f"  {name}: {one[name]}") + f" in {log}"), soft_wrap=True)
+            console.print(
+                Text(printable(f"  {name}: {two[name]}") + f" in {other}"), soft_wrap=True
+            )
         return False
     events, step = 0, 0
     while True:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from specpool import Ledger, Plan
+from specpool import Ledger, OrderError, Plan
 
 _Ints: TypeAlias = NDArray[np.int32]
 _Delta: TypeAlias = tuple[_Ints, _Ints, _Ints]  # rows, columns, pages of one group
@@ -78,7 +78,8 @@ class FakeDevice:
         acknowledge: `launch` acknowledges the delta that it takes; False leaves that to the caller.
 
     Raises:
-        DeviceFault: from whichever call runs the forward that goes wrong.
+        DeviceFault: from whichever call runs the forward that goes wrong, or names a step that was
+            not launched here.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class FakeDevice:
         self._draft: list[dict[int, int]] = [{} for _ in groups]
         self._sequences: dict[int, _Sequence] = {}
         self._queue: list[_Copies | _Lane] = []
-        self._steps: dict[int, list[_Lane]] = {}
+        self._steps: dict[int, list[_Lane]] = {}  # Those that the ledger has in flight.
+        self._newest = 0
+        self._skipped: set[int] = set()  # Steps before the newest that were not launched here.
         self._next_token = 1
 
     # --- What an engine calls ---
@@ -132,7 +135,11 @@ class FakeDevice:
             for lane, row in enumerate(plan.rows)
         ]
         self._queue += lanes
+        in_flight = {step for step, _, _ in self._ledger.steps()}
+        self._steps = {step: lanes for step, lanes in self._steps.items() if step in in_flight}
         self._steps[plan.step] = lanes
+        self._skipped |= set(range(self._newest + 1, plan.step))
+        self._newest = plan.step
 
     def apply_delta(self, delta: Sequence[_Delta]) -> None:
         """The answer of `ledger.take_delta`, where it was not `launch` that took it."""
@@ -143,10 +150,13 @@ class FakeDevice:
         """What each lane of a round accepted; runs what has not run yet.
 
         Args:
-            step: a launched decode.
+            step: a launched decode, not yet both resolved and complete.
             wish: [b], what lanes that have not run shall accept; anything out of range, and None,
                 leaves it to chance.
         """
+        self._check_launched(step)
+        if step not in self._steps:
+            raise DeviceFault(f"step {step} is not one of those in flight: {list(self._steps)}")
         lanes = self._steps[step]
         for at, lane in enumerate(lanes):
             self._run_until(lane, 0 if wish is None else int(wish[at]))
@@ -154,6 +164,10 @@ class FakeDevice:
 
     def finish(self, step: int) -> None:
         """Runs all that is left of the step and of every step before it."""
+        self._check_launched(step)
+        self._run_up_to(step)
+
+    def _run_up_to(self, step: int) -> None:
         while left := [unit for unit in self._queue if _step(unit) <= step]:
             self._run_one(left)
 
@@ -164,6 +178,7 @@ class FakeDevice:
 
     def fail(self, step: int) -> None:
         """What has not run of the step never will: its rows, and copies' rows, hold garbage."""
+        self._check_launched(step)
         for unit in list(self._queue):
             if _step(unit) != step:
                 continue
@@ -176,11 +191,43 @@ class FakeDevice:
 
     def check_row(self, row: int, length: int) -> None:
         """The row's KV is what it should be, from its `evicted_len` to `length`."""
-        self.finish(max((_step(unit) for unit in self._queue), default=0))
+        self._run_up_to(max((_step(unit) for unit in self._queue), default=0))
         for group in range(len(self._groups)):
             line = self._ledger.full_table(group)[row]
             first = int(self._ledger.evicted_len(group)[row])
             self._read(f"row {row}", group, line, row, range(first, length), self._target)
+
+    def check_complete(self) -> None:
+        """Every step that is complete in the ledger was launched here, and has run.
+
+        Raises:
+            DeviceFault: names the step, and the call that is missing.
+        """
+        completed = self._ledger.completed
+        for step in [*sorted(self._skipped), *range(self._newest + 1, completed + 1)]:
+            if step <= completed and self._was_launched(step):
+                raise DeviceFault(
+                    f"step {step} was launched on the ledger, not on the device: "
+                    f"call device.launch(plan) right after ledger.launch({step})"
+                )
+        for unit in self._queue:
+            if unit.step <= completed and not (isinstance(unit, _Lane) and unit.failed):
+                raise DeviceFault(
+                    f"step {unit.step} is complete, but its forward has not run: "
+                    f"call device.finish(step) before ledger.complete(step)"
+                )
+
+    def _was_launched(self, step: int) -> bool:
+        """Whether the ledger launched a step that it holds for complete, and did not cancel it."""
+        try:
+            self._ledger.complete(step)  # Without effect.
+        except OrderError:
+            return False
+        return True
+
+    def _check_launched(self, step: int) -> None:
+        if not 1 <= step <= self._newest or step in self._skipped:
+            raise DeviceFault(f"step {step} was not launched on this device")
 
     # --- Order ---
 

@@ -32,8 +32,8 @@ class LedgerMachine(RuleBasedStateMachine):
     """Submits and aborts requests at any time, turns the loop, and checks the ledger.
 
     After every rule the ledger's audit must pass. At the end the loop must come to rest within
-    `max_turns` turns, and no page, row or prefix may be left (`assert_no_page_leaked`). Forwards
-    that the scheduler runs on the `FakeDevice` must find their own tokens.
+    `max_turns` turns, no page, row or prefix may be left (`assert_no_page_leaked`), and every step
+    must have run on the `FakeDevice` (`check_complete`), where forwards must find their own tokens.
 
     Subclass it, override `make_scheduler`, and let pytest collect `YourMachine.TestCase`.
     """
@@ -96,3 +96,4 @@ class LedgerMachine(RuleBasedStateMachine):
             out = "\n  ".join(still_out(self.ledger))
             raise AssertionError(f"not at rest after {self.max_turns} turns:\n  {out}")
         assert_no_page_leaked(self.ledger)
+        self.device.check_complete()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from hypothesis import strategies as st
 
-from specpool import ConfigError, Group, Ledger, Shape
+from specpool import Group, Ledger, Shape
+from specpool._core import sizing_alloc_len_per_decode, sizing_row_width
 from specpool.testing.operations import OP_BYTES
 
 _Policy: TypeAlias = Literal["exact", "double_buffer"]
@@ -131,16 +131,43 @@ def ledger_configs(
 
 
 def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
-    """The fewest pages with which a ledger of this one group can be built, found by trying."""
+    """The fewest pages with which a ledger of this one group can be built (spec 2)."""
+    size: int = facts["page_size"]
+    window: int | None = facts["window"]
+    width = sizing_row_width(
+        config.shapes,
+        max_context_len=config.max_context_len,
+        overlap_depth=config.overlap_depth,
+        policy=config.policy,
+        **{name: facts[name] for name in ("page_size", "hosts_drafts", "layout")},
+    )
+    if window is None:
+        return width // size
+    chunk = min(config.max_chunk or config.max_context_len, config.max_context_len)
+    ahead = max(chunk, _reserve(config, facts))
+    checkpoint = -(-(window - 1) // size) + 1 if config.sessions else 0
+    return min(width // size, -(-(window - 1 + ahead) // size) + 1 + checkpoint)
 
-    def can_be_built(pages: int) -> bool:
-        try:
-            replace(config, groups=(Group("kv", num_pages=pages, **facts),)).build()
-        except ConfigError:
-            return False
-        return True
 
-    return 1 + bisect_left(range(1, 1 << 20), True, key=can_be_built)
+def _reserve(config: LedgerConfig, facts: dict[str, Any]) -> int:
+    """Slots beyond `resolved_len` that no round of the config passes in this group."""
+    depth, shapes = config.overlap_depth, (Shape.none(), *config.shapes)
+    if config.policy == "double_buffer":
+        return depth + (depth + 1) * max(_alloc_len(facts, shape, drafts=True) for shape in shapes)
+    spread = depth * max(shape.max_accept_len for shape in shapes)
+    return spread + max(_alloc_len(facts, shape, drafts=shape.num_steps > 0) for shape in shapes)
+
+
+def _alloc_len(facts: dict[str, Any], shape: Shape, *, drafts: bool) -> int:
+    """W of the shape, as if the group hosted no drafts unless `drafts`."""
+    return sizing_alloc_len_per_decode(
+        page_size=facts["page_size"],
+        num_steps=shape.num_steps,
+        topk=shape.topk,
+        num_draft_tokens=shape.num_draft_tokens,
+        hosts_drafts=facts["hosts_drafts"] and drafts,
+        layout=facts["layout"],
+    )
 
 
 def accept_lens(lanes: Sequence[Shape]) -> st.SearchStrategy[list[int]]:

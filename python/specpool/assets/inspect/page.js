@@ -4,23 +4,52 @@ const film = JSON.parse(document.getElementById("film").textContent);
 const $ = id => document.getElementById(id);
 const FREE = 0, OWNED = 1, SHARED = 2, FENCED = 3;
 const STATES = ["free", "owned", "shared", "fenced"];
-let at = 0, picked = 0, rootChoice = null, timer = null;
+let at = 0, picked = film.picked, rootChoice = null, timer = null;
 let now = null;  // the state after frame `at`
 
 // --- the state: frames hold what changed, so going back means running again from the start
 function blank() {
   return {at: -1, rows: new Map(), groups: film.groups.map(() => ({pages: new Map(), free: 0, fenced: 0, reclaimable: 0}))};
 }
+const newRow = () => ({tag: "", resolved: 0, in_flight: 0, drafted: 0, epoch: 0, idle: false, rounds: [], allocated: [], protected: [], evicted: [], pages: film.groups.map(() => [])});
 function apply(state, frame) {
   frame.groups.forEach((group, g) => {
     [state.groups[g].free, state.groups[g].fenced, state.groups[g].reclaimable] = group.counts;
-    for (const [page, ...record] of group.pages) state.groups[g].pages.set(page, record);
+    for (const [first, count, ...record] of group.pages) {
+      for (let page = first; page < first + count; page++) state.groups[g].pages.set(page, record);
+    }
   });
-  for (const [row, change] of Object.entries(frame.rows)) {
-    if (change === null) state.rows.delete(+row);
-    else state.rows.set(+row, {...state.rows.get(+row), ...change});
+  const {gone = [], pages = [], ...columns} = frame.rows, touched = new Set();
+  for (const row of gone) state.rows.delete(row);
+  for (const [key, runs] of Object.entries(columns)) {
+    for (const [first, count, value] of runs) {
+      for (let row = first; row < first + count; row++) {
+        if (!state.rows.has(row)) state.rows.set(row, newRow());
+        state.rows.get(row)[key] = value;
+        touched.add(row);
+      }
+    }
   }
+  for (const row of touched) finish(state.rows.get(row));
+  pages.forEach((runs, g) => {
+    for (const [row, column, count, page] of runs) {
+      for (let i = 0; i < count; i++) state.rows.get(row).pages[g][column + i] = page && page + i;
+    }
+  });
   state.at += 1;
+}
+function finish(row) {  // What follows from the rest: how many columns there are, where the rounds' roots can be.
+  film.groups.forEach((group, g) => {
+    const pages = row.pages[g], columns = row.allocated[g] / group.page_size;
+    pages.length = Math.min(pages.length, columns);
+    while (pages.length < columns) pages.push(0);
+  });
+  let lo = row.resolved, hi = row.resolved;
+  row.roots = row.rounds.map(([, shape]) => {
+    const root = [lo, hi];
+    lo += 1; hi += film.max_accept_lens[shape];
+    return root;
+  });
 }
 function seek(target) {
   at = Math.max(0, Math.min(film.frames.length - 1, target));
@@ -172,8 +201,8 @@ function drawRows() {
   const head = ["row", "request", "resolved", "in flight", "drafted", "epoch", ...film.groups.map(group => group.name)];
   $("head").replaceChildren(el("tr", {}, ...head.map(text => el("th", {}, text))));
   const lines = [...now.rows].sort((a, b) => a[0] - b[0]).map(([id, row]) => {
-    const last = row.rounds.at(-1);
-    const flight = row.in_flight ? `${row.in_flight}: root ${last[2] === last[3] ? "at " + last[2] : `in [${last[2]}, ${last[3]}]`}` : "";
+    const [lo, hi] = row.roots.at(-1) || [];
+    const flight = row.in_flight ? `${row.in_flight}: root ${lo === hi ? "at " + lo : `in [${lo}, ${hi}]`}` : "";
     const cells = [badge(id), (row.tag || "") + (row.idle ? " (idle)" : ""), String(row.resolved), flight, String(row.drafted), String(row.epoch),
       ...film.groups.map((_, g) => strip(row, id, g))];
     return el("tr", {class: "row" + (id === picked ? " picked" : ""), onclick: () => { picked = id; rootChoice = null; draw(); }}, ...cells.map(cell => el("td", {}, cell)));
@@ -196,14 +225,13 @@ function cellsOf(slots, from, to, id, g, width) {
 function drawDetail() {
   const row = now.rows.get(picked);
   if (!row) { $("detail").replaceChildren(el("h2", {}, "Slots of a row"), el("span", {class: "quiet"}, "no row is admitted")); return; }
-  const round = row.rounds.at(-1);
-  let root = round ? round[2] : row.resolved;
-  if (round && rootChoice !== null) root = Math.max(round[2], Math.min(round[3], rootChoice));
+  const round = row.rounds.at(-1), [lo, hi] = row.roots.at(-1) || [row.resolved, row.resolved];
+  const root = rootChoice === null ? lo : Math.max(lo, Math.min(hi, rootChoice));
   const parts = [el("h2", {}, badge(picked), ` row ${picked}, slot by slot`,
-    el("small", {}, round ? `step ${round[0]} is ${round[4]}: shape S ${film.shapes[round[1]][0]} / K ${film.shapes[round[1]][1]} / N ${film.shapes[round[1]][2]}` : "nothing in flight"))];
-  if (round && round[3] > round[2]) {
-    const input = el("input", {type: "range", min: round[2], max: round[3], value: root, oninput: event => { rootChoice = +event.target.value; drawDetail(); }});
-    parts.push(el("div", {class: "rootpick"}, `an older round is not resolved, so the root of this one is somewhere in [${round[2]}, ${round[3]}]: drawn at ${root}`, input));
+    el("small", {}, round ? `step ${round[0]} is ${round[2]}: shape S ${film.shapes[round[1]][0]} / K ${film.shapes[round[1]][1]} / N ${film.shapes[round[1]][2]}` : "nothing in flight"))];
+  if (hi > lo) {
+    const input = el("input", {type: "range", min: lo, max: hi, value: root, oninput: event => { rootChoice = +event.target.value; drawDetail(); }});
+    parts.push(el("div", {class: "rootpick"}, `an older round is not resolved, so the root of this one is somewhere in [${lo}, ${hi}]: drawn at ${root}`, input));
   }
   film.groups.forEach((group, g) => parts.push(groupDetail(row, g, root, round)));
   $("detail").replaceChildren(...parts);
@@ -313,6 +341,6 @@ document.onmousemove = event => {
 $("title").textContent = film.log;
 document.title = `specpool inspect ${film.log}`;
 $("config").textContent = `${plural(film.num_rows, "row")}, context ${film.max_context_len}, overlap depth ${film.overlap_depth}, policy ${film.policy}, shapes `
-  + film.shapes.map(shape => shape.join("/")).join(", ") + ` \u00b7 written by specpool ${film.made_by}`;
+  + film.shapes.map(shape => shape.join("/")).join(", ") + ` \u00b7 written by specpool ${film.made_by}` + (film.damage ? ` \u00b7 ${film.damage}` : "");
 drawLegend();
 seek(film.start);
