@@ -300,8 +300,8 @@ GUARDS = [
         55,
         "a cut needs its window",
         "group.rs",
-        "        self.evict_to(len) >= i64::from(self.evicted[row.at()])\n            || self.window_columns(len).all(|column| self.page_of(row, column).is_some())\n",
-        "        true\n",
+        "        if self.evict_to(len) >= i64::from(self.evicted[row.at()]) {\n",
+        "        if len >= 0 {\n",
     ),
     guard(
         56,
@@ -319,8 +319,8 @@ GUARDS = [
         56,
         "a cut below p goes to a page edge",
         "group.rs",
-        "        if len < self.protected[row.at()] && !is_page_edge {\n",
-        "        if len < 0 && !is_page_edge {\n",
+        "        if len < self.protected[row.at()] && len % page_size != 0 {\n",
+        "        if len < 0 {\n",
     ),
     guard(
         57,

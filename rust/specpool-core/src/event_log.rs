@@ -45,7 +45,8 @@ pub struct EventLog {
 }
 
 impl EventLog {
-    /// Creates the file, or empties it, and writes the header. The file is locked until the log is dropped.
+    /// Creates the file, or empties it, and writes the header. The file is locked until the log is finished or
+    /// dropped.
     ///
     /// # Errors
     /// [`Error::Record`] when the file cannot be written, another ledger is writing it, or `limit` bytes do not even
@@ -121,7 +122,9 @@ impl EventLog {
         if !self.is_over {
             self.push_last(CLOSED, digest);
         }
-        self.flush()
+        self.flush()?;
+        let _ = self.file.unlock(); // Whoever records next may have the file.
+        Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
