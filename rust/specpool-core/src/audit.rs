@@ -334,20 +334,32 @@ mod tests {
         let step = ledger.prepare_extend(&[other.0], &[10], true).unwrap().step;
         ledger.launch(step).unwrap();
         let width = ledger.row_width(0).unwrap() as i32;
-        let plants: [(i32, &str); 2] = [(0, "row 1 overflows"), (17, "kv_committed_len 18 > allocated_len 16")];
-        for (resolved, expected) in plants {
+        // The row with a round in flight claims from 16 on, the end of what it has, or from beyond it.
+        let plants: [(i32, i32, &str); 2] =
+            [(15, width - 3, "row 1 overflows"), (17, 18, "kv_committed_len 18 > allocated_len 16")];
+        for (resolved, hi, expected) in plants {
             let mut ledger = ledger.clone();
             for row in [row, other] {
-                if resolved > 0 {
-                    ledger.rows.resolved[row.at()] = resolved;
-                    ledger.rows.drafted[row.at()] = resolved;
-                } else {
-                    ledger.rows.hi[row.at()] = width - 3;
-                }
+                ledger.rows.resolved[row.at()] = resolved;
+                ledger.rows.drafted[row.at()] = resolved;
+                ledger.rows.hi[row.at()] = hi;
             }
             let error = ledger.prepare_decode(&[row.0, other.0], &[1, 1], true).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    /// Nor is it shared.
+    #[test]
+    fn a_foreign_page_is_never_shared() {
+        let (mut ledger, row) = busy();
+        ledger.complete(1).unwrap();
+        ledger.groups[0].pool.release(Page(2), row, 0, 0, Verb::Trim).unwrap();
+        ledger.groups[0].pool.take(Row(2), 9, Verb::PrepareDecode).unwrap();
+        let before = format!("{ledger:?}");
+        let error = ledger.pin_prefix(row, 10).unwrap_err();
+        assert!(matches!(&error, Error::PageState { page: 2, owner, .. } if owner.contains("row 2")), "{error}");
+        assert_eq!(before, format!("{ledger:?}"));
     }
 
     /// A page in the row's table that another row owns stops the release before anything moves.

@@ -169,3 +169,30 @@ fn a_row_that_is_late_in_two_ways_is_late() {
     let error = refuses(&mut ledger, |l| l.prepare_decode(&[other.0], &[0], true), &["row 2 has no root"]);
     assert!(matches!(error, Error::NotReady(_)));
 }
+
+#[test]
+fn a_closed_ledger_answers_and_does_nothing_more() {
+    let (mut ledger, row) = ledger();
+    assert!(!ledger.is_closed());
+    ledger.close().unwrap();
+    ledger.close().unwrap();
+    assert!(ledger.is_closed());
+    for refused in [ledger.finish(row), ledger.admit(None).map(drop), ledger.snapshot().map(drop)] {
+        assert_eq!(refused, Err(Error::Order("the ledger is closed".into())));
+    }
+    assert_eq!(ledger.resolved_len()[row.at()], 5);
+    ledger.check().unwrap();
+}
+
+/// A copy that rides on a step concerns the row only as long as it has the page that is written.
+#[test]
+fn a_row_that_was_cut_below_an_unfinished_copy_can_be_shared() {
+    let (mut ledger, row) = ledger();
+    let copy = ledger.fork(row, None).unwrap();
+    let step = ledger.prepare_extend(&[copy.0], &[8], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    refuses(&mut ledger, |l| l.pin_prefix(copy, 5), &["pin_prefix of row 2", "is not finished"]);
+    ledger.trim(copy, 4).unwrap();
+    let prefix = ledger.pin_prefix(copy, 4).unwrap();
+    assert_eq!(ledger.prefix_len(prefix), Ok(4));
+}

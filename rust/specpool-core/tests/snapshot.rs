@@ -24,6 +24,7 @@ fn a_restored_state_is_the_old_one_with_younger_counters() {
     let prefix = ledger.pin_prefix(row, 8).unwrap();
     let (table, lengths) = (ledger.page_table(0).unwrap().cells().to_vec(), ledger.resolved_len().to_vec());
     let snapshot = ledger.snapshot().unwrap();
+    assert_eq!((snapshot.number(), ledger.snapshot().unwrap().number()), (1, 2));
     ledger.finish(row).unwrap();
     ledger.release_prefix(prefix).unwrap();
     for _ in 0..2 {

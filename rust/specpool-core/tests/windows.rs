@@ -109,3 +109,24 @@ fn a_claim_may_use_what_it_evicts_itself_once_the_device_is_done_with_it() {
     // Sessions keep a page for their checkpoint in place of giving it back.
     assert!(matches!(ledger.end_turn(row, 8), Err(Error::Config(_))));
 }
+
+/// A prefix whose window begins far from the row's start: the new row takes its e, and the pages from there on.
+#[test]
+fn a_row_on_an_evicted_prefix_has_its_window() {
+    let mut ledger = ledger(2, 3);
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 9);
+    extend(&mut ledger, row, 13);
+    assert_eq!(evicted(&ledger, row), 6, "what is below 9 - 3 + 1 was given back");
+    let prefix = ledger.pin_prefix(row, 13).unwrap();
+    assert_eq!(ledger.prefix_len(prefix), Ok(12));
+    let other = ledger.admit_on(prefix, Some(11), None).unwrap();
+    assert_eq!(evicted(&ledger, other), 6);
+    let cells = |row| ledger.page_table(0).unwrap().row(row).to_vec();
+    assert_eq!(cells(other)[..5], cells(row)[..5]);
+    assert_ne!(cells(other)[5], cells(row)[5], "of the last page the first token is copied");
+    assert_eq!((cells(other)[2], cells(other)[3] > 0, cells(other)[6]), (0, true, 0));
+    ledger.check().unwrap();
+    let error = ledger.admit_on(prefix, Some(7), None).unwrap_err().to_string();
+    assert!(error.contains("needs the slots from 4 on, held are those from 6 on"), "{error}");
+}
