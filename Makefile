@@ -68,21 +68,21 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 test-gpu: $(VENV)/.dev ## the losslessness tests on a CUDA device
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
-guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (10 minutes)
+guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (11 minutes)
 	$(BIN)/python tests/run_guards.py
 
-prove: ## enumerate every interleaving of small ledgers (CASE=text for some of them)
+prove: ## enumerate every interleaving of small ledgers (6 minutes; CASE=text for some of them)
 	cargo run --release --quiet -p specpool-check --bin prove -- $(if $(CASE),--case "$(CASE)",)
 
-soak: ## 1e8 random operations on the ledger (SEED=n)
+soak: ## 1e8 random operations on the ledger (1 minute; SEED=n)
 	cargo run --release --quiet -p specpool-check --bin soak -- --ops 1e8 $(if $(SEED),--seed $(SEED),)
 
 # Without debug information a mutant builds in a third of the time; a failing property need not be shrunk.
 MUTATED := sizing page_pool page_copy group step rows delta ledger 'ledger/*'
-mutants: ## mutation tests of the ledger (cargo install cargo-mutants first; FILE=rust/... for one file)
+mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mutants first; FILE=rust/... for one file)
 	CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_TEST_DEBUG=0 PROPTEST_MAX_SHRINK_ITERS=0 \
 	cargo mutants -p specpool-core $(if $(FILE),-f '$(FILE)',$(foreach f,$(MUTATED),-f rust/specpool-core/src/$(f).rs)) \
-	--output target/mutants --timeout 120
+	--output target/mutants --jobs 2 --timeout 120 -- --lib --tests
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench reserve
