@@ -335,11 +335,15 @@ mod tests {
         ledger.launch(step).unwrap();
         let width = ledger.row_width(0).unwrap() as i32;
         // The row with a round in flight claims from 16 on, the end of what it has, or from beyond it.
-        let plants: [(i32, i32, &str); 2] =
-            [(15, width - 3, "row 1 overflows"), (17, 18, "kv_committed_len 18 > allocated_len 16")];
-        for (resolved, hi, expected) in plants {
+        let plants: [(i32, [i32; 2], &str); 4] = [
+            (15, [width - 3; 2], "row 1 overflows"),
+            (15, [width - 4, width - 3], "row 2 in group kv: kv_committed_len 15 > allocated_len 12"),
+            (17, [18; 2], "kv_committed_len 18 > allocated_len 16"),
+            (17, [width - 3; 2], "kv_committed_len 18 > allocated_len 16"),
+        ];
+        for (resolved, his, expected) in plants {
             let mut ledger = ledger.clone();
-            for row in [row, other] {
+            for (row, hi) in [row, other].into_iter().zip(his) {
                 ledger.rows.resolved[row.at()] = resolved;
                 ledger.rows.drafted[row.at()] = resolved;
                 ledger.rows.hi[row.at()] = hi;
@@ -347,6 +351,17 @@ mod tests {
             let error = ledger.prepare_decode(&[row.0, other.0], &[1, 1], true).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn the_bytes_of_a_group() {
+        let (ledger, _) = busy();
+        // 3 rows of 12 columns, twice; three lengths of each row; page 0 and the four pages of the row.
+        assert_eq!(ledger.groups[0].num_bytes(), 2 * 36 * 4 + 3 * 3 * 4 + 5 * 36);
+        let mut config = ledger.config();
+        (config.groups[0].window, config.sessions) = (Some(4), true);
+        let kept = 3 * size_of::<Vec<Kept>>();
+        assert_eq!(Ledger::new(config).unwrap().groups[0].num_bytes(), 2 * 36 * 4 + 3 * 3 * 4 + kept + 36);
     }
 
     /// Nor is it shared.

@@ -50,6 +50,20 @@ fn an_accept_len_is_in_the_range_of_its_shape() {
     }
 }
 
+/// Of several lanes the one that is wrong is named.
+#[test]
+fn the_lane_that_is_out_of_range_is_named() {
+    let (mut ledger, row) = ledger();
+    let other = ledger.admit(Some("two")).unwrap();
+    let step = ledger.prepare_extend(&[other.0], &[5], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let step = ledger.prepare_decode(&[row.0, other.0], &[1, 1], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    refuses(&mut ledger, |l| l.resolve(step, &[4, 5]), &["row 2 (two)", "[1, 4]", "got 5"]);
+    refuses(&mut ledger, |l| l.resolve(step, &[1, 0]), &["row 2 (two)", "got 0"]);
+    ledger.resolve(step, &[4, 1]).unwrap();
+}
+
 #[test]
 fn only_a_launched_round_is_resolved_and_once() {
     let (mut ledger, row) = ledger();

@@ -130,3 +130,19 @@ fn a_row_on_an_evicted_prefix_has_its_window() {
     let error = ledger.admit_on(prefix, Some(7), None).unwrap_err().to_string();
     assert!(error.contains("needs the slots from 4 on, held are those from 6 on"), "{error}");
 }
+
+/// Far below what the row still holds, only a checkpoint has a window to go back to: `trim` finds it, or the start.
+#[test]
+fn a_cut_goes_back_to_what_the_checkpoint_keeps() {
+    for (len, expected) in [(17, 10), (12, 10), (10, 10), (9, 9), (8, 8), (7, 0), (5, 0)] {
+        let mut ledger = ledger(2, 3);
+        let row = ledger.admit(None).unwrap();
+        extend(&mut ledger, row, 9);
+        assert_eq!(ledger.end_turn(row, 9).unwrap(), 9);
+        extend(&mut ledger, row, 19);
+        extend(&mut ledger, row, 22);
+        assert_eq!(evicted(&ledger, row), 16);
+        assert_eq!(ledger.trim(row, len).unwrap(), expected, "trim to {len}");
+        ledger.check().unwrap();
+    }
+}

@@ -269,7 +269,7 @@ impl Ledger {
         if shapes.iter().fold(true, |is_known, &shape| is_known & ((shape as u32 as usize) < known)) {
             return Ok(());
         }
-        match rows.iter().zip(shapes).find(|&(_, &shape)| shape < 0 || shape as usize >= known) {
+        match rows.iter().zip(shapes).find(|&(_, &shape)| shape as u32 as usize >= known) {
             Some((row, shape)) => Err(Error::Shape(format!("row {row}: shape {shape} is not in 0..{known}"))),
             None => Ok(()),
         }
