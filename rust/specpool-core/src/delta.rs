@@ -63,12 +63,13 @@ impl Delta {
             Some((_, version)) => *version = self.version,
             None => self.takes.insert(place, (step, self.version)),
         }
-        let columns = table.pages_per_row();
-        let split = |entry: &Entry| (entry.cell as usize / columns, entry.cell as usize % columns);
+        let columns = table.pages_per_row() as u32; // half the time of a division of 64 bits
+        let rows: Vec<i32> = self.entries.iter().map(|entry| (entry.cell / columns) as i32).collect();
+        let column = |(entry, &row): (&Entry, &i32)| (entry.cell - row as u32 * columns) as i32;
         DeltaEntries {
-            rows: self.entries.iter().map(|entry| split(entry).0 as i32).collect(),
-            columns: self.entries.iter().map(|entry| split(entry).1 as i32).collect(),
+            columns: self.entries.iter().zip(&rows).map(column).collect(),
             pages: self.entries.iter().map(|entry| table.cells()[entry.cell as usize]).collect(),
+            rows,
         }
     }
 
