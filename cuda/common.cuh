@@ -1,27 +1,34 @@
-// What every kernel shares: the page table, the bytes of a slot. No includes: NVRTC, nvcc and g++ compile it alike.
+// What every kernel shares: the page table, the drafts' places, a sum over a block. Includes nothing, so that NVRTC,
+// nvcc and g++ compile it alike; the package hands every file to the compiler in one text, this one first.
 //
-// Ids (rows, pages, slots, positions) are int32, every byte or element offset is 64-bit (sgl#9344).
+// Ids (rows, pages, slots, positions) are int32, every byte or element offset is 64-bit (sgl#9344). Device arrays are
+// trusted in nothing: a row, position or page that is none leads to slot 0 or to no move, never outside a buffer.
 
-#define KERNEL extern "C" __global__ void
-
-// The page table of one group, int32 [num_rows, pages_per_row], device. Row 0 and page 0 are padding.
+// The page table of one group. Row 0 and page 0 are padding.
 struct PageTable {
-    const int* cells;
-    int num_rows;
+    const int* cells;  // int32 [num_rows, pages_per_row]
+    int num_rows;      // rows of the ledger + 1
     int pages_per_row;
-    int page_size;
+    int page_size;  // P
 
-    // The slot of a position, or -1 where the row or the position is outside the table.
-    __device__ __forceinline__ long long slot(int row, int position) const {
-        const int column = position / page_size;
-        if (row < 0 || row >= num_rows || position < 0 || column >= pages_per_row) return -1;
-        return (long long)cells[(long long)row * pages_per_row + column] * page_size + position % page_size;
+    // The page in a column, 0 where there is none.
+    __device__ __forceinline__ int page(int row, long long column) const {
+        if (row < 0 || row >= num_rows || column < 0 || column >= pages_per_row) return 0;
+        const int page = cells[(long long)row * pages_per_row + column];
+        return page < 0 || (page + 1ll) * page_size > 1ll << 31 ? 0 : page;
     }
 
-    // As `slot`, but -1 also where the row has no page there, so that nobody moves the sink's bytes.
-    __device__ __forceinline__ long long mapped_slot(int row, int position) const {
-        const long long found = slot(row, position);
-        return found < page_size && row != 0 ? -1 : found;
+    // The slot of a position, in the sink where there is none.
+    __device__ __forceinline__ int slot(int row, long long position) const {
+        if (position < 0 || position > 0x7fffffff) return 0;
+        const unsigned column = (unsigned)position / (unsigned)page_size;
+        return page(row, column) * page_size + (int)((unsigned)position - column * (unsigned)page_size);
+    }
+
+    // As `slot`, but -1 in the sink: nobody moves its bytes, so padded lanes (row 0) move nothing.
+    __device__ __forceinline__ int mapped_slot(int row, long long position) const {
+        const int found = slot(row, position);
+        return row == 0 || found < page_size ? -1 : found;
     }
 };
 
@@ -30,26 +37,28 @@ struct Drafts {
     int num_steps;  // S
     int topk;       // K
     int page_size;  // P
-    int is_holey;
+    int is_holey;   // 0 = dense
 
     // Positions from one branch to the next.
-    __device__ __forceinline__ int stride(int root) const {
+    __device__ __forceinline__ long long stride(int root) const {
         if (!is_holey || page_size == 1 || topk == 1) return num_steps;
-        return (root % page_size + num_steps + page_size - 1) / page_size * page_size;
+        return (root % page_size + (long long)num_steps + page_size - 1) / page_size * page_size;
     }
 
-    __device__ __forceinline__ int position(int root, int branch, int step) const {
-        return root + branch * stride(root) + step;
+    // The position of a draft; -1 behind a root that is none.
+    __device__ __forceinline__ long long position(int root, int branch, int step) const {
+        return root < 0 ? -1 : root + branch * stride(root) + step;
     }
 };
 
-// Sum of `value` over the block's threads, in every thread. `scratch` is shared, one cell for each warp.
+// Sum of `value` over the block's threads, in every thread. Blocks of whole warps; `scratch` is shared, one cell for
+// each warp.
 __device__ __forceinline__ long long block_sum(long long value, long long* scratch) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    __syncthreads();
+    __syncthreads();  // whoever still reads an earlier sum
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
     value = 0;
-    for (int warp = 0; warp < (blockDim.x + 31) / 32; warp++) value += scratch[warp];
+    for (int warp = 0; warp < (int)blockDim.x / 32; warp++) value += scratch[warp];
     return value;
 }

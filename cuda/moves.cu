@@ -1,176 +1,236 @@
 // Moves of KV by bytes, all layers in one launch (kernels 4, 7, 8 and 9).
 //
-// A field is what one slot stores in one buffer: a layer's key, its value, the scales of a page-blocked side buffer.
-// Its bytes of slot s start at base + s / P * page_stride + s % P * width, so plain buffers (page_stride = P * width)
-// and page-blocked ones (sgl#31218) are the same thing. Every block works on one field (blockIdx.y); every thread owns
-// `vec`-byte columns of it and moves them in ascending order, so that sources and targets of a lane may overlap
-// (sgl#40734).
+// A field is what one slot stores in one buffer: a layer's keys, its values, the scales of a page-blocked side buffer.
+// Slot s of a field starts at base + s / P * page_stride + s % P * width, so plain buffers (page_stride = P * width) and
+// page-blocked ones (sgl#31218) are one case. A block works on one field (blockIdx.y), a thread on columns of `vec`
+// bytes of it. Slots outside [0, num_slots), the sink's included where a lane or a draft leads there, are left.
 
 struct Field {
     long long base;         // address of slot 0
     long long page_stride;  // bytes from one page to the next
     int width;              // bytes of one slot
-    int vec;                // bytes of one access, 1 .. 16: a power of two that divides base, page_stride and width
+    int vec;                // bytes of one access: 1, 2, 4, 8 or 16, a divisor of the three above
 
-    __device__ __forceinline__ char* at(long long slot, int page_size) const {
-        return (char*)base + slot / page_size * page_stride + slot % page_size * width;
+    template <typename Unit>
+    __device__ __forceinline__ Unit* at(int slot, int page_size) const {
+        const unsigned page = (unsigned)slot / (unsigned)page_size, offset = (unsigned)slot - page * (unsigned)page_size;
+        char* bytes = (char*)base + page * page_stride + (long long)offset * width;
+        __builtin_assume(__isGlobal(bytes));  // or sm_100 asks at run time where it points
+        return (Unit*)bytes;
     }
 };
 
-// Calls move(column) for each of the field's columns that fall to this thread, as T = 16, 8, 4, 2 or 1 bytes.
+// Calls move(Unit()) with a Unit of `vec` bytes.
 template <typename Move>
-__device__ __forceinline__ void each_column(const Field& field, int first, int step, Move move) {
-    const int columns = field.width / field.vec;
-    for (int column = first; column < columns; column += step) {
-        switch (field.vec) {
-            case 16: move(column, int4()); break;
-            case 8: move(column, int2()); break;
-            case 4: move(column, int()); break;
-            case 2: move(column, short()); break;
-            default: move(column, char());
-        }
+__device__ __forceinline__ void with_unit(int vec, Move move) {
+    switch (vec) {
+        case 16: move(int4()); break;
+        case 8: move(int2()); break;
+        case 4: move(int()); break;
+        case 2: move(short()); break;
+        default: move(char());
     }
 }
 
-// dst_fields[f] slot dst[i] = src_fields[f] slot src[i]; a null list stands for 0, 1, 2, ... No slot is both read and
-// written. Gather, scatter, and moves between distinct slots. Slots outside [0, num_slots) are left.
+__device__ __forceinline__ bool is_slot(long long slot, long long num_slots) { return slot >= 0 && slot < num_slots; }
+
+// dst_fields[f] slot dst[i] = src_fields[f] slot src[i]; a null list stands for 0, 1, 2, ... No slot may be both read
+// and written, and each is written once: whoever calls knows. Gather, scatter, copies of pages.
 //
-// grid (any, num_fields), block (columns, slots): thread x owns columns x, x + blockDim.x, ...
-KERNEL copy_slots(
+// grid (any, num_fields), block (columns, slots).
+extern "C" __global__ void copy_slots_kernel(
     const Field* src_fields,  // [num_fields]
-    const Field* dst_fields,  // [num_fields], the same widths
+    const Field* dst_fields,  // [num_fields], of the same widths and vecs
     int src_page_size,
     int dst_page_size,
+    int num_src_slots,
+    int num_dst_slots,
     const int* src,  // int32 [n] or null
     const int* dst,  // int32 [n] or null
-    int n,
-    long long num_src_slots,
-    long long num_dst_slots) {
+    int n) {
     const Field from = src_fields[blockIdx.y], to = dst_fields[blockIdx.y];
-    for (int i = blockIdx.x * blockDim.y + threadIdx.y; i < n; i += gridDim.x * blockDim.y) {
-        const long long read = src ? src[i] : i, written = dst ? dst[i] : i;
-        if (read < 0 || read >= num_src_slots || written < 0 || written >= num_dst_slots) continue;
-        const char* source = from.at(read, src_page_size);
-        char* target = to.at(written, dst_page_size);
-        each_column(from, threadIdx.x, blockDim.x, [&](int column, auto unit) {
-            typedef decltype(unit) Unit;
-            ((Unit*)target)[column] = ((const Unit*)source)[column];
-        });
-    }
+    with_unit(from.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        const int columns = from.width / from.vec, step = gridDim.x * blockDim.y;
+        for (int i = blockIdx.x * blockDim.y + threadIdx.y; i < n; i += step) {
+            const int read = src ? src[i] : i, written = dst ? dst[i] : i;
+            if (!is_slot(read, num_src_slots) || !is_slot(written, num_dst_slots)) continue;
+            const Unit* source = from.at<Unit>(read, src_page_size);
+            Unit* target = to.at<Unit>(written, dst_page_size);
+            for (int column = threadIdx.x; column < columns; column += blockDim.x) target[column] = source[column];
+        }
+    });
+}
+
+// Moves `n` slots of a field, from source(i) to target(i), of one column for each threadIdx.x: the block holds all that
+// it reads before it writes, so slots may be both read and written. `held` is shared, int4 [n, blockDim.x].
+template <typename Source, typename Target>
+__device__ __forceinline__ void move_held(
+    const Field& field, int page_size, int num_slots, int n, int column, int4* held, Source source, Target target) {
+    const bool is_column = column < field.width / field.vec;
+    with_unit(field.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        for (int i = threadIdx.y; i < n && is_column; i += blockDim.y) {
+            const int read = source(i);
+            if (is_slot(read, num_slots)) {
+                *(Unit*)&held[i * blockDim.x + threadIdx.x] = field.at<Unit>(read, page_size)[column];
+            }
+        }
+    });
+    __syncthreads();
+    with_unit(field.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        for (int i = threadIdx.y; i < n && is_column; i += blockDim.y) {
+            const int written = target(i);
+            if (is_slot(source(i), num_slots) && is_slot(written, num_slots)) {
+                field.at<Unit>(written, page_size)[column] = *(Unit*)&held[i * blockDim.x + threadIdx.x];
+            }
+        }
+    });
+}
+
+// Slot dst[i] of every field takes what slot src[i] held before the launch; each slot is written once.
+//
+// grid (tiles, num_fields), block (columns of a tile, slots); shared: 16 bytes for each slot and column of a tile.
+extern "C" __global__ void move_slots_kernel(
+    const Field* fields,  // [num_fields]
+    int page_size,
+    int num_slots,
+    const int* src,  // int32 [n]
+    const int* dst,  // int32 [n]
+    int n) {
+    extern __shared__ int4 held[];
+    move_held(
+        fields[blockIdx.y], page_size, num_slots, n, blockIdx.x * blockDim.x + threadIdx.x, held,
+        [&](int i) { return src[i]; }, [&](int i) { return dst[i]; });
 }
 
 // Moves the accepted nodes, written at roots[b] + node, to roots[b] + 0, 1, ... in the order of the walk. Reads exactly
-// batch * width entries of accept_index (sgl#26866). Padded lanes (row 0), nodes in their place and nodes that are not
-// the lane's move nothing.
+// batch * width entries of accept_index (sgl#26866). Padded lanes (row 0), nodes in their place, and ids that are no
+// later node of the lane move nothing.
 //
-// grid (batch, num_fields), block (columns).
-KERNEL compact_accepted(
+// A node's place never passes its number, so in ascending order no source is overwritten before it is read; the block
+// moves eight places at a time, for the loads to overlap (sgl#40734).
+//
+// grid (batch, num_fields), block (columns), 8 threads or more.
+extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
     const Field* fields,  // [num_fields]
+    int num_slots,
     const int* cells,
     int num_rows,
     int pages_per_row,
     int page_size,
     const int* rows,          // int32 [batch]
-    const int* roots,         // int32 [batch]
+    const int* roots,         // int32 [batch], the roots' positions
     const int* accept_index,  // int32 [batch, width]: lane * N + node, -1 padded
     int width,                // S + 1
     int num_draft_tokens) {   // N
-    const int lane = blockIdx.x, row = rows[lane], root = roots[lane];
-    if (row == 0) return;
+    constexpr int PLACES = 8;
+    __shared__ int read[PLACES], written[PLACES];  // slots; read is -1 where nothing moves
+    const int lane = blockIdx.x, row = rows[lane];
+    const long long root = roots[lane];
+    if (row == 0 || root < 0) return;
     const Field field = fields[blockIdx.y];
     const PageTable table = {cells, num_rows, pages_per_row, page_size};
-    const int* walk = accept_index + (long long)lane * width;
-    for (int place = 1; place < width; place++) {
-        const long long node = walk[place] - (long long)lane * num_draft_tokens;
-        if (walk[place] < 0) break;
-        if (node <= place || node >= num_draft_tokens) continue;
-        const long long read = table.mapped_slot(row, root + (int)node);
-        const long long written = table.mapped_slot(row, root + place);
-        if (read < 0 || written < 0) continue;
-        const char* source = field.at(read, page_size);
-        char* target = field.at(written, page_size);
-        each_column(field, threadIdx.x, blockDim.x, [&](int column, auto unit) {
+    for (int first = 1; first < width; first += PLACES) {
+        if (threadIdx.x < PLACES) {
+            const int place = first + threadIdx.x;
+            int from = -1, to = -1;
+            if (place < width) {
+                const long long node = accept_index[(long long)lane * width + place] - (long long)lane * num_draft_tokens;
+                const bool moves = node > place && node < num_draft_tokens;
+                from = moves ? table.mapped_slot(row, root + node) : -1;
+                to = moves ? table.mapped_slot(row, root + place) : -1;
+            }
+            read[threadIdx.x] = is_slot(from, num_slots) && is_slot(to, num_slots) ? from : -1;
+            written[threadIdx.x] = to;
+        }
+        __syncthreads();
+        with_unit(field.vec, [&](auto unit) {
             typedef decltype(unit) Unit;
-            ((Unit*)target)[column] = ((const Unit*)source)[column];
+            for (int column = threadIdx.x; column < field.width / field.vec; column += blockDim.x) {
+                Unit held[PLACES];
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) {
+                    if (read[i] >= 0) held[i] = field.at<Unit>(read[i], page_size)[column];
+                }
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) {
+                    if (read[i] >= 0) field.at<Unit>(written[i], page_size)[column] = held[i];
+                }
+            }
         });
+        __syncthreads();
     }
 }
 
-// Copies the prefix's partial tail page before the drafts of branches 1 .. K - 1, holey layout (spec 6). Nothing for
-// branch 0, for a root at a page's start, for padded lanes.
+// Copies the prefix's partial tail page before the drafts of branches 1 .. K - 1, holey layout (spec 6, sgl#7725).
+// Nothing for branch 0, for a root at a page's start, for padded lanes.
 //
 // grid (batch * (K - 1), num_fields), block (columns, slots).
-KERNEL duplicate_prefix_tail(
-    const Field* fields,
+extern "C" __global__ void duplicate_prefix_tail_kernel(
+    const Field* fields,  // [num_fields]
+    int num_slots,
     const int* cells,
     int num_rows,
     int pages_per_row,
     int page_size,
     const int* rows,   // int32 [batch]
-    const int* roots,  // int32 [batch]
+    const int* roots,  // int32 [batch], the roots' positions
     int num_steps,
     int topk) {
     const int lane = blockIdx.x / (topk - 1), branch = blockIdx.x % (topk - 1) + 1;
     const int row = rows[lane], root = roots[lane];
+    if (root < 0) return;
     const int last = root % page_size, base = root - last;
-    if (row == 0 || root < 0 || last == 0) return;
-    const Field field = fields[blockIdx.y];
     const PageTable table = {cells, num_rows, pages_per_row, page_size};
     const Drafts drafts = {num_steps, topk, page_size, 1};
-    const long long read = table.mapped_slot(row, base);
-    const long long written = table.mapped_slot(row, base + branch * drafts.stride(root));
+    const int read = table.mapped_slot(row, base);
+    const int written = table.mapped_slot(row, base + branch * drafts.stride(root));
     if (read < 0 || written < 0) return;
-    for (int i = threadIdx.y; i < last; i += blockDim.y) {
-        const char* source = field.at(read + i, page_size);
-        char* target = field.at(written + i, page_size);
-        each_column(field, threadIdx.x, blockDim.x, [&](int column, auto unit) {
-            typedef decltype(unit) Unit;
-            ((Unit*)target)[column] = ((const Unit*)source)[column];
-        });
-    }
+    const int end = min(last, num_slots - max(read, written));
+    const Field field = fields[blockIdx.y];
+    with_unit(field.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        for (int i = threadIdx.y; i < end; i += blockDim.y) {
+            const Unit* source = field.at<Unit>(read + i, page_size);
+            Unit* target = field.at<Unit>(written + i, page_size);
+            for (int column = threadIdx.x; column < field.width / field.vec; column += blockDim.x) {
+                target[column] = source[column];
+            }
+        }
+    });
 }
 
-// Copies drafts 0 .. step - 1 of each branch's parent over its own, after the selection of `step`. Branches may swap:
-// a block reads all of its columns into shared memory before it writes one.
+// Copies drafts 0 .. step - 1 of each branch's parent over its own, after the selection of `step`. Branches may swap.
 //
-// grid (batch * tiles, num_fields), block (tile columns, drafts), shared: 16 bytes for each draft and tile column.
-KERNEL copy_parent_drafts(
-    const Field* fields,
+// grid (batch * tiles, num_fields), block (columns of a tile, drafts); shared: 16 bytes for each draft and column.
+extern "C" __global__ void copy_parent_drafts_kernel(
+    const Field* fields,  // [num_fields]
+    int num_slots,
     const int* cells,
     int num_rows,
     int pages_per_row,
     int page_size,
-    const int* rows,     // int32 [batch]
-    const int* roots,    // int32 [batch]
-    const int* parents,  // int32 [batch, K]
+    const int* rows,            // int32 [batch]
+    const int* roots,           // int32 [batch], the roots' positions
+    const int* branch_parents,  // int32 [batch, K]
     int num_steps,
     int topk,
     int is_holey,
     int step,
     int tiles) {
-    extern __shared__ int4 held[];
+    extern __shared__ int4 held_drafts[];
     const int lane = blockIdx.x / tiles, tile = blockIdx.x % tiles, row = rows[lane], root = roots[lane];
-    if (row == 0) return;
-    const Field field = fields[blockIdx.y];
+    const int* parents = branch_parents + (long long)lane * topk;
     const PageTable table = {cells, num_rows, pages_per_row, page_size};
     const Drafts drafts = {num_steps, topk, page_size, is_holey};
-    const int columns = field.width / field.vec, column = tile * blockDim.x + threadIdx.x;
-    for (int writing = 0; writing < 2; writing++) {
-        for (int draft = threadIdx.y; draft < topk * step; draft += blockDim.y) {
-            const int branch = draft / step, j = draft % step, parent = parents[(long long)lane * topk + branch];
-            if (column >= columns || parent == branch || parent < 0 || parent >= topk) continue;
-            const long long slot = table.mapped_slot(row, drafts.position(root, writing ? branch : parent, j));
-            if (slot < 0) continue;
-            char* bytes = field.at(slot, page_size) + (long long)column * field.vec;
-            int4* mine = &held[draft * blockDim.x + threadIdx.x];
-            switch (field.vec) {
-                case 16: writing ? *(int4*)bytes = *mine : *mine = *(int4*)bytes; break;
-                case 8: writing ? *(int2*)bytes = *(int2*)mine : *(int2*)mine = *(int2*)bytes; break;
-                case 4: writing ? *(int*)bytes = *(int*)mine : *(int*)mine = *(int*)bytes; break;
-                case 2: writing ? *(short*)bytes = *(short*)mine : *(short*)mine = *(short*)bytes; break;
-                default: writing ? *bytes = *(char*)mine : *(char*)mine = *bytes;
-            }
-        }
-        __syncthreads();
-    }
+    move_held(
+        fields[blockIdx.y], page_size, num_slots, topk * step, tile * blockDim.x + threadIdx.x, held_drafts,
+        [&](int i) {
+            const int branch = i / step, parent = parents[branch];
+            if (parent == branch || parent < 0 || parent >= topk) return -1;
+            return table.mapped_slot(row, drafts.position(root, parent, i % step));
+        },
+        [&](int i) { return table.mapped_slot(row, drafts.position(root, i / step, i % step)); });
 }

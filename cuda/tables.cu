@@ -1,8 +1,8 @@
 // Page tables on the device: changes to them, and the slots of rows and positions (kernels 1, 2, 3 and 6).
 
-// Writes pages[i] into cell (rows[i], columns[i]). At most one entry for each cell; entries outside the table are left.
-// One thread for each entry.
-KERNEL apply_table_delta(
+// Writes pages[i] into cell (rows[i], columns[i]). Entries outside the table, or in row 0, are left. The ledger gives
+// at most one entry for each cell. One thread for each entry.
+extern "C" __global__ void apply_table_delta_kernel(
     int* cells,  // int32 [num_rows, pages_per_row]
     int num_rows,
     int pages_per_row,
@@ -13,12 +13,12 @@ KERNEL apply_table_delta(
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= n) return;
     const int row = rows[at], column = columns[at];
-    if (row < 1 || row >= num_rows || column < 0 || column >= pages_per_row) return;
+    if (row < 1 || row >= num_rows || column < 0 || column >= pages_per_row || pages[at] < 0) return;
     cells[(long long)row * pages_per_row + column] = pages[at];
 }
 
-// out[i] = the slot of (rows[i], positions[i]); slot 0, in the sink, where there is none. One thread for each.
-KERNEL slots_at(
+// out[i] = the slot of (rows[i], positions[i]). One thread for each.
+extern "C" __global__ void slots_at_kernel(
     const int* cells,
     int num_rows,
     int pages_per_row,
@@ -30,12 +30,14 @@ KERNEL slots_at(
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= n) return;
     const PageTable table = {cells, num_rows, pages_per_row, page_size};
-    const long long slot = table.slot(rows[at], positions[at]);
-    out[at] = slot < 0 ? 0 : (int)slot;
+    out[at] = table.slot(rows[at], positions[at]);
 }
 
-// The slots of [starts[b], starts[b] + lens[b]) of each row, one lane after the other. One block for each lane.
-KERNEL slot_ranges(
+// The slots of [starts[b], starts[b] + lens[b]) of each row, one lane after the other; of what passes the capacity,
+// nothing is written.
+//
+// grid (batch, tiles), block of whole warps.
+extern "C" __global__ void slot_ranges_kernel(
     const int* cells,
     int num_rows,
     int pages_per_row,
@@ -51,20 +53,20 @@ KERNEL slot_ranges(
     for (int other = threadIdx.x; other < lane; other += blockDim.x) before += max(lens[other], 0);
     const long long first = block_sum(before, scratch);
     const PageTable table = {cells, num_rows, pages_per_row, page_size};
-    for (int i = threadIdx.x; i < lens[lane] && first + i < capacity; i += blockDim.x) {
-        const long long slot = table.slot(rows[lane], starts[lane] + i);
-        out[first + i] = slot < 0 ? 0 : (int)slot;
+    const long long end = min((long long)lens[lane], capacity - first);
+    for (long long i = blockIdx.y * blockDim.x + threadIdx.x; i < end; i += gridDim.y * blockDim.x) {
+        out[first + i] = table.slot(rows[lane], starts[lane] + i);
     }
 }
 
-// out[b, k, j] = the slot that step j of branch k writes; slot 0 where there is none. One thread for each draft.
-KERNEL draft_write_slots(
+// out[b, k, j] = the slot that step j of branch k writes. One thread for each draft.
+extern "C" __global__ void draft_write_slots_kernel(
     const int* cells,
     int num_rows,
     int pages_per_row,
     int page_size,
     const int* rows,   // int32 [batch]
-    const int* roots,  // int32 [batch], device lengths: the root's position
+    const int* roots,  // int32 [batch], the roots' positions
     int* out,          // int32 [batch, K, S]
     int batch,
     int num_steps,
@@ -75,22 +77,23 @@ KERNEL draft_write_slots(
     const int step = at % num_steps, branch = at / num_steps % topk, lane = at / num_steps / topk;
     const Drafts drafts = {num_steps, topk, page_size, is_holey};
     const PageTable table = {cells, num_rows, pages_per_row, page_size};
-    const long long slot = table.slot(rows[lane], drafts.position(roots[lane], branch, step));
-    out[at] = slot < 0 ? 0 : (int)slot;
+    out[at] = table.slot(rows[lane], drafts.position(roots[lane], branch, step));
 }
 
-// The pages of [0, lens[b]) of each row as CSR. One block for each lane.
-KERNEL page_csr(
+// The pages of [0, lens[b]) of each row as CSR; of what passes the capacity, nothing is written, and kv_indptr stops
+// there.
+//
+// grid batch, block of whole warps.
+extern "C" __global__ void page_csr_kernel(
     const int* cells,
     int num_rows,
     int pages_per_row,
     int page_size,
-    const int* rows,         // int32 [batch]
-    const int* lens,         // int32 [batch]
-    int* kv_indptr,          // int32 [batch + 1]
-    int* kv_indices,         // int32 [capacity]
-    int* kv_last_page_len,   // int32 [batch], 1..P, 0 for a lane of length 0
-    int batch,
+    const int* rows,        // int32 [batch]
+    const int* lens,        // int32 [batch]
+    int* kv_indptr,         // int32 [batch + 1]
+    int* kv_indices,        // int32 [capacity]
+    int* kv_last_page_len,  // int32 [batch], 1 .. P, 0 for a lane of length 0
     int capacity) {
     __shared__ long long scratch[32];
     const int lane = blockIdx.x;
@@ -100,15 +103,14 @@ KERNEL page_csr(
     }
     const long long first = block_sum(before, scratch);
     const int len = max(lens[lane], 0);
-    const int pages = (int)((len + (long long)page_size - 1) / page_size);
+    const long long pages = (len + (long long)page_size - 1) / page_size;
     if (threadIdx.x == 0) {
         if (lane == 0) kv_indptr[0] = 0;
-        kv_indptr[lane + 1] = (int)(first + pages);
+        kv_indptr[lane + 1] = (int)min(first + pages, (long long)capacity);
         kv_last_page_len[lane] = len == 0 ? 0 : (len - 1) % page_size + 1;
     }
-    const int row = rows[lane];
-    const bool is_row = row >= 0 && row < num_rows;
-    for (int i = threadIdx.x; i < pages && first + i < capacity; i += blockDim.x) {
-        kv_indices[first + i] = is_row && i < pages_per_row ? cells[(long long)row * pages_per_row + i] : 0;
+    const PageTable table = {cells, num_rows, pages_per_row, page_size};
+    for (long long i = threadIdx.x; i < min(pages, capacity - first); i += blockDim.x) {
+        kv_indices[first + i] = table.page(rows[lane], i);
     }
 }

@@ -1,13 +1,17 @@
 // The draft tree on the device: select, build, verify (spec 5.1 - 5.4; kernels 10 and 12). One block for each lane.
 //
 // Candidates are numbered level by level: K of step 0, then K * K of each later step. Which are the best is found by
-// counting, for each, those that are better (ties: lower number first): no sort, and the same result as the CPU twin's.
+// counting, for each, those that are better (ties: lower number first): no sort, and the CPU twin's result bit for bit.
+// Links that lead nowhere, a parent that is not chosen: the node hangs on the root, the walk ends.
 
 // M = K + (S - 1) * K * K
 __device__ __forceinline__ int num_candidates(int num_steps, int topk) { return topk + (num_steps - 1) * topk * topk; }
 
 // A probability that cannot lift a child above its parent: NaN counts as 0.
 __device__ __forceinline__ float probability(float p) { return p >= 0.0f ? (p <= 1.0f ? p : 1.0f) : 0.0f; }
+
+// A score below 2^-126 counts as 0, since the compiler may flush it; NaN likewise.
+__device__ __forceinline__ float score(float p) { return p >= 1.17549435e-38f ? p : 0.0f; }
 
 // How many of scores[0 .. count) go before `at`.
 __device__ __forceinline__ int rank_of(const float* scores, int count, int at) {
@@ -22,7 +26,7 @@ __device__ __forceinline__ int rank_of(const float* scores, int count, int at) {
 // Records the candidates of `step` and keeps the K best.
 //
 // grid batch, block any.
-KERNEL select_topk(
+extern "C" __global__ void select_topk_kernel(
     int step,
     int num_steps,
     int topk,
@@ -44,7 +48,7 @@ KERNEL select_topk(
     long long* parents = all_parents + lane * (1 + topk * num_steps);
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         const float p = probability(topk_p[lane * count + i]);
-        level[i] = step == 0 ? p : scores[lane * topk + i / topk] * p;
+        level[i] = score(step == 0 ? p : __fmul_rn(scores[lane * topk + i / topk], p));
         tokens[i] = topk_index[lane * count + i];
     }
     if (step == 0 && threadIdx.x == 0) parents[0] = -1;
@@ -63,7 +67,7 @@ KERNEL select_topk(
 // Chooses the N - 1 best candidates and links them to a tree under the root, node 0.
 //
 // grid batch, block any; shared: M floats, then 2 * M + N ints.
-KERNEL build_tree(
+extern "C" __global__ void build_tree_kernel(
     int num_steps,
     int topk,
     int num_draft_tokens,
@@ -84,7 +88,8 @@ KERNEL build_tree(
     int* node_of = is_chosen + total;
     int* parent_of = node_of + total;
     const long long lane = blockIdx.x;
-    for (int i = threadIdx.x; i < total; i += blockDim.x) scores[i] = all_scores[lane * total + i];
+    for (int i = threadIdx.x; i < total; i += blockDim.x) scores[i] = score(all_scores[lane * total + i]);
+    for (int node = threadIdx.x; node < n; node += blockDim.x) parent_of[node] = node == 0 ? -1 : 0;
     __syncthreads();
     for (int i = threadIdx.x; i < total; i += blockDim.x) is_chosen[i] = rank_of(scores, total, i) < n - 1;
     __syncthreads();
@@ -95,16 +100,12 @@ KERNEL build_tree(
     }
     __syncthreads();
     tokens += lane * n;
-    if (threadIdx.x == 0) {
-        parent_of[0] = -1;
-        tokens[0] = root_tokens[lane];
-    }
+    if (threadIdx.x == 0) tokens[0] = root_tokens[lane];
     for (int i = threadIdx.x; i < total; i += blockDim.x) {
         if (!is_chosen[i]) continue;
-        // Which kept candidate it continues; 0 is the root.
-        const int kept = i / topk;
-        const long long parent = kept == 0 ? 0 : all_parents[lane * (1 + topk * num_steps) + kept];
-        parent_of[node_of[i]] = kept == 0 ? 0 : node_of[parent];
+        const int kept = i / topk;  // which kept candidate it continues; 0 is the root
+        const long long parent = kept == 0 ? -1 : all_parents[lane * (1 + topk * num_steps) + kept];
+        if (parent >= 0 && parent < i && is_chosen[parent]) parent_of[node_of[i]] = node_of[parent];
         tokens[node_of[i]] = all_tokens[lane * total + i];
     }
     __syncthreads();
@@ -131,7 +132,7 @@ KERNEL build_tree(
 // Walks each lane's tree from the root: to the first child whose token is the target's, until there is none.
 //
 // grid batch, block any; shared: 2 * N long longs, then 2 * N ints.
-KERNEL verify_tree(
+extern "C" __global__ void verify_tree_kernel(
     int num_draft_tokens,
     int width,                       // S + 1
     const long long* tokens,         // int64 [batch, N]
