@@ -22,12 +22,12 @@ $(UV):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 # Runtime dependencies and the wheel (release build).
-$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(wildcard rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
+$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(wildcard cuda/* rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[hf]'
 	@touch $@
 
 # The same with the tests' dependencies.
-$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(wildcard rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
+$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(wildcard cuda/* rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 
