@@ -40,7 +40,7 @@ __device__ __forceinline__ bool is_slot(long long slot, long long num_slots) { r
 // grid (any, num_fields), block (columns, slots).
 extern "C" __global__ void copy_slots_kernel(
     const Field* src_fields,  // [num_fields]
-    const Field* dst_fields,  // [num_fields], of the same widths and vecs
+    const Field* dst_fields,  // [num_fields], of the same widths
     int src_page_size,
     int dst_page_size,
     int num_src_slots,
@@ -49,9 +49,9 @@ extern "C" __global__ void copy_slots_kernel(
     const int* dst,  // int32 [n] or null
     int n) {
     const Field from = src_fields[blockIdx.y], to = dst_fields[blockIdx.y];
-    with_unit(from.vec, [&](auto unit) {
+    with_unit(min(from.vec, to.vec), [&](auto unit) {
         typedef decltype(unit) Unit;
-        const int columns = from.width / from.vec, step = gridDim.x * blockDim.y;
+        const int columns = from.width / (int)sizeof(Unit), step = gridDim.x * blockDim.y;
         for (int i = blockIdx.x * blockDim.y + threadIdx.y; i < n; i += step) {
             const int read = src ? src[i] : i, written = dst ? dst[i] : i;
             if (!is_slot(read, num_src_slots) || !is_slot(written, num_dst_slots)) continue;
