@@ -25,9 +25,9 @@ extern "C" __global__ void draft_read_indices_kernel(
     __shared__ long long scratch[32];
     const int lane = blockIdx.x / topk, branch = blockIdx.x % topk;
     long long before = 0;
-    for (int other = threadIdx.x; other < lane; other += blockDim.x) before += max(roots[other], 0) + step + 1ll;
+    for (int other = threadIdx.x; other < lane; other += blockDim.x) before += 1ll + step + max(roots[other], 0);
     const int row = rows[lane], root = max(roots[lane], 0);
-    const long long reads = root + step + 1ll;
+    const long long reads = 1ll + step + root;
     const long long first = topk * block_sum(before, scratch) + branch * reads;
     if (threadIdx.x == 0 && blockIdx.y == 0) {
         if (blockIdx.x == 0) kv_indptr[0] = 0;

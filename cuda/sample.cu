@@ -169,8 +169,8 @@ __device__ long long total_of(const Row& row, Scratch& scratch) {
     return block_sum(sum, scratch.sums);
 }
 
-// The least id whose cumulative weight exceeds u times the total. Each warp adds up a run of ids; the run that holds
-// the id is divided in turn.
+// The least id whose cumulative weight exceeds u times the total. Each of two or more warps adds up a run of ids; the
+// run that holds the id is divided in turn.
 __device__ int draw(const Row& row, Scratch& scratch, double u) {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     int begin = 0, end = row.vocab;
@@ -200,7 +200,7 @@ __device__ int draw(const Row& row, Scratch& scratch, double u) {
 
 // One token for each row; -1 where the logits hold a NaN, +inf or nothing but -inf, or a parameter is out of range.
 //
-// grid n, block of whole warps.
+// grid n, block of whole warps, two or more.
 extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
     const void* logits,  // [n, vocab]
     int dtype,           // 0 = float32, 1 = float16, 2 = bfloat16

@@ -66,7 +66,7 @@ def sample_tokens(
     expect("top_p", top_p, torch.float32, (n,), device)
     expect("u", u, torch.float64, (n,), device)
     tokens = output("out", out, torch.int64, (n,), device)
-    block = (min(max(ceil_pow2(vocab) // 4, 32), 1024),)
+    block = (min(max(ceil_pow2(vocab) // 4, 64), 1024),)
     kind = i32(_DTYPES.index(logits.dtype))
     args = (logits, kind, i32(vocab), temperature, top_k, top_p, u, tokens)
     launch("sample_tokens", (n,), block, args)
