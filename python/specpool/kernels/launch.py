@@ -23,8 +23,8 @@ from specpool.errors import ConfigError, OrderError, ShapeError
 Arg = Tensor | np.generic | None
 """None is a null pointer."""
 
-SHARED_BYTES = 48 << 10
-"""Shared memory of a block that every GPU grants unasked."""
+SHARED_BYTES = 44 << 10
+"""Dynamic shared memory of a block that every GPU grants unasked, beside what kernels declare."""
 
 
 class Backend(Protocol):

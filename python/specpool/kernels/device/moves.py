@@ -89,7 +89,7 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
         src: int32 [n].
         dst: int32 [n], each once.
         disjoint: promises that no slot is in both, as with copies of pages: the fastest. Otherwise
-            up to 3072 slots move in one launch, more of them by way of a copy.
+            up to 2816 slots move in one launch, more of them by way of a copy.
     """
     n = _slots("src", src, fields).shape[0]
     _slots("dst", dst, fields, n)
@@ -200,7 +200,7 @@ def copy_parent_drafts(
         roots: int32 [n].
         branch_parents: int32 [n, K], as `select_topk` gives them; branches may swap.
         num_steps: S.
-        step: in [0, S); K * step at most 3072.
+        step: in [0, S); K * step at most 2816.
         layout: where the drafts lie.
     """
     table = _of_group(fields, page_table, page_size)

@@ -106,7 +106,7 @@ def build_tree(
         candidate_parents: int64 [n, 1 + K*S].
         root_tokens: int64 [n].
         topk: K.
-        num_draft_tokens: N, in [1, 1 + M]; 12 * M + 4 * N bytes must fit into 48 KiB.
+        num_draft_tokens: N, in [1, 1 + M]; 12 * M + 4 * N bytes must fit into 44 KiB.
         out: the six results.
 
     Returns:
@@ -147,7 +147,7 @@ def verify_tree(
     """Walks each tree from its root to the child with the target's token, while there is one.
 
     Args:
-        tokens: int64 [n, N <= 2048], the root's first.
+        tokens: int64 [n, N <= 1877], the root's first.
         first_child: int32 [n, N].
         next_sibling: int32 [n, N].
         target_tokens: int64 [n, N]; -1 ends the walk there and stands as the bonus.
