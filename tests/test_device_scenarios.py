@@ -7,7 +7,8 @@ import torch
 import kernel_reference as ref
 from cuda_host import VirtualBuffer, register
 from kernel_kit import Batch, array, i32, put_place
-from specpool import Ledger, Shape, kernels
+from ledger_kit import end, make, prefill, start
+from specpool import Shape, kernels
 from specpool.kernels import device, moves
 from specpool.kernels.moves import PageBlocked
 
@@ -117,29 +118,44 @@ def test_scenario_19_the_worked_example_of_sgl_7725(kit, num_steps, page_size):
 
 
 def test_scenario_20_a_shared_tail_keeps_its_bytes(kit):
-    """Admitted on a prefix of 10 tokens, P=4: 100 rounds later the prefix's bytes are its own."""
-    ledger = Ledger(
-        num_pages=64, page_size=4, num_rows=4, max_context_len=200, max_batch=2,
-        shapes=[Shape(0, 1, 1), Shape(3, 4, 8)], layout="holey",
-    )  # fmt: skip
-    first = ledger.admit()
-    plan = ledger.prepare_extend([first], [10])
+    """Admitted on 10 tokens of a cached prefix of 12: its tail is copied, then 100 rounds write.
+
+    Drafts, verify windows, tails and compaction go to the row's own pages; the cache stands.
+    """
+    ledger = make(Shape.eagle(3, 4, 8), layout="holey", context=512)
+    first = prefill(ledger, 12)
+    second = ledger.admit(prefix=ledger.pin_prefix(first, 12), length=10)
+    kv, before = kv_of(kit, (ledger.groups[0].num_pages + 1) * 4)
+    fields, rng = device.Fields.of([kv], 4), np.random.default_rng(0)
+    cached = kernels.slot_ranges(ledger.full_table(0), 4, i32([first]), i32([0]), i32([12]))
+    plan = ledger.prepare_extend([second], [11])
     ledger.launch(plan.step)
+    ((_, src, dst, tokens),) = plan.page_copies.tolist()
+    assert src * 4 == cached[8] and tokens == 2
+    copied = np.arange(tokens, dtype=np.int32)
+    read, written = kit.put(src * 4 + copied), kit.put(dst * 4 + copied)
+    device.move_kv(fields, read, written, disjoint=True)
+    assert torch.equal(bytes_of(kv)[dst * 4 + copied], before[cached[8:10]])
     ledger.complete(plan.step)
-    prefix = ledger.pin_prefix(first, 10)
-    second = ledger.admit(prefix, len=ledger.prefix_len(prefix))
-    rounds = np.random.default_rng(0)
-    table = np.array(ledger.page_table(0))
-    kv, before = kv_of(kit, 65 * 4)
-    fields = device.Fields.of([kv], 4)
-    owned = kernels.slot_ranges(table, 4, i32([first]), i32([0]), i32([10]))
-    root = ledger.resolved_len(second)
-    for _ in range(100 if not kit.is_checked else 5):
-        plan = ledger.prepare_extend([second], [root + 1])
-        del plan
-        rounds.integers(2)
-    assert torch.equal(bytes_of(kv)[owned], before[owned])
-    del fields
+
+    def write(slots):
+        noise = rng.integers(0, 256, (slots.numel(), 12), np.uint8)
+        kv[slots.view(-1).long()] = torch.from_numpy(noise).view(kv.dtype).to(kit.device)
+
+    for _ in range(5 if kit.is_checked else 100):
+        root = int(ledger.resolved_len[second])
+        step = start(ledger, second)
+        place = kit.put(ledger.full_table(0)), 4, kit.put(i32([second])), kit.put(i32([root]))
+        device.duplicate_prefix_tail(fields, *place, num_steps=3, topk=4)
+        write(device.draft_write_slots(*place, num_steps=3, topk=4, layout="holey"))
+        parents = kit.put(i32(rng.integers(0, 4, (1, 4))))
+        device.copy_parent_drafts(fields, *place, parents, num_steps=3, step=2)
+        write(device.slot_ranges(*place, kit.put(i32([8])), hi=[8]))
+        nodes = np.sort(rng.permutation(7)[: rng.integers(4)]) + 1
+        index = np.append(i32([0]), i32([*nodes, *[-1] * (3 - len(nodes))]))[None]
+        device.compact_accepted(fields, *place, kit.put(index), num_draft_tokens=8)
+        end(ledger, step, 1 + len(nodes))
+        assert torch.equal(bytes_of(kv)[cached], before[cached])
 
 
 def buffers_beyond_2_to_the_31(kit, width, slots):
