@@ -237,6 +237,17 @@ def test_whatever_the_device_arrays_hold_no_byte_outside_the_slots_is_touched(ki
             assert np.array_equal(before, array(buffer.view(torch.uint8)[:page_size]))
 
 
+def test_nodes_of_other_lanes_move_nothing(kit):
+    """N = 4 of a row that holds more: ids below, at and beyond the lane's own, and late -1s."""
+    batch = Batch(4, 2, num_nodes=16)
+    cache = Cache(kit, batch)
+    index = i32([[0, 4, 5, -1, 7], [4, 3, 8, -1, 2**31 - 1]])
+    device.compact_accepted(
+        cache.fields, *put_place(kit, batch), kit.put(index), num_draft_tokens=4
+    )
+    cache.check()
+
+
 def test_slots_are_judged_by_the_shortest_buffer(kit):
     """Buffers of different lengths: a slot that one of them has not moves in none."""
     twin = torch.arange(60, dtype=torch.int32).view(20, 3)

@@ -21,6 +21,19 @@ def test_table_deltas(kit):
         assert np.array_equal(array(table), batch.table)
 
 
+def test_entries_outside_the_table_are_left(kit):
+    """Row 0 is one of them: it stays padding."""
+    table = kit.var(np.zeros((3, 2), np.int32))
+    rows, columns, pages = (
+        i32([0, -1, 3, 1, 2, 1, 2]),
+        i32([0, 0, 0, -1, 2, 1, 0]),
+        i32(range(1, 8)),
+    )
+    pages[-1] = -7
+    device.apply_table_delta(table, *(kit.put(part) for part in (rows, columns, pages)))
+    assert table.tolist() == [[0, 0], [0, 6], [0, 0]]
+
+
 def test_slots_of_positions(kit):
     for page_size in kit.page_sizes:
         for size in kit.batches:
