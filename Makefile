@@ -66,7 +66,7 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	$(BIN)/pytest -n 2
 
 test-gpu: $(VENV)/.dev ## the kernels' and the losslessness tests on a CUDA device
-	$(BIN)/pytest -k "cuda and not host" tests/test_device_*.py
+	$(BIN)/pytest -k cuda tests/test_device_*.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
 guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (10 minutes)
