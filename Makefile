@@ -22,12 +22,12 @@ $(UV):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 # Runtime dependencies and the wheel (release build).
-$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(wildcard rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
+$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(wildcard cuda/* rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[hf]'
 	@touch $@
 
 # The same with the tests' dependencies.
-$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(wildcard rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
+$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(wildcard cuda/* rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 
@@ -65,7 +65,8 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -n 2
 
-test-gpu: $(VENV)/.dev ## the losslessness tests on a CUDA device
+test-gpu: $(VENV)/.dev ## the kernels' and the losslessness tests on a CUDA device
+	$(BIN)/pytest -k cuda tests/test_device_*.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
 guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (11 minutes)

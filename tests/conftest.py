@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from specpool.engine import Engine
+
+if TYPE_CHECKING:
+    from kernel_kit import Kit
 
 pytest_plugins = ["pytester"]
 
@@ -57,3 +61,27 @@ def _one_thread() -> None:
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+
+
+def _kits() -> list[object]:
+    from cuda_host import CHECK, FAST
+
+    runs = [pytest.param((kind, order), id=f"{kind}-{order}") for kind, order in FAST + CHECK]
+    return [*runs, pytest.param(("cuda", None), id="cuda")]
+
+
+@pytest.fixture(params=_kits())
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    """Where a kernel's cases run; `make test-gpu` selects `cuda`."""
+    import torch
+
+    import cuda_host
+    from kernel_kit import Kit
+
+    kind, order = request.param
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if kind != "cuda" and cuda_host.unavailable():
+        pytest.skip(cuda_host.unavailable())
+    with Kit(kind, order).running() as kit:
+        yield kit

@@ -7,6 +7,7 @@ import pytest
 import cuda_host
 import nvrtc
 from cuda_host import source
+from specpool.kernels import launch
 
 ROOT = Path(__file__).parents[1]
 PLANTED = Path(cuda_host.__file__).parent / "planted"
@@ -17,7 +18,13 @@ KERNELS = [
     PLANTED / "prefix_sum.cu",
 ]
 # Kernels that move KV: all their bytes must go 16 at a time where alignment allows.
-MOVES = [(PLANTED / "move_rows.cu", "move_rows_kernel")]
+MOVES = [
+    (PLANTED / "move_rows.cu", "move_rows_kernel"),
+    *(
+        (ROOT / "cuda" / "moves.cu", entry.name)
+        for entry in source.entries((ROOT / "cuda" / "moves.cu").read_text())
+    ),
+]
 
 archs = pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 
@@ -49,6 +56,11 @@ def test_every_kernel_fits_in_its_registers(compiler, file, arch):
     for name, usage in program.usage.items():
         assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), (name, usage)
         assert usage.shared <= 48 << 10
+
+
+@archs
+def test_the_module_that_is_shipped_has_every_kernel(compiler, arch):
+    assert sorted(compiler.compile(launch.source(), arch).usage) == sorted(launch.entries())
 
 
 @archs

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 __version__: str
+KERNEL_FILES: tuple[str, ...]  # Names for `kernel_source`, in the order a compiler takes them.
 OP_BYTES: int  # Bytes that `decode_op` may read.
 __all__ = [
+    "KERNEL_FILES",
     "OP_BYTES",
     "Event",
     "Group",
@@ -34,6 +36,7 @@ __all__ = [
     "draft_visibility",
     "draft_write_positions",
     "draft_write_slots",
+    "kernel_source",
     "organize",
     "page_csr",
     "prefix_tail_moves",
@@ -718,6 +721,15 @@ def decode_op(ledger: Ledger, code: bytes) -> tuple[str, dict[str, Any]]:
     arguments. Of `code` the first `OP_BYTES` bytes count, missing ones are 0.
     """
 
+# --- Kernels ---
+
+def kernel_source(name: str) -> str:
+    """The text of a file of `cuda/`, as this build was made with it.
+
+    Raises:
+        KeyError: no such file.
+    """
+
 # --- Trees, slots, masks ---
 
 # Draft tree, verify, sampling (spec 5). S = num_steps, K = topk, N = num_draft_tokens, M = K +
@@ -829,12 +841,12 @@ def sample_tokens(logits: _F32, temperature: _F32, top_k: _I32, top_p: _F32, u: 
 
     Order: temperature, then the top_k most likely tokens, then the smallest set of the most likely
     whose share of what is left is >= top_p; ties towards the lower id. The token is the least id
-    whose cumulative weight exceeds u times the total. Weights are f32, sums f64 in a fixed order
-    (rust/specpool-core/src/sample.rs).
+    whose cumulative weight exceeds u times the total. Weights are whole numbers, so that the sums
+    are exact in any order (rust/specpool-core/src/sample.rs).
 
     Args:
-        logits: [n, V]; -inf marks a token that is ruled out.
-        temperature: [n], in [0, inf); 0 = argmax (lowest id on ties).
+        logits: [n, V], V at most 2^19; -inf marks a token that is ruled out.
+        temperature: [n], in [0, inf); 0, or less than 2^-100, = argmax (lowest id on ties).
         top_k: [n]; 0 = all.
         top_p: [n], in (0, 1]; 1 = all.
         u: [n], in [0, 1).

@@ -3,9 +3,9 @@
 //! The token at a position depends on the logits, the request's parameters, its seed and the position, never on
 //! depth, shape, batch or history: that is what makes speculative text equal to plain sampling.
 //!
-//! Everything here is plain IEEE arithmetic in a fixed order (no libm, no fused multiply-add), so that a CUDA
-//! kernel can repeat it. Weights are `exp((logit - max) / temperature)` in f32. Sums are f64: over runs of
-//! [`CHUNK`] ids, four interleaved partial sums each, then over the runs in order.
+//! A CUDA kernel repeats it bit for bit, in whatever order it sums. A token's weight is a whole number:
+//! `exp((logit - max) / temperature) * 2^34`, rounded to even, the exponential in plain IEEE f32 steps (no libm, no
+//! fused multiply-add). At most [`MAX_VOCAB`] of them add up to `2^53`, so that every sum is exact in f64.
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
@@ -13,10 +13,19 @@ use crate::error::{Error, Result};
 /// Ids per partial sum.
 pub const CHUNK: usize = 256;
 
+/// Most columns of the logits, for sums to be exact.
+pub const MAX_VOCAB: usize = 1 << 19;
+
+/// The weight of the likeliest token, `2^34`.
+const ONE: f32 = 17_179_869_184.0;
+
+/// A temperature below this, `2^-100`, counts as 0: no GPU that takes tiny numbers for 0 may draw otherwise.
+const MIN_TEMPERATURE: f32 = 7.888_609e-31;
+
 /// How one row is sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampleParams {
-    /// 0 = argmax (the lowest id on ties).
+    /// 0 (or less than `2^-100`) = argmax (the lowest id on ties).
     pub temperature: f32,
     /// Keep this many of the most likely tokens, ties towards the lower id; 0 = all.
     pub top_k: i32,
@@ -88,8 +97,8 @@ pub fn sample_margins(logits: &[f32], vocab: usize, params: &[SampleParams]) -> 
 }
 
 fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
-    if vocab == 0 || vocab > u32::MAX as usize {
-        return Err(Error::Shape(format!("logits must have 1 to 2^32 - 1 columns, got {vocab}")));
+    if vocab == 0 || vocab > MAX_VOCAB {
+        return Err(Error::Shape(format!("logits must have 1 to {MAX_VOCAB} columns, got {vocab}")));
     }
     same_len("logits", logits.len(), params.len().saturating_mul(vocab))?;
     for (row, p) in params.iter().enumerate() {
@@ -126,7 +135,7 @@ pub struct Scratch {
 pub fn draw(logits: &[f32], params: &SampleParams, scratch: &mut Scratch, with_margin: bool) -> Draw {
     let none = Draw { token: -1, margin: f64::NAN };
     let Some(max) = finite_max(logits) else { return none };
-    if params.temperature == 0.0 {
+    if params.temperature < MIN_TEMPERATURE {
         let token = logits.iter().position(|&x| x >= max).unwrap_or(0);
         let margin = if with_margin { gap_to_second(logits, token) } else { f64::NAN };
         return Draw { token: token as i64, margin };
@@ -166,15 +175,16 @@ fn gap_to_second(logits: &[f32], token: usize) -> f64 {
     f64::from(logits[token]) - f64::from(second)
 }
 
-/// A token's unnormalised probability.
+/// A token's unnormalised probability, a whole number.
 struct Weigh {
     max: f32,
     temperature: f32,
 }
 
 impl Weigh {
-    fn of(&self, logit: f32) -> f32 {
-        exp((logit - self.max) / self.temperature)
+    fn of(&self, logit: f32) -> f64 {
+        const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52: adding it rounds to the nearest integer
+        f64::from(exp((logit - self.max) / self.temperature) * ONE) + ROUND - ROUND
     }
 
     fn gap(&self, more: f32, less: f32) -> f64 {
@@ -202,15 +212,11 @@ fn exp(x: f32) -> f32 {
 fn draw_from_all(logits: &[f32], weigh: &Weigh, u: f64, sums: &mut Vec<f64>) -> Draw {
     let total = sum_chunks(logits, weigh, sums);
     let aim = u * total;
+    // The aim stays below the total: u is at most 1 - 2^-53, the total a whole number of at most 2^53.
     let (mut chunk, mut below) = (0, 0.0);
     while chunk + 1 < sums.len() && below + sums[chunk] <= aim {
         below += sums[chunk];
         chunk += 1;
-    }
-    // Rounding may leave the aim at the very end, where only weightless ids follow: step back to one with weight.
-    while sums[chunk] == 0.0 && chunk > 0 {
-        chunk -= 1;
-        below -= sums[chunk];
     }
     let first = chunk * CHUNK;
     let weights = chunk_weights(&logits[first..(first + CHUNK).min(logits.len())], weigh);
@@ -226,7 +232,7 @@ fn sum_chunks(logits: &[f32], weigh: &Weigh, sums: &mut Vec<f64>) -> f64 {
 }
 
 /// Weights apart from their sums: each loop alone is one that the compiler turns into vector code.
-fn chunk_weights(chunk: &[f32], weigh: &Weigh) -> [f32; CHUNK] {
+fn chunk_weights(chunk: &[f32], weigh: &Weigh) -> [f64; CHUNK] {
     let mut weights = [0.0; CHUNK];
     for (weight, &logit) in weights.iter_mut().zip(chunk) {
         *weight = weigh.of(logit);
@@ -238,18 +244,18 @@ fn chunk_sum(chunk: &[f32], weigh: &Weigh) -> f64 {
     let mut parts = [0.0_f64; 4];
     for four in chunk_weights(chunk, weigh).chunks(4).take(chunk.len().div_ceil(4)) {
         for i in 0..4 {
-            parts[i] += f64::from(four[i]);
+            parts[i] += four[i];
         }
     }
     (parts[0] + parts[1]) + (parts[2] + parts[3])
 }
 
-/// The least id whose cumulative weight exceeds `aim`, else the last id with weight; with its interval.
-fn walk(weights: impl Iterator<Item = (usize, f32)>, mut below: f64, aim: f64) -> (usize, f64, f64) {
+/// The least id whose cumulative weight exceeds `aim`, with its interval.
+fn walk(weights: impl Iterator<Item = (usize, f64)>, mut below: f64, aim: f64) -> (usize, f64, f64) {
     let mut found = (0, below, below);
     for (id, weight) in weights {
         if weight > 0.0 {
-            let above = below + f64::from(weight);
+            let above = below + weight;
             found = (id, below, above);
             if above > aim {
                 break;
@@ -263,8 +269,7 @@ fn walk(weights: impl Iterator<Item = (usize, f32)>, mut below: f64, aim: f64) -
 /// Distance of the aim to an inner edge of `[below, above)`, as a share of the total.
 fn edge_distance(below: f64, above: f64, aim: f64, total: f64) -> f64 {
     let lower = if below > 0.0 { aim - below } else { f64::INFINITY };
-    // Sums in another order differ in the last bits; a gap that small at the far end is no edge.
-    let upper = if above < total * (1.0 - 1e-12) { above - aim } else { f64::INFINITY };
+    let upper = if above < total { above - aim } else { f64::INFINITY };
     (lower.min(upper) / total).max(0.0)
 }
 
@@ -281,7 +286,7 @@ fn id_of(key: u64) -> usize {
 
 /// Leaves the ids that top-k, then top-p keep in `scratch.order`, ascending; returns how near the cut was.
 fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scratch) -> f64 {
-    let weight = |id: u64| f64::from(weigh.of(logits[id_of(id)]));
+    let weight = |id: u64| weigh.of(logits[id_of(id)]);
     let order = &mut scratch.order;
     order.clear();
     order.extend(logits.iter().enumerate().map(|(id, &logit)| likelier_first(logit, id)));
@@ -330,7 +335,7 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
 /// Inverse CDF over the kept ids, which ascend.
 fn draw_from(logits: &[f32], weigh: &Weigh, u: f64, kept: &[u64]) -> Draw {
     let weights = || kept.iter().map(|&id| (id as usize, weigh.of(logits[id as usize])));
-    let total: f64 = weights().map(|(_, weight)| f64::from(weight)).sum();
+    let total: f64 = weights().map(|(_, weight)| weight).sum();
     let aim = u * total;
     let (token, below, above) = walk(weights(), 0.0, aim);
     Draw { token: token as i64, margin: edge_distance(below, above, aim, total) }

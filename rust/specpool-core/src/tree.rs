@@ -85,6 +85,11 @@ fn probability(p: f32) -> f32 {
     if p.is_nan() { 0.0 } else { p.clamp(0.0, 1.0) }
 }
 
+/// A score below `2^-126` counts as 0, since a GPU may flush it; NaN likewise.
+fn score(p: f32) -> f32 {
+    if p >= f32::MIN_POSITIVE { p } else { 0.0 }
+}
+
 impl<'a> Candidates<'a> {
     /// Borrows the three buffers of a round.
     ///
@@ -143,15 +148,15 @@ impl<'a> Candidates<'a> {
             let parents = &mut self.parents[lane * (1 + k * self.num_steps)..];
             if step == 0 {
                 // The model's own order is kept, as upstream: top-K probabilities come sorted.
-                for (score, &p) in level.iter_mut().zip(p) {
-                    *score = probability(p);
+                for (cell, &p) in level.iter_mut().zip(p) {
+                    *cell = score(probability(p));
                 }
                 order.clear();
                 order.extend(0..k);
                 parents[0] = -1;
             } else {
-                for (i, (score, &p)) in level.iter_mut().zip(p).enumerate() {
-                    *score = scores[lane * k + i / k] * probability(p);
+                for (i, (cell, &p)) in level.iter_mut().zip(p).enumerate() {
+                    *cell = score(scores[lane * k + i / k] * probability(p));
                 }
                 top(level, k, &mut order);
             }

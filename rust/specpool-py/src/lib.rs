@@ -6,6 +6,7 @@ mod arrays;
 mod decode;
 mod errors;
 mod group;
+mod kernels;
 mod ledger;
 mod mask;
 mod plan;
@@ -21,6 +22,8 @@ mod _core {
     use super::decode::decode_op;
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::kernels::kernel_source;
     #[pymodule_export]
     use super::ledger::{Ledger, Snapshot};
     #[pymodule_export]
@@ -48,9 +51,11 @@ mod _core {
     };
 
     use pyo3::prelude::*;
+    use pyo3::types::PyTuple;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("KERNEL_FILES", PyTuple::new(module.py(), super::kernels::names())?)?;
         module.add("OP_BYTES", specpool_check::decode::OP_BYTES)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }

@@ -50,6 +50,7 @@ inline float __powf(float a, float b) { return std::pow(a, b); }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __saturatef(float v) { return v < 0.0f ? 0.0f : v > 1.0f ? 1.0f : v; }
 inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
+inline long long __float2ll_rn(float v) { return (long long)std::nearbyint(v); }
 inline int __float2int_rz(float v) { return (int)v; }
 inline int __float2int_rd(float v) { return (int)std::floor(v); }
 inline float __int2float_rn(int v) { return (float)v; }

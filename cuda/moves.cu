@@ -1,0 +1,236 @@
+// Moves of KV by bytes, all layers in one launch (kernels 4, 7, 8 and 9).
+//
+// A field is what one slot stores in one buffer: a layer's keys, its values, the scales of a page-blocked side buffer.
+// Slot s of a field starts at base + s / P * page_stride + s % P * width, so plain buffers (page_stride = P * width) and
+// page-blocked ones (sgl#31218) are one case. A block works on one field (blockIdx.y), a thread on columns of `vec`
+// bytes of it. Slots outside [0, num_slots), the sink's included where a lane or a draft leads there, are left.
+
+struct Field {
+    long long base;         // address of slot 0
+    long long page_stride;  // bytes from one page to the next
+    int width;              // bytes of one slot
+    int vec;                // bytes of one access: 1, 2, 4, 8 or 16, a divisor of the three above
+
+    template <typename Unit>
+    __device__ __forceinline__ Unit* at(int slot, int page_size) const {
+        const unsigned page = (unsigned)slot / (unsigned)page_size, offset = (unsigned)slot - page * (unsigned)page_size;
+        char* bytes = (char*)base + page * page_stride + (long long)offset * width;
+        __builtin_assume(__isGlobal(bytes));  // or sm_100 asks at run time where it points
+        return (Unit*)bytes;
+    }
+};
+
+// Calls move(Unit()) with a Unit of `vec` bytes.
+template <typename Move>
+__device__ __forceinline__ void with_unit(int vec, Move move) {
+    switch (vec) {
+        case 16: move(int4()); break;
+        case 8: move(int2()); break;
+        case 4: move(int()); break;
+        case 2: move(short()); break;
+        default: move(char());
+    }
+}
+
+__device__ __forceinline__ bool is_slot(long long slot, long long num_slots) { return slot >= 0 && slot < num_slots; }
+
+// dst_fields[f] slot dst[i] = src_fields[f] slot src[i]; a null list stands for 0, 1, 2, ... No slot may be both read
+// and written, and each is written once: whoever calls knows. Gather, scatter, copies of pages.
+//
+// grid (any, num_fields), block (columns, slots).
+extern "C" __global__ void copy_slots_kernel(
+    const Field* src_fields,  // [num_fields]
+    const Field* dst_fields,  // [num_fields], of the same widths
+    int src_page_size,
+    int dst_page_size,
+    int num_src_slots,
+    int num_dst_slots,
+    const int* src,  // int32 [n] or null
+    const int* dst,  // int32 [n] or null
+    int n) {
+    const Field from = src_fields[blockIdx.y], to = dst_fields[blockIdx.y];
+    with_unit(min(from.vec, to.vec), [&](auto unit) {
+        typedef decltype(unit) Unit;
+        const int columns = from.width / (int)sizeof(Unit), step = gridDim.x * blockDim.y;
+        for (int i = blockIdx.x * blockDim.y + threadIdx.y; i < n; i += step) {
+            const int read = src ? src[i] : i, written = dst ? dst[i] : i;
+            if (!is_slot(read, num_src_slots) || !is_slot(written, num_dst_slots)) continue;
+            const Unit* source = from.at<Unit>(read, src_page_size);
+            Unit* target = to.at<Unit>(written, dst_page_size);
+            for (int column = threadIdx.x; column < columns; column += blockDim.x) target[column] = source[column];
+        }
+    });
+}
+
+// Moves `n` slots of a field, from source(i) to target(i), of one column for each threadIdx.x: the block holds all that
+// it reads before it writes, so slots may be both read and written. `held` is shared, int4 [n, blockDim.x].
+template <typename Source, typename Target>
+__device__ __forceinline__ void move_held(
+    const Field& field, int page_size, int num_slots, int n, int column, int4* held, Source source, Target target) {
+    const bool is_column = column < field.width / field.vec;
+    with_unit(field.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        for (int i = threadIdx.y; i < n && is_column; i += blockDim.y) {
+            const int read = source(i);
+            if (is_slot(read, num_slots)) {
+                *(Unit*)&held[i * blockDim.x + threadIdx.x] = field.at<Unit>(read, page_size)[column];
+            }
+        }
+    });
+    __syncthreads();
+    with_unit(field.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        for (int i = threadIdx.y; i < n && is_column; i += blockDim.y) {
+            const int written = target(i);
+            if (is_slot(source(i), num_slots) && is_slot(written, num_slots)) {
+                field.at<Unit>(written, page_size)[column] = *(Unit*)&held[i * blockDim.x + threadIdx.x];
+            }
+        }
+    });
+}
+
+// Slot dst[i] of every field takes what slot src[i] held before the launch; each slot is written once.
+//
+// grid (tiles, num_fields), block (columns of a tile, slots); shared: 16 bytes for each slot and column of a tile.
+extern "C" __global__ void move_slots_kernel(
+    const Field* fields,  // [num_fields]
+    int page_size,
+    int num_slots,
+    const int* src,  // int32 [n]
+    const int* dst,  // int32 [n]
+    int n) {
+    extern __shared__ int4 held[];
+    move_held(
+        fields[blockIdx.y], page_size, num_slots, n, blockIdx.x * blockDim.x + threadIdx.x, held,
+        [&](int i) { return src[i]; }, [&](int i) { return dst[i]; });
+}
+
+// Moves the accepted nodes, written at roots[b] + node, to roots[b] + 0, 1, ... in the order of the walk. Reads exactly
+// batch * width entries of accept_index (sgl#26866). Padded lanes (row 0), nodes in their place, and ids that are no
+// later node of the lane move nothing.
+//
+// A node's place never passes its number, so in ascending order no source is overwritten before it is read; the block
+// moves eight places at a time, for the loads to overlap (sgl#40734).
+//
+// grid (batch, num_fields), block (columns), 8 threads or more.
+extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
+    const Field* fields,  // [num_fields]
+    int num_slots,
+    const int* cells,
+    int num_rows,
+    int pages_per_row,
+    int page_size,
+    const int* rows,          // int32 [batch]
+    const int* roots,         // int32 [batch], the roots' positions
+    const int* accept_index,  // int32 [batch, width]: lane * N + node, -1 padded
+    int width,                // S + 1
+    int num_draft_tokens) {   // N
+    constexpr int PLACES = 8;
+    __shared__ int read[PLACES], written[PLACES];  // slots; read is -1 where nothing moves
+    const int lane = blockIdx.x, row = rows[lane];
+    const long long root = roots[lane];
+    if (row == 0 || root < 0) return;
+    const Field field = fields[blockIdx.y];
+    const PageTable table = {cells, num_rows, pages_per_row, page_size};
+    for (int first = 1; first < width; first += PLACES) {
+        if (threadIdx.x < PLACES) {
+            const int place = first + threadIdx.x;
+            int from = -1, to = -1;
+            if (place < width) {
+                const long long node = accept_index[(long long)lane * width + place] - (long long)lane * num_draft_tokens;
+                const bool moves = node > place && node < num_draft_tokens;
+                from = moves ? table.mapped_slot(row, root + node) : -1;
+                to = moves ? table.mapped_slot(row, root + place) : -1;
+            }
+            read[threadIdx.x] = is_slot(from, num_slots) && is_slot(to, num_slots) ? from : -1;
+            written[threadIdx.x] = to;
+        }
+        __syncthreads();
+        with_unit(field.vec, [&](auto unit) {
+            typedef decltype(unit) Unit;
+            for (int column = threadIdx.x; column < field.width / field.vec; column += blockDim.x) {
+                Unit held[PLACES];
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) {
+                    if (read[i] >= 0) held[i] = field.at<Unit>(read[i], page_size)[column];
+                }
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) {
+                    if (read[i] >= 0) field.at<Unit>(written[i], page_size)[column] = held[i];
+                }
+            }
+        });
+        __syncthreads();
+    }
+}
+
+// Copies the prefix's partial tail page before the drafts of branches 1 .. K - 1, holey layout (spec 6, sgl#7725).
+// Nothing for branch 0, for a root at a page's start, for padded lanes.
+//
+// grid (batch * (K - 1), num_fields), block (columns, slots).
+extern "C" __global__ void duplicate_prefix_tail_kernel(
+    const Field* fields,  // [num_fields]
+    int num_slots,
+    const int* cells,
+    int num_rows,
+    int pages_per_row,
+    int page_size,
+    const int* rows,   // int32 [batch]
+    const int* roots,  // int32 [batch], the roots' positions
+    int num_steps,
+    int topk) {
+    const int lane = blockIdx.x / (topk - 1), branch = blockIdx.x % (topk - 1) + 1;
+    const int row = rows[lane], root = roots[lane];
+    if (root < 0) return;
+    const int last = root % page_size, base = root - last;
+    const PageTable table = {cells, num_rows, pages_per_row, page_size};
+    const Drafts drafts = {num_steps, topk, page_size, 1};
+    const int read = table.mapped_slot(row, base);
+    const int written = table.mapped_slot(row, base + branch * drafts.stride(root));
+    if (read < 0 || written < 0) return;
+    const int end = min(last, num_slots - max(read, written));
+    const Field field = fields[blockIdx.y];
+    with_unit(field.vec, [&](auto unit) {
+        typedef decltype(unit) Unit;
+        for (int i = threadIdx.y; i < end; i += blockDim.y) {
+            const Unit* source = field.at<Unit>(read + i, page_size);
+            Unit* target = field.at<Unit>(written + i, page_size);
+            for (int column = threadIdx.x; column < field.width / field.vec; column += blockDim.x) {
+                target[column] = source[column];
+            }
+        }
+    });
+}
+
+// Copies drafts 0 .. step - 1 of each branch's parent over its own, after the selection of `step`. Branches may swap.
+//
+// grid (batch * tiles, num_fields), block (columns of a tile, drafts); shared: 16 bytes for each draft and column.
+extern "C" __global__ void copy_parent_drafts_kernel(
+    const Field* fields,  // [num_fields]
+    int num_slots,
+    const int* cells,
+    int num_rows,
+    int pages_per_row,
+    int page_size,
+    const int* rows,            // int32 [batch]
+    const int* roots,           // int32 [batch], the roots' positions
+    const int* branch_parents,  // int32 [batch, K]
+    int num_steps,
+    int topk,
+    int is_holey,
+    int step,
+    int tiles) {
+    extern __shared__ int4 held_drafts[];
+    const int lane = blockIdx.x / tiles, tile = blockIdx.x % tiles, row = rows[lane], root = roots[lane];
+    const int* parents = branch_parents + (long long)lane * topk;
+    const PageTable table = {cells, num_rows, pages_per_row, page_size};
+    const Drafts drafts = {num_steps, topk, page_size, is_holey};
+    move_held(
+        fields[blockIdx.y], page_size, num_slots, topk * step, tile * blockDim.x + threadIdx.x, held_drafts,
+        [&](int i) {
+            const int branch = i / step, parent = parents[branch];
+            if (parent == branch || parent < 0 || parent >= topk) return -1;
+            return table.mapped_slot(row, drafts.position(root, parent, i % step));
+        },
+        [&](int i) { return table.mapped_slot(row, drafts.position(root, i / step, i % step)); });
+}

@@ -1,0 +1,233 @@
+// The seeded draw (spec 5.5; kernel 11): argmax, or inverse CDF over token ids after temperature, top-k and top-p.
+//
+// Bit for bit what the CPU twin draws (rust/specpool-core/src/sample.rs), in any order of summation: a token's weight is
+// a whole number, exp((logit - max) / temperature) * 2^34 rounded to even, in single steps that nothing contracts; at
+// most 2^19 of them add up below 2^53. Logits are compared as integers, since the GPU takes tiny ones for 0.
+
+constexpr float MIN_TEMPERATURE = 7.888609e-31f;  // 2^-100; below it is argmax
+
+// Philox4x32 with ten rounds; the two upper words of the counter are 0 (Salmon et al., SC 2011).
+__device__ __forceinline__ unsigned long long philox(unsigned long long key, unsigned long long counter) {
+    unsigned a = (unsigned)counter, b = (unsigned)(counter >> 32), c = 0, d = 0;
+    unsigned k0 = (unsigned)key, k1 = (unsigned)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        const unsigned long long x = a * 0xD2511F53ull, y = c * 0xCD9E8D57ull;
+        a = (unsigned)(y >> 32) ^ b ^ k0;
+        b = (unsigned)y;
+        c = (unsigned)(x >> 32) ^ d ^ k1;
+        d = (unsigned)x;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (unsigned long long)b << 32 | a;
+}
+
+// u[i] = the draw of (seeds[i], positions[i]) in [0, 1), 53 bits. One thread for each.
+extern "C" __global__ void uniform_kernel(
+    const unsigned long long* seeds,      // [n]
+    const unsigned long long* positions,  // [n]
+    double* u,                            // [n]
+    int n) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at < n) u[at] = (double)(philox(seeds[at], positions[at]) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+// e^x for x <= 0: Cody-Waite reduction and the polynomial of Cephes expf; 0 below -87.
+__device__ __forceinline__ float exp_of(float x) {
+    const float clamped = x > -87.0f ? x : -87.0f;
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const float shifted = __fadd_rn(__fmul_rn(clamped, 1.44269504f), round);
+    const float n = __fsub_rn(shifted, round);
+    const float r = __fsub_rn(__fsub_rn(clamped, __fmul_rn(n, 0.6933594f)), __fmul_rn(n, -2.1219444e-4f));
+    float p = 1.9875691e-4f;
+    p = __fadd_rn(__fmul_rn(p, r), 1.3981999e-3f);
+    p = __fadd_rn(__fmul_rn(p, r), 8.333452e-3f);
+    p = __fadd_rn(__fmul_rn(p, r), 4.1665796e-2f);
+    p = __fadd_rn(__fmul_rn(p, r), 1.6666665e-1f);
+    p = __fadd_rn(__fmul_rn(p, r), 0.5f);
+    const float mantissa = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), r), 1.0f);
+    const float scale = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000u);
+    return x < -87.0f ? 0.0f : __fmul_rn(mantissa, scale);
+}
+
+// The distribution of one row: what top-k and top-p left of it.
+struct Row {
+    const void* logits;  // [vocab]
+    int dtype;           // 0 = float32, 1 = float16, 2 = bfloat16
+    int vocab;
+    float max;  // of the logits
+    float temperature;
+    unsigned long long floor;  // the least rank that is kept
+
+    // The bits of a logit as float32.
+    __device__ __forceinline__ unsigned bits(int id) const {
+        if (dtype == 0) return ((const unsigned*)logits)[id];
+        const unsigned half = ((const unsigned short*)logits)[id];
+        if (dtype == 2) return half << 16;
+        const unsigned sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
+        if (exponent == 31) return sign | 0x7f800000u | fraction << 13;
+        if (exponent > 0) return sign | (exponent + 112) << 23 | fraction << 13;
+        return sign | __float_as_uint(__fmul_rn((float)(int)fraction, 5.9604645e-8f));  // fraction * 2^-24
+    }
+
+    // Greater for likelier tokens, of equal ones for the lower id; 56 bits.
+    __device__ __forceinline__ unsigned long long rank(int id) const {
+        unsigned key = bits(id);
+        if (key << 1 == 0) key = 0;  // -0 equals 0
+        key = key >> 31 ? ~key : key | 0x80000000u;
+        return (unsigned long long)key << 24 | (unsigned)(0xffffff - id);
+    }
+
+    // A token's share of the distribution, a whole number of at most 2^34.
+    __device__ __forceinline__ long long weight(int id) const {
+        if (rank(id) < floor) return 0;
+        const float x = __fdiv_rn(__fsub_rn(__uint_as_float(bits(id)), max), temperature);
+        return __float2ll_rn(__fmul_rn(exp_of(x), 17179869184.0f));
+    }
+};
+
+// What a block shares while it works on one row.
+struct Scratch {
+    unsigned long long bins[256];
+    long long sums[32];  // one for each warp
+    int bin;
+    unsigned long long above;
+};
+
+// The greatest rank, and in *is_bad whether a logit is NaN or +inf. In every thread.
+__device__ unsigned long long greatest(const Row& row, Scratch& scratch, bool* is_bad) {
+    unsigned long long best = 0;
+    bool bad = false;
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
+        const unsigned bits = row.bits(id);
+        bad |= (bits & 0x7fffffffu) > 0x7f800000u || bits == 0x7f800000u;
+        best = max(best, row.rank(id));
+    }
+    for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
+    if (threadIdx.x % 32 == 0) scratch.bins[threadIdx.x / 32] = best;
+    *is_bad = __syncthreads_or(bad);
+    for (int warp = 0; warp < (int)blockDim.x / 32; warp++) best = max(best, scratch.bins[warp]);
+    __syncthreads();
+    return best;
+}
+
+// By the first warp: the highest bin at which `above` and the bins from the top on reach `need`.
+__device__ void find_bin(Scratch& scratch, unsigned long long above, double need) {
+    const int lane = threadIdx.x, top = 255 - 8 * lane;
+    unsigned long long own = 0;
+    for (int bin = top; bin > top - 8; bin--) own += scratch.bins[bin];
+    unsigned long long reached = own;
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xffffffffu, reached, offset);
+        if (lane >= offset) reached += other;
+    }
+    const unsigned enough = __ballot_sync(0xffffffffu, (double)(above + reached) >= need);
+    if (lane != (enough ? __ffs(enough) - 1 : 31)) return;
+    above += reached - own;
+    int bin = top;
+    while (bin > top - 7 && (double)(above + scratch.bins[bin]) < need) above += scratch.bins[bin--];
+    scratch.bin = bin;
+    scratch.above = above;
+}
+
+// The rank of the last token of the smallest likeliest-first set that reaches `need`: in tokens (top-k) or in weight
+// (top-p). Finds it eight bits at a time from the top. In every thread.
+__device__ unsigned long long last_kept(const Row& row, Scratch& scratch, bool by_weight, double need) {
+    unsigned long long prefix = 0, above = 0;
+    for (int shift = 48; shift >= 0; shift -= 8) {
+        for (int bin = threadIdx.x; bin < 256; bin += blockDim.x) scratch.bins[bin] = 0;
+        __syncthreads();
+        // Neighbours often share a bin: add them up before the atomic.
+        int open = 0;
+        unsigned long long held = 0;
+        for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
+            const unsigned long long rank = row.rank(id);
+            if (rank < row.floor || rank >> shift >> 8 != prefix) continue;
+            const int bin = (int)(rank >> shift & 255);
+            if (bin != open && held) atomicAdd(&scratch.bins[open], held);
+            if (bin != open) held = 0;
+            open = bin;
+            held += by_weight ? (unsigned long long)row.weight(id) : 1;
+        }
+        if (held) atomicAdd(&scratch.bins[open], held);
+        __syncthreads();
+        if (threadIdx.x < 32) find_bin(scratch, above, need);
+        __syncthreads();
+        prefix = prefix << 8 | (unsigned)scratch.bin;
+        above = scratch.above;
+        const bool is_whole = !by_weight && (double)(above + scratch.bins[scratch.bin]) == need;
+        __syncthreads();
+        if (is_whole) return prefix << shift;
+    }
+    return prefix;
+}
+
+// The sum of the weights, in every thread.
+__device__ long long total_of(const Row& row, Scratch& scratch) {
+    long long sum = 0;
+    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) sum += row.weight(id);
+    return block_sum(sum, scratch.sums);
+}
+
+// The least id whose cumulative weight exceeds u times the total. Each of two or more warps adds up a run of ids; the
+// run that holds the id is divided in turn.
+__device__ int draw(const Row& row, Scratch& scratch, double u) {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    int begin = 0, end = row.vocab;
+    long long below = 0;
+    double aim = -1.0;
+    while (end - begin > 1 || aim < 0.0) {
+        const int run = (end - begin + warps - 1) / warps;
+        const int stop = min(end, begin + (warp + 1) * run);
+        long long sum = 0;
+        for (int id = begin + warp * run + threadIdx.x % 32; id < stop; id += 32) sum += row.weight(id);
+        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (threadIdx.x % 32 == 0) scratch.sums[warp] = sum;
+        __syncthreads();
+        if (aim < 0.0) {
+            long long total = 0;
+            for (int other = 0; other < warps; other++) total += scratch.sums[other];
+            aim = u * (double)total;
+        }
+        int found = 0;
+        while (found + 1 < warps && (double)(below + scratch.sums[found]) <= aim) below += scratch.sums[found++];
+        begin += found * run;
+        end = min(end, begin + run);
+        __syncthreads();
+    }
+    return begin;
+}
+
+// One token for each row; -1 where the logits hold a NaN, +inf or nothing but -inf, or a parameter is out of range.
+//
+// grid n, block of whole warps, two or more.
+extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
+    const void* logits,  // [n, vocab]
+    int dtype,           // 0 = float32, 1 = float16, 2 = bfloat16
+    int vocab,           // 1 .. 2^19
+    const float* temperature,  // [n], 0 = argmax
+    const int* top_k,          // int32 [n], 0 = all
+    const float* top_p,        // [n], in (0, 1], 1 = all
+    const double* u,           // [n], in [0, 1)
+    long long* tokens) {       // int64 [n]
+    __shared__ Scratch scratch;
+    const float heat = temperature[blockIdx.x], share = top_p[blockIdx.x];
+    const double at = u[blockIdx.x];
+    const int most = top_k[blockIdx.x];
+    const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
+    Row row = {first, dtype, vocab, 0.0f, heat, 0};
+    bool is_bad = false;
+    const unsigned long long best = greatest(row, scratch, &is_bad);
+    const int likeliest = 0xffffff - (int)(best & 0xffffff);
+    row.max = __uint_as_float(row.bits(likeliest));
+    is_bad |= row.bits(likeliest) == 0xff800000u;
+    is_bad |= !(heat >= 0.0f && heat <= 3.4028235e38f && share > 0.0f && share <= 1.0f);
+    is_bad |= !(at >= 0.0 && at < 1.0) || most < 0;
+    int token = is_bad ? -1 : likeliest;
+    if (!is_bad && heat >= MIN_TEMPERATURE) {
+        if (most > 0 && most < vocab) row.floor = last_kept(row, scratch, false, most);
+        if (share < 1.0f) row.floor = last_kept(row, scratch, true, (double)share * (double)total_of(row, scratch));
+        token = draw(row, scratch, at);
+    }
+    if (threadIdx.x == 0) tokens[blockIdx.x] = token;
+}

@@ -1,0 +1,177 @@
+// The draft tree on the device: select, build, verify (spec 5.1 - 5.4; kernels 10 and 12). One block for each lane.
+//
+// Candidates are numbered level by level: K of step 0, then K * K of each later step. Which are the best is found by
+// counting, for each, those that are better (ties: lower number first): no sort, and the CPU twin's result bit for bit.
+// Links that lead nowhere, a parent that is not chosen: the node hangs on the root, the walk ends.
+
+// M = K + (S - 1) * K * K
+__device__ __forceinline__ int num_candidates(int num_steps, int topk) { return topk + (num_steps - 1) * topk * topk; }
+
+// A probability that cannot lift a child above its parent: NaN counts as 0.
+__device__ __forceinline__ float probability(float p) { return p >= 0.0f ? (p <= 1.0f ? p : 1.0f) : 0.0f; }
+
+// A score below 2^-126 counts as 0, since the compiler may flush it; NaN likewise.
+__device__ __forceinline__ float score(float p) { return p >= 1.17549435e-38f ? p : 0.0f; }
+
+// How many of scores[0 .. count) go before `at`.
+__device__ __forceinline__ int rank_of(const float* scores, int count, int at) {
+    const float mine = scores[at];
+    int rank = 0;
+    for (int other = 0; other < count; other++) {
+        rank += scores[other] > mine || (scores[other] == mine && other < at);
+    }
+    return rank;
+}
+
+// Records the candidates of `step` and keeps the K best.
+//
+// grid batch, block any.
+extern "C" __global__ void select_topk_kernel(
+    int step,
+    int num_steps,
+    int topk,
+    const float* topk_p,          // float [batch, K] at step 0, [batch * K, K] after
+    const long long* topk_index,  // int64, likewise: tokens
+    const float* scores,          // float [batch, K] of the step before; not read at step 0
+    float* all_scores,            // float [batch, M]
+    long long* all_tokens,        // int64 [batch, M]
+    long long* all_parents,       // int64 [batch, 1 + K * S]
+    long long* input_ids,         // int64 [batch * K]
+    int* branch_parents,          // int32 [batch, K]
+    float* kept_scores) {         // float [batch, K], not `scores` itself
+    const long long lane = blockIdx.x;
+    const int count = step == 0 ? topk : topk * topk;
+    const int first = step == 0 ? 0 : topk + topk * topk * (step - 1);
+    const long long total = num_candidates(num_steps, topk);
+    float* level = all_scores + lane * total + first;
+    long long* tokens = all_tokens + lane * total + first;
+    long long* parents = all_parents + lane * (1 + topk * num_steps);
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        const float p = probability(topk_p[lane * count + i]);
+        level[i] = score(step == 0 ? p : __fmul_rn(scores[lane * topk + i / topk], p));
+        tokens[i] = topk_index[lane * count + i];
+    }
+    if (step == 0 && threadIdx.x == 0) parents[0] = -1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        // The model's own order is kept at step 0: its top K come sorted.
+        const int branch = step == 0 ? i : rank_of(level, count, i);
+        if (branch >= topk) continue;
+        input_ids[lane * topk + branch] = tokens[i];
+        branch_parents[lane * topk + branch] = step == 0 ? i : i / topk;
+        kept_scores[lane * topk + branch] = level[i];
+        parents[1 + topk * step + branch] = first + i;
+    }
+}
+
+// Chooses the N - 1 best candidates and links them to a tree under the root, node 0.
+//
+// grid batch, block any; shared: M floats, then 2 * M + N ints.
+extern "C" __global__ void build_tree_kernel(
+    int num_steps,
+    int topk,
+    int num_draft_tokens,
+    const float* all_scores,          // float [batch, M]
+    const long long* all_tokens,      // int64 [batch, M]
+    const long long* all_parents,     // int64 [batch, 1 + K * S]
+    const long long* root_tokens,     // int64 [batch]
+    long long* tokens,                // int64 [batch, N]
+    int* parents,                     // int32 [batch, N], -1 for the root
+    int* depths,                      // int32 [batch, N]
+    unsigned char* mask,              // bool [batch, N, N]: j is i or an ancestor of it
+    int* first_child,                 // int32 [batch, N], -1 = none
+    int* next_sibling) {              // int32 [batch, N], -1 = none
+    extern __shared__ float shared[];
+    const int total = num_candidates(num_steps, topk), n = num_draft_tokens;
+    float* scores = shared;
+    int* is_chosen = (int*)(shared + total);
+    int* node_of = is_chosen + total;
+    int* parent_of = node_of + total;
+    const long long lane = blockIdx.x;
+    for (int i = threadIdx.x; i < total; i += blockDim.x) scores[i] = score(all_scores[lane * total + i]);
+    for (int node = threadIdx.x; node < n; node += blockDim.x) parent_of[node] = node == 0 ? -1 : 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < total; i += blockDim.x) is_chosen[i] = rank_of(scores, total, i) < n - 1;
+    __syncthreads();
+    for (int i = threadIdx.x; i < total; i += blockDim.x) {
+        int node = 1;
+        for (int before = 0; before < i; before++) node += is_chosen[before];
+        node_of[i] = node;
+    }
+    __syncthreads();
+    tokens += lane * n;
+    if (threadIdx.x == 0) tokens[0] = root_tokens[lane];
+    for (int i = threadIdx.x; i < total; i += blockDim.x) {
+        if (!is_chosen[i]) continue;
+        const int kept = i / topk;  // which kept candidate it continues; 0 is the root
+        const long long parent = kept == 0 ? -1 : all_parents[lane * (1 + topk * num_steps) + kept];
+        if (parent >= 0 && parent < i && is_chosen[parent]) parent_of[node_of[i]] = node_of[parent];
+        tokens[node_of[i]] = all_tokens[lane * total + i];
+    }
+    __syncthreads();
+    for (int node = threadIdx.x; node < n; node += blockDim.x) {
+        int depth = 0;
+        for (int above = parent_of[node]; above >= 0; above = parent_of[above]) depth++;
+        int child = -1, sibling = -1;
+        for (int later = n - 1; later > node; later--) {
+            if (parent_of[later] == node) child = later;
+            if (node > 0 && parent_of[later] == parent_of[node]) sibling = later;
+        }
+        parents[lane * n + node] = parent_of[node];
+        depths[lane * n + node] = depth;
+        first_child[lane * n + node] = child;
+        next_sibling[lane * n + node] = sibling;
+    }
+    for (int cell = threadIdx.x; cell < n * n; cell += blockDim.x) {
+        int above = cell / n;
+        while (above > cell % n) above = parent_of[above];
+        mask[lane * n * n + cell] = above == cell % n;
+    }
+}
+
+// Walks each lane's tree from the root: to the first child whose token is the target's, until there is none.
+//
+// grid batch, block any; shared: 2 * N long longs, then 2 * N ints.
+extern "C" __global__ void verify_tree_kernel(
+    int num_draft_tokens,
+    int width,                       // S + 1
+    const long long* tokens,         // int64 [batch, N]
+    const int* first_child,          // int32 [batch, N]
+    const int* next_sibling,         // int32 [batch, N]
+    const long long* target_tokens,  // int64 [batch, N], -1: the logits there were not finite
+    int* accept_index,               // int32 [batch, width]: lane * N + node, -1 padded
+    int* accept_len,                 // int32 [batch]
+    long long* predict) {            // int64 [batch * N]: the target's token at each node of the walk, 0 elsewhere
+    extern __shared__ long long walk[];
+    const int n = num_draft_tokens;
+    const long long first = (long long)blockIdx.x * n;
+    long long *token = walk, *target = walk + n;
+    int *child = (int*)(walk + 2 * n), *sibling = child + n;
+    for (int node = threadIdx.x; node < n; node += blockDim.x) {
+        token[node] = tokens[first + node];
+        target[node] = target_tokens[first + node];
+        child[node] = first_child[first + node];
+        sibling[node] = next_sibling[first + node];
+        predict[first + node] = 0;
+    }
+    for (int place = threadIdx.x; place < width; place += blockDim.x) {
+        accept_index[(long long)blockIdx.x * width + place] = -1;
+    }
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    int node = 0, len = 0;
+    // Links lead forwards only, so the walk ends whatever they hold.
+    while (true) {
+        accept_index[(long long)blockIdx.x * width + len++] = (int)(first + node);
+        predict[first + node] = target[node];
+        if (target[node] < 0 || len == width) break;
+        int next = child[node], at = node;
+        while (next > at && next < n && token[next] != target[node]) {
+            at = next;
+            next = sibling[at];
+        }
+        if (next <= at || next >= n) break;
+        node = next;
+    }
+    accept_len[blockIdx.x] = len;
+}

@@ -1,0 +1,60 @@
+"""Launchers of the CUDA kernels on torch tensors, one file for each of `cuda/*.cu`.
+
+Names and arguments are the twins' in `specpool.kernels`; all tensors of a call are on one device.
+Outputs are given or allocated with torch. Every argument is checked before the launch: a
+`ShapeError` names it, and nothing is written. Values on the device are not read: the kernels
+themselves never leave the tables and buffers, and lead what is no place to the sink.
+
+`hi` stands for lengths that only the device knows: upper bounds of them, on the host.
+"""
+
+from specpool.kernels.device.fields import Fields
+from specpool.kernels.device.moves import (
+    compact_accepted,
+    copy_parent_drafts,
+    duplicate_prefix_tail,
+    gather_kv,
+    move_kv,
+    scatter_kv,
+)
+from specpool.kernels.device.reads import (
+    advance_ancestors,
+    branch_pages,
+    draft_read_indices,
+    read_capacity,
+)
+from specpool.kernels.device.sample import sample_tokens, uniform
+from specpool.kernels.device.tables import (
+    apply_table_delta,
+    draft_write_slots,
+    page_csr,
+    slot_ranges,
+    slots_at,
+)
+from specpool.kernels.device.tree import build_tree, select_topk, verify_tree
+from specpool.kernels.launch import prepare
+
+__all__ = [
+    "Fields",
+    "advance_ancestors",
+    "apply_table_delta",
+    "branch_pages",
+    "build_tree",
+    "compact_accepted",
+    "copy_parent_drafts",
+    "draft_read_indices",
+    "draft_write_slots",
+    "duplicate_prefix_tail",
+    "gather_kv",
+    "move_kv",
+    "page_csr",
+    "prepare",
+    "read_capacity",
+    "sample_tokens",
+    "scatter_kv",
+    "select_topk",
+    "slot_ranges",
+    "slots_at",
+    "uniform",
+    "verify_tree",
+]

@@ -1,0 +1,170 @@
+"""What every launcher checks on the host before it launches: dtype, shape, device, bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specpool.errors import ShapeError
+from specpool.kernels.launch import Arg
+
+INT_MAX = 2**31 - 1
+THREADS = 256
+
+i32 = np.int32
+
+
+def expect(
+    name: str,
+    value: Any,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    device: torch.device,
+) -> Tensor:
+    """`value`, a contiguous tensor of this dtype and shape (None = any) on `device`."""
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    if (
+        isinstance(value, Tensor)
+        and value.dtype in dtypes
+        and value.ndim == len(shape)
+        and all(want in (None, have) for want, have in zip(shape, value.shape, strict=True))
+        and value.is_contiguous()
+        and value.device == device
+    ):
+        return value
+    kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dtypes)
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    raise ShapeError(f"{name} must be contiguous {kinds} [{sizes}] on {device}, got {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {value!r:.60}"
+    order = "" if value.is_contiguous() else ", not contiguous"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}{order}"
+
+
+def output(
+    name: str,
+    value: Tensor | None,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """`value`, checked, or a new tensor."""
+    if value is None:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return expect(name, value, dtype, shape, device)
+
+
+def outputs(
+    names: Sequence[str],
+    values: Sequence[Tensor] | None,
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    """All of `values`, checked, or new tensors."""
+    if values is not None and len(values) != len(names):
+        raise ShapeError(f"out must hold {', '.join(names)}, got {len(values)} tensors")
+    given = values if values is not None else [None] * len(names)
+    return tuple(
+        output(f"out.{name}", value, dtype, shape, device)
+        for name, value, dtype, shape in zip(names, given, dtypes, shapes, strict=True)
+    )
+
+
+def number(name: str, value: int, least: int, most: int = INT_MAX) -> int:
+    """`value`, an int in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ShapeError(f"{name} must be an int, got {type(value).__name__} {value!r:.60}")
+    if not least <= value <= most:
+        raise ShapeError(f"{name} must be in [{least}, {most}], got {value}")
+    return int(value)
+
+
+def device_of(name: str, value: Any) -> torch.device:
+    """The device that all tensors of a call must be on."""
+    if not isinstance(value, Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {_text(value)}")
+    return value.device
+
+
+class Table:
+    """A page table argument, checked."""
+
+    def __init__(self, page_table: Tensor, page_size: int) -> None:
+        self.device = device_of("page_table", page_table)
+        self.cells = expect("page_table", page_table, torch.int32, (None, None), self.device)
+        self.num_rows, self.pages_per_row = page_table.shape
+        self.page_size = number("page_size", page_size, 1)
+        if not self.num_rows or not self.pages_per_row:
+            raise ShapeError(
+                "page_table must be [num_rows + 1, pages_per_row >= 1], got "
+                f"{list(page_table.shape)}"
+            )
+
+    @property
+    def row_width(self) -> int:
+        """Slots of a row."""
+        return self.pages_per_row * self.page_size
+
+    @property
+    def args(self) -> tuple[Arg, ...]:
+        """As every kernel takes it."""
+        return self.cells, i32(self.num_rows), i32(self.pages_per_row), i32(self.page_size)
+
+    def lanes(self, name: str, value: Tensor, n: int | None = None) -> Tensor:
+        """An int32 tensor with one entry for each lane."""
+        return expect(name, value, torch.int32, (n,), self.device)
+
+
+def is_holey(layout: str) -> np.int32:
+    """A layout as kernels take it."""
+    if layout not in ("dense", "holey"):
+        raise ShapeError(f"layout must be 'dense' or 'holey', got {layout!r}")
+    return i32(layout == "holey")
+
+
+def upper_bounds(
+    hi: NDArray[np.int32] | Sequence[int] | None, n: int, most: int
+) -> NDArray[np.int64]:
+    """The host's upper bounds of lengths that only the device knows; None = `most`, int64 [n]."""
+    if hi is None:
+        return np.full(n, most, np.int64)
+    bounds = np.asarray(hi)
+    if bounds.shape != (n,) or bounds.dtype.kind not in "iu":
+        raise ShapeError(f"hi must be ints [{n}] on the host, got {bounds.dtype} {bounds.shape}")
+    wrong = np.flatnonzero((bounds < 0) | (bounds > most))
+    if wrong.size:
+        raise ShapeError(f"hi[{wrong[0]}] must be in [0, {most}], got {bounds[wrong[0]]}")
+    return bounds.astype(np.int64)
+
+
+def capacity(name: str, need: int, value: Tensor | None, device: torch.device) -> Tensor:
+    """`value`, int32 with room for `need` elements, or a new tensor that holds so many."""
+    if need > INT_MAX:
+        raise ShapeError(f"{name} must hold {need} elements, more than int32 can count")
+    if value is None:
+        return torch.empty(need, dtype=torch.int32, device=device)
+    buffer = expect(name, value, torch.int32, (None,), device)
+    if buffer.shape[0] < need:
+        raise ShapeError(f"{name} must hold {need} elements, it holds {buffer.shape[0]}")
+    return buffer
+
+
+def blocks(n: int) -> tuple[int]:
+    """A grid with one thread for each of `n`."""
+    if n > INT_MAX:
+        raise ShapeError(f"{n} elements are more than int32 can count")
+    return (-(-n // THREADS),)
+
+
+def ceil_pow2(n: int) -> int:
+    """The least power of two that is `n` or more."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,218 @@
+"""Launchers of `cuda/moves.cu`: KV moved by bytes, all layers in one launch.
+
+Twins: `specpool.kernels.moves`, on the buffers that `Fields` describes. Slots outside the buffers
+and padded lanes (row 0) move nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specpool.errors import ShapeError
+from specpool.kernels.device.checks import Table, ceil_pow2, expect, i32, is_holey, number
+from specpool.kernels.device.fields import Fields
+from specpool.kernels.launch import SHARED_BYTES, Arg, launch
+
+MAX_HELD = SHARED_BYTES // 16
+"""Slots that a block can hold of one column."""
+
+
+def _of_group(fields: Fields, page_table: Tensor, page_size: int) -> Table:
+    table = Table(page_table, page_size)
+    if table.page_size != fields.page_size:
+        raise ShapeError(f"page_size must be the fields' {fields.page_size}, got {page_size}")
+    if table.device != fields.table.device:
+        raise ShapeError(f"page_table must be on {fields.table.device}, got {table.device}")
+    return table
+
+
+def _slots(name: str, slots: Tensor, fields: Fields, n: int | None = None) -> Tensor:
+    return expect(name, slots, torch.int32, (n,), fields.table.device)
+
+
+def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+    """One launch; no slot is both read and written."""
+    block = of.block()
+    grid = (min(-(-n // block[1]), 1 << 16), len(of.widths))
+    sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)
+    args: tuple[Arg, ...] = (of.table, to.table, *map(i32, sizes), src, dst, i32(n))
+    launch("copy_slots", grid, block, args, touches=(*of.buffers, *to.buffers))
+
+
+def _same_widths(name: str, values: Fields, fields: Fields, n: int) -> None:
+    if values.widths != fields.widths or values.num_slots < n:
+        raise ShapeError(
+            f"{name} must be {n} slots or more of the fields' widths {list(fields.widths)}, got "
+            f"{values.num_slots} of {list(values.widths)}"
+        )
+    if values.table.device != fields.table.device:
+        raise ShapeError(f"{name} must be on {fields.table.device}, got {values.table.device}")
+
+
+def gather_kv(fields: Fields, slots: Tensor, *, out: Fields | None = None) -> Fields:
+    """Reads slots into contiguous buffers.
+
+    Args:
+        fields: the buffers.
+        slots: int32 [n], repeats allowed.
+        out: buffers of the same widths, of n slots or more; slot i takes slots[i]. None = new ones.
+
+    Returns:
+        `out`.
+    """
+    n = _slots("slots", slots, fields).shape[0]
+    values = fields.empty(n) if out is None else out
+    _same_widths("out", values, fields, n)
+    _copy(values, fields, None, slots, n)
+    return values
+
+
+def scatter_kv(fields: Fields, slots: Tensor, values: Fields) -> None:
+    """Writes contiguous values into slots; the inverse of `gather_kv`.
+
+    Args:
+        fields: the buffers, written.
+        slots: int32 [n], each once.
+        values: buffers of the same widths, of n slots or more.
+    """
+    n = _slots("slots", slots, fields).shape[0]
+    _same_widths("values", values, fields, n)
+    _copy(fields, values, slots, None, n)
+
+
+def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False) -> None:
+    """Moves slots in every buffer: slot dst[i] takes what slot src[i] held before the call.
+
+    Args:
+        fields: the buffers, written.
+        src: int32 [n].
+        dst: int32 [n], each once.
+        disjoint: promises that no slot is in both, as with copies of pages: the fastest. Otherwise
+            up to 2816 slots move in one launch, more of them by way of a copy.
+    """
+    n = _slots("src", src, fields).shape[0]
+    _slots("dst", dst, fields, n)
+    if disjoint:
+        _copy(fields, fields, dst, src, n)
+    elif n > MAX_HELD:
+        scatter_kv(fields, dst, gather_kv(fields, src))
+    else:
+        tiles, block, shared = _held(fields, n)
+        args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
+        grid = (tiles if n else 0, len(fields.widths))
+        launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
+
+
+def _held(fields: Fields, n: int) -> tuple[int, tuple[int, int], int]:
+    """Tiles of a field, threads and shared bytes where a block holds `n` slots of its columns."""
+    room = MAX_HELD // max(n, 1)
+    columns = min(ceil_pow2(fields.columns), 1 << (room.bit_length() - 1), 256)
+    rows = max(min(256 // columns, ceil_pow2(n)), 1)
+    return -(-fields.columns // columns), (columns, rows), 16 * n * columns
+
+
+def compact_accepted(
+    fields: Fields,
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    roots: Tensor,
+    accept_index: Tensor,
+    *,
+    num_draft_tokens: int,
+) -> None:
+    """Moves the KV of the accepted nodes to root, root + 1, ...
+
+    Args:
+        fields: the buffers, written.
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        roots: int32 [n].
+        accept_index: int32 [n, S + 1], of `verify_tree`.
+        num_draft_tokens: N.
+    """
+    table = _of_group(fields, page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    expect("accept_index", accept_index, torch.int32, (n, None), table.device)
+    width, nodes = accept_index.shape[1], number("num_draft_tokens", num_draft_tokens, 1)
+    number("n * num_draft_tokens", n * nodes, 0)
+    threads = min(max(ceil_pow2(fields.columns), 32), 256)
+    args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, accept_index)
+    grid = (n if width > 1 else 0, len(fields.widths))
+    sizes = (i32(width), i32(nodes))
+    launch("compact_accepted", grid, (threads,), (*args, *sizes), touches=fields.buffers)
+
+
+def duplicate_prefix_tail(
+    fields: Fields,
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    roots: Tensor,
+    *,
+    num_steps: int,
+    topk: int,
+) -> None:
+    """Copies each prefix's tail before the drafts of branches 1..K, holey layout (sgl#7725).
+
+    Args:
+        fields: the buffers, written.
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        roots: int32 [n].
+        num_steps: S.
+        topk: K.
+    """
+    table = _of_group(fields, page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    s, k = number("num_steps", num_steps, 1), number("topk", topk, 1)
+    copies = n * (k - 1) if table.page_size > 1 else 0
+    number("n * (topk - 1)", copies, 0)
+    args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, i32(s), i32(k))
+    grid = (copies, len(fields.widths))
+    launch("duplicate_prefix_tail", grid, fields.block(), args, touches=fields.buffers)
+
+
+def copy_parent_drafts(
+    fields: Fields,
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    roots: Tensor,
+    branch_parents: Tensor,
+    *,
+    num_steps: int,
+    step: int,
+    layout: str = "holey",
+) -> None:
+    """Copies drafts 0..step of each branch's parent over its own, after the selection of `step`.
+
+    Args:
+        fields: the buffers, written.
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        roots: int32 [n].
+        branch_parents: int32 [n, K], as `select_topk` gives them; branches may swap.
+        num_steps: S.
+        step: in [0, S); K * step at most 2816.
+        layout: where the drafts lie.
+    """
+    table = _of_group(fields, page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    expect("branch_parents", branch_parents, torch.int32, (n, None), table.device)
+    s, k = number("num_steps", num_steps, 1), branch_parents.shape[1]
+    step, holey = number("step", step, 0, s - 1), is_holey(layout)
+    drafts = number("topk * step", k * step, 0, MAX_HELD)
+    tiles, block, shared = _held(fields, drafts)
+    sizes = (i32(s), i32(k), holey, i32(step), i32(tiles))
+    number("n * tiles", n * tiles, 0)
+    args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, branch_parents, *sizes)
+    grid = (n * tiles if drafts else 0, len(fields.widths))
+    launch("copy_parent_drafts", grid, block, args, shared_mem=shared, touches=fields.buffers)

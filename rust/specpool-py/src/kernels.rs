@@ -1,0 +1,24 @@
+//! The text of the CUDA kernels, which the wheel carries inside this library.
+
+use pyo3::exceptions::PyKeyError;
+use pyo3::prelude::*;
+
+macro_rules! texts {
+    ($($name:literal),*) => { [$(($name, include_str!(concat!("../../../cuda/", $name)))),*] };
+}
+
+const FILES: [(&str, &str); 6] = texts!["common.cuh", "moves.cu", "reads.cu", "sample.cu", "tables.cu", "tree.cu"];
+
+/// Names of the kernel files, in the order in which a compiler takes them.
+pub fn names() -> [&'static str; FILES.len()] {
+    FILES.map(|(name, _)| name)
+}
+
+/// The text of a kernel file.
+#[pyfunction]
+pub fn kernel_source(name: &str) -> PyResult<&'static str> {
+    match FILES.iter().find(|(file, _)| *file == name) {
+        Some((_, text)) => Ok(text),
+        None => Err(PyKeyError::new_err(format!("no kernel file {name:?}; there are {:?}", names()))),
+    }
+}

@@ -1,0 +1,134 @@
+"""Kernels of `cuda/sample.cu`: bit for bit the twins' draws."""
+
+import numpy as np
+import pytest
+import torch
+
+import kernel_reference as ref
+from kernel_kit import array, i64
+from specpool import kernels
+from specpool.kernels import device
+
+
+def both(kit, logits, temperature, top_k, top_p, u):
+    """The kernel's tokens, held against the twin's."""
+    n = len(logits)
+    params = [
+        np.broadcast_to(np.asarray(value, dtype), (n,)).copy()
+        for value, dtype in ((temperature, np.float32), (top_k, np.int32), (top_p, np.float32))
+    ]
+    params.append(np.broadcast_to(np.asarray(u, np.float64), (n,)).copy())
+    tensor = torch.as_tensor(logits)
+    expected = kernels.sample_tokens(tensor.float().numpy(), *params)
+    out = kit.out((n,), torch.int64)
+    device.sample_tokens(kit.put(tensor), *(kit.put(value) for value in params), out=out)
+    assert np.array_equal(array(out), expected)
+    return expected
+
+
+def test_uniform_is_the_twins(kit):
+    rng = np.random.default_rng(0)
+    seeds = np.append(rng.integers(0, 2**64, 299, np.uint64), np.uint64(2**64 - 1))
+    positions = np.concatenate([rng.integers(0, 2**63, 298), [0, 2**63 - 1]])
+    u = device.uniform(kit.put(seeds.view(np.int64)), kit.put(positions))
+    assert np.array_equal(array(u), kernels.uniform(seeds, positions))
+    assert u[0] == ref.uniform(int(seeds[0]), int(positions[0]))
+    again = device.uniform(kit.put(torch.from_numpy(seeds)), kit.put(positions))
+    assert torch.equal(again, u)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_draws_equal_the_twins(kit, dtype):
+    """All of temperature, top-k, top-p; ties by the dozen in the 16-bit types."""
+    for vocab in [1, 2, 31, 257, 1000] if kit.is_checked else [1, 2, 7, 33, 256, 1000, 5001]:
+        rng = np.random.default_rng(vocab)
+        n = 12 if kit.is_checked else 60
+        scale = rng.choice([0.1, 3, 10], (n, 1))
+        logits = torch.from_numpy(rng.standard_normal((n, vocab)) * scale).to(dtype)
+        ruled_out = torch.from_numpy(rng.random((n, vocab)) < 0.3 * (rng.random((n, 1)) < 0.3))
+        ruled_out[:, -1] = False
+        logits[ruled_out] = -torch.inf
+        both(
+            kit,
+            logits,
+            rng.choice([0, 1e-40, 0.3, 1, 2.5, 1e30], n),
+            rng.choice([0, 1, 3, vocab, vocab + 5, max(vocab // 2, 1)], n),
+            rng.choice([1, 0.99, 0.5, 0.01], n),
+            np.where(rng.random(n) < 0.2, rng.choice([0, np.nextafter(1, 0)], n), rng.random(n)),
+        )
+
+
+def test_a_large_vocabulary(kit):
+    vocab = 2000 if kit.is_checked else 152_064
+    rng = np.random.default_rng(3)
+    logits = (rng.standard_normal((4, vocab)) * 3).astype(np.float32)
+    tokens = both(kit, logits, [1, 1, 0.7, 0], [0, 50, 0, 0], [1, 0.9, 0.95, 1], rng.random(4))
+    assert len(set(tokens.tolist())) > 1
+    flat = np.zeros((2, vocab), np.float32)
+    drawn = both(kit, flat, 1, [0, 1000], 1, [0.75, 0.75])
+    assert drawn.tolist() == [vocab * 3 // 4, 750]
+
+
+def test_the_largest_vocabulary_is_still_exact(kit):
+    """2^19 tokens of equal weight: the total is 2^53, and every one of them can be drawn."""
+    if kit.is_checked or kit.order == 7:
+        return
+    logits = np.zeros((3, 1 << 19), np.float16)
+    u = [np.nextafter(1, 0), 1 - 2**-19, 0.5]
+    drawn = both(kit, logits, 1, 0, 1, u)
+    assert drawn.tolist() == [2**19 - 1, 2**19 - 1, 2**18]
+
+
+def test_ties_go_to_the_lower_id(kit):
+    logits = np.zeros((5, 300), np.float32)
+    logits[:, 1] = -0.0
+    drawn = both(kit, logits, [0, 1, 1, 1, 1], [0, 2, 0, 7, 299], [1, 1, 0.5, 0.5, 1], 0.999)
+    assert drawn.tolist() == [0, 1, 149, 3, 298]
+
+
+def test_tiny_numbers_are_told_apart(kit):
+    """A GPU that flushes them must not: 1e-40 is more than 0."""
+    logits = np.array([[0, 1e-40, -1e-40], [-1e-40, -0.0, 0]], np.float32)
+    assert both(kit, logits, 0, 0, 1, 0.5).tolist() == [1, 1]
+    assert both(kit, logits, 1, 1, 1, 0.5).tolist() == [1, 1]
+    subnormal = torch.tensor([[0.0, 6e-8, 1.2e-7, -6e-8]], dtype=torch.float16)
+    assert both(kit, subnormal, 0, 0, 1, 0.5).tolist() == [2]
+    assert both(kit, subnormal, 1, 2, 1, 0.1).tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_logits_that_are_no_numbers_fail_their_row_alone(kit, dtype):
+    for bad in (np.nan, -np.nan, np.inf):
+        logits = torch.zeros(4, 65, dtype=dtype)
+        logits[1, 64] = bad
+        logits[3] = -torch.inf
+        for parameters in ((0, 0, 1), (1, 0, 1), (1, 3, 1), (1, 0, 0.5)):
+            assert both(kit, logits, *parameters, 0.0).tolist() == [0, -1, 0, -1]
+
+
+def test_parameters_out_of_range_fail_their_row_alone(kit):
+    """The twin refuses them; on the device they are not read before the launch."""
+    n = 9
+    values = np.ones((4, n))
+    values[0, :3], values[1], values[3] = [-1, np.nan, np.inf], 0, 0.5
+    values[1, 3], values[2, 4:7], values[3, 7:] = -1, [0, 1.5, np.nan], [1, np.nan]
+    params = [
+        kit.put(value.astype(dtype))
+        for value, dtype in zip(values, (np.float32, np.int32, np.float32, np.float64), strict=True)
+    ]
+    logits = kit.put(np.zeros((n, 40), np.float32))
+    assert device.sample_tokens(logits, *params).tolist() == [-1] * n
+
+
+def test_no_row_is_no_launch(kit):
+    if kit.kind != "cuda":
+        kit.backend.launches.clear()
+    none = kit.put(np.zeros(0, np.float32))
+    tokens = device.sample_tokens(
+        kit.put(np.zeros((0, 9), np.float32)), none, kit.put(np.zeros(0, np.int32)), none,
+        kit.put(np.zeros(0)),
+    )  # fmt: skip
+    assert tokens.shape == (0,)
+    assert device.uniform(kit.put(i64([])), kit.put(i64([]))).shape == (0,)
+    if kit.kind != "cuda":
+        assert kit.backend.launches == []
