@@ -490,7 +490,8 @@ mod tests {
             assert!(!seen.contains(&hash), "change {} leaves no trace", seen.len());
             seen.push(hash);
         }
-        // When a page was taken, and by which verb it was touched last, decides nothing.
+        // By which verb a page was touched last decides nothing. When it was taken counts without page fencing only, for
+        // a copy into it that is not finished (`check_no_copy_into`): that much the hash does not see.
         let mut pool = busy();
         (pool.map[1].birth_step, pool.map[1].last_verb) = (7, Verb::Launch);
         assert_eq!(hash(&pool), seen[0]);

@@ -274,7 +274,8 @@ impl Ledger {
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs, page
     /// states, the order of free pages and rows, waiting copies, prefixes and steps in flight. Not of tags, deltas,
-    /// counters of steps, prefixes and snapshots, or the digest; so a cancel restores it, but for evictions.
+    /// counters of steps, prefixes and snapshots, the step a page was taken for, or the digest; so a cancel restores it,
+    /// but for evictions.
     #[must_use]
     pub fn state_hash(&self) -> u64 {
         let mut digest = Digest::new();
