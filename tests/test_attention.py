@@ -168,7 +168,7 @@ def test_pages_in_a_run_are_read_in_place() -> None:
         lanes = make_lanes(4, 1, shuffle=shuffle)
         batch, _ = lanes.batch([17], [2])
         reads = batch.views[0].reads(None, torch.float32)
-        keys = reads.gather(lanes.buffers[0][0], 1, 4)
+        keys, _ = reads.gather(*lanes.buffers[0], 1, 4)
         assert keys.shape == (1, 2, 20, 8)
         base = lanes.buffers[0][0].untyped_storage().data_ptr()
         assert (keys.untyped_storage().data_ptr() == base) is in_place

@@ -12,8 +12,8 @@ import torch
 
 from eagle_reference import DenseCache
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool.attention.lanes import Lanes
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
-from specpool.draft.base import Lanes
 from specpool.models import EagleHead
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
@@ -30,7 +30,7 @@ def recorded(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int):
 
     def recording(lanes, shape, roots, tokens):
         tree = propose(lanes, shape, roots, tokens)
-        trees.append((lanes.starts.copy(), tree))
+        trees.append((lanes.starts.clone(), tree))
         return tree
 
     engine.drafter.propose = recording
@@ -156,8 +156,9 @@ def test_upstreams_reading_is_another_one():
 
 
 def lanes(*starts: int) -> Lanes:
-    rows = np.arange(1, len(starts) + 1, dtype=np.int32)
-    return Lanes(rows, np.array(starts, np.int32), np.ones(len(starts), np.int32))
+    rows = torch.arange(1, len(starts) + 1, dtype=torch.int32)
+    known = np.array(starts, np.int32)
+    return Lanes(rows, torch.from_numpy(known), known, known, np.ones_like(known))
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 16), (2, 2, 2), (5, 8, 64), (1, 8, 9)])
@@ -167,7 +168,7 @@ def test_scripted_trees_hold_the_truth_on_scattered_nodes(shape):
     reference = list(range(50))
     for error_rate in (0.0, 1.0):
         drafter = ScriptedDrafter([reference], vocab_size=60, error_rate=error_rate, seed=3)
-        tree = drafter.propose(lanes(9), shape, np.array([9]), [reference[:10]])
+        tree = drafter.propose(lanes(9), shape, torch.tensor([9]), [reference[:10]])
         found = paths(tree, 0)
         assert tree.depths.max() <= shape.num_steps
         assert tree.tokens.shape == (1, shape.num_draft_tokens)
@@ -185,16 +186,17 @@ def test_scripted_drafter_refuses_bad_arguments():
         ScriptedDrafter([], vocab_size=1)
     with pytest.raises(ConfigError, match="tokens"):
         ScriptedDrafter([], vocab_size=9).propose(
-            lanes(3), Shape.eagle(1, 1, 2), np.array([1]), None
+            lanes(3), Shape.eagle(1, 1, 2), torch.tensor([1]), None
         )
 
 
 def test_chain_tree_is_the_general_one():
     tokens = np.arange(8, dtype=np.int64).reshape(2, 4)
     parents = np.tile(np.arange(-1, 3, dtype=np.int32), (2, 1))
-    chain, general = DraftTree.chain(tokens), DraftTree.from_parents(tokens, parents)
+    chain = DraftTree.chain(torch.from_numpy(tokens))
+    general = DraftTree.from_parents(tokens, parents)
     for name in DraftTree.__dataclass_fields__:
-        assert np.array_equal(getattr(chain, name), getattr(general, name))
+        assert torch.equal(getattr(chain, name), getattr(general, name))
 
 
 def test_an_eagle_drafter_asks_for_its_heads_features():

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conftest import assert_no_page_leaked
 from lossless import Comparison, Reference
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus, kernels
+from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.draft import ScriptedDrafter
 from specpool.engine import Chunk
+from specpool.kernels import device
 
 PAIR = {"target": "specpool/tiny", "draft": "specpool/tiny-eagle3", "max_context_len": 512}
 
@@ -136,9 +137,9 @@ def test_samples_follow_the_targets_own_distribution():
 
 
 def test_chi_square_catches_a_planted_bias(monkeypatch):
-    uniform = kernels.uniform
+    uniform = device.uniform
     monkeypatch.setattr(
-        kernels, "uniform", lambda seeds, positions: uniform(seeds, positions) ** 1.25
+        device, "uniform", lambda seeds, positions: uniform(seeds, positions) ** 1.25
     )
     engine, reference = _toy_engine()
     with engine:

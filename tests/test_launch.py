@@ -14,7 +14,7 @@ import torch
 from kernel_kit import Kit, i32
 from specpool import _core
 from specpool.errors import ConfigError, OrderError, ShapeError
-from specpool.kernels import device, launch
+from specpool.kernels import device, launch, transfer
 from specpool.kernels.moves import PageBlocked
 
 ROOT = Path(__file__).parents[1]
@@ -178,10 +178,42 @@ def test_an_old_driver_is_one_sentence(gpu, monkeypatch):
     )
 
 
-def test_cpu_tensors_need_a_backend_of_their_own():
-    lanes = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ShapeError, match="slots_at needs tensors on a CUDA device, got cpu"):
-        device.slots_at(torch.ones(2, 2, dtype=torch.int32), 4, lanes, lanes)
+def test_cpu_tensors_go_to_the_twin():
+    table, lanes = torch.tensor([[0, 0], [5, 7]]).int(), torch.ones(2, dtype=torch.int32)
+    positions = torch.tensor([1, 6]).int()
+    assert device.slots_at(table, 4, lanes, positions).tolist() == [21, 30]
+    out = torch.zeros(2, dtype=torch.int32)
+    assert device.slots_at(table, 4, lanes, positions, out=out) is out and out.tolist() == [21, 30]
+    ragged = torch.zeros(9, dtype=torch.int32)
+    device.slot_ranges(table, 4, lanes, positions, lanes + 1, hi=[4, 4], out=ragged)
+    assert ragged.tolist() == [21, 22, 30, 31, 0, 0, 0, 0, 0]
+    with pytest.raises(ShapeError, match=r"out must hold \[2\], got \[1\]"):
+        device.slots_at(table, 4, lanes, positions, out=out[:1])
+    with pytest.raises(ShapeError, match="out must hold 3 tensors, got 1"):
+        device.page_csr(table, 4, lanes, positions, out=[out])
+    with pytest.raises(ShapeError, match="8"):  # a twin sees values, and refuses them
+        device.slots_at(table, 4, lanes, positions + 2)
+    with pytest.raises(ShapeError, match="one device, CUDA or cpu: one is on meta"):
+        device.slots_at(table.to("meta"), 4, lanes, lanes)
+    with pytest.raises(ShapeError, match="copy_slots needs tensors on a CUDA device, got cpu"):
+        device.gather_kv(device.Fields.of([torch.zeros(8, 4)], 4), lanes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_arrays_travel_as_one(seed):
+    """What `upload` does where the device is another one, but for the copy itself."""
+    rng = np.random.default_rng(seed)
+    kinds = [np.int32, np.int64, np.float32, np.float64, np.bool_, np.uint8]
+    arrays = [
+        rng.integers(0, 2, rng.integers(0, 4, rng.integers(1, 4))).astype(rng.choice(kinds))
+        for _ in range(rng.integers(1, 9))
+    ]
+    spans = transfer.spans_of(arrays)
+    packed = torch.full((spans[-1].stop,), 0xA5, dtype=torch.uint8)
+    transfer.pack(arrays, spans, packed.numpy())
+    for array, tensor in zip(arrays, transfer.unpack(arrays, spans, packed), strict=True):
+        assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
 
 
 # --- bad input: nothing is launched ---------------------------------------------------------------

@@ -445,9 +445,9 @@ class Engine:
         self.ledger.launch(plan.step)
         self.cache.apply_delta(plan.step)
         if isinstance(batch, PrefillBatch):
-            result = self._worker.prefill(plan, batch.requests)
+            result = self._worker.prefill(plan, batch.requests).result()
         else:
-            result = self._worker.decode(plan, batch.requests, batch.shape)
+            result = self._worker.decode(plan, batch.requests, batch.shape).result()
             self.ledger.resolve(plan.step, result.accept_len)
         self.ledger.complete(plan.step)
         self._next_step = plan.step + 1

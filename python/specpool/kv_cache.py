@@ -5,15 +5,18 @@ Slots of page 0 are a sink: padded lanes write there, and nobody reads what they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Ledger
+from specpool.kernels import device as kernels
+from specpool.kernels.launch import prepare, runs_kernels
+from specpool.kernels.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,10 @@ class LayerKV:
 
 
 class KVCache:
-    """KV buffers per group and layer, and a mirror of each group's page table.
+    """KV buffers per group and layer, and each group's page table, all on the device.
 
-    The mirror is written by `apply_delta` alone, once per step and before its forward, so that a
-    forward reads the tables as they were when its step was prepared (spec 4, table deltas).
+    The tables are written by `apply_delta` alone, once per step and before its forward, so that a
+    forward reads them as they were when its step was prepared (spec 4, table deltas).
     """
 
     def __init__(
@@ -54,7 +57,12 @@ class KVCache:
             layer_groups: the group of each layer, `len(layers)` indices into `ledger.groups`.
             dtype: of keys and values.
             device: where the buffers live.
+
+        Raises:
+            ConfigError: a CUDA device for which the kernels cannot be built.
         """
+        if device.type == "cuda":
+            prepare(device)
         self.device = device
         self.dtype = dtype
         self.page_sizes = [group.page_size for group in ledger.groups]
@@ -63,7 +71,7 @@ class KVCache:
         self._ledger = ledger
         slots = [(group.num_pages + 1) * group.page_size for group in ledger.groups]
 
-        def buffer(group: int, num_heads: int, head_dim: int) -> torch.Tensor:
+        def buffer(group: int, num_heads: int, head_dim: int) -> Tensor:
             return torch.zeros(slots[group], num_heads, head_dim, dtype=dtype, device=device)
 
         # Each [num_slots, num_kv_heads, head_dim]. Zeroed, because a masked-out NaN is still a NaN
@@ -76,25 +84,68 @@ class KVCache:
             buffer(g, layer.num_kv_heads, layer.v_head_dim)
             for g, layer in zip(layer_groups, layers, strict=True)
         ]
-        # int32 [num_rows + 1, pages_per_row] per group, host
-        self.tables = [ledger.full_table(g) for g in range(len(ledger.groups))]
+        # int32 [num_rows + 1, pages_per_row] per group
+        self.tables = upload(device, *(ledger.full_table(g) for g in range(len(ledger.groups))))
+        self._gathered: dict[tuple[int, ...], kernels.Fields] = {}  # by widths: the latest read
+        # K and V of a layer with a page for a slot, by the address of the keys
+        self._by_page: dict[int, kernels.Fields] = {}
+        if runs_kernels(device):
+            for group, pair in zip(
+                layer_groups, zip(self.keys, self.values, strict=True), strict=True
+            ):
+                pages = [b.view(ledger.groups[group].num_pages + 1, -1) for b in pair]
+                self._by_page[pair[0].data_ptr()] = kernels.Fields.of(pages, 1)
 
-    def buffers(self, layers: Sequence[int]) -> list[torch.Tensor]:
+    def fields(self, layers: Sequence[int]) -> kernels.Fields:
+        """Keys and values of these layers of one group, to be moved in one launch."""
+        page_size = self.page_sizes[self.layer_groups[layers[0]]]
+        return kernels.Fields.of(self.buffers(layers), page_size)
+
+    def buffers(self, layers: Sequence[int]) -> list[Tensor]:
         """Keys and values of these layers."""
         return [self.keys[i] for i in layers] + [self.values[i] for i in layers]
 
     def apply_delta(self, step: int) -> None:
-        """Bring the mirrors up to date with what preparing `step` changed."""
-        for table, (rows, columns, pages) in zip(
-            self.tables, self._ledger.take_delta(step), strict=True
-        ):
-            kernels.apply_table_delta(table, rows, columns, pages)
+        """Bring the tables up to date with what preparing `step` changed."""
+        for table, delta in zip(self.tables, self._ledger.take_delta(step), strict=True):
+            if len(delta[0]):
+                kernels.apply_table_delta(table, *upload(self.device, *delta))
         self._ledger.ack_delta(step)
+
+    def pages_of(self, group: int, rows: Tensor, length: int) -> Tensor:
+        """The pages of each row that cover `[0, length)`, int32 [B, C]."""
+        columns = -(-length // self.page_sizes[group])
+        return self.tables[group][:, :columns].index_select(0, rows)
+
+    @property
+    def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """`read_pages` where kernels run; None: torch's own indexing reads the pages."""
+        return self.read_pages if self._by_page else None
+
+    def read_pages(self, keys: Tensor, values: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole pages of one layer, by one launch of kernel 9.
+
+        Args:
+            keys: [num_slots, Hkv, Dk], of `self.keys`.
+            values: [num_slots, Hkv, Dv], the same layer's.
+            pages: int32 [n].
+
+        Returns:
+            [n, P * Hkv * Dk] and [n, P * Hkv * Dv], valid until the next call.
+        """
+        fields = self._by_page[keys.data_ptr()]
+        space = self._gathered.get(fields.widths)
+        if space is None or space.num_slots < len(pages):
+            # With some room, so that a text that gets longer does not ask for more each time.
+            space = self._gathered[fields.widths] = fields.empty(len(pages) + len(pages) // 8)
+        kernels.gather_kv(fields, pages, out=space)
+        rows = [buffer[: len(pages)].view(self.dtype) for buffer in space.buffers]
+        return rows[0], rows[1]
 
     def scrub(self, group: int, pages: npt.NDArray[np.int32]) -> None:
         """Zero these pages in every layer of a group, so that no NaN outlives its request."""
         size = self.page_sizes[group]
-        index = torch.from_numpy(pages.astype(np.int64)).to(self.device)
+        (index,) = upload(self.device, pages.astype(np.int64))
         layers = [i for i, g in enumerate(self.layer_groups) if g == group]
         for buffer in self.buffers(layers):
             buffer.view(-1, size * buffer.shape[1] * buffer.shape[2])[index] = 0

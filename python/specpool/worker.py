@@ -1,30 +1,32 @@
 """The phases of a step on the device: prefill, draft, build, verify, compact, draft-extend.
 
-The worker never decides: which rows, which shapes and which pages come from the plan.
+The worker never decides: which rows, which shapes and which pages come from the plan. Nor does it
+wait: what the next step needs stays on the device (`RowState`), and what the host must know is
+copied to it right after verify, while draft-extend still runs.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Plan, Shape
 from specpool.attention import AttentionBatch, AttentionView
-from specpool.attention.lanes import causal_view, own_view, range_positions
-from specpool.draft.base import Drafter, DraftTree, Int32, Int64, Lanes
+from specpool.attention.lanes import Lanes, causal_view, own_view
+from specpool.draft.base import Drafter, DraftTree, Int32
 from specpool.errors import ShapeError
-from specpool.kernels import moves
+from specpool.kernels import device as kernels
+from specpool.kernels.launch import runs_kernels
+from specpool.kernels.transfer import Download, upload
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.request import Request, TokenLogprob
-from specpool.verify import draw_tokens, logprobs_of, verify
+from specpool.row_state import RowState
+from specpool.verify import Logprobs, Verdict, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,63 @@ class RoundResult:
     accept_len: Int32  # [B]
     not_finite: list[bool]
     logprobs: list[list[TokenLogprob] | None]
+
+
+class PendingRound:
+    """A forward that has been launched; its results are on their way to the host."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokens: Tensor,
+        logits: Tensor,
+        verdict: Verdict | None = None,
+        *,
+        done: Sequence[bool] | None = None,
+    ) -> None:
+        """Start the copies.
+
+        Args:
+            requests: the lanes.
+            tokens: int64 [B, A], the target's at the nodes that were accepted.
+            logits: [n, V], of the nodes that `verdict` names, or of the B lanes.
+            verdict: how many tokens count; None = one in each lane.
+            done: lanes whose tokens count; None = all.
+        """
+        self._done = done
+        self._wanted = [request.params.logprobs for request in requests]
+        self._counted = verdict is not None
+        if verdict is not None:
+            lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
+            self._packed = Download(torch.cat([tokens, lens, not_finite], 1))  # [B, A + 2]
+        else:
+            self._packed = Download(tokens)
+        self._logprobs = None
+        most = max((n for n in self._wanted if n is not None), default=None)
+        if most is not None:
+            chosen = logits if verdict is None else logits[verdict.nodes.view(-1)]
+            self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
+
+    def result(self) -> RoundResult:
+        """Wait for the round's verify; the only thing that a step waits for."""
+        packed = self._packed.array()
+        if self._counted:
+            tokens, lens = packed[:, :-2].tolist(), packed[:, -2]
+            not_finite = packed[:, -1].astype(bool).tolist()
+        else:
+            tokens, lens = packed.tolist(), np.ones(len(packed), np.int32)
+            not_finite = (packed[:, 0] < 0).tolist()
+        kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
+        if self._done is not None:
+            kept = [lane if done else [] for lane, done in zip(kept, self._done, strict=True)]
+        logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)
+        if self._logprobs is not None:
+            entries, width = self._logprobs.entries(), len(tokens[0])
+            for i, num_top in enumerate(self._wanted):
+                if num_top is not None:
+                    mine = entries[i * width : i * width + len(kept[i])]
+                    logprobs[i] = [entry.first(num_top) for entry in mine]
+        return RoundResult(kept, lens.astype(np.int32), not_finite, logprobs)
 
 
 class EagleWorker:
@@ -52,50 +111,53 @@ class EagleWorker:
         """Work on `cache`, whose first layers are the target's."""
         self._target, self._drafter, self._cache = target, drafter, cache
         self._target_groups = list(target_groups)
-        self._target_layers = list(range(target.num_layers))
         self._last_position = max_context_len - 1
+        self._state = RowState(cache.tables[0].shape[0] - 1, cache.device)
+        self._fields = {  # group -> all of the target's layers in it
+            group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
+            for group in sorted(set(target_groups))
+        }
 
     @torch.inference_mode()
-    def prefill(self, plan: Plan, requests: Sequence[Request]) -> RoundResult:
+    def prefill(self, plan: Plan, requests: Sequence[Request]) -> PendingRound:
         """Run the next chunk of each prompt; the lanes whose prompt ends get their first token.
 
         Args:
             plan: of `prepare_extend`.
             requests: the plan's lanes.
         """
-        lanes = Lanes(plan.rows, plan.start, plan.new_len - plan.start)
         ends = plan.new_len.tolist()
-        tokens = np.concatenate(
-            [
-                r.tokens[start:end]
-                for r, start, end in zip(requests, plan.start.tolist(), ends, strict=True)
-            ]
-        ).astype(np.int64)
-        last = np.cumsum(lanes.q_lens, dtype=np.int64) - 1
-        self._capture(_drafts(requests))
-        output = self._forward_causal(lanes, tokens, last)
+        chunks = [r.tokens[s:e] for r, s, e in zip(requests, plan.start, ends, strict=True)]
         done = [end >= request.prompt_len for request, end in zip(requests, ends, strict=True)]
-        drawn = draw_tokens(requests, output.logits, plan.new_len.astype(np.int64)[:, None])
-        if self._drafter is not None and _drafts(requests):
-            # Feature p goes with token p + 1: shift left, and append what follows the chunk.
-            following = [
-                drawn[i, 0] if done[i] else request.tokens[ends[i]]
-                for i, request in enumerate(requests)
-            ]
-            shifted = np.roll(tokens, -1)
-            shifted[last] = np.maximum(following, 0)
-            self._drafter.extend(lanes, self._to_device(shifted), _features(output))
-        kept = [drawn[i].tolist() if done[i] else [] for i in range(len(requests))]
-        ready = np.flatnonzero(done)
-        return RoundResult(
-            kept,
-            np.ones(len(requests), np.int32),
-            (drawn[:, 0] < 0).tolist(),
-            self._logprobs(requests, output.logits, ready, drawn[ready, 0], kept),
+        # Feature p goes with token p + 1, which is the token drawn (-1) where the prompt ends.
+        following = [
+            -1 if last else request.tokens[end]
+            for request, end, last in zip(requests, ends, done, strict=True)
+        ]
+        rows, starts, new_lens, tokens, after = upload(
+            self._cache.device,
+            plan.rows,
+            plan.start,
+            plan.new_len,
+            np.concatenate(chunks).astype(np.int64),
+            np.array(following, np.int64),
         )
+        lanes = Lanes(rows, starts, plan.start, plan.start, plan.new_len - plan.start)
+        self._state.put_params(lanes, requests)
+        drafts = self._drafter if _drafts(requests) else None
+        self._capture(drafts is not None)
+        output = self._forward_causal(lanes, tokens, lanes.lasts)
+        drawn = self._draw(lanes, requests, output.logits, new_lens.long().unsqueeze(1))
+        self._state.put(lanes, new_lens, drawn[:, 0])
+        pending = PendingRound(requests, drawn, output.logits, done=done)
+        if drafts is not None:
+            shifted = tokens.roll(-1)
+            shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
+            drafts.extend(lanes, shifted, _features(output))
+        return pending
 
     @torch.inference_mode()
-    def decode(self, plan: Plan, requests: Sequence[Request], shape: Shape) -> RoundResult:
+    def decode(self, plan: Plan, requests: Sequence[Request], shape: Shape) -> PendingRound:
         """One round: draft, verify, compact, draft-extend.
 
         Args:
@@ -103,137 +165,131 @@ class EagleWorker:
             requests: the plan's lanes.
             shape: the round's shape.
         """
+        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi, shape.num_draft_tokens)
+        roots = self._state.root_tokens.index_select(0, lanes.rows)
         if self._drafter is None or shape.num_draft_tokens == 1:
-            return self._decode_plainly(plan, requests)
-        roots = np.array([request.tokens[-1] for request in requests], np.int64)
-        lanes = Lanes(plan.rows, plan.start, np.full_like(plan.start, shape.num_draft_tokens))
-        texts = [request.tokens for request in requests] if self._drafter.reads_tokens else None
-        tree = self._drafter.propose(lanes, shape, roots, texts)
-        if not isinstance(tree, DraftTree):
-            raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
-        tree.check(shape, roots, self._target.vocab_size)
-        positions = (lanes.starts[:, None] + tree.depths).astype(np.int64)
+            return self._decode_plainly(lanes, roots, requests)
+        tree = self._propose(self._drafter, lanes, shape, roots, requests)
+        positions = lanes.starts.unsqueeze(1) + tree.depths
         self._capture(True)
         output = self._forward_tree(lanes, tree, positions)
-        drawn = draw_tokens(requests, output.logits, positions + 1)
+        drawn = self._draw(lanes, requests, output.logits, positions.long() + 1)
         verdict = verify(tree, drawn, shape.num_steps)
-        self._compact(lanes, verdict.accept_index, shape.num_draft_tokens)
-        self._drafter.extend(
-            Lanes(lanes.rows, lanes.starts, verdict.accept_len),
-            self._to_device(np.maximum(verdict.tokens, 0)),
-            _features(output).index_select(0, self._to_device(verdict.nodes)),
-        )
-        flat = iter(verdict.tokens.tolist())
-        tokens = [list(itertools.islice(flat, n)) for n in verdict.accept_len.tolist()]
-        return RoundResult(
-            tokens,
-            verdict.accept_len,
-            verdict.not_finite,
-            self._logprobs(requests, output.logits, verdict.nodes, verdict.tokens, tokens),
-        )
+        self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
+        pending = PendingRound(requests, verdict.tokens, output.logits, verdict)
+        for group, fields in self._fields.items():
+            kernels.compact_accepted(
+                fields,
+                self._cache.tables[group],
+                self._cache.page_sizes[group],
+                lanes.rows,
+                lanes.starts,
+                verdict.accept_index,
+                num_draft_tokens=shape.num_draft_tokens,
+            )
+        accepted, nodes, tokens = self._accepted(lanes, verdict)
+        features = _features(output).index_select(0, nodes)
+        if accepted.padding is not None:
+            # A NaN of some other lane must not reach the sink, which all lanes read (masked).
+            features = features.masked_fill(accepted.padding.unsqueeze(1), 0)
+        self._drafter.extend(accepted, tokens.clamp(min=0), features)
+        return pending
 
-    def _decode_plainly(self, plan: Plan, requests: Sequence[Request]) -> RoundResult:
+    def _propose(
+        self,
+        drafter: Drafter,
+        lanes: Lanes,
+        shape: Shape,
+        roots: Tensor,
+        requests: Sequence[Request],
+    ) -> DraftTree:
+        """A tree that verify may walk; the values of one that the host made are checked."""
+        texts = [request.tokens for request in requests] if drafter.reads_tokens else None
+        tree = drafter.propose(lanes, shape, roots, texts)
+        if not isinstance(tree, DraftTree):
+            raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
+        tree.check(shape, len(requests))
+        if texts is not None and tree.tokens.device.type == "cpu":
+            last = np.array([text[-1] for text in texts])
+            tree.check_values(last, self._target.vocab_size)
+        return tree.to(self._cache.device)
+
+    def _decode_plainly(
+        self, lanes: Lanes, roots: Tensor, requests: Sequence[Request]
+    ) -> PendingRound:
         """Shape 0: the root alone goes through the target; no draft KV is kept."""
-        roots = np.array([request.tokens[-1] for request in requests], np.int64)
-        lanes = Lanes(plan.rows, plan.start, np.ones_like(plan.start))
         self._capture(False)
         output = self._forward_causal(lanes, roots, None)
-        drawn = draw_tokens(requests, output.logits, plan.start.astype(np.int64)[:, None] + 1)
-        tokens = drawn.tolist()
-        return RoundResult(
-            tokens,
-            lanes.q_lens,
-            [token[0] < 0 for token in tokens],
-            self._logprobs(requests, output.logits, np.arange(len(tokens)), drawn[:, 0], tokens),
+        new_lens = lanes.starts + 1
+        drawn = self._draw(lanes, requests, output.logits, new_lens.long().unsqueeze(1))
+        self._state.put(lanes, new_lens, drawn[:, 0])
+        return PendingRound(requests, drawn, output.logits)
+
+    def _draw(
+        self, lanes: Lanes, requests: Sequence[Request], logits: Tensor, positions: Tensor
+    ) -> Tensor:
+        greedy = all(request.params.temperature == 0 for request in requests)
+        return self._state.draw(lanes, logits, positions, greedy=greedy)
+
+    def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
+        """The accepted nodes as lanes of their own: which nodes, int64 [T], and their tokens.
+
+        On a CPU the lengths are known at once. A device pads every lane to S+1 instead of telling.
+        """
+        where = (lanes.rows, lanes.starts, lanes.lo, lanes.hi)
+        if runs_kernels(self._cache.device):
+            width = verdict.accept_index.shape[1]
+            padded = Lanes(*where, width, verdict.accept_len)
+            return padded, verdict.nodes.view(-1), verdict.tokens.view(-1)
+        index, lens = verdict.accept_index.numpy(), verdict.accept_len.numpy()
+        kept = index >= 0
+        nodes, tokens = upload(
+            self._cache.device, index[kept].astype(np.int64), verdict.tokens.numpy()[kept]
         )
+        widths = int(lens[0]) if len(lens) == 1 else lens
+        return Lanes(*where, widths), nodes, tokens
 
     def _capture(self, wanted: bool) -> None:
         """Features cost hooks in every forward: have them only while somebody drafts."""
         layers = self._drafter.feature_layers if wanted and self._drafter is not None else ()
         self._target.capture(layers)
 
-    def _forward_causal(self, lanes: Lanes, tokens: Int64, logits_at: Int64 | None) -> TargetOutput:
+    def _forward_causal(
+        self, lanes: Lanes, tokens: Tensor, logits_at: Tensor | None
+    ) -> TargetOutput:
         """Prefill or plain decode: every query sees all positions up to its own."""
-        q_lens = None if len(tokens) == len(lanes.rows) else lanes.q_lens
-        views = {
-            group: causal_view(self._cache, group, lanes.rows, lanes.starts, q_lens)
-            for group in set(self._target_groups)
-        }
-        if q_lens is None:
-            positions = lanes.starts.astype(np.int64)
-        else:
-            positions = range_positions(lanes.starts, q_lens)
-        return self._forward(tokens, positions, views, logits_at)
+        views = {group: causal_view(self._cache, group, lanes) for group in self._fields}
+        return self._forward(tokens, lanes.positions, views, logits_at)
 
-    def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Int64) -> TargetOutput:
+    def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Tensor) -> TargetOutput:
         """Verify: node i of lane b lies in cell start + i, at position start + depth."""
-        clamped = np.minimum(positions, self._last_position).astype(np.int32)
+        clamped = positions.clamp(max=self._last_position)
         views = {}
-        for group in set(self._target_groups):
-            table, page_size = self._cache.tables[group], self._cache.page_sizes[group]
-            slots = kernels.slot_ranges(table, page_size, lanes.rows, lanes.starts, lanes.q_lens)
-            views[group] = own_view(
-                self._cache, group, lanes.rows, lanes.starts, slots, tree.mask, clamped, clamped
-            )
-        return self._forward(tree.tokens.ravel(), positions.ravel(), views, None)
+        for group in self._fields:
+            slots = lanes.slots(self._cache, group)
+            views[group] = own_view(self._cache, group, lanes, slots, tree.mask, clamped, clamped)
+        return self._forward(tree.tokens.view(-1), positions.view(-1), views, None)
 
     def _forward(
         self,
-        tokens: Int64,
-        positions: Int64,
+        tokens: Tensor,
+        positions: Tensor,
         views: dict[int, AttentionView],
-        logits_at: Int64 | None,
+        logits_at: Tensor | None,
     ) -> TargetOutput:
         layers = [
             (self._cache.keys[i], self._cache.values[i], views[group])
             for i, group in enumerate(self._target_groups)
         ]
         return self._target.forward(
-            self._to_device(tokens),
-            self._to_device(np.minimum(positions, self._last_position)),
+            tokens,
+            positions.clamp(max=self._last_position).long(),
             AttentionBatch(list(views.values()), layers),
-            None if logits_at is None else self._to_device(logits_at),
+            logits_at,
         )
 
-    def _compact(self, lanes: Lanes, accept_index: Int32, num_nodes: int) -> None:
-        """Move the accepted nodes' KV right behind the prefix, in every target layer."""
-        for group in set(self._target_groups):
-            layers = [i for i in self._target_layers if self._target_groups[i] == group]
-            moves.compact_accepted(
-                self._cache.buffers(layers),
-                self._cache.tables[group],
-                self._cache.page_sizes[group],
-                lanes.rows,
-                lanes.starts,
-                accept_index,
-                num_draft_tokens=num_nodes,
-            )
 
-    def _logprobs(
-        self,
-        requests: Sequence[Request],
-        logits: torch.Tensor,
-        nodes: npt.NDArray[np.int64],
-        tokens: Int64,
-        kept: list[list[int]],
-    ) -> list[list[TokenLogprob] | None]:
-        """Per lane: the log probabilities of its kept tokens, if it asked for them."""
-        wanted = [request.params.logprobs for request in requests]
-        if all(n is None for n in wanted):
-            return [None] * len(requests)
-        most = max(n for n in wanted if n is not None)
-        table = iter(logprobs_of(logits[self._to_device(nodes)], tokens, most))
-        result: list[list[TokenLogprob] | None] = []
-        for lane, num_top in zip(kept, wanted, strict=True):
-            entries = [next(table) for _ in lane]
-            result.append(None if num_top is None else [e.first(num_top) for e in entries])
-        return result
-
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._cache.device)
-
-
-def _features(output: TargetOutput) -> torch.Tensor:
+def _features(output: TargetOutput) -> Tensor:
     """What a head reads: the captured layers' inputs, or the last hidden state."""
     return output.hidden if output.features is None else output.features
 

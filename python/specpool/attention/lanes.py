@@ -2,51 +2,143 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from specpool import kernels
 from specpool.attention.view import AttentionView
+from specpool.kernels import device as kernels
+from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
 
 Int32 = npt.NDArray[np.int32]
 
 
-def causal_view(
-    cache: KVCache, group: int, rows: Int32, starts: Int32, q_lens: Int32 | None = None
-) -> AttentionView:
+@dataclass
+class Lanes:
+    """The rows of one forward, where each goes on, and how many tokens it gets.
+
+    Attributes:
+        rows: int32 [B], on the device.
+        starts: int32 [B], on the device: positions below have KV already.
+        lo: int32 [B], on the host: least that `starts` can be.
+        hi: int32 [B], on the host: greatest that `starts` can be; known there where equal to `lo`.
+        widths: tokens of each lane in this forward, at least 1: int32 [B], on the host, or one
+            number for all.
+        lens: int32 [B], on the device: how many of them count; the rest pads, and `widths` is one
+            number. None = all.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    lo: Int32
+    hi: Int32
+    widths: Int32 | int
+    lens: Tensor | None = None
+
+    def ahead(self, step: int) -> Lanes:
+        """The same rows with one token each, `step` positions further on."""
+        if step == 0:
+            return Lanes(self.rows, self.starts, self.lo, self.hi, 1)
+        return Lanes(self.rows, self.starts + step, self.lo + step, self.hi + step, 1)
+
+    @property
+    def most(self) -> int:
+        """The least length that no lane's tokens reach beyond."""
+        return int((self.hi + self.widths).max())
+
+    @property
+    def counts(self) -> Tensor:
+        """`lens`, or `widths` on the device."""
+        if self.lens is not None:
+            return self.lens
+        if isinstance(self.widths, int):
+            return torch.full_like(self.starts, self.widths)
+        return self._order[0]
+
+    @property
+    def lasts(self) -> Tensor:
+        """int64 [B], the last token that counts of each lane."""
+        if isinstance(self.widths, int):
+            size = len(self.hi) * self.widths
+            firsts = torch.arange(0, size, self.widths, device=self.rows.device)
+            return firsts + ((self.widths if self.lens is None else self.lens) - 1)
+        return self._order[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], of each token in its row."""
+        if isinstance(self.widths, int):
+            if self.widths == 1:
+                return self.starts.long()
+            offsets = torch.arange(self.widths, device=self.rows.device)
+            return (self.starts.unsqueeze(1) + offsets).view(-1)
+        _, _, lanes, offsets = self._order
+        return self.starts.index_select(0, lanes) + offsets
+
+    @cached_property
+    def _order(self) -> list[Tensor]:
+        """widths; the last token of each lane; of each token its lane and its place there."""
+        widths = np.asarray(self.widths)
+        ends = np.cumsum(widths, dtype=np.int64)
+        lanes = np.repeat(np.arange(len(ends)), widths)
+        offsets = np.arange(ends[-1]) - (ends - widths)[lanes]
+        return upload(self.rows.device, widths, ends - 1, lanes, offsets)
+
+    @cached_property
+    def padding(self) -> Tensor | None:
+        """Bool [T], the tokens that do not count; None = all do."""
+        if self.lens is None or not isinstance(self.widths, int):
+            return None
+        offsets = torch.arange(self.widths, device=self.rows.device)
+        return (offsets >= self.lens.unsqueeze(1)).view(-1)
+
+    def slots(self, cache: KVCache, group: int) -> Tensor:
+        """int64 [T], where each token's KV goes; padding goes to the sink."""
+        place = (cache.tables[group], cache.page_sizes[group], self.rows)
+        if not isinstance(self.widths, int):
+            slots = kernels.slot_ranges(*place, self.starts, self.counts, hi=self.widths)
+        elif self.widths == 1:
+            slots = kernels.slots_at(*place, self.starts)
+        else:
+            counts = torch.full_like(self.starts, self.widths)
+            hi = np.full_like(self.hi, self.widths)
+            slots = kernels.slot_ranges(*place, self.starts, counts, hi=hi)
+        return (slots if self.padding is None else slots.masked_fill(self.padding, 0)).long()
+
+
+def causal_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
     """Prefill, plain decode, draft-extend: a token at position p sees `[0, p]` of its row.
 
     Args:
-        cache: whose mirrors of the page tables are read.
+        cache: whose page tables are read.
         group: of the layers that will use the view.
-        rows: int32 [B].
-        starts: int32 [B], the position of each lane's first token.
-        q_lens: int32 [B], tokens per lane, at least 1; None = one each.
+        lanes: B of them.
     """
-    table, page_size = cache.tables[group], cache.page_sizes[group]
-    if q_lens is None:
-        slots, longest = kernels.slots_at(table, page_size, rows, starts), int(starts.max()) + 1
-    else:
-        slots = kernels.slot_ranges(table, page_size, rows, starts, q_lens)
-        longest = int((starts + q_lens).max())
-    return _causal(cache, group, _pages(cache, group, rows, longest), starts, q_lens, slots)
+    pages = cache.pages_of(group, lanes.rows, lanes.most)
+    return _causal(cache, group, pages, lanes, lanes.slots(cache, group))
 
 
-def last_view(
-    cache: KVCache, group: int, rows: Int32, starts: Int32, q_lens: Int32
-) -> AttentionView:
+def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
     """As `causal_view`, but only each lane's last token is a query; all tokens' KV is written."""
-    slots = kernels.slot_ranges(cache.tables[group], cache.page_sizes[group], rows, starts, q_lens)
-    last = starts + q_lens - np.int32(1)
-    return _causal(cache, group, _pages(cache, group, rows, int(last.max()) + 1), last, None, slots)
+    pages = cache.pages_of(group, lanes.rows, lanes.most)
+    less = lanes.widths - 1
+    if lanes.lens is not None:
+        last = Lanes(lanes.rows, lanes.starts + (lanes.lens - 1), lanes.lo, lanes.hi + less, 1)
+    elif isinstance(less, int):
+        last = lanes.ahead(less)
+    else:
+        starts = lanes.starts + (lanes.counts - 1)
+        last = Lanes(lanes.rows, starts, lanes.lo + less, lanes.hi + less, 1)
+    return _causal(cache, group, pages, last, lanes.slots(cache, group))
 
 
 def paged_view(
-    cache: KVCache, group: int, pages: Int32, starts: Int32, slots: npt.NDArray[np.int64]
+    cache: KVCache, group: int, pages: Tensor, lanes: Lanes, slots: Tensor
 ) -> AttentionView:
     """One token per lane, each lane a sequence of whole pages (branches of the holey layout).
 
@@ -54,44 +146,42 @@ def paged_view(
         cache: whose page sizes are read.
         group: of the layers that will use the view.
         pages: int32 [B, C], padded with page 0.
-        starts: int32 [B], the position of each lane's token.
-        slots: int64, B of them, where each token's KV goes.
+        lanes: B of them, one token each.
+        slots: int32 or int64, B of them, where each token's KV goes.
     """
-    return _causal(cache, group, pages, starts, None, slots.ravel())
+    return _causal(cache, group, pages, lanes, slots.reshape(-1).long())
 
 
 def own_view(
     cache: KVCache,
     group: int,
-    rows: Int32,
-    starts: Int32,
-    slots: npt.NDArray[np.int64],
-    own_mask: npt.NDArray[np.bool_],
-    own_positions: Int32,
-    q_positions: Int32,
+    lanes: Lanes,
+    slots: Tensor,
+    own_mask: Tensor,
+    own_positions: Tensor,
+    q_positions: Tensor,
 ) -> AttentionView:
     """Verify and dense drafting: a query sees `[0, start)` and its own choice of cells after it.
 
     Args:
-        cache: whose mirrors of the page tables are read.
+        cache: whose page tables are read.
         group: of the layers that will use the view.
-        rows: int32 [B].
-        starts: int32 [B], cells of the prefix.
-        slots: int64, B * Q of them, where each query's KV goes.
+        lanes: `starts` are the cells of each prefix; their widths do not matter.
+        slots: int32 or int64, B * Q of them, where each query's KV goes.
         own_mask: bool [B, Q, W]: query i sees cell `start + j`.
         own_positions: int32 [B, W], the model position of the token in each of these cells.
         q_positions: int32 [B, Q], the model position of each query. Windows go by position.
     """
-    num_lanes, num_queries, num_cells = own_mask.shape
-    pages = _pages(cache, group, rows, int(starts.max()) + num_cells)
+    _, num_queries, num_cells = own_mask.shape
+    pages = cache.pages_of(group, lanes.rows, int(lanes.hi.max()) + num_cells)
     num_columns = pages.shape[1] * cache.page_sizes[group]
-    q_lens = np.full(num_lanes, num_queries, np.int32)
 
-    def bias_for(window: int | None) -> npt.NDArray[np.float32]:
+    def bias_for(window: int | None) -> Tensor:
         return kernels.attention_bias(
-            starts,
-            q_lens,
+            lanes.starts,
+            torch.full_like(lanes.starts, num_queries),
             num_columns,
+            num_queries=num_queries,
             own_mask=own_mask,
             q_positions=q_positions,
             own_positions=own_positions,
@@ -100,51 +190,36 @@ def own_view(
 
     return AttentionView(
         page_size=cache.page_sizes[group],
-        write_slots=_to_device(cache, slots.reshape(-1)),
-        read_pages=_to_device(cache, pages),
+        write_slots=slots.reshape(-1).long(),
+        read_pages=pages,
         q_lens=num_queries,
         mask_for=bias_for,
+        reader=cache.reader,
     )
-
-
-def range_positions(starts: Int32, lens: Int32) -> npt.NDArray[np.int64]:
-    """`start, start + 1, ...` for each lane, int64 [sum(lens)]."""
-    ends = np.cumsum(lens, dtype=np.int64)
-    first = starts - (ends - lens)
-    return np.repeat(first, lens) + np.arange(ends[-1])
 
 
 def _causal(
-    cache: KVCache,
-    group: int,
-    pages: Int32,
-    starts: Int32,
-    q_lens: Int32 | None,
-    slots: npt.NDArray[np.int64],
+    cache: KVCache, group: int, pages: Tensor, lanes: Lanes, slots: Tensor
 ) -> AttentionView:
     num_columns = pages.shape[1] * cache.page_sizes[group]
+    widths = lanes.widths
 
-    def bias_for(window: int | None) -> npt.NDArray[np.float32]:
-        lens = np.ones_like(starts) if q_lens is None else q_lens
-        return kernels.attention_bias(starts, lens, num_columns, window=window)
+    def bias_for(window: int | None) -> Tensor:
+        num_queries = widths if isinstance(widths, int) else int(widths.max())
+        return kernels.attention_bias(
+            lanes.starts, lanes.counts, num_columns, num_queries=num_queries, window=window
+        )
 
-    lengths = starts.tolist()
-    equal = q_lens is None and lengths.count(lengths[0]) == len(lengths)
+    # Plain decoding at lengths that the host knows to be equal needs no mask.
+    single = isinstance(widths, int) and widths == 1
+    lengths = lanes.lo.tolist() if single else []
+    equal = lengths and lengths.count(lengths[0]) == len(lengths) and lengths == lanes.hi.tolist()
     return AttentionView(
         page_size=cache.page_sizes[group],
-        write_slots=_to_device(cache, slots),
-        read_pages=_to_device(cache, pages),
-        q_lens=1 if q_lens is None else q_lens.tolist(),
+        write_slots=slots,
+        read_pages=pages,
+        q_lens=widths if isinstance(widths, int) else widths.tolist(),
         mask_for=bias_for,
         decode_len=lengths[0] + 1 if equal else None,
+        reader=cache.reader,
     )
-
-
-def _pages(cache: KVCache, group: int, rows: Int32, length: int) -> Int32:
-    """The pages of each row that cover `[0, length)`, int32 [B, C]."""
-    columns = -(-length // cache.page_sizes[group])
-    return cache.tables[group][:, :columns].take(rows, 0)
-
-
-def _to_device(cache: KVCache, array: npt.NDArray[Any]) -> torch.Tensor:
-    return torch.from_numpy(array).to(cache.device)

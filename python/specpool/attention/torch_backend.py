@@ -53,8 +53,7 @@ def attend(
         k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
     k_buffer.index_copy_(0, view.write_slots, k)
     v_buffer.index_copy_(0, view.write_slots, v)
-    keys = reads.gather(k_buffer, lanes, view.page_size)  # [B, Hkv, L, Dk]
-    values = reads.gather(v_buffer, lanes, view.page_size)
+    keys, values = reads.gather(k_buffer, v_buffer, lanes, view.page_size)  # [B, Hkv, L, D]
     if keys.dtype != dtype:
         keys, values = keys.to(dtype), values.to(dtype)
 

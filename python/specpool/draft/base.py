@@ -10,89 +10,117 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Shape
+from specpool.attention.lanes import Lanes
 from specpool.errors import ShapeError
+from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache, LayerKV
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
-Links = tuple[Int32, Bool, Int32, Int32, Int32]  # depths, mask, first_child, next_sibling, parents
+Links = tuple[Tensor, Tensor, Tensor, Tensor]  # depths, mask, first_child, next_sibling
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """The trees of one round, one per lane. Node 0 is the root; parents precede children."""
+    """The trees of one round, one per lane. Node 0 is the root; parents precede children.
 
-    tokens: Int64  # [B, N]
-    depths: Int32  # [B, N], the root's is 0
-    mask: Bool  # [B, N, N], a node's ancestors and itself
-    first_child: Int32  # [B, N], -1 = none
-    next_sibling: Int32  # [B, N], -1 = none
+    All on one device: the engine's, or a CPU for proposals that the host made.
+    """
 
-    def check(self, shape: Shape, root_tokens: Int64, vocab_size: int) -> None:
-        """Refuse what no verify could walk, or would walk to another text than the target's.
+    tokens: Tensor  # int64 [B, N]
+    depths: Tensor  # int32 [B, N], the root's is 0
+    mask: Tensor  # bool [B, N, N], a node's ancestors and itself
+    first_child: Tensor  # int32 [B, N], -1 = none
+    next_sibling: Tensor  # int32 [B, N], -1 = none
+
+    def check(self, shape: Shape, batch: int) -> None:
+        """Refuse arrays that are no trees of this shape; their values are left unread.
+
+        Raises:
+            ShapeError: names the field.
+        """
+        num_nodes = shape.num_draft_tokens
+        flat, square = (batch, num_nodes), (batch, num_nodes, num_nodes)
+        for name, dtype, size in (
+            ("tokens", torch.int64, flat),
+            ("depths", torch.int32, flat),
+            ("mask", torch.bool, square),
+            ("first_child", torch.int32, flat),
+            ("next_sibling", torch.int32, flat),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor):
+                raise ShapeError(f"{name} of a draft tree is a tensor, got {type(value).__name__}")
+            if value.dtype != dtype or value.shape != size or value.device != self.tokens.device:
+                want, got = (str(kind).removeprefix("torch.") for kind in (dtype, value.dtype))
+                raise ShapeError(
+                    f"{name} of the draft trees is {want} {list(size)} on {self.tokens.device}, "
+                    f"got {got} {list(value.shape)} on {value.device}"
+                )
+
+    def check_values(self, root_tokens: Int64, vocab_size: int) -> None:
+        """Refuse what a verify would walk to another text than the target's; on a CPU.
 
         Raises:
             ShapeError: names the field, or the token.
         """
-        batch, num_nodes = len(root_tokens), shape.num_draft_tokens
-        flat, square = (batch, num_nodes), (batch, num_nodes, num_nodes)
-        _check_array("tokens", self.tokens, np.int64, flat)
-        _check_array("depths", self.depths, np.int32, flat)
-        _check_array("mask", self.mask, np.bool_, square)
-        if (self.tokens[:, 0] != root_tokens).any():
-            raise ShapeError(f"node 0 of each tree is the root {root_tokens}: {self.tokens[:, 0]}")
-        for token in (self.tokens.min(), self.tokens.max()):
+        tokens = self.tokens.numpy()
+        if (tokens[:, 0] != root_tokens).any():
+            raise ShapeError(f"node 0 of each tree is the root {root_tokens}: {tokens[:, 0]}")
+        for token in (tokens.min(), tokens.max()):
             if not 0 <= token < vocab_size:
                 raise ShapeError(
                     f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
                 )
-        if (self.mask.sum(-1) != self.depths + 1).any():
+        if (self.mask.numpy().sum(-1) != self.depths.numpy() + 1).any():
             raise ShapeError("mask and depths disagree: a node sees its ancestors and itself")
+        nodes = np.arange(tokens.shape[1])
+        for name in ("first_child", "next_sibling"):
+            links = getattr(self, name).numpy()
+            wrong = (links != -1) & ((links <= nodes) | (links > nodes[-1]))
+            if wrong.any():
+                lane, node = np.argwhere(wrong)[0]
+                raise ShapeError(
+                    f"{name}[{lane}, {node}] must be -1 or in ({node}, {len(nodes)}), "
+                    f"got {links[lane, node]}"
+                )
 
-    @classmethod
-    def of(cls, tokens: Int64, links: Links) -> DraftTree:
-        """Tokens with the links that `build_tree` or `tree_from_parents` returns."""
-        depths, mask, first_child, next_sibling, _ = links
-        return cls(tokens, depths, mask, first_child, next_sibling)
+    def to(self, device: torch.device) -> DraftTree:
+        """The same trees on `device`."""
+        if self.tokens.device == device or device.type == "cpu":
+            return self
+        fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
+        return DraftTree(*upload(device, *(field.numpy() for field in fields)))
 
     @classmethod
     def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:
-        """Build the links from `parents` [B, N]; `parents[:, 0] == -1`, `parents[b, i] < i`."""
-        return cls.of(tokens, kernels.tree_from_parents(parents))
+        """Trees of the host: build the links from `parents` [B, N].
+
+        `parents[:, 0] == -1`, `parents[b, i] < i`.
+        """
+        return cls(torch.from_numpy(tokens), *_links(parents))
 
     @classmethod
-    def chain(cls, tokens: Int64) -> DraftTree:
-        """Each token [B, N] continues the one before."""
-        return cls.of(tokens, _chain_links(*tokens.shape))
+    def chain(cls, tokens: Tensor) -> DraftTree:
+        """Each token int64 [B, N] continues the one before."""
+        return cls(tokens, *_chain_links(*tokens.shape, tokens.device))
 
 
-def _check_array(name: str, array: object, dtype: type, size: tuple[int, ...]) -> None:
-    if not isinstance(array, np.ndarray):
-        raise ShapeError(f"{name} of a draft tree is a NumPy array, got {type(array).__name__}")
-    if array.dtype != dtype or array.shape != size:
-        raise ShapeError(
-            f"{name} of the draft trees is {np.dtype(dtype)} {list(size)}, "
-            f"got {array.dtype} {list(array.shape)}"
-        )
+def _links(parents: Int32) -> Links:
+    depths, mask, first_child, next_sibling, _ = kernels.tree_from_parents(parents)
+    links = (depths, mask, first_child, next_sibling)
+    return tuple(map(torch.from_numpy, links))  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=64)
-def _chain_links(batch: int, num_nodes: int) -> Links:
+def _chain_links(batch: int, num_nodes: int, device: torch.device) -> Links:
     parents = np.arange(-1, num_nodes - 1, dtype=np.int32)
-    return kernels.tree_from_parents(np.tile(parents, (batch, 1)))
-
-
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """The rows of one step's batch and what each of them gets, lane by lane."""
-
-    rows: Int32  # [B]
-    starts: Int32  # [B], positions below have KV already
-    q_lens: Int32  # [B], tokens of this forward
+    links = _links(np.tile(parents, (batch, 1)))
+    return tuple(upload(device, *(link.numpy() for link in links)))  # type: ignore[return-value]
 
 
 class Drafter(Protocol):
@@ -115,23 +143,27 @@ class Drafter(Protocol):
     ) -> None:
         """Its layers are `first_layer, ...` of `cache`, in `group`; `shape` is the largest."""
 
-    def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """Take over tokens whose target KV is final.
 
         Args:
-            lanes: which positions of which rows.
+            lanes: which positions of which rows; `lens` says how many of them count.
             tokens: int64 [T], for each position p of `lanes` the token at p + 1.
             features: [T, f], the target's features at p.
         """
 
     def propose(
-        self, lanes: Lanes, shape: Shape, root_tokens: Int64, tokens: Sequence[Sequence[int]] | None
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        root_tokens: Tensor,
+        tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """Propose a tree of `shape` for each lane.
 
         Args:
             lanes: `starts` are the roots' positions.
             shape: one shape for the whole batch.
-            root_tokens: int64 [B].
+            root_tokens: int64 [B], on the device.
             tokens: prompt and output of each lane, the root last, if `reads_tokens`.
         """

@@ -6,20 +6,19 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Shape
 from specpool.attention import AttentionView
-from specpool.attention.lanes import own_view, paged_view
-from specpool.draft.base import Int32, Lanes
-from specpool.kernels import moves
+from specpool.attention.lanes import Lanes, own_view, paged_view
+from specpool.kernels import device as kernels
 from specpool.kv_cache import KVCache
 
 
 class Branches(Protocol):
     """Where a round's branches write and what they read, step by step."""
 
-    def view(self, step: int, parents: Int32) -> AttentionView:
+    def view(self, step: int, parents: Tensor) -> AttentionView:
         """Of the forward of step `step`, whose branch b continues branch `parents[:, b]`."""
 
 
@@ -39,36 +38,33 @@ class DenseBranches:
             layout="dense",
         )
         # int32 [B, K, S]: whose cell of step j holds the j-th draft on a branch's path
-        size = (len(lanes.rows), shape.topk, shape.num_steps)
-        self._ancestors = np.zeros(size, np.int32) if exact else None
+        size = (len(lanes.hi), shape.topk, shape.num_steps)
+        self._ancestors = (
+            torch.zeros(size, dtype=torch.int32, device=cache.device) if exact else None
+        )
 
-    def view(self, step: int, parents: Int32) -> AttentionView:
+    def view(self, step: int, parents: Tensor) -> AttentionView:
         """See `Branches.view`."""
-        ancestors = None
         if self._ancestors is not None:
             kernels.advance_ancestors(self._ancestors, parents, step)
-            ancestors = self._ancestors
-        lanes = self._lanes
+        lanes, topk = self._lanes, self._shape.topk
         own_mask, own_positions = kernels.draft_visibility(
             lanes.starts,
             num_steps=self._shape.num_steps,
-            topk=self._shape.topk,
+            topk=topk,
             step=step,
             page_size=self._cache.page_sizes[self._group],
             layout="dense",
-            ancestors=ancestors,
+            ancestors=self._ancestors,
         )
-        slots = self._slots[:, :, step]
-        q_positions = np.repeat(lanes.starts[:, None] + step, own_mask.shape[1], 1)
         return own_view(
             self._cache,
             self._group,
-            lanes.rows,
-            lanes.starts,
-            slots,
+            lanes,
+            self._slots[:, :, step],
             own_mask,
             own_positions,
-            q_positions.astype(np.int32),
+            (lanes.starts + step).unsqueeze(1).expand(-1, topk).contiguous(),
         )
 
 
@@ -81,25 +77,33 @@ class HoleyBranches:
         group: int,
         lanes: Lanes,
         shape: Shape,
-        buffers: list[torch.Tensor],
+        fields: kernels.Fields,
         exact: bool,
     ) -> None:
         self._cache, self._group, self._lanes = cache, group, lanes
-        self._shape, self._buffers, self._exact = shape, buffers, exact
+        self._shape, self._fields, self._exact = shape, fields, exact
         self._where = (cache.tables[group], cache.page_sizes[group], lanes.rows, lanes.starts)
         num_steps, topk = shape.num_steps, shape.topk
-        moves.duplicate_prefix_tail(buffers, *self._where, num_steps=num_steps, topk=topk)
+        kernels.duplicate_prefix_tail(fields, *self._where, num_steps=num_steps, topk=topk)
         self._slots = kernels.draft_write_slots(
             *self._where, num_steps=num_steps, topk=topk, layout="holey"
         )
 
-    def view(self, step: int, parents: Int32) -> AttentionView:
+    def view(self, step: int, parents: Tensor) -> AttentionView:
         """See `Branches.view`."""
-        num_steps, topk = self._shape.num_steps, self._shape.topk
+        num_steps, topk, lanes = self._shape.num_steps, self._shape.topk, self._lanes
         if step and self._exact:
-            moves.copy_parent_drafts(
-                self._buffers, *self._where, parents, num_steps=num_steps, step=step
+            kernels.copy_parent_drafts(
+                self._fields, *self._where, parents, num_steps=num_steps, step=step
             )
-        pages = kernels.branch_pages(*self._where, num_steps=num_steps, topk=topk, step=step)
-        starts = np.repeat(self._lanes.starts + step, topk)
-        return paged_view(self._cache, self._group, pages, starts, self._slots[:, :, step])
+        pages = kernels.branch_pages(
+            *self._where, num_steps=num_steps, topk=topk, step=step, hi=lanes.hi
+        )
+        branches = Lanes(
+            lanes.rows,  # not read: the pages are at hand
+            (lanes.starts + step).repeat_interleave(topk, output_size=len(lanes.hi) * topk),
+            np.repeat(lanes.lo + step, topk),
+            np.repeat(lanes.hi + step, topk),
+            1,
+        )
+        return paged_view(self._cache, self._group, pages, branches, self._slots[:, :, step])

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Shape
 from specpool.attention import AttentionView, attend
-from specpool.attention.lanes import causal_view, last_view, range_positions
-from specpool.draft.base import DraftTree, Int32, Int64, Lanes, Links
+from specpool.attention.lanes import Lanes, causal_view, last_view
+from specpool.draft.base import DraftTree
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
 from specpool.errors import ConfigError
+from specpool.kernels import device as kernels
 from specpool.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
 
@@ -101,6 +99,7 @@ class EagleDrafter:
         self._last_position = cache.max_context_len - 1
         self.head.reserve_positions(cache.max_context_len)
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
+        self._fields = cache.fields(self._layer_ids)
         num_rows = cache.tables[group].shape[0]
         self._topk = shape.topk
         self._topk_p = torch.zeros(num_rows, shape.topk, dtype=torch.float32, device=cache.device)
@@ -109,19 +108,19 @@ class EagleDrafter:
             num_rows, self.head.hidden_size, dtype=cache.dtype, device=cache.device
         )
 
-    def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """See `Drafter.extend`.
 
         All tokens get their KV, but only each lane's last one is followed to the end: its result
         is all that the next round wants.
         """
-        rows = self._to_device(lanes.rows.astype(np.int64))
-        last = self._to_device(np.cumsum(lanes.q_lens, dtype=np.int64) - 1)
-        positions = range_positions(lanes.starts, lanes.q_lens)
-        views = [causal_view(self._cache, self._group, lanes.rows, lanes.starts, lanes.q_lens)]
-        views *= len(self.layers) - 1
-        views.append(last_view(self._cache, self._group, lanes.rows, lanes.starts, lanes.q_lens))
-        hidden = self._forward(tokens, self.head.combine(features), positions, views, keep=last)
+        rows = lanes.rows.long()
+        views = [last_view(self._cache, self._group, lanes)]
+        if len(self.layers) > 1:
+            causal = causal_view(self._cache, self._group, lanes)
+            views = [causal] * (len(self.layers) - 1) + views
+        inputs = self.head.combine(features)
+        hidden = self._forward(tokens, inputs, lanes.positions, views, keep=lanes.lasts)
         self._hidden.index_copy_(0, rows, hidden)
         if self._topk == 1:
             self._topk_ids.index_copy_(0, rows, self.head.best(hidden)[:, None])
@@ -131,67 +130,74 @@ class EagleDrafter:
             self._topk_ids.index_copy_(0, rows, topk_ids)
 
     def propose(
-        self, lanes: Lanes, shape: Shape, root_tokens: Int64, tokens: Sequence[Sequence[int]] | None
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        root_tokens: Tensor,
+        tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """See `Drafter.propose`."""
-        rows = self._to_device(lanes.rows.astype(np.int64))
-        topk_ids = self._topk_ids.index_select(0, rows)
-        hidden = self._hidden.index_select(0, rows)
+        topk_ids = self._topk_ids.index_select(0, lanes.rows)
+        hidden = self._hidden.index_select(0, lanes.rows)
         if shape.topk == 1:
             drafts = self._chain(lanes, shape.num_steps, topk_ids[:, 0], hidden)
-            return DraftTree.chain(np.concatenate([root_tokens[:, None], drafts], 1))
-        topk_p = self._topk_p.index_select(0, rows)
-        state = (topk_p[:, : shape.topk], topk_ids[:, : shape.topk], hidden)
-        drafts, links = self._tree(lanes, shape, *state)
-        return DraftTree.of(np.concatenate([root_tokens[:, None], drafts], 1), links)
+            return DraftTree.chain(torch.stack([root_tokens, *drafts], 1))
+        topk_p = self._topk_p.index_select(0, lanes.rows)[:, : shape.topk].contiguous()
+        topk_ids = topk_ids[:, : shape.topk].contiguous()
+        return self._tree(lanes, shape, root_tokens, topk_p, topk_ids, hidden)
 
-    def _chain(
-        self, lanes: Lanes, num_steps: int, token: torch.Tensor, hidden: torch.Tensor
-    ) -> Int64:
+    def _chain(self, lanes: Lanes, num_steps: int, token: Tensor, hidden: Tensor) -> list[Tensor]:
         """One branch: each step decodes the next position, there is nothing to select."""
         drafts = [token]
         for step in range(num_steps - 1):
-            starts = lanes.starts + np.int32(step)
-            view = causal_view(self._cache, self._group, lanes.rows, starts)
-            hidden = self._forward(token, hidden, starts.astype(np.int64), self._each_layer(view))
+            here = lanes.ahead(step)
+            views = self._each_layer(causal_view(self._cache, self._group, here))
+            hidden = self._forward(token, hidden, here.positions, views)
             token = self.head.best(hidden)
             drafts.append(token)
-        return torch.stack(drafts, 1).cpu().numpy()
+        return drafts
 
     def _tree(
         self,
         lanes: Lanes,
         shape: Shape,
-        topk_p: torch.Tensor,
-        topk_ids: torch.Tensor,
-        hidden: torch.Tensor,
-    ) -> tuple[Int64, Links]:
+        root_tokens: Tensor,
+        topk_p: Tensor,
+        topk_ids: Tensor,
+        hidden: Tensor,
+    ) -> DraftTree:
         """Select level by level, then organize and build (spec 5.1 to 5.3)."""
-        num_steps, topk = shape.num_steps, shape.topk
-        candidates = kernels.Candidates.empty(len(lanes.rows), num_steps=num_steps, topk=topk)
+        num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.hi)
+        device = self._cache.device
+        total = topk + (num_steps - 1) * topk * topk
+        candidates = (
+            torch.empty(batch, total, dtype=torch.float32, device=device),
+            torch.empty(batch, total, dtype=torch.int64, device=device),
+            torch.empty(batch, 1 + topk * num_steps, dtype=torch.int64, device=device),
+        )
         branches = self._branches(lanes, shape)
+        each = torch.arange(batch, device=device).unsqueeze(1)  # [B, 1]
         scores = None
         for step in range(num_steps):
-            ids, parents, scores = candidates.select(
-                step,
-                topk_p.contiguous().cpu().numpy(),
-                topk_ids.contiguous().cpu().numpy(),
-                scores,
-            )
+            ids, parents, scores = kernels.select_topk(step, topk_p, topk_ids, scores, *candidates)
             if step == num_steps - 1:
                 break
-            hidden = hidden.index_select(0, self._to_device(_parent_lanes(parents, step)))
-            positions = np.repeat(lanes.starts.astype(np.int64) + step, topk)
+            # Which of the last step's lanes each branch continues; at step 0 there is one per row.
+            origins = each.expand(-1, topk) if step == 0 else each * topk + parents
+            hidden = hidden.index_select(0, origins.reshape(-1))
+            positions = (lanes.starts + step).unsqueeze(1).expand(-1, topk).reshape(-1)
             views = self._each_layer(branches.view(step, parents))
-            hidden = self._forward(self._to_device(ids), hidden, positions, views)
+            hidden = self._forward(ids, hidden, positions, views)
             topk_p, topk_ids = self.head.topk(hidden, topk)
-        parent_list, chosen, drafts = candidates.organize(shape.num_draft_tokens)
-        return drafts, kernels.build_tree(parent_list, chosen, topk=topk)
+        tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
+            *candidates, root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
+        )
+        return DraftTree(tokens, depths, mask, first_child, next_sibling)
 
     def _branches(self, lanes: Lanes, shape: Shape) -> Branches:
         if self._layout == "holey":
-            buffers = self._cache.buffers(self._layer_ids)
-            return HoleyBranches(self._cache, self._group, lanes, shape, buffers, self._exact)
+            fields = self._fields
+            return HoleyBranches(self._cache, self._group, lanes, shape, fields, self._exact)
         return DenseBranches(self._cache, self._group, lanes, shape, self._exact)
 
     def _each_layer(self, view: AttentionView) -> list[AttentionView]:
@@ -199,18 +205,16 @@ class EagleDrafter:
 
     def _forward(
         self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: Int64,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
         views: Sequence[AttentionView],
-        keep: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        keep: Tensor | None = None,
+    ) -> Tensor:
         """The head, each layer over its view; positions past the context are clamped to its end."""
-        clamped = self._to_device(np.minimum(positions, self._last_position))
+        clamped = positions.clamp(max=self._last_position).long()
 
-        def attention(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> torch.Tensor:
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             i = self._layer_ids[layer]
             return attend(
                 views[layer],
@@ -224,13 +228,3 @@ class EagleDrafter:
             )
 
         return self.head.forward(tokens, hidden, clamped, attention, keep)
-
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._cache.device)
-
-
-def _parent_lanes(parents: Int32, step: int) -> Int64:
-    """Which of the last step's lanes each branch continues, int64 [B*K]; at step 0 one per row."""
-    num_lanes, topk = parents.shape
-    lanes = np.repeat(np.arange(num_lanes, dtype=np.int64), topk)
-    return lanes if step == 0 else lanes * topk + parents.ravel()

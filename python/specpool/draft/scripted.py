@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from specpool._core import Shape
-from specpool.draft.base import DraftTree, Int64, Lanes
+from specpool.attention.lanes import Lanes
+from specpool.draft.base import DraftTree
 from specpool.errors import ConfigError
 from specpool.kv_cache import KVCache, LayerKV
 
@@ -54,11 +55,15 @@ class ScriptedDrafter:
     ) -> None:
         """Nothing to attach: it keeps no KV."""
 
-    def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """Nothing to take over: the text is known."""
 
     def propose(
-        self, lanes: Lanes, shape: Shape, root_tokens: Int64, tokens: Sequence[Sequence[int]] | None
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        root_tokens: Tensor,
+        tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """Propose a tree for each lane; see the class."""
         if tokens is None:

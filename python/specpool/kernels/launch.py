@@ -56,6 +56,11 @@ def host_backend(backend: Backend) -> Iterator[None]:
         _host = before
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on tensors of `device`; where they do not, their CPU twins do."""
+    return _host is not None or device.type == "cuda"
+
+
 def launch(
     entry: str,
     grid: tuple[int, ...],

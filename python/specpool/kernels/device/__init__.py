@@ -1,6 +1,7 @@
-"""Launchers of the CUDA kernels on torch tensors, one file for each of `cuda/*.cu`.
+"""The kernels on torch tensors, one file for each of `cuda/*.cu`: launched, or their CPU twins.
 
 Names and arguments are the twins' in `specpool.kernels`; all tensors of a call are on one device.
+On a CPU the twin is called with the tensors' memory (`twins.with_twin`); slots are then int64.
 Outputs are given or allocated with torch. Every argument is checked before the launch: a
 `ShapeError` names it, and nothing is written. Values on the device are not read: the kernels
 themselves never leave the tables and buffers, and lead what is no place to the sink.
@@ -9,6 +10,7 @@ themselves never leave the tables and buffers, and lead what is no place to the 
 """
 
 from specpool.kernels.device.fields import Fields
+from specpool.kernels.device.masks import attention_bias, draft_visibility
 from specpool.kernels.device.moves import (
     compact_accepted,
     copy_parent_drafts,
@@ -38,11 +40,13 @@ __all__ = [
     "Fields",
     "advance_ancestors",
     "apply_table_delta",
+    "attention_bias",
     "branch_pages",
     "build_tree",
     "compact_accepted",
     "copy_parent_drafts",
     "draft_read_indices",
+    "draft_visibility",
     "draft_write_slots",
     "duplicate_prefix_tail",
     "gather_kv",

@@ -12,6 +12,7 @@ from torch import Tensor
 from specpool.errors import ShapeError
 from specpool.kernels.device.checks import INT_MAX, ceil_pow2, number
 from specpool.kernels.moves import Buffer, PageBlocked
+from specpool.kernels.transfer import upload
 
 # As `struct Field` in cuda/moves.cu.
 _FIELD = np.dtype(
@@ -26,6 +27,8 @@ class Fields:
     Attributes:
         table: uint8 [num_fields, 24], on the buffers' device: what the kernels read.
         buffers: the tensors themselves, which the addresses in `table` need alive.
+        source: the buffers as they were given, for the CPU twins.
+        slot_dim: dimension of the slots in them.
         page_size: P of the group.
         num_slots: slots that every buffer has.
         widths: bytes of one slot in each field.
@@ -34,6 +37,8 @@ class Fields:
 
     table: Tensor
     buffers: tuple[Tensor, ...]
+    source: tuple[Buffer, ...]
+    slot_dim: int
     page_size: int
     num_slots: int
     widths: tuple[int, ...]
@@ -79,8 +84,10 @@ class Fields:
         rows = [(*field, vec) for field, vec in zip(fields, vecs, strict=True)]
         content = np.array(rows, _FIELD).view(np.uint8).reshape(len(rows), _FIELD.itemsize)
         return cls(
-            torch.from_numpy(content).to(tensors[0].device),
+            upload(tensors[0].device, content)[0],
             tensors,
+            tuple(buffers),
+            slot_dim,
             page_size,
             num_slots,
             tuple(field[2] for field in fields),
@@ -92,6 +99,11 @@ class Fields:
         device = self.table.device
         shapes = [(max(num_slots, 1), width) for width in self.widths]
         return Fields.of([torch.empty(s, dtype=torch.uint8, device=device) for s in shapes], 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.table.device
 
     @property
     def columns(self) -> int:

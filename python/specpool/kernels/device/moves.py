@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from specpool.errors import ShapeError
+from specpool.kernels import moves
+from specpool.kernels.device import twins
 from specpool.kernels.device.checks import Table, ceil_pow2, expect, i32, is_holey, number
 from specpool.kernels.device.fields import Fields
+from specpool.kernels.device.twins import with_twin
 from specpool.kernels.launch import SHARED_BYTES, Arg, launch
 
 MAX_HELD = SHARED_BYTES // 16
@@ -81,6 +84,7 @@ def scatter_kv(fields: Fields, slots: Tensor, values: Fields) -> None:
     _copy(fields, values, slots, None, n)
 
 
+@with_twin(twins.move_kv)
 def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False) -> None:
     """Moves slots in every buffer: slot dst[i] takes what slot src[i] held before the call.
 
@@ -112,6 +116,7 @@ def _held(fields: Fields, n: int) -> tuple[int, tuple[int, int], int]:
     return -(-fields.columns // columns), (columns, rows), 16 * n * columns
 
 
+@with_twin(moves.compact_accepted)
 def compact_accepted(
     fields: Fields,
     page_table: Tensor,
@@ -146,6 +151,7 @@ def compact_accepted(
     launch("compact_accepted", grid, (threads,), (*args, *sizes), touches=fields.buffers)
 
 
+@with_twin(moves.duplicate_prefix_tail)
 def duplicate_prefix_tail(
     fields: Fields,
     page_table: Tensor,
@@ -178,6 +184,7 @@ def duplicate_prefix_tail(
     launch("duplicate_prefix_tail", grid, fields.block(), args, touches=fields.buffers)
 
 
+@with_twin(twins.copy_parent_drafts)
 def copy_parent_drafts(
     fields: Fields,
     page_table: Tensor,

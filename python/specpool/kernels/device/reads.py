@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specpool import _core
 from specpool.errors import ShapeError
 from specpool.kernels.device.checks import (
     THREADS,
@@ -26,6 +27,7 @@ from specpool.kernels.device.checks import (
     output,
     upper_bounds,
 )
+from specpool.kernels.device.twins import with_twin
 from specpool.kernels.launch import SHARED_BYTES, launch
 
 
@@ -38,6 +40,7 @@ def read_capacity(hi: NDArray[np.int64], *, num_steps: int, topk: int) -> int:
     return topk * (int(hi.sum()) + len(hi) * num_steps)
 
 
+@with_twin(_core.draft_read_indices)
 def draft_read_indices(
     page_table: Tensor,
     page_size: int,
@@ -97,6 +100,7 @@ def draft_read_indices(
     return indptr, indices
 
 
+@with_twin(_core.branch_pages)
 def branch_pages(
     page_table: Tensor,
     page_size: int,
@@ -142,6 +146,7 @@ def branch_pages(
     return pages
 
 
+@with_twin(_core.advance_ancestors)
 def advance_ancestors(ancestors: Tensor, branch_parents: Tensor, step: int) -> None:
     """Brings ancestors to `step` in place, after the selection of that step.
 

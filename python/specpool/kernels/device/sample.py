@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specpool.kernels.device import twins
 from specpool.kernels.device.checks import (
     THREADS,
     blocks,
@@ -15,6 +16,7 @@ from specpool.kernels.device.checks import (
     number,
     output,
 )
+from specpool.kernels.device.twins import with_twin
 from specpool.kernels.launch import launch
 
 MAX_VOCAB = 1 << 19
@@ -23,6 +25,7 @@ MAX_VOCAB = 1 << 19
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@with_twin(twins.uniform)
 def uniform(seeds: Tensor, positions: Tensor, *, out: Tensor | None = None) -> Tensor:
     """float64 [n] in [0, 1): the draw of each (seed, position); seeds as int64 or uint64 [n]."""
     device = device_of("seeds", seeds)
@@ -35,6 +38,7 @@ def uniform(seeds: Tensor, positions: Tensor, *, out: Tensor | None = None) -> T
     return u
 
 
+@with_twin(twins.sample_tokens)
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor,

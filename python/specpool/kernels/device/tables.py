@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specpool import _core
 from specpool.errors import ShapeError
 from specpool.kernels.device.checks import (
     THREADS,
@@ -26,9 +27,11 @@ from specpool.kernels.device.checks import (
     outputs,
     upper_bounds,
 )
+from specpool.kernels.device.twins import with_twin
 from specpool.kernels.launch import launch
 
 
+@with_twin(_core.apply_table_delta)
 def apply_table_delta(page_table: Tensor, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
     """Writes pages[i] into page_table[rows[i], columns[i]].
 
@@ -44,6 +47,7 @@ def apply_table_delta(page_table: Tensor, rows: Tensor, columns: Tensor, pages: 
     launch("apply_table_delta", blocks(n), (THREADS,), (*table.args[:3], *entry, i32(n)))
 
 
+@with_twin(_core.slots_at)
 def slots_at(
     page_table: Tensor,
     page_size: int,
@@ -61,6 +65,7 @@ def slots_at(
     return slots
 
 
+@with_twin(_core.slot_ranges)
 def slot_ranges(
     page_table: Tensor,
     page_size: int,
@@ -101,6 +106,7 @@ def _tiles(bounds: NDArray[np.int64]) -> int:
     return min(-(-most // (4 * THREADS)), 1024)
 
 
+@with_twin(_core.draft_write_slots)
 def draft_write_slots(
     page_table: Tensor,
     page_size: int,
@@ -125,6 +131,7 @@ def draft_write_slots(
     return slots
 
 
+@with_twin(_core.page_csr)
 def page_csr(
     page_table: Tensor,
     page_size: int,

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specpool import _core
 from specpool.errors import ShapeError
+from specpool.kernels.device import twins
 from specpool.kernels.device.checks import (
     ceil_pow2,
     device_of,
@@ -19,6 +21,7 @@ from specpool.kernels.device.checks import (
     number,
     outputs,
 )
+from specpool.kernels.device.twins import with_twin
 from specpool.kernels.launch import SHARED_BYTES, launch
 
 
@@ -39,6 +42,7 @@ def _candidates(scores: Tensor, tokens: Tensor, parents: Tensor, topk: int) -> t
     return batch, num_steps
 
 
+@with_twin(_core.select_topk)
 def select_topk(
     step: int,
     topk_p: Tensor,
@@ -88,6 +92,7 @@ def select_topk(
     return ids, parents, kept
 
 
+@with_twin(twins.build_tree)
 def build_tree(
     candidate_scores: Tensor,
     candidate_tokens: Tensor,
@@ -135,6 +140,7 @@ def build_tree(
     return tokens, depths, mask, child, sibling, parents
 
 
+@with_twin(_core.verify_tree)
 def verify_tree(
     tokens: Tensor,
     first_child: Tensor,

@@ -1,0 +1,120 @@
+"""The CPU twins behind the launchers: on CPU tensors a launcher calls its twin instead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpool import _core
+from specpool.errors import ShapeError
+from specpool.kernels import moves
+from specpool.kernels.device.fields import Fields
+from specpool.kernels.launch import runs_kernels
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CPU = torch.device("cpu")
+
+
+def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a launcher: `twin` runs on tensors of a CPU, where no kernel does.
+
+    It gets the same arguments, tensors as NumPy arrays over the same memory and `Fields` as their
+    buffers, and checks them as strictly, values too. Slots come back as int64, which torch's own
+    indexing wants, unless `out` is given. `hi` is not needed: the lengths are at hand.
+    """
+
+    def decorate(launcher: Callable[P, R]) -> Callable[P, R]:
+        # The device is the first argument's; only `select_topk` begins with a number.
+        place = int(launcher.__name__ == "select_topk")
+
+        @functools.wraps(launcher)
+        def run(*args: P.args, **options: P.kwargs) -> R:
+            if runs_kernels(getattr(args[place], "device", _CPU)):
+                return launcher(*args, **options)
+            given: dict[str, Any] = options
+            out = given.pop("out", None)
+            given.pop("hi", None)
+            for name, value in given.items():
+                if isinstance(value, Tensor):
+                    given[name] = _as_array(value)
+            if isinstance(args[0], Fields):
+                given["slot_dim"] = args[0].slot_dim
+            results = twin(*[_as_array(arg) for arg in args], **given)
+            if out is None and isinstance(results, np.ndarray):
+                return torch.from_numpy(results)  # type: ignore[return-value]
+            return _into(out, results)  # type: ignore[no-any-return]
+
+        return run
+
+    return decorate
+
+
+def _as_array(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        try:
+            return value.numpy()
+        except TypeError:
+            if value.device.type != "cpu":
+                where = f"one is on {value.device}"
+                raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
+            return value.float().numpy()  # NumPy knows no bfloat16; only logits come as such
+    return value.source if isinstance(value, Fields) else value
+
+
+def _into(out: Any, results: Any) -> Any:
+    """`results` as tensors, in `out` where it is given."""
+    if isinstance(results, tuple):
+        if out is not None and len(out) != len(results):
+            raise ShapeError(f"out must hold {len(results)} tensors, got {len(out)}")
+        given = [None] * len(results) if out is None else out
+        return tuple(_into(one, result) for one, result in zip(given, results, strict=True))
+    if not isinstance(results, np.ndarray):
+        return results
+    result = torch.from_numpy(results)
+    if out is None:
+        return result
+    if out.shape == result.shape:
+        return out.copy_(result)
+    if out.ndim != 1 or result.ndim != 1 or len(out) < len(result):
+        raise ShapeError(f"out must hold {list(result.shape)}, got {list(out.shape)}")
+    out[: len(result)].copy_(result)
+    return out
+
+
+def build_tree(
+    scores: Any, tokens: Any, parents: Any, root_tokens: Any, *, topk: int, num_draft_tokens: int
+) -> tuple[Any, ...]:
+    """The twins `organize` and `build_tree` in one, as the kernel is."""
+    chosen = _core.organize(scores, tokens, parents, topk=topk, num_draft_tokens=num_draft_tokens)
+    parent_list, indices, drafts = chosen
+    links = _core.build_tree(parent_list, indices, topk=topk)
+    return np.concatenate([root_tokens[:, None], drafts], 1), *links
+
+
+def sample_tokens(logits: Any, *parameters: Any) -> Any:
+    """The twin, for logits of any float type."""
+    return _core.sample_tokens(logits.astype(np.float32, copy=False), *parameters)
+
+
+def uniform(seeds: Any, positions: Any) -> Any:
+    """The twin, for seeds in either reading of their 64 bits."""
+    return _core.uniform(seeds.view(np.uint64), positions)
+
+
+def move_kv(buffers: Any, src: Any, dst: Any, *, slot_dim: int, disjoint: bool = False) -> None:
+    """The twin, which wants int64 and needs no promise."""
+    moves.move_kv(buffers, src.astype(np.int64), dst.astype(np.int64), slot_dim=slot_dim)
+
+
+def copy_parent_drafts(*args: Any, layout: str = "holey", **options: Any) -> None:
+    """The twin, which knows the layout that needs such copies."""
+    if layout != "holey":
+        raise ShapeError(f"layout must be 'holey' on a CPU, got {layout!r}")
+    moves.copy_parent_drafts(*args, **options)

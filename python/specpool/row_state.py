@@ -1,0 +1,102 @@
+"""What one step hands to the next, on the device and indexed by row (spec 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpool.attention.lanes import Int32, Lanes
+from specpool.kernels import device as kernels
+from specpool.kernels.transfer import upload
+from specpool.request import Request
+
+
+class RowState:
+    """Per row: its length, its root token, and how its tokens are drawn.
+
+    A step gathers by lane and scatters at its end, so the host need not know what it wrote.
+
+    Attributes:
+        seq_lens: int32 [num_rows + 1], positions with KV: where the root stands.
+        root_tokens: int64 [num_rows + 1], the newest token, which has no KV yet.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        """Nothing is known of any row."""
+
+        def state(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_rows + 1, dtype=dtype, device=device)
+
+        self.device = device
+        self.seq_lens, self.root_tokens = state(torch.int32), state(torch.int64)
+        self._temperature, self._top_p = state(torch.float32), state(torch.float32)
+        self._top_k, self._seeds = state(torch.int32), state(torch.int64)
+
+    def lanes(self, rows: Int32, lo: Int32, hi: Int32, width: int) -> Lanes:
+        """Lanes that go on where their rows stand, `width` tokens each.
+
+        The device's lengths are clamped into [lo, hi], which the ledger has reserved for.
+        """
+        if lo.tolist() == hi.tolist():  # the host knows
+            on_device, starts = upload(self.device, rows, lo)
+            return Lanes(on_device, starts, lo, hi, width)
+        on_device, least, most = upload(self.device, rows, lo, hi)
+        starts = torch.clamp(self.seq_lens.index_select(0, on_device), least, most)
+        return Lanes(on_device, starts, lo, hi, width)
+
+    def put(self, lanes: Lanes, seq_lens: Tensor, root_tokens: Tensor) -> None:
+        """What the rows have come to: int32 [B], int64 [B]."""
+        rows = lanes.rows.long()
+        self.seq_lens.index_copy_(0, rows, seq_lens)
+        self.root_tokens.index_copy_(0, rows, root_tokens)
+
+    def put_params(self, lanes: Lanes, requests: Sequence[Request]) -> None:
+        """How the tokens of these rows are drawn from now on."""
+        params = [request.params for request in requests]
+        values = upload(
+            self.device,
+            np.array([p.temperature for p in params], np.float32),
+            np.array([p.top_p for p in params], np.float32),
+            np.array([p.top_k for p in params], np.int32),
+            np.array([request.seed for request in requests], np.uint64).view(np.int64),
+        )
+        rows = lanes.rows.long()
+        state = (self._temperature, self._top_p, self._top_k, self._seeds)
+        for rows_state, value in zip(state, values, strict=True):
+            rows_state.index_copy_(0, rows, value)
+
+    def draw(self, lanes: Lanes, logits: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
+        """The target's own token at each node: greedy, or drawn with the row's seed (spec 5.5).
+
+        Args:
+            lanes: B of them.
+            logits: [B * n, V], n nodes per lane.
+            positions: int64 [B, n], of the tokens that are drawn.
+            greedy: every lane takes the likeliest token.
+
+        Returns:
+            int64 [B, n]; -1 where the logits are not finite.
+        """
+        size = positions.numel()
+        if greedy:
+            parameters = _greedy(size, self.device)
+        else:
+            each = lanes.rows.repeat_interleave(positions.shape[1], output_size=size)
+            temperature, top_p, top_k, seeds = (
+                state.index_select(0, each)
+                for state in (self._temperature, self._top_p, self._top_k, self._seeds)
+            )
+            uniforms = kernels.uniform(seeds, positions.reshape(-1))
+            parameters = (temperature, top_k, top_p, uniforms)
+        return kernels.sample_tokens(logits, *parameters).view(positions.shape)
+
+
+@lru_cache(maxsize=64)
+def _greedy(size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Temperature, top_k, top_p and the draw that take the likeliest token, `size` times."""
+    zeros = torch.zeros(size, dtype=torch.float32, device=device)
+    return zeros, zeros.int(), zeros + 1, zeros.double()
