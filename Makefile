@@ -65,7 +65,7 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -n 2
 
-test-gpu: $(VENV)/.dev ## the kernels' and the losslessness tests on a CUDA device
+test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
 	$(BIN)/pytest -k cuda tests/test_device_*.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
