@@ -177,11 +177,9 @@ def table_cases(sizes: Sizes, page_size: int, batch: int, device: torch.device) 
     tokens, cells = int(host_roots.sum()), int((-(-host_roots // p)).sum())
     place = (table, p, rows, roots)
 
-    delta = [
-        _int32(rng.integers(1, n + 1, 4 * n), device),
-        _int32(np.arange(4 * n) % columns, device),
-        _int32(rng.integers(1, n + 1, 4 * n), device),
-    ]
+    cell = rng.permutation(n * columns)[: 4 * n]
+    delta = [_int32(1 + cell // columns, device), _int32(cell % columns, device)]
+    delta.append(_int32(rng.integers(1, n + 1, 4 * n), device))
     changed = table.clone()
     run = partial(kernels.apply_table_delta, changed, *delta)
     yield Case("apply_table_delta", run, 4 * n * 16)

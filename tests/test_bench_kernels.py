@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,53 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
     assert bench_kernels.main(["--device", "cuda"]) == 2
     out = capsys.readouterr()
     assert out.out == "" and out.err.count("\n") == 1 and "no CUDA device" in out.err
+
+
+class FakeEvent:
+    """Ten microseconds from one record to the next."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        FakeEvent.now += 0.01
+        self.at = FakeEvent.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_a_graph_s_time_is_shared_by_its_launches(monkeypatch):
+    """On the calls that torch's CUDA graphs have; bytes decide how many launches there are."""
+    calls = []
+    graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    clock = bench_kernels.CudaClock()
+    for num_bytes, count in [(0, 20), (1 << 28, 4), (1 << 34, 2)]:
+        calls.clear()
+        once = clock.graph(lambda: calls.append("run"), num_bytes)
+        assert calls == ["run", "wait", *["run"] * count, "replay"]
+        assert once() == pytest.approx(10 / count)
+    calls.clear()
+    assert clock.eager(lambda: calls.append("run"))() > 0
+    assert calls == ["run", "wait", *["run"] * 50, "wait"]
+
+
+def test_the_memory_s_limit_is_its_clock_times_its_width(monkeypatch):
+    runtime = types.SimpleNamespace(
+        deviceGetAttribute=lambda which, device: {36: 2_619_000, 37: 5120, 38: 50 << 20}[which]
+    )
+    cupy = types.SimpleNamespace(__version__="14", cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    where = bench_kernels.cuda_machine(torch.device("cuda", 0))
+    assert where["memory_bandwidth_gb_s"] == pytest.approx(3352.32)
+    assert {"device", "driver", "cuda", "cupy", "torch", "date", "l2_bytes"} <= set(where)
