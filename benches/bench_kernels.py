@@ -275,7 +275,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             where = cuda_machine(device)
             limit = where["memory_bandwidth_gb_s"]
             bench = Bench(device, CudaClock(), limit, options.repeats)
-            results = list(device_results(bench, MODELS))
+            results = []
+            for result in device_results(bench, MODELS):
+                # As it comes, so that a failure later on does not take it away.
+                print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
+                results.append(result)
     except (SpecpoolError, ImportError) as error:
         print(f"bench_kernels: {error}", file=sys.stderr)
         return 2
