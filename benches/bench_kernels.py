@@ -33,7 +33,7 @@ from kernel_cases import (
     table_cases,
     tree_cases,
 )
-from kernel_twins import HostSizes, twin_results
+from kernel_twins import HostSizes, keep_freed_memory, twin_results
 
 from specpool.cli.machine import Result, as_json, interleaved, machine, report
 from specpool.errors import SpecpoolError
@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.device == "cpu":
             torch.set_num_threads(1)
+            keep_freed_memory()
             where = machine(packages=("torch", "numpy"))
             results = twin_results(HostSizes(), options.repeats)
         else:
