@@ -32,7 +32,7 @@ def byte_level() -> PreTrainedTokenizerBase:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    tokenizer.add_tokens([AddedToken("<tool é>", special=False)])
+    tokenizer.add_tokens([AddedToken(name, special=False) for name in ("<tool é>", "<0x41>")])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
@@ -54,21 +54,22 @@ def sentencepiece() -> PreTrainedTokenizerBase:
     )
     special = [AddedToken(name, special=True) for name in ("<unk>", "<s>")]
     tokenizer.add_special_tokens(special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=True
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
 def metaspace() -> PreTrainedTokenizerBase:
-    """As T5's: the decoder of that name."""
-    vocab = {piece: i for i, piece in enumerate(["<pad>", "▁", "a", "b", "▁a", "▁b", "c▁", "é"])}
+    """As T5's: the decoder of that name; transformers would take the space before "." away."""
+    pieces = ["<pad>", "▁", "a", "b", "▁a", "▁b", "c▁", "é", "▁."]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([AddedToken("<pad>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", clean_up_tokenization_spaces=True
+    )
 
 
-MANY = 200  # examples of a law and tokenizer
+MANY = 120  # examples of a law and tokenizer
 
 TOKENIZERS = {
     "byte_level": byte_level(),
@@ -251,6 +252,12 @@ def test_a_run_of_byte_tokens_is_decided_when_it_ends():
     assert stream.hit == StopHit("文", 7)
 
 
+def test_a_token_that_is_only_called_like_a_byte_waits_for_nothing():
+    tokenizer = TOKENIZERS["byte_level"]
+    token = tokenizer.convert_tokens_to_ids("<0x41>")
+    assert TextStream(tokenizer).push([token]) == "<0x41>"
+
+
 def test_the_context_may_begin_inside_a_broken_run():
     """A long run that is broken at its beginning alone: the tail by itself would be whole."""
     tokenizer = TOKENIZERS["sentencepiece"]
@@ -301,7 +308,8 @@ def test_special_tokens_are_skipped_and_bind_no_spaces():
 def test_a_token_costs_the_same_however_long_the_text(monkeypatch, name, pattern, stops):
     """Tokens that are decoded per token pushed; the text is never decoded again from its start."""
     tokenizer = TOKENIZERS[name]
-    tokens = (pattern * 2000)[:2000]
+    last = {"tiny": 97, "sentencepiece": 7, "metaspace": 5}[name]
+    tokens = [*(pattern * 2000)[:2000], last]
     expected = decode(tokenizer, tokens)
     decoded = []
     original = type(tokenizer).decode
@@ -314,8 +322,8 @@ def test_a_token_costs_the_same_however_long_the_text(monkeypatch, name, pattern
     stream = TextStream(tokenizer, stops)
     text = "".join(stream.push([token]) for token in tokens) + stream.push([], last=True)
     assert text == expected
-    assert sum(decoded) <= 10 * CONTEXT * len(tokens)
-    assert max(decoded, default=0) <= 10 * CONTEXT or pattern == [100]
+    assert sum(decoded) <= 4 * CONTEXT * len(tokens)
+    assert max(decoded, default=0) <= 2 * CONTEXT + 2 or pattern == [100]
 
 
 def test_long_stop_strings_cost_a_character_each():

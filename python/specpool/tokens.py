@@ -27,7 +27,7 @@ CONTEXT = 16
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
-Kind = Literal["plain", "byte", "silent"]
+Kind = Literal["plain", "byte", "empty", "silent"]
 
 # What has been looked up of each tokenizer.
 _KINDS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, Kind]] = WeakKeyDictionary()
@@ -123,8 +123,10 @@ class TextStream:
             if kind == "byte":
                 self._run += block
                 self._run_ends += ends
-            elif kind == "plain":
+            elif kind != "silent":
                 parts.append(self._end_run())
+                if kind == "empty":
+                    continue
                 if self._stops is None:
                     parts.append(self._take(block, []))
                 else:  # each character is to be of the token that completes it
@@ -170,23 +172,16 @@ class TextStream:
         held_len = 0 if whole or not text.endswith(REPLACEMENT) else 1
         new = text[self._given_len : len(text) - held_len]
         self._given_len = max(self._given_len, len(text) - held_len)
-        if len(self._window) >= 2 * CONTEXT:
-            self._forget(held_len)
+        if len(self._window) >= 2 * CONTEXT:  # where it begins anew, it may cut a character
+            self._window = self._window[-CONTEXT:]
+            self._given_len = len(self._decode(self._window)) - held_len
         if self._stops is None:
             return new
         num_more = len(new) - len(ends)
         return self._stops.feed(new, [*[ends[0]] * num_more, *ends[max(0, -num_more) :]])
 
-    def _forget(self, held_len: int) -> None:
-        """Make the window short again; where it begins it may cut a character."""
-        tail = self._window[-CONTEXT:]
-        tail_len = len(self._decode(tail))
-        # The first three characters may be bytes of one that is cut. NOTE: tokens may have no text.
-        if tail_len - held_len > 3 or len(self._window) >= 8 * CONTEXT:
-            self._window, self._given_len = tail, max(0, tail_len - held_len)
-
     def _kind(self, token: int) -> Kind:
-        """Whether a token is a byte of a run, has no text, or is like most."""
+        """What a token does to the text: adds to it or to a run, only ends a run, or nothing."""
         if token not in self._kinds:
             self._kinds[token] = self._look_up(token)
         return self._kinds[token]
@@ -197,6 +192,8 @@ class TextStream:
         text = self._decode([token])
         if name is None or (not text and self._decode([token], skip_special=False)):
             return "silent"  # no token of the tokenizer, or a special one
+        if not name:
+            return "empty"
         return "byte" if BYTE_TOKEN.fullmatch(name) and text != name else "plain"
 
     def _decode(self, tokens: list[int], *, skip_special: bool = True) -> str:
