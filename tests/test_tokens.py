@@ -252,6 +252,13 @@ def test_a_run_of_byte_tokens_is_decided_when_it_ends():
     assert stream.hit == StopHit("文", 7)
 
 
+def test_a_token_without_a_text_ends_a_run():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    tokens = tokenizer.convert_tokens_to_ids(["<0x80>", "", "", "<0x41>", "", "a"])
+    stream = TextStream(tokenizer)
+    assert [stream.push([token]) for token in tokens] == ["", "�", "", "", "A", "a"]
+
+
 def test_a_token_that_is_only_called_like_a_byte_waits_for_nothing():
     tokenizer = TOKENIZERS["byte_level"]
     token = tokenizer.convert_tokens_to_ids("<0x41>")
@@ -299,6 +306,8 @@ def test_special_tokens_are_skipped_and_bind_no_spaces():
         ("tiny", [5000]),
         ("sentencepiece", [2]),
         ("sentencepiece", [13]),  # a token without a text
+        ("sentencepiece", [13, 13, 7]),
+        ("sentencepiece", [13, 100]),
         ("sentencepiece", [100]),
         ("sentencepiece", [100, 200, 7]),
         ("metaspace", [1]),

@@ -125,8 +125,10 @@ class TextStream:
                 self._run_ends += ends
             elif kind != "silent":
                 parts.append(self._end_run())
-                if kind == "empty":
-                    continue
+                if kind == "empty":  # one has to stay between two runs; more would add up
+                    block, ends = block[-1:], ends[-1:]
+                    if self._window[-1:] == block:
+                        continue
                 if self._stops is None:
                     parts.append(self._take(block, []))
                 else:  # each character is to be of the token that completes it
