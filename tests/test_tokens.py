@@ -317,8 +317,8 @@ def test_special_tokens_are_skipped_and_bind_no_spaces():
 def test_a_token_costs_the_same_however_long_the_text(monkeypatch, name, pattern, stops):
     """Tokens that are decoded per token pushed; the text is never decoded again from its start."""
     tokenizer = TOKENIZERS[name]
-    last = {"tiny": 97, "sentencepiece": 7, "metaspace": 5}[name]
-    tokens = [*(pattern * 2000)[:2000], last]
+    letter = {"tiny": 97, "sentencepiece": 7, "metaspace": 5}[name]
+    tokens = [letter, *(pattern * 2000)[:2000], letter]
     expected = decode(tokenizer, tokens)
     decoded = []
     original = type(tokenizer).decode

@@ -113,7 +113,7 @@ class TextStream:
         """
         if self._is_closed and tokens:
             raise OrderError(f"{len(tokens)} tokens after the last of {self._num_tokens}")
-        if self._tokenizer is None or self._is_closed or self.hit is not None:
+        if self._tokenizer is None or self.hit is not None:
             return ""
         parts = []
         for kind, group in itertools.groupby(tokens, self._kind):
