@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
@@ -100,6 +100,9 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
         shape = data.draw(st.sampled_from(SHAPES))
         for text, found in zip(rows, paths(drafter, shape, *rows), strict=True):
             assert found == slow_paths(text, shape, most=most, least=least)
+            lens = range(most, least - 1, -1)
+            matches = [n for n in lens if next(continuations(text, [n], 1), None) is not None]
+            assert drafter.match_len(text) == max(matches, default=0)
         for at, text in enumerate(rows):
             what = data.draw(st.sampled_from(["grow", "cut", "copy", "end"]))
             if what == "cut":
@@ -111,10 +114,25 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
             text += data.draw(texts())
 
 
+def test_a_text_that_was_cut_and_grew_to_nearly_the_same_is_indexed_anew():
+    """Only the first of the tokens that were cut is another one."""
+    drafter, text = NgramDrafter(), [i % 90 for i in range(100 + TAIL_LEN)]
+    paths(drafter, CHAIN, text)
+    again = [text[7], *text[101:], *text[5:8]]
+    del text[100:]
+    text += again
+    assert paths(drafter, CHAIN, text) == [slow_paths(text, CHAIN, most=4, least=1)]
+    text += [text[99], text[100]]
+    assert paths(drafter, CHAIN, text)[0][-1] == tuple(text[101:104])
+
+
 @settings(max_examples=200, deadline=None)
 @given(before=texts(min_size=1), after=texts(min_size=1))
+@example(before=[1, 7, 1], after=[2, 7, 1])
 def test_a_text_that_was_rewritten_unnoticed_gets_no_wrong_proposal(before, after):
     """Deeper than the tail that is compared: proposals may be missing, never made up."""
+    after = [*after, *before[len(after) :]]
+    after[len(before) - 1] = before[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram, "TAIL_LEN", 1)
         drafter, text, shape = NgramDrafter(), list(before), Shape.eagle(3, 2, 7)

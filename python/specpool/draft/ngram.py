@@ -85,6 +85,14 @@ class NgramDrafter:
             np.array([t for t, _ in trees], np.int64), np.array([p for _, p in trees], np.int32)
         )
 
+    def match_len(self, text: Sequence[int]) -> int:
+        """How many tokens of the text's end occurred before, `max_ngram` at most; 0 = nothing.
+
+        Who may choose the shape of each row's round can let rows with short matches decode plainly:
+        the longer the match, the more of what followed it is accepted.
+        """
+        return self._index(text).match_len()
+
     def _index(self, text: Sequence[int]) -> _NgramIndex:
         """The index of a text, up to date."""
         index = self._indexes.get(id(text))
@@ -136,6 +144,10 @@ class _NgramIndex:
         """Where the text's longest end ended before, most recent first; then shorter ends."""
         for n in self._lens:
             yield from islice(self._occurrences_of(n), MAX_OCCURRENCES)
+
+    def match_len(self) -> int:
+        """Tokens of the longest end that occurred before, 0 = none did."""
+        return next((n for n in self._lens if any(True for _ in self._occurrences_of(n))), 0)
 
     def _occurrences_of(self, n: int) -> Iterator[int]:
         suffix, before = list(self.text[-n:]), self._before[n]
