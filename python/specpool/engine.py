@@ -17,7 +17,7 @@ import torch
 from specpool._core import Plan, Shape
 from specpool.assets import resolve
 from specpool.config import EngineConfig, SamplingParams
-from specpool.draft import Drafter, EagleDrafter
+from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError, CorruptState, OrderError
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
@@ -160,7 +160,8 @@ class Engine:
         Args:
             target: a folder, a hub name, `specpool/tiny` (embedded), or a model in memory.
             draft: an EAGLE head (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`),
-                a drafter object, or None for plain decoding.
+                `ngram` or `ngram:6` (prompt lookup, see `named_drafter`), a drafter object, or None
+                for plain decoding.
             dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
                 None = float32 on a CPU, else `auto`. A model in memory keeps its own.
             device: where the models and the KV live. A model in memory stays where it is.
@@ -190,6 +191,8 @@ class Engine:
         )
         try:
             drafter: Drafter | None
+            if isinstance(draft, str):
+                draft = named_drafter(draft) or draft
             if isinstance(draft, str | PathLike):
                 drafter = EagleDrafter.from_pretrained(
                     resolve(draft) if isinstance(draft, str) else draft,
