@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from specpool._core import Shape
+from specpool.attention.lanes import Lanes
 from specpool.config import check_int
-from specpool.draft.base import DraftTree, Int64, Lanes
+from specpool.draft.base import DraftTree
 from specpool.errors import ConfigError
 from specpool.kv_cache import KVCache, LayerKV
 
@@ -63,11 +64,15 @@ class NgramDrafter:
     ) -> None:
         """Nothing to attach: it keeps no KV."""
 
-    def extend(self, lanes: Lanes, tokens: torch.Tensor, features: torch.Tensor) -> None:
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """Nothing to take over: the text is all it needs."""
 
     def propose(
-        self, lanes: Lanes, shape: Shape, root_tokens: Int64, tokens: Sequence[Sequence[int]] | None
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        root_tokens: Tensor,
+        tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """Propose a tree for each lane; see the class.
 
