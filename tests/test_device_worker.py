@@ -232,6 +232,18 @@ def test_logprobs_and_scripted_trees(case):
         assert np.mean([o.accept_len for o in outputs]) > 2
 
 
+@pytest.mark.parametrize("where", ["cpu", "kernels"])
+def test_a_top_p_that_float32_takes_for_0_is_the_likeliest_token(where):
+    """`SamplingParams` allows it, so it fails neither its request nor the batch."""
+    tiny = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=1e-50, seed=1)
+    with kernels_run() if where == "kernels" else contextlib.nullcontext():
+        with make("chain") as engine:
+            outputs = engine.generate(PROMPTS, [tiny, SAMPLED, GREEDY, tiny])
+            expected = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6))
+    assert [o.error for o in outputs] == [None] * 4
+    assert [outputs[i].token_ids for i in (0, 3)] == [expected[i].token_ids for i in (0, 3)]
+
+
 @pytest.mark.parametrize("link", ["first_child", "next_sibling"])
 def test_a_host_tree_with_wild_links_is_named(link):
     """A kernel does not read what it need not, so the host checks what the host has made."""
