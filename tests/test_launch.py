@@ -1,5 +1,6 @@
 """The launch seam and the checks before a launch: bad input, shipping, CuPy without a GPU."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -197,6 +198,21 @@ def test_cpu_tensors_go_to_the_twin():
         device.slots_at(table.to("meta"), 4, lanes, lanes)
     with pytest.raises(ShapeError, match="copy_slots needs tensors on a CUDA device, got cpu"):
         device.gather_kv(device.Fields.of([torch.zeros(8, 4)], 4), lanes)
+
+
+@pytest.mark.parametrize("where", ["cpu", "kernels"])
+def test_arguments_may_be_given_by_name(where):
+    table, lanes = torch.tensor([[0, 0], [5, 7]]).int(), torch.ones(2, dtype=torch.int32)
+    buffer = torch.arange(8.0)
+    with Kit("fast", "forward").running() if where == "kernels" else contextlib.nullcontext():
+        named = {"page_size": 4, "rows": lanes, "positions": lanes}
+        assert device.slots_at(page_table=table, **named).tolist() == [21, 21]
+        assert device.slots_at(table, **named).tolist() == [21, 21]
+        moved = {"src": lanes[:1], "dst": lanes[:1] + 1}
+        device.move_kv(fields=device.Fields.of([buffer], 4), **moved)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'positions'"):
+            device.slots_at(table, 4, lanes)
+    assert buffer.tolist() == [0, 1, 1, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,9 +34,15 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
     def decorate(launcher: Callable[P, R]) -> Callable[P, R]:
         # The device is the first argument's; only `select_topk` begins with a number.
         place = int(launcher.__name__ == "select_topk")
+        parameters = inspect.signature(launcher).parameters.values()
+        names = [one.name for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(launcher)
         def run(*args: P.args, **options: P.kwargs) -> R:
+            by_name = names[len(args) :]
+            if len(args) > len(names) or not options.keys() >= set(by_name):
+                return launcher(*args, **options)  # Python says which one is missing
+            args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
             if runs_kernels(getattr(args[place], "device", _CPU)):
                 return launcher(*args, **options)
             given: dict[str, Any] = options
