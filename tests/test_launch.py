@@ -477,6 +477,50 @@ def test_bad_input_is_refused_before_a_launch(case, unreached):
         call()
 
 
+def greedy(logits, *, out=None):
+    return device.sample_tokens(logits, ROW_F, LANES, ROW_F, ROW_U * 0, out=out)
+
+
+# What a kernel refuses by its dtype, or because of another argument, on a CPU as well.
+BAD_ON_CPU = {
+    "an array": (lambda: device.slots_at(np.ones((3, 2), np.int32), 4, LANES, LANES), "a tensor"),
+    "an array behind": (lambda: device.slots_at(TABLE, 4, LANES.numpy(), LANES), "a tensor"),
+    "slots float": (lambda: device.move_kv(fields(), t(1) * 1.5, t(1) * 2.5), "src .* float32"),
+    "slots bool": (lambda: device.move_kv(fields(), t(1).bool(), ~t(1).bool()), "src .* bool"),
+    "slots list": (lambda: device.move_kv(fields(), [1], [2]), "src .* list"),
+    "seeds": (lambda: device.uniform(ROW_U, INDEX[0]), "seeds .* float64"),
+    "short seeds": (lambda: device.uniform(LANES, INDEX[0]), "seeds .* int32"),
+    "logits int": (lambda: greedy(LOGITS.int()), "logits .* int32"),
+    "logits double": (lambda: greedy(LOGITS.double()), "logits .* float64"),
+    "out float": (lambda: greedy(LOGITS, out=t(2, torch.float32)), "out .* int64, got float32"),
+    "page size": (
+        lambda: device.compact_accepted(
+            fields(), TABLE, 2, LANES, LANES, i32_tensor([[0, -1], [2, -1]]), num_draft_tokens=2
+        ),
+        "page_size must be the fields' 4, got 2",
+    ),
+}
+
+
+def i32_tensor(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", BAD_ON_CPU)
+def test_bad_input_is_refused_on_a_cpu_as_well(case):
+    call, message = BAD_ON_CPU[case]
+    with pytest.raises(ShapeError, match=message):
+        call()
+
+
+def test_outputs_are_all_checked_before_one_is_written_on_a_cpu():
+    first = t((2, 4))
+    outs = (first, t((2, 1)), t(8, torch.int64))
+    with pytest.raises(ShapeError, match=r"out must hold \[2\], got \[2, 1\]"):
+        device.verify_tree(NODES, LINKS * -1, LINKS * -1, NODES, num_steps=3, out=outs)
+    assert (first == 1).all()
+
+
 def test_the_twin_refuses_larger_vocabularies_too():
     from specpool import kernels
 
