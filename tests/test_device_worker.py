@@ -244,6 +244,38 @@ def test_a_top_p_that_float32_takes_for_0_is_the_likeliest_token(where):
     assert [outputs[i].token_ids for i in (0, 3)] == [expected[i].token_ids for i in (0, 3)]
 
 
+@pytest.mark.parametrize("case", ["chain", "dense", "holey"])
+def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch):
+    """Draft KV cell p goes with token p + 1, at the end of a chunk too."""
+    longer = [p + p for p in PROMPTS[:2]]
+
+    def draft_kv(budget):
+        kept = []
+        with make(case) as engine:
+            engine._scheduler._prefill_tokens = budget
+            decode = engine._worker.decode
+
+            def first(plan, requests, shape):
+                if not kept:
+                    for row, request in zip(plan.rows, requests, strict=True):
+                        positions = np.arange(request.prompt_len - 1)
+                        group = len(engine.cache.tables) - 1
+                        size = engine.cache.page_sizes[group]
+                        pages = engine.ledger.full_table(group)[row][positions // size]
+                        slots = torch.from_numpy(pages * size + positions % size).long()
+                        kept.extend(b[slots].clone() for b in engine.cache.buffers([-1]))
+                return decode(plan, requests, shape)
+
+            monkeypatch.setattr(engine._worker, "decode", first)
+            engine.generate(longer, GREEDY)
+        return kept
+
+    whole, chunked = draft_kv(1024), draft_kv(7)
+    assert len(whole) == len(chunked) == 4
+    for one, other in zip(whole, chunked, strict=True):
+        assert torch.allclose(one, other, atol=1e-4), (one - other).abs().amax((1, 2))
+
+
 @pytest.mark.parametrize("link", ["first_child", "next_sibling"])
 def test_a_host_tree_with_wild_links_is_named(link):
     """A kernel does not read what it need not, so the host checks what the host has made."""
