@@ -320,6 +320,27 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
         assert [o.accept_lens for o in outputs] == [o.accept_lens for o in wanted]
 
 
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
+    """As under overlap: bounds on the host, lengths on the device alone. Same text, same drafts."""
+    params = dataclasses.replace(PARAMS[kind], max_new_tokens=20)
+    with kernels_run():
+        with make(case) as engine:
+            expected = engine.generate(PROMPTS, params)
+        lanes = RowState.lanes
+
+        def vague(self, rows, lo, hi, width):
+            less = np.arange(len(lo), dtype=np.int32) % 3
+            return lanes(self, rows, lo - less, hi + 2 - less, width)
+
+        monkeypatch.setattr(RowState, "lanes", vague)
+        with make(case) as engine:
+            outputs = engine.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.accept_lens for o in outputs] == [o.accept_lens for o in expected]
+
+
 def test_lengths_are_clamped_into_what_the_ledger_reserved():
     """Spec 8: under overlap the device knows the length, the host its bounds."""
     state = RowState(4, torch.device("cpu"))
