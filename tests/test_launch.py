@@ -463,6 +463,26 @@ BAD = {
         lambda: device.sample_tokens(LOGITS, ROW_F, LANES, ROW_F, ROW_F),
         r"u must be contiguous float64 \[2\] on cpu, got float32",
     ),
+    "window": (
+        lambda: device.attention_bias(LANES, LANES, 8, num_queries=1, window=0),
+        r"window must be in \[1, 2147483647\], got 0",
+    ),
+    "own positions": (
+        lambda: device.attention_bias(LANES, LANES, 8, num_queries=2, own_mask=t((2, 2, 2)).bool()),
+        "own_mask needs q_positions and own_positions",
+    ),
+    "visibility layout": (
+        lambda: device.draft_visibility(LANES, **{**READS, "layout": "holey"}, page_size=4),
+        "layout must be 'dense' on a device, got 'holey'",
+    ),
+    "visibility step": (
+        lambda: device.draft_visibility(LANES, **{**READS, "step": 3}, page_size=4),
+        r"step must be in \[0, 2\], got 3",
+    ),
+    "bytes of a slot": (
+        lambda: device.Fields.of([torch.empty(2, 1 << 31, dtype=torch.uint8, device="meta")], 1),
+        r"bytes of a slot must be in \[0, 2147483647\], got 2147483648",
+    ),
     "seeds": (
         lambda: device.uniform(LANES, INDEX[0]),
         r"seeds must be contiguous int64 or uint64 \[any\]",
