@@ -195,7 +195,8 @@ def unsynchronised(method):
 def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
     """The delta reaches the device once in a step, before its forward; no launch for no news."""
     with kernels_run() as seen, make(case) as engine:
-        worker, steps = engine._worker, [0]
+        worker, steps, news = engine._worker, [0], [0]
+        last = [table.numpy().copy() for table in engine.cache.tables]
         for name in ("prefill", "decode"):
             method = getattr(worker, name)
 
@@ -203,12 +204,13 @@ def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
                 steps[0] += 1
                 for group, table in enumerate(engine.cache.tables):
                     assert np.array_equal(table.numpy(), engine.ledger.full_table(group))
+                    news[0] += not np.array_equal(table.numpy(), last[group])
+                    last[group] = table.numpy().copy()
                 return method(*args)
 
             monkeypatch.setattr(worker, name, checked)
         engine.generate(PROMPTS, GREEDY)
-        groups = len(engine.cache.tables)
-    assert 0 < seen["apply_table_delta"] <= steps[0] * groups
+    assert 0 < news[0] == seen["apply_table_delta"] <= steps[0] * len(last)
 
 
 @pytest.mark.parametrize("case", ["chain", "dense", "holey", "plain"])
@@ -230,6 +232,50 @@ def test_logprobs_and_scripted_trees(case):
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=20))
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
         assert np.mean([o.accept_len for o in outputs]) > 2
+
+
+@pytest.mark.parametrize("where", ["cpu", "kernels"])
+def test_a_top_p_that_float32_takes_for_0_is_the_likeliest_token(where):
+    """`SamplingParams` allows it, so it fails neither its request nor the batch."""
+    tiny = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=1e-50, seed=1)
+    with kernels_run() if where == "kernels" else contextlib.nullcontext():
+        with make("chain") as engine:
+            outputs = engine.generate(PROMPTS, [tiny, SAMPLED, GREEDY, tiny])
+            expected = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6))
+    assert [o.error for o in outputs] == [None] * 4
+    assert [outputs[i].token_ids for i in (0, 3)] == [expected[i].token_ids for i in (0, 3)]
+
+
+@pytest.mark.parametrize("case", ["chain", "dense", "holey"])
+def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch):
+    """Draft KV cell p goes with token p + 1, at the end of a chunk too."""
+    longer = [p + p for p in PROMPTS[:2]]
+
+    def draft_kv(budget):
+        kept = []
+        with make(case) as engine:
+            engine._scheduler._prefill_tokens = budget
+            decode = engine._worker.decode
+
+            def first(plan, requests, shape):
+                if not kept:
+                    for row, request in zip(plan.rows, requests, strict=True):
+                        positions = np.arange(request.prompt_len - 1)
+                        group = len(engine.cache.tables) - 1
+                        size = engine.cache.page_sizes[group]
+                        pages = engine.ledger.full_table(group)[row][positions // size]
+                        slots = torch.from_numpy(pages * size + positions % size).long()
+                        kept.extend(b[slots].clone() for b in engine.cache.buffers([-1]))
+                return decode(plan, requests, shape)
+
+            monkeypatch.setattr(engine._worker, "decode", first)
+            engine.generate(longer, GREEDY)
+        return kept
+
+    whole, chunked = draft_kv(1024), draft_kv(7)
+    assert len(whole) == len(chunked) == 4
+    for one, other in zip(whole, chunked, strict=True):
+        assert torch.allclose(one, other, atol=1e-4), (one - other).abs().amax((1, 2))
 
 
 @pytest.mark.parametrize("link", ["first_child", "next_sibling"])
@@ -274,6 +320,27 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
         assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
         # Nor does it leave what spoils drafts: a sink with NaN would, for ever.
         assert [o.accept_lens for o in outputs] == [o.accept_lens for o in wanted]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
+    """As under overlap: bounds on the host, lengths on the device alone. Same text, same drafts."""
+    params = dataclasses.replace(PARAMS[kind], max_new_tokens=20)
+    with kernels_run():
+        with make(case) as engine:
+            expected = engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params)
+        lanes = RowState.lanes
+
+        def vague(self, rows, lo, hi, width):
+            less = (1 + np.arange(len(lo), dtype=np.int32)) % 3
+            return lanes(self, rows, lo - less, hi + 2 - less, width)
+
+        monkeypatch.setattr(RowState, "lanes", vague)
+        with make(case) as engine:
+            outputs = engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.accept_lens for o in outputs] == [o.accept_lens for o in expected]
 
 
 def test_lengths_are_clamped_into_what_the_ledger_reserved():

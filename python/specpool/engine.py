@@ -466,7 +466,9 @@ class Engine:
             if request.finish_reason is None:
                 request.error = f"a step failed: {type(error).__name__}: {error}"
             request.tainted = True
-            self._finish(request, request.finish_reason or "abort")
+            # A device in trouble may not even scrub; the step's own error is the one to be seen.
+            with contextlib.suppress(Exception):
+                self._finish(request, request.finish_reason or "abort")
         self._scheduler.release_strays()
         step = self._next_step
         for end in (self.ledger.cancel, self.ledger.abandon, self.ledger.complete):
@@ -476,11 +478,13 @@ class Engine:
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
-        if request.row and request.tainted:
-            for group in range(len(self.ledger.groups)):
-                pages = self.ledger.page_table(group)[request.row]
-                self.cache.scrub(group, pages[pages > 0])
-        self._scheduler.release(request)
+        try:
+            if request.row and request.tainted:
+                for group in range(len(self.ledger.groups)):
+                    pages = self.ledger.page_table(group)[request.row]
+                    self.cache.scrub(group, pages[pages > 0])
+        finally:
+            self._scheduler.release(request)
 
     def _visible(self, tokens: list[int], request: Request) -> list[int]:
         return [token for token in tokens if token not in request.stop_ids]

@@ -57,10 +57,11 @@ class RowState:
     def put_params(self, lanes: Lanes, requests: Sequence[Request]) -> None:
         """How the tokens of these rows are drawn from now on."""
         params = [request.params for request in requests]
+        top_p = np.array([p.top_p for p in params], np.float32)
         values = upload(
             self.device,
             np.array([p.temperature for p in params], np.float32),
-            np.array([p.top_p for p in params], np.float32),
+            np.maximum(top_p, np.finfo(np.float32).tiny),  # 1e-50 is above 0, in float32 it is 0
             np.array([p.top_k for p in params], np.int32),
             np.array([request.seed for request in requests], np.uint64).view(np.int64),
         )

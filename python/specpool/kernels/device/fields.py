@@ -77,7 +77,7 @@ class Fields:
                     f"buffers[{place}] must be on {tensors[0].device}, it is on "
                     f"{tensors[place].device}"
                 )
-        fields = [field for field in fields if field[2]]
+        fields = [field for field in fields if number("bytes of a slot", field[2], 0)]
         number("fields of buffers", len(fields), 1, 65535)
         number("slots of buffers", num_slots, 1)
         vecs = [_vec(field) for field in fields]
