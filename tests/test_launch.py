@@ -196,8 +196,41 @@ def test_cpu_tensors_go_to_the_twin():
         device.slots_at(table, 4, lanes, positions + 2)
     with pytest.raises(ShapeError, match="one device, CUDA or cpu: one is on meta"):
         device.slots_at(table.to("meta"), 4, lanes, lanes)
-    with pytest.raises(ShapeError, match="copy_slots needs tensors on a CUDA device, got cpu"):
-        device.gather_kv(device.Fields.of([torch.zeros(8, 4)], 4), lanes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gather_and_scatter_have_a_twin_too(seed):
+    """Buffers of any form, as the kernel takes them; each field by its slots."""
+    rng = np.random.default_rng(seed)
+    page_size, pages = int(rng.integers(1, 6)), int(rng.integers(1, 7))
+    num_slots = page_size * pages
+
+    def noise(*shape):
+        return torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8))
+
+    buffers = [
+        noise(num_slots, 2, 6).view(torch.bfloat16),
+        noise(3, num_slots, 5) if seed % 2 else noise(num_slots, 8).view(torch.float32),
+        PageBlocked(noise(pages, page_size * 4), page_size, (3, 1)),
+    ]
+    if seed % 2:
+        buffers = buffers[1:2]
+    fields = device.Fields.of(buffers, page_size, slot_dim=seed % 2)
+    before = [view.reshape(num_slots, -1).clone() for view in fields.views()]
+    slots = i32(rng.permutation(num_slots)[: rng.integers(0, num_slots + 1)])
+    read = device.gather_kv(fields, torch.from_numpy(slots))
+    for values, view in zip(read.views(), before, strict=True):
+        assert torch.equal(values.reshape(-1, view.shape[1])[: len(slots)], view[slots])
+    to = rng.permutation(num_slots)[: len(slots)].astype(np.int32)
+    device.scatter_kv(fields, torch.from_numpy(to), read)
+    for view, old in zip(fields.views(), before, strict=True):
+        old[to] = old[slots]
+        assert torch.equal(view.reshape(num_slots, -1), old)
+    for bad in ([num_slots], [-1]):
+        with pytest.raises(ShapeError, match=str(bad[0])):
+            device.gather_kv(fields, torch.tensor(bad, dtype=torch.int32))
+    with pytest.raises(ShapeError, match="0"):
+        device.scatter_kv(fields, torch.zeros(2, dtype=torch.int32), fields.empty(2))
 
 
 @pytest.mark.parametrize("where", ["cpu", "kernels"])

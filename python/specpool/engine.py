@@ -132,6 +132,7 @@ class Engine:
             drafter,
             self.cache,
             target_groups=pools.target_groups,
+            max_nodes=self.shape.num_draft_tokens,
             max_context_len=self.max_context_len,
         )
         self._scheduler = Scheduler(

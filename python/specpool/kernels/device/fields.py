@@ -105,6 +105,18 @@ class Fields:
         """Where the buffers are."""
         return self.table.device
 
+    def views(self) -> list[Tensor]:
+        """Each field by pages, uint8 [num_pages, page_size, width]; for the CPU twins."""
+        views: list[Tensor] = []
+        for buffer in self.source:
+            if isinstance(buffer, PageBlocked):
+                views += [field.view(torch.uint8) for field in buffer.fields()]
+                continue
+            for index in np.ndindex(*buffer.shape[: self.slot_dim]):
+                slots = buffer[index].reshape(buffer.shape[self.slot_dim], 1, -1)
+                views.append(slots.view(torch.uint8))  # each slot a page of its own
+        return [view for view in views if view.numel()]
+
     @property
     def columns(self) -> int:
         """Accesses to one slot of the widest field."""

@@ -157,3 +157,25 @@ def copy_parent_drafts(*args: Any, layout: str = "holey", **options: Any) -> Non
     if layout != "holey":
         raise ShapeError(f"layout must be 'holey' on a CPU, got {layout!r}")
     moves.copy_parent_drafts(*args, **options)
+
+
+def copy_slots(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+    """The twin of the kernel behind `gather_kv` and `scatter_kv`, on buffers of any form.
+
+    Args:
+        to: written.
+        of: read, of the same widths.
+        dst: int32 [n], each once; None = 0, 1, ..
+        src: int32 [n]; None = 0, 1, ..
+        n: slots.
+    """
+    places = []
+    for name, fields, slots in (("dst", to, dst), ("src", of, src)):
+        index = torch.arange(n) if slots is None else slots.long()
+        _core.check_slots(name, index.numpy(), fields.num_slots)
+        places.append(index)
+    if dst is not None:
+        _core.check_moves(places[0].numpy(), places[0].numpy(), to.num_slots)
+    for written, read in zip(to.views(), of.views(), strict=True):
+        (into, out_of), size, other = places, written.shape[1], read.shape[1]
+        written[into // size, into % size] = read[out_of // other, out_of % other]
