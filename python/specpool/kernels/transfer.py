@@ -56,13 +56,14 @@ class Download:
 
     def __init__(self, tensor: Tensor) -> None:
         """Copies `tensor` in the order of torch's current stream."""
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         self._host = tensor
         if tensor.device.type == "cuda":
+            cuda: Any = torch.cuda  # its events are typed in some versions of torch only
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
+            self._event = cuda.Event()
+            self._event.record(cuda.current_stream(tensor.device))
 
     def array(self) -> NDArray[Any]:
         """What the tensor held; waits until the copy is done."""
