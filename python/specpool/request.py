@@ -30,28 +30,30 @@ class Request:
     without KV.
     """
 
-    request_id: int
+    request_id: int  # in the order of arrival
     index: int  # of its prompt in the call
     prompt_len: int
     tokens: list[int]
     params: SamplingParams
     shape: Shape
+    shape_index: int  # of the ledger's shapes
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int
+    priority: int = 0  # the greater comes first
     row: int = 0  # 0 = none
-    prefilled_len: int = 0  # positions with KV, until the prompt is done
+    epoch: int = 0  # of the row when it was taken
+    prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
+    prefilled_len: int = 0  # positions in prefill steps so far
+    can_decode: bool = False  # the last of these steps has been launched
+    num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
     tainted: bool = False  # saw logits that are not finite: its KV may be NaN
     accept_lens: list[int] = field(default_factory=list)  # one per verify
-    from_draft: list[bool] = field(default_factory=list)  # per output token
+    runs: list[int] = field(default_factory=list)  # output tokens of each forward
+    cut: int = 0  # tokens of the last forward that were dropped
     logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the prompt's KV is complete and a root token is known."""
-        return self.prefilled_len >= self.prompt_len
 
     @property
     def num_output_tokens(self) -> int:
@@ -63,27 +65,41 @@ class Request:
         """The generated tokens."""
         return self.tokens[self.prompt_len :]
 
+    @property
+    def from_draft(self) -> list[bool]:
+        """Whether each generated token is an accepted draft: all of a forward but its last."""
+        flags = [i < n - 1 for n in self.runs for i in range(n)]
+        if self.cut and flags:
+            flags[-1] = True
+        return flags
+
     def append(self, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
         """Take over the tokens of one forward, the last of them not a draft.
 
         Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
-        A token of -1 stands for logits that are not finite.
+        A last token of -1 stands for logits that are not finite.
         """
-        for taken, token in enumerate(tokens):
-            if token < 0:
-                self.finish_reason = "error"
-                self.error = f"the logits at position {len(self.tokens) - 1} are not finite"
-                return
-            self.tokens.append(token)
-            self.from_draft.append(taken < len(tokens) - 1)
-            if logprobs is not None:
-                self.logprobs.append(logprobs[taken])
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) >= self.max_len:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                return
+        if not tokens:
+            return
+        kept = tokens
+        if tokens[-1] < 0:
+            kept = tokens[:-1]
+        if not self.stop_ids.isdisjoint(kept):
+            kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
+            self.finish_reason = "stop"
+        room = self.max_len - len(self.tokens)
+        if len(kept) >= room:
+            # A stop token that is also the last one that fits has stopped it.
+            stopped = self.finish_reason is not None and len(kept) == room
+            kept, self.finish_reason = kept[:room], "stop" if stopped else "length"
+        if self.finish_reason is None and tokens[-1] < 0:
+            self.finish_reason = "error"
+            self.error = f"the logits at position {len(self.tokens) + len(kept) - 1} are not finite"
+        self.tokens += kept
+        self.runs.append(len(kept))
+        self.cut = len(tokens) - len(kept)
+        if logprobs is not None:
+            self.logprobs += logprobs[: len(kept)]
 
 
 def fresh_seed() -> int:

@@ -1,111 +1,329 @@
-"""Which requests run: admission, prefill in chunks, decode rounds.
+"""Which requests run: admission, chunked prefill, decode rounds, retraction, and their ends.
 
-A request is admitted when every page it could ever need, in every group, fits beside what the
-running ones could need. So no round ever runs out of pages, and nothing is retracted.
+The scheduler knows no model and no device. It prepares steps, whoever runs them launches them in
+order and brings back what they gave; under overlap (D = 1) the next step is prepared before that.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from specpool._core import Ledger, Shape
-from specpool.errors import SpecpoolError
-from specpool.request import Request
+from specpool._core import Ledger, Plan
+from specpool.errors import OutOfPages, OutOfRows
+from specpool.request import Request, TokenLogprob
+
+Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillBatch:
-    """Prompts, or chunks of them, to be run in one forward."""
+class Step:
+    """A prepared step: a chunk of some prompts, or one round of some rows."""
 
-    requests: list[Request]
-    chunk_lens: list[int]
+    plan: Plan
+    requests: list[Request]  # the plan's lanes
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a round, with accept lengths to come."""
+        return self.plan.kind == "decode"
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """One round of requests that share a shape."""
+class StepResult:
+    """What a step gave each lane."""
 
-    requests: list[Request]
-    shape: Shape
+    tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
+    accept_len: Int32  # [B], of a decode step
+    logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 class Scheduler:
-    """The waiting queue and the running batch, first come, first served."""
+    """The waiting queue and the running rows.
 
-    def __init__(self, ledger: Ledger, *, max_batch: int, prefill_tokens: int) -> None:
-        """Schedule on `ledger`; a prefill forward runs at most `prefill_tokens` tokens."""
+    Order is by priority (the greater first), then by arrival; who is retracted comes back before
+    whoever arrived later. Retracted are the last admitted of the least priority.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        keeps_draft_kv: bool = False,
+        reads_tokens: bool = False,
+        headroom: int = 0,
+        before_release: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """Schedule on `ledger`.
+
+        Args:
+            ledger: which rows and pages there are; its overlap depth is the scheduler's.
+            max_batch: rows that run at once.
+            prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks.
+            keeps_draft_kv: the drafter writes draft KV of what a step keeps.
+            reads_tokens: the drafter reads the rows' tokens: a row that drafts has one round in
+                flight at most.
+            headroom: tokens beyond its next round that every row must have room for before another
+                request is admitted.
+            before_release: called while the request still has its row.
+        """
         self._ledger = ledger
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
+        self._headroom = headroom
+        self._before_release = before_release
+        self._waiting: list[Request] = []  # in the order in which they will be admitted
+        self._running: list[Request] = []  # in the order in which they were
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
+        self._in_flight = 0  # steps prepared and not finished
+        self._is_starved = False  # a round found no pages: nothing else may take what comes back
+        # By row: tokens that the host knows, tokens at most, index of the shape.
+        self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
+        self._ready: tuple[list[Request], Int32] | None = None  # who can decode, and their rows
+        self.num_retracted = 0
+
+    # --- what comes in --------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. A full row always fits the pools, so each one runs at last."""
-        self._waiting.append(request)
+        """Queue a request that fits: `fits` says so."""
+        bisect.insort(self._waiting, request, key=_order)
+
+    def fits(self, request: Request) -> bool:
+        """Whether an empty pool would hold the request to its end."""
+        return bool((self.pages_at_most(request) <= self._num_pages).all())
+
+    def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
+        """Pages of each group that the request can ever hold, int64 [num_groups]."""
+        last_root = max(request.prompt_len, request.max_len - 1)
+        last_root = min(last_root, self._ledger.max_context_len - 1)
+        return self._ledger.pages_needed(
+            min(request.prompt_len, last_root), last_root, request.shape_index
+        )
+
+    def abort(self, request: Request, reason: str = "abort") -> None:
+        """End a request, wherever it is; twice is once."""
+        if request.finish_reason is None:
+            self._end(request, reason)
 
     def requests(self) -> list[Request]:
         """All requests, running ones first."""
         return [*self._running, *self._waiting]
 
-    def next_batch(self) -> PrefillBatch | DecodeBatch | None:
-        """What to run now: prefill first, then decode; None when nothing is left."""
-        self._admit()
-        chunks: list[tuple[Request, int]] = []
-        budget = self._prefill_tokens
-        for request in self._running:
-            if not request.is_prefilled and budget:
-                chunks.append((request, min(budget, request.prompt_len - request.prefilled_len)))
-                budget -= chunks[-1][1]
-        if chunks:
-            return PrefillBatch([r for r, _ in chunks], [n for _, n in chunks])
-        if not self._running:
-            return None
-        # Shapes take turns: the request with the fewest rounds picks.
-        shape = min(self._running, key=lambda request: len(request.accept_lens)).shape
-        return DecodeBatch([r for r in self._running if r.shape == shape], shape)
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
 
-    def release(self, request: Request) -> None:
-        """Give a finished or aborted request's row and pages back; a waiting one is forgotten."""
-        for queue in (self._waiting, self._running):
-            if request in queue:
-                queue.remove(request)
-        row, request.row = request.row, 0
-        if row:
-            if request.finish_reason in ("stop", "length"):
-                self._ledger.finish(row)
-            else:
-                self._ledger.abort(row)
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none."""
+        return len(self._waiting)
 
-    def release_strays(self) -> None:
-        """Abort rows that no running request has: Ctrl-C came while one was taken or given back."""
-        owned = {request.row for request in self._running}
-        for row in range(1, self._ledger.num_rows + 1):
-            if row not in owned:
-                with contextlib.suppress(SpecpoolError):  # most are free
-                    self._ledger.abort(row)
+    # --- a turn of the loop ---------------------------------------------------------------------
+
+    def schedule(self) -> list[Step]:
+        """Prepare what can run now: a prefill step, a decode step, both or none.
+
+        They are to be launched in this order. None, and steps in flight: finish those first. None
+        and nothing in flight: there is nothing to do.
+        """
+        while True:
+            if not self._is_starved:
+                self._admit()
+            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            self._in_flight += len(steps)
+            if steps or self._in_flight or not self._running:
+                return steps
+            self._make_room()
+
+    def launch(self, step: Step) -> None:
+        """The step's forward is about to be enqueued."""
+        self._ledger.launch(step.plan.step)
+        if not step.is_decode:
+            for request in step.requests:
+                if request.prefilled_len >= request.prefill_len:
+                    request.can_decode, self._ready = True, None
+
+    def finish(self, step: Step, result: StepResult) -> None:
+        """Take over what a launched step gave, the oldest first.
+
+        It has run on the device, as has every step before it: what it frees is written by later
+        forwards of the same stream only.
+        """
+        plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
+        # Lanes whose row was given back since are dropped: their request may have another by now.
+        alive = self._ledger.epoch[plan.rows] == plan.epochs
+        accept_lens = None
+        if step.is_decode:
+            accept_lens = result.accept_len.tolist()
+            self._ledger.resolve(plan.step, result.accept_len)
+            self._lens[plan.rows[alive]] += result.accept_len[alive]
+        self._ledger.complete(plan.step)
+        self._in_flight -= 1
+        for i, lives in enumerate(alive.tolist()):
+            if not lives:
+                continue
+            request = step.requests[i]
+            if accept_lens is not None:
+                request.accept_lens.append(accept_lens[i])
+            elif tokens[i]:
+                self._lens[request.row] += 1
+            request.append(tokens[i], None if logprobs is None else logprobs[i])
+            if request.finish_reason is not None:
+                self._end(request, request.finish_reason)
+
+    def fail(self, step: Step, error: BaseException) -> None:
+        """A launched step's forward has failed: its requests end, the others go on.
+
+        Call it once nothing of the step runs on the device any more.
+        """
+        plan = step.plan
+        alive = (self._ledger.epoch[plan.rows] == plan.epochs).tolist()
+        for request, lives in zip(step.requests, alive, strict=True):
+            if lives:
+                request.error = f"a step failed: {type(error).__name__}: {error}"
+                self._before_release(request)
+                request.row = 0  # the ledger takes it
+                self._end(request, "error")
+        self._ledger.abandon(plan.step)
+        self._ledger.complete(plan.step)
+        self._in_flight -= 1
+        for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
+            self._requeue(request)  # a page copy into its row was lost with the step
+
+    # --- how it is done -------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if not self._waiting or len(self._running) >= self._max_batch:
-            return
-        claimed = sum(map(self._pages_needed, self._running), np.zeros_like(self._num_pages))
+        """Take rows for who is next, while what every row needs next fits beside them."""
+        claimed = None
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting[0]
-            claimed += self._pages_needed(request)
-            if (claimed > self._num_pages).any():
+            need = self._need(request)
+            free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
+            if self._running and (need > free).any():
                 return
-            request.row = self._ledger.admit(tag=str(request.request_id))
+            if claimed is None:
+                claimed = sum(map(self._need, self._running), np.zeros_like(self._num_pages))
+            claimed = claimed + need
+            if self._running and (claimed > self._num_pages).any():
+                return
+            try:
+                request.row = self._ledger.admit(tag=str(request.request_id))
+            except OutOfRows:  # all are fenced
+                return
+            request.epoch = int(self._ledger.epoch[request.row])
+            request.prefilled_len, request.prefill_len = 0, len(request.tokens)
+            request.can_decode = False
+            self._lens[request.row] = len(request.tokens)
+            self._limits[request.row] = request.max_len
+            self._shapes[request.row] = request.shape_index
             self._running.append(request)
-            self._waiting.popleft()
+            del self._waiting[0]
 
-    def _pages_needed(self, request: Request) -> npt.NDArray[np.int64]:
-        """Pages of each group that the request may ever hold, int64 [num_groups]."""
-        shape = self._ledger.shapes.index(request.shape)
-        last_root = max(request.prompt_len, request.max_len - 2)
-        return self._ledger.pages_needed(request.prompt_len, last_root, shape)
+    def _need(self, request: Request) -> npt.NDArray[np.int64]:
+        """Pages of each group that the request holds or needs for its next round, and headroom."""
+        lo = min(len(request.tokens), self._ledger.max_context_len - 1)
+        last = min(request.max_len, self._ledger.max_context_len) - 1
+        hi = max(lo, min(lo + self._headroom, last))
+        return self._ledger.pages_needed(lo, hi, request.shape_index)
+
+    def _prefill(self) -> Step | None:
+        """The next chunks of prompts, in the order of admission; as many as pages allow."""
+        if self._is_starved:
+            return None
+        budget, chosen, ends = self._prefill_tokens, [], []
+        for request in self._running:
+            left = request.prefill_len - request.prefilled_len
+            if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
+                chosen.append(request)
+                ends.append(request.prefilled_len + min(left, budget))
+                budget -= min(left, budget)
+        writes_draft = self._keeps_draft_kv and any(r.shape_index for r in chosen)
+        while chosen:
+            try:
+                plan = self._ledger.prepare_extend(
+                    [r.row for r in chosen], ends, writes_draft=writes_draft
+                )
+            except OutOfPages:
+                chosen.pop(), ends.pop()
+                continue
+            for request, end in zip(chosen, ends, strict=True):
+                request.prefilled_len = end
+            return Step(plan, chosen)
+        return None
+
+    def _decode(self) -> Step | None:
+        """One round of every row that is ready for it."""
+        if self._ready is None:
+            ready = [request for request in self._running if request.can_decode]
+            self._ready = ready, np.array([request.row for request in ready], np.int32)
+        requests, rows = self._ready
+        in_flight = self._ledger.in_flight[rows]
+        # Each round in flight gives a token at least: who will be at the limit needs no other.
+        wanted = self._lens[rows] + in_flight < self._limits[rows]
+        wanted &= in_flight <= self._ledger.overlap_depth
+        if self._reads_tokens:
+            wanted &= (in_flight == 0) | (self._shapes[rows] == 0)
+        if not wanted.all():
+            rows = rows[wanted]
+            requests = [requests[i] for i in np.flatnonzero(wanted).tolist()]
+        if not requests:
+            self._is_starved = False
+            return None
+        shapes = self._shapes[rows]
+        writes_draft = self._keeps_draft_kv and bool(shapes.any())
+        try:
+            plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+        except OutOfPages:
+            self._is_starved = True
+            return None
+        self._is_starved = False
+        return Step(plan, requests)
+
+    def _make_room(self) -> None:
+        """Nothing is in flight and no step finds its pages: somebody has to give some back."""
+        victim = min(reversed(self._running), key=lambda request: request.priority)
+        if len(self._running) > 1:
+            self._before_release(victim)
+            self._ledger.retract(victim.row)
+            self._requeue(victim)
+        else:
+            needs = self._need(victim).tolist()
+            victim.error = (
+                f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
+                f"{self._num_pages.tolist()}"
+            )
+            self._end(victim, "error")
+
+    def _requeue(self, request: Request) -> None:
+        """A request without its row any more waits again; its text goes on where it was."""
+        self._running.remove(request)
+        request.row, self._ready = 0, None
+        request.num_retractions += 1
+        self.num_retracted += 1
+        self._is_starved = False
+        bisect.insort(self._waiting, request, key=_order)
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        if request in self._waiting:
+            self._waiting.remove(request)
+            return
+        self._running.remove(request)
+        self._ready = None
+        if request.row:
+            self._before_release(request)
+            give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort
+            give_back(request.row)
+            request.row = 0
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return -request.priority, request.request_id
