@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint test test-full test-gpu guards prove soak mutants bench all clean
+.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak mutants bench bench-gpu all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,15 @@ test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests 
 	$(BIN)/pytest -k cuda tests/test_device_*.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
+# Without torch's cache every tensor is an allocation of its own, whose ends memcheck knows.
+SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
+sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, then racecheck
+	@command -v compute-sanitizer > /dev/null || \
+	{ echo "make sanitize needs compute-sanitizer, which comes with the CUDA toolkit: it is not in PATH" >&2; exit 1; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck \
+	$(BIN)/python -m pytest -k cuda --timeout 0 tests/test_device_*.py
+	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest -k cuda --timeout 0 tests/test_device_*.py
+
 guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (11 minutes)
 	$(BIN)/python tests/run_guards.py
 
@@ -90,7 +99,11 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench ledger
 	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
 	cargo bench --quiet -p specpool-core
+	$(BIN)/python benches/bench_kernels.py
 	$(BIN)/specpool bench generate
+
+bench-gpu: $(VENV)/.dev ## each kernel beside a device copy on a CUDA device; figures and a picture into benches/results
+	$(BIN)/python benches/bench_kernels.py --device cuda --write benches/results
 
 all: fmt lint test build ## everything CI does, and a wheel
 

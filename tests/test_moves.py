@@ -10,7 +10,7 @@ import kernel_reference as ref
 
 torch = pytest.importorskip("torch")
 
-from specpool import kernels  # noqa: E402 - after the skip
+from specpool import _core, kernels  # noqa: E402 - after the skip
 from specpool.errors import ShapeError  # noqa: E402
 from specpool.kernels import moves  # noqa: E402
 
@@ -170,6 +170,53 @@ def test_index_tensors_are_taken_too():
     assert moves.gather_kv([kv], torch.tensor([3]))[0].tolist() == [[3]]
 
 
+@pytest.mark.parametrize("slot_dim", [0, 1])
+def test_strided_and_contiguous_buffers_hold_the_same_afterwards(slot_dim):
+    """torch moves the one, the core the other: long runs, overlaps both ways, chains, swaps."""
+    rng = np.random.default_rng(slot_dim)
+    shape = (40, 3, 5) if slot_dim == 0 else (2, 40, 5)
+    for src, dst in [
+        (np.arange(0, 30), np.arange(7, 37)),
+        (np.arange(7, 37), np.arange(0, 30)),
+        (rng.integers(0, 40, 25), rng.permutation(40)[:25]),
+        (rng.permutation(40), rng.permutation(40)),
+    ]:
+        contiguous = buffer(shape, torch.bfloat16)
+        strided = torch.zeros(*shape[:-1], 9, dtype=torch.bfloat16)[..., :5].copy_(contiguous)
+        for kv in (contiguous, strided):
+            moves.move_kv([kv], src, dst, slot_dim=slot_dim)
+        assert same(contiguous, strided)
+        slots = rng.permutation(40)[:25]
+        values = moves.gather_kv([strided], src[:25], slot_dim=slot_dim)
+        for kv in (contiguous, strided):
+            moves.scatter_kv([kv], slots, values, slot_dim=slot_dim)
+        assert same(contiguous, strided)
+
+
+def test_a_slot_of_one_element_has_any_stride():
+    kv = torch.arange(6.0).view(1, 6).t()
+    moves.move_kv([kv], i64([0, 1]), i64([1, 2]))
+    moves.scatter_kv([kv], i64([5, 4]), [torch.tensor([[9.0], [8.0]])])
+    assert kv[:, 0].tolist() == [0, 0, 1, 3, 8, 9]
+
+
+def test_the_core_takes_bytes_that_fit():
+    content, one = np.zeros((1, 3, 4), np.uint8), i64([1])
+    for buffers, message in [
+        ([(content, [3])], r"a page must be whole slots of \[3\] bytes, 1 or more, got 4 bytes"),
+        ([(content, [4]), (content[:, :1].copy(), [4])], r"src\[0\] must be in \[0, 1\), got 1"),
+        ([(content[..., :2], [2])], "buffers must be a C-contiguous 3-dimensional"),
+        ([(content, [4]), (content, [4])], "buffers shares memory with another argument"),
+    ]:
+        with pytest.raises(ShapeError, match=message):
+            _core.move_slots(buffers, one, one)
+    with pytest.raises(ShapeError, match=r"values must have shape \[1, 1, 4\], got \[1, 3, 4\]"):
+        _core.scatter_slots([(content, [4])], one, [content + 1])
+    with pytest.raises(ShapeError, match="values must have 1 arrays, got 0"):
+        _core.scatter_slots([(content, [4])], one, [])
+    assert not content.any()
+
+
 def test_refused_moves_write_nothing():
     kv = [buffer((8, 2), torch.float32, 1), buffer((6, 2), torch.float32, 2)]
     before = [b.clone() for b in kv]
@@ -184,6 +231,8 @@ def test_refused_moves_write_nothing():
         (torch.tensor([1]), two, "both be NumPy arrays or both tensors"),
         (torch.tensor([1.0]), torch.tensor([1]), r"src must be int64 \[n\] on cpu"),
         (torch.tensor([1]), torch.tensor([1, 2]), "dst must have 1 elements, got 2"),
+        (torch.tensor([7]), torch.tensor([1]), r"src\[0\] must be in \[0, 6\), got 7"),
+        (torch.tensor([0, 1]), torch.tensor([3, 3]), "dst names slot 3 twice"),
     ]:
         with pytest.raises(ShapeError, match=message):
             moves.move_kv(kv, src, dst)

@@ -37,11 +37,13 @@ __all__ = [
     "draft_write_positions",
     "draft_write_slots",
     "kernel_source",
+    "move_slots",
     "organize",
     "page_csr",
     "prefix_tail_moves",
     "sample_margins",
     "sample_tokens",
+    "scatter_slots",
     "select_topk",
     "sizing_alloc_len_per_decode",
     "sizing_extend_pages",
@@ -65,6 +67,7 @@ _I64: TypeAlias = NDArray[np.int64]
 _F32: TypeAlias = NDArray[np.float32]
 _F64: TypeAlias = NDArray[np.float64]
 _Bool: TypeAlias = NDArray[np.bool_]
+_U8: TypeAlias = NDArray[np.uint8]
 _Layout: TypeAlias = Literal["dense", "holey"]
 _Policy: TypeAlias = Literal["exact", "double_buffer"]
 
@@ -1022,6 +1025,28 @@ def check_moves(src: _I64, dst: _I64, num_slots: int) -> None:
 
 def check_slots(name: str, slots: _I64, num_slots: int) -> None:
     """Raises ShapeError, calling the slots `name`, unless all are in [0, num_slots)."""
+
+def move_slots(buffers: Sequence[tuple[_U8, Sequence[int]]], src: _I64, dst: _I64) -> None:
+    """Moves slots in every buffer: slot dst[i] takes what slot src[i] held before the call.
+
+    Args:
+        buffers: bytes [lead, num_pages, P * sum(widths)], written, and the widths: bytes of one
+            slot in each field. A page holds one field after the other; a plain buffer has one, and
+            pages of one slot.
+        src: [n] slots read.
+        dst: [n] slots written, each once.
+    """
+
+def scatter_slots(
+    buffers: Sequence[tuple[_U8, Sequence[int]]], slots: _I64, values: Sequence[_U8]
+) -> None:
+    """Writes values into slots of every buffer.
+
+    Args:
+        buffers: as `move_slots` has them.
+        slots: [n], each once.
+        values: one for each buffer: bytes [lead, n, width] of its one field.
+    """
 
 def attention_mask(
     starts: _I32,

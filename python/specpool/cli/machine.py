@@ -94,15 +94,22 @@ def report(
                 f"{r.reference_value:.4g}",
                 f"{r.ratio:.2f}",
             )
-        Console().print(table)
+        # Wide enough for every column also where the output is no terminal.
+        console = Console()
+        Console(width=max(console.width, 128)).print(table)
     if plot is not None:
         draw(title, results, plot)
 
 
 def print_json(where: dict[str, Any], results: Sequence[Result]) -> None:
     """Print one object: the machine and the results."""
+    print(as_json(where, results))
+
+
+def as_json(where: dict[str, Any], results: Sequence[Result]) -> str:
+    """The machine and the results as one object."""
     rows = [asdict(result) | {"ratio": result.ratio} for result in results]
-    print(json.dumps({"machine": where, "results": rows}, indent=1))
+    return json.dumps({"machine": where, "results": rows}, indent=1)
 
 
 def check_plot(path: Path) -> None:

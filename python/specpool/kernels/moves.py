@@ -1,13 +1,15 @@
 """Moves of KV between slots in torch: any device, any dtype (spec 6; kernels 4, 7, 8, 9 of 7).
 
 A buffer is a tensor with one dimension of slots (by default the first), or a `PageBlocked` one. All
-layers may stand in one tensor (`slot_dim` says which dimension the slots are), so that a move is
-one gather and one scatter. Every move is gather-then-scatter: sources and targets may overlap.
-Empty work launches nothing.
+layers may stand in one tensor (`slot_dim` says which dimension the slots are). Every move is
+gather-then-scatter: sources and targets may overlap. Contiguous buffers in host memory are moved by
+the core, without a copy between where it can; others by a gather and a scatter of torch's. Empty
+work launches nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +64,31 @@ class PageBlocked:
 Buffer = Tensor | PageBlocked
 
 
+def _host_bytes(
+    buffers: Sequence[Buffer], slot_dim: int
+) -> list[tuple[NDArray[np.uint8], tuple[int, ...]]] | None:
+    """The buffers as `_core.move_slots` takes them; None unless all are contiguous on the CPU."""
+    tensors = [b.data if isinstance(b, PageBlocked) else b for b in buffers]
+    if not all(t.device.type == "cpu" and t.is_contiguous() and t.numel() for t in tensors):
+        return None
+    return [
+        _blocked_bytes(b) if isinstance(b, PageBlocked) else _plain_bytes(b, slot_dim)
+        for b in buffers
+    ]
+
+
+def _blocked_bytes(buffer: PageBlocked) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
+    size = buffer.data.element_size()
+    return buffer.data.view(torch.uint8).numpy()[None], tuple(size * w for w in buffer.widths)
+
+
+def _plain_bytes(buffer: Tensor, slot_dim: int) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
+    """Bytes [lead, slots, width] of a contiguous tensor."""
+    lead, slots = math.prod(buffer.shape[:slot_dim]), buffer.shape[slot_dim]
+    content = buffer.view(-1).view(torch.uint8).view(lead, slots, -1)
+    return content.numpy(), (content.shape[2],)
+
+
 def _as_bytes(buffer: Tensor) -> Tensor:
     """Eight-bit floats as bytes: torch cannot index them everywhere, a move needs no numbers."""
     if buffer.dtype.itemsize == 1 and buffer.dtype.is_floating_point:
@@ -100,15 +127,23 @@ def _as_index(name: str, slots: Slots, device: torch.device) -> Tensor:
     return index if device.type == "cpu" else index.to(device, non_blocking=True)
 
 
-def _check(buffers: Sequence[Buffer], src: Slots, dst: Slots, slot_dim: int) -> None:
+def _host_index(name: str, slots: Slots) -> NDArray[np.int64]:
+    if isinstance(slots, Tensor):
+        return _as_index(name, slots, torch.device("cpu")).contiguous().numpy()
+    return slots
+
+
+def _check_forms(src: Slots, dst: Slots) -> None:
+    if isinstance(src, Tensor) != isinstance(dst, Tensor):
+        raise ShapeError("src and dst must both be NumPy arrays or both tensors")
+    if isinstance(src, Tensor) and src.shape != dst.shape:
+        raise ShapeError(f"dst must have {len(src)} elements, got {len(dst)}")
+
+
+def _check_values(src: Slots, dst: Slots, num_slots: int) -> None:
     """Refuses moves that a buffer cannot do. A tensor's values are left unread on its device."""
-    num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
     if isinstance(src, np.ndarray) and isinstance(dst, np.ndarray):
         _core.check_moves(src, dst, num_slots)
-    elif isinstance(src, np.ndarray) or isinstance(dst, np.ndarray):
-        raise ShapeError("src and dst must both be NumPy arrays or both tensors")
-    elif src.shape != dst.shape:
-        raise ShapeError(f"dst must have {src.numel()} elements, got {dst.numel()}")
 
 
 def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int = 0) -> None:
@@ -122,12 +157,18 @@ def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int 
 
     Raises:
         ShapeError: wrong dtype or shape, a slot outside a buffer, or one written twice. (The values
-            of index tensors are trusted, since reading them would wait for their device.)
+            of index tensors on a device are trusted, since reading them would wait for it.)
     """
     if not buffers or len(src) == len(dst) == 0:
         return
-    _check(buffers, src, dst, slot_dim)
+    num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
+    _check_forms(src, dst)
     device = _device(buffers)
+    host = _host_bytes(buffers, slot_dim)
+    if host is not None:
+        _core.move_slots(host, _host_index("src", src), _host_index("dst", dst))
+        return
+    _check_values(src, dst, num_slots)
     read, written = _as_index("src", src, device), _as_index("dst", dst, device)
     for buffer in buffers:
         if isinstance(buffer, PageBlocked):
@@ -183,9 +224,8 @@ def scatter_kv(
         raise ShapeError(f"values must have {len(buffers)} tensors, got {len(values)}")
     if not buffers:
         return
-    _check(buffers, slots, slots, slot_dim)
+    num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
     device = _device(buffers)
-    index = _as_index("slots", slots, device)
     for place, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
         shape = (*buffer.shape[:slot_dim], len(slots), *buffer.shape[slot_dim + 1 :])
         if value.shape != shape or value.dtype != buffer.dtype or value.device != device:
@@ -195,6 +235,13 @@ def scatter_kv(
             )
     if len(slots) == 0:
         return
+    host = _host_bytes(buffers, slot_dim)
+    if host is not None:
+        content = [_plain_bytes(value.contiguous(), slot_dim)[0] for value in values]
+        _core.scatter_slots(host, _host_index("slots", slots), content)
+        return
+    _check_values(slots, slots, num_slots)
+    index = _as_index("slots", slots, device)
     for buffer, value in zip(buffers, values, strict=True):
         _as_bytes(buffer).index_copy_(slot_dim, index, _as_bytes(value))
 

@@ -4,7 +4,7 @@
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows -> ledger -> audit`;
 //! - what it did: `codec -> event, call`, `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
-//! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `mask`;
+//! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
 //! Start at [`Ledger`], whose example runs one request from its prefill to its end; the less obvious of its verbs have
@@ -29,6 +29,7 @@ pub mod ledger;
 mod log_header;
 pub mod log_reader;
 pub mod mask;
+pub mod moves;
 pub mod page_copy;
 pub mod page_pool;
 pub mod page_table;

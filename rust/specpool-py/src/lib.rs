@@ -9,6 +9,7 @@ mod group;
 mod kernels;
 mod ledger;
 mod mask;
+mod moves;
 mod plan;
 mod replay;
 mod shape;
@@ -28,6 +29,8 @@ mod _core {
     use super::ledger::{Ledger, Snapshot};
     #[pymodule_export]
     use super::mask::{attention_bias, attention_mask};
+    #[pymodule_export]
+    use super::moves::{move_slots, scatter_slots};
     #[pymodule_export]
     use super::plan::Plan;
     #[pymodule_export]

@@ -1,0 +1,190 @@
+//! Moves of slots within buffers of bytes: on the CPU what `cuda/moves.cu` does on a device.
+
+use std::ops::Range;
+
+use crate::check::same_len;
+use crate::error::{Error, Result};
+use crate::slots::check_slots;
+
+/// Where slots lie in a buffer of bytes `[lead, num_pages, P * sum(widths)]`. A page holds one field after the other,
+/// for all its P slots (sgl#31218); a plain buffer has one field and pages of one slot.
+#[derive(Debug, Clone)]
+pub struct SlotLayout {
+    lead: usize,
+    num_pages: usize,
+    page_bytes: usize,
+    page_size: usize,
+    widths: Vec<usize>, // bytes of one slot in each field
+}
+
+/// Moves that may be made in every buffer of `num_slots` slots: what `held` reads is kept aside, then `direct` is
+/// copied in order, then `held` is written.
+#[derive(Debug, Clone)]
+pub struct SlotMoves {
+    num_slots: usize,
+    direct: Vec<Run>,
+    held: Vec<Run>, // moves that read what an earlier one writes
+}
+
+/// Moves of slots that follow each other, on both sides.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    src: usize,
+    dst: usize,
+    len: usize,
+}
+
+/// One field of a buffer.
+#[derive(Debug, Clone, Copy)]
+struct Field {
+    base: usize, // byte of slot 0
+    page_size: usize,
+    page_bytes: usize,
+    width: usize, // bytes of one slot
+}
+
+impl SlotLayout {
+    /// The layout of a buffer `[lead, num_pages, P * sum(widths)]`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when a page is not whole slots of `widths` bytes.
+    pub fn new([lead, num_pages, page_bytes]: [usize; 3], widths: Vec<usize>) -> Result<Self> {
+        let slot_bytes = widths.iter().fold(0_usize, |sum, &width| sum.saturating_add(width));
+        if slot_bytes == 0 || !page_bytes.is_multiple_of(slot_bytes) {
+            return Err(Error::Shape(format!(
+                "a page must be whole slots of {widths:?} bytes, 1 or more, got {page_bytes} bytes"
+            )));
+        }
+        Ok(Self { lead, num_pages, page_bytes, page_size: page_bytes / slot_bytes, widths })
+    }
+
+    /// Slots, of every lead and field.
+    #[must_use]
+    pub fn num_slots(&self) -> usize {
+        self.num_pages.saturating_mul(self.page_size)
+    }
+
+    /// Bytes of `num_slots` slots, of every lead and field.
+    #[must_use]
+    pub fn bytes_of(&self, num_slots: usize) -> usize {
+        self.widths.iter().sum::<usize>().saturating_mul(self.lead).saturating_mul(num_slots)
+    }
+
+    fn fields(&self) -> impl Iterator<Item = Field> {
+        let &Self { lead, num_pages, page_size, page_bytes, .. } = self;
+        (0..lead).flat_map(move |lead| {
+            let first = lead * num_pages * page_bytes;
+            self.widths.iter().scan(first, move |next, &width| {
+                let base = *next;
+                *next += page_size * width;
+                Some(Field { base, page_size, page_bytes, width })
+            })
+        })
+    }
+}
+
+impl Field {
+    fn at(&self, slot: usize) -> usize {
+        if self.page_size == 1 {
+            return self.base + slot * self.page_bytes;
+        }
+        self.base + slot / self.page_size * self.page_bytes + slot % self.page_size * self.width
+    }
+
+    /// Calls `copy` with the bytes of each run, or of each of its slots where they may stand apart.
+    fn each(&self, runs: &[Run], mut copy: impl FnMut(Range<usize>, Range<usize>)) {
+        let bytes = |slot, len| self.at(slot)..self.at(slot) + len * self.width;
+        let is_plain = self.page_bytes == self.page_size * self.width;
+        for &Run { src, dst, len } in runs {
+            if is_plain {
+                copy(bytes(src, len), bytes(dst, len));
+            } else {
+                (0..len).for_each(|i| copy(bytes(src + i, 1), bytes(dst + i, 1)));
+            }
+        }
+    }
+
+    /// Writes `values`, one after the other, to where the runs go, and takes them away.
+    fn write(&self, runs: &[Run], bytes: &mut [u8], values: &mut &[u8]) {
+        self.each(runs, |_, dst| {
+            let (value, rest) = values.split_at(dst.len());
+            bytes[dst].copy_from_slice(value);
+            *values = rest;
+        });
+    }
+}
+
+impl SlotMoves {
+    /// Moves by which slot `dst[i]` takes what slot `src[i]` held before the first of them.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when lengths differ, a slot is outside `[0, num_slots)`, or one is written twice.
+    ///
+    /// # Examples
+    /// ```
+    /// use specpool_core::moves::{SlotLayout, SlotMoves};
+    ///
+    /// let mut bytes = *b"aabbcc"; // three slots of two bytes
+    /// let moves = SlotMoves::new(&[0, 1], &[1, 2], 3)?;
+    /// moves.apply(&SlotLayout::new([1, 3, 2], vec![2])?, &mut bytes)?;
+    /// assert_eq!(&bytes, b"aaaabb");
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
+    pub fn new(src: &[i64], dst: &[i64], num_slots: usize) -> Result<Self> {
+        same_len("dst", dst.len(), src.len())?;
+        check_slots("src", src, num_slots)?;
+        check_slots("dst", dst, num_slots)?;
+        let mut is_written = vec![false; num_slots];
+        let mut moves = Self { num_slots, direct: Vec::new(), held: Vec::new() };
+        for (&src, &dst) in src.iter().zip(dst) {
+            let (src, dst) = (src as usize, dst as usize);
+            let runs = if is_written[src] { &mut moves.held } else { &mut moves.direct };
+            match runs.last_mut() {
+                Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += 1,
+                _ => runs.push(Run { src, dst, len: 1 }),
+            }
+            if std::mem::replace(&mut is_written[dst], true) {
+                return Err(Error::Shape(format!("dst names slot {dst} twice")));
+            }
+        }
+        Ok(moves)
+    }
+
+    /// Makes the moves in one buffer.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when the buffer is not as its layout says or has fewer slots; nothing is moved then.
+    pub fn apply(&self, layout: &SlotLayout, bytes: &mut [u8]) -> Result<()> {
+        self.check(layout, bytes)?;
+        let mut held = Vec::new();
+        for field in layout.fields() {
+            held.clear();
+            field.each(&self.held, |src, _| held.extend_from_slice(&bytes[src]));
+            field.each(&self.direct, |src, dst| bytes.copy_within(src, dst.start));
+            field.write(&self.held, bytes, &mut held.as_slice());
+        }
+        Ok(())
+    }
+
+    /// Writes `values` to the targets, in the order given to `new`: `n` slots of one field after the other. The
+    /// sources must be the targets.
+    ///
+    /// # Errors
+    /// As [`SlotMoves::apply`], and when the values have another length.
+    pub fn scatter(&self, layout: &SlotLayout, bytes: &mut [u8], mut values: &[u8]) -> Result<()> {
+        self.check(layout, bytes)?;
+        let n = self.direct.iter().map(|run| run.len).sum();
+        same_len("bytes of values", values.len(), layout.bytes_of(n))?;
+        layout.fields().for_each(|field| field.write(&self.direct, bytes, &mut values));
+        Ok(())
+    }
+
+    fn check(&self, layout: &SlotLayout, bytes: &[u8]) -> Result<()> {
+        same_len("bytes", bytes.len(), layout.bytes_of(layout.num_slots()))?;
+        if layout.num_slots() < self.num_slots {
+            let (num_slots, needed) = (layout.num_slots(), self.num_slots);
+            return Err(Error::Shape(format!("a buffer must have {needed} slots or more, got {num_slots}")));
+        }
+        Ok(())
+    }
+}
