@@ -40,6 +40,9 @@ class EngineConfig:
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
         max_batch: requests that run at once.
+        overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
+        prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
+            which the running requests go on.
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
         num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
@@ -52,6 +55,8 @@ class EngineConfig:
     layout: Layout = "auto"
     ancestry: Ancestry = "exact"
     max_batch: int = 8
+    overlap_depth: int = 0
+    prefill_tokens: int = 1024
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None
@@ -65,6 +70,8 @@ class EngineConfig:
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
         check_int("max_batch", self.max_batch, 1, 1 << 16)
+        check_int("overlap_depth", self.overlap_depth, 0, 1)
+        check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         if self.max_context_len is not None:
             check_int("max_context_len", self.max_context_len, 2, 1 << 30)
         if self.num_pages is not None:

@@ -5,35 +5,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
-from specpool._core import Plan, Shape
+from specpool._core import Shape
 from specpool.assets import resolve
 from specpool.config import EngineConfig, SamplingParams
 from specpool.draft import Drafter, EagleDrafter
-from specpool.errors import ConfigError, CorruptState, OrderError
+from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.request import Request, RequestOutput, fresh_seed
-from specpool.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from specpool.scheduler import Scheduler, Step
 from specpool.tokens import TextStream, load_tokenizer
-from specpool.worker import EagleWorker, RoundResult
+from specpool.worker import EagleWorker, PendingRound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
-
-#: Tokens of one prefill forward; longer prompts are run in chunks.
-PREFILL_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +68,15 @@ class PoolStats:
     def used_pages(self) -> int:
         """Pages that are neither free nor fenced."""
         return self.num_pages - self.free_pages - self.fenced_pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step that was launched in a turn of the loop, and its results to come."""
+
+    turn: int
+    step: Step
+    pending: PendingRound
 
 
 class Engine:
@@ -135,11 +141,17 @@ class Engine:
             max_context_len=self.max_context_len,
         )
         self._scheduler = Scheduler(
-            self.ledger, max_batch=config.max_batch, prefill_tokens=PREFILL_TOKENS
+            self.ledger,
+            max_batch=config.max_batch,
+            prefill_tokens=config.prefill_tokens,
+            keeps_draft_kv=bool(draft_layers),
+            reads_tokens=drafter is not None and drafter.reads_tokens,
+            before_release=self._scrub,
         )
+        self._turns = 0
+        self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._ids = itertools.count(1)
         self._shapes = self.ledger.shapes
-        self._next_step = 1  # the ledger's number of the step that is open, or of the next one
         self._num_pages = [group.num_pages for group in self.ledger.groups]
         self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
@@ -285,7 +297,9 @@ class Engine:
                 again.
         """
         for request in self._scheduler.requests():
-            self._finish(request, "abort")
+            self._scheduler.abort(request)
+        while self._flying:
+            self._take_over(self._flying.popleft())
         self.target.close()
         self.ledger.close()
 
@@ -352,6 +366,7 @@ class Engine:
             tokens=ids,
             params=params,
             shape=shape,
+            shape_index=self._shapes.index(shape),
             max_len=min(len(ids) + params.max_new_tokens, self.max_context_len),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=fresh_seed() if params.seed is None else params.seed,
@@ -385,7 +400,7 @@ class Engine:
             for request in requests:
                 self._scheduler.submit(request)
             while pending:
-                # Another iterator's steps may have moved ours on, so look before each step.
+                # Another iterator's turns may have moved ours on, so look before each turn.
                 for index in sorted(pending):
                     request, start = requests[index], seen[index]
                     seen[index] = request.num_output_tokens
@@ -395,89 +410,80 @@ class Engine:
                         yield index, start
                 # While we waited at a yield, another iterator may have finished all of ours.
                 if any(requests[index].finish_reason is None for index in pending):
-                    self._step()
+                    self._turn()
         finally:
             for request in requests:
-                if request.finish_reason is None:
-                    self._finish(request, "abort")
+                self._scheduler.abort(request)
 
-    def _step(self) -> None:
-        """One forward of the target; if anything stops it, every row in it goes back."""
-        batch = None
+    def _turn(self) -> None:
+        """Launch what can run now, and take over the oldest results when more are not allowed.
+
+        A forward that fails ends the requests in it; anything else that goes wrong, all that run.
+        """
         try:
-            batch = self._scheduler.next_batch()
-            if batch is None:
+            steps = self._scheduler.schedule()
+            if not steps and not self._flying:
                 raise CorruptState("a request is neither waiting nor running")
-            plan = self._prepare(batch)
-            result = self._launch(plan, batch)
-            for i, request in enumerate(batch.requests):
-                request.tainted |= result.not_finite[i]
-                if isinstance(batch, PrefillBatch):
-                    request.prefilled_len += batch.chunk_lens[i]
-                else:
-                    request.accept_lens.append(int(result.accept_len[i]))
-                request.append(result.tokens[i], result.logprobs[i])
-                if request.finish_reason is not None:
-                    self._finish(request, request.finish_reason)
+            self._turns += 1
+            for step in steps:
+                self._launch(step)
+            last = self._turns - (self.config.overlap_depth if steps else 1)
+            while self._flying and self._flying[0].turn <= last:
+                self._take_over(self._flying.popleft())
         except BaseException as error:
-            self._recover([] if batch is None else batch.requests, error)
+            self._flying.clear()
+            self._synchronize()
+            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
             raise
 
-    def _prepare(self, batch: PrefillBatch | DecodeBatch) -> Plan:
-        rows = np.array([request.row for request in batch.requests], np.int32)
-        keeps_kv = self.drafter is not None and bool(self.drafter.layers)
-        writes_draft = keeps_kv and any(r.shape.num_draft_tokens > 1 for r in batch.requests)
-        if isinstance(batch, PrefillBatch):
-            ends = [
-                r.prefilled_len + n for r, n in zip(batch.requests, batch.chunk_lens, strict=True)
-            ]
-            return self.ledger.prepare_extend(
-                rows, np.array(ends, np.int32), writes_draft=writes_draft
-            )
-        shapes = np.full(len(rows), self._shapes.index(batch.shape), np.int32)
-        return self.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
-
-    def _launch(self, plan: Plan, batch: PrefillBatch | DecodeBatch) -> RoundResult:
-        """Run a prepared step to its end."""
+    def _launch(self, step: Step) -> None:
+        """Enqueue a step's forward."""
         for group, num_pages in enumerate(self._num_pages):
             used = num_pages - self.ledger.free_pages(group)
             self.peak_pages[group] = max(self.peak_pages[group], used)
-        self.ledger.launch(plan.step)
-        self.cache.apply_delta(plan.step)
-        if isinstance(batch, PrefillBatch):
-            result = self._worker.prefill(plan, batch.requests).result()
+        try:
+            self._scheduler.launch(step)
+        except StalePlan:  # a forward of this turn has failed, and took a row of it along
+            self._scheduler.cancel(step)
+            return
+        try:
+            self.cache.apply_delta(step.plan.step)
+            forward = self._worker.decode if step.is_decode else self._worker.prefill
+            pending = forward(step.plan, step.requests)
+        except Exception as error:
+            self._fail(step, error)
         else:
-            result = self._worker.decode(plan, batch.requests, batch.shape).result()
-            self.ledger.resolve(plan.step, result.accept_len)
-        self.ledger.complete(plan.step)
-        self._next_step = plan.step + 1
-        return result
+            self._flying.append(_Flying(self._turns, step, pending))
 
-    def _recover(self, requests: Sequence[Request], error: BaseException) -> None:
-        """End a step's requests, and the step, wherever it was stopped.
+    def _take_over(self, flying: _Flying) -> None:
+        """Wait for a step's results and give them to the scheduler."""
+        try:
+            result = flying.pending.result()
+        except Exception as error:
+            self._fail(flying.step, error)
+            return
+        for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
+            request.tainted |= not_finite
+        self._scheduler.finish(flying.step, result)
 
-        Ctrl-C can strike between any two calls, so nothing is known about how far the step got: of
-        the verbs that end one, the ledger refuses those that do not fit its state.
-        """
-        for request in requests:
-            if request.finish_reason is None:
-                request.error = f"a step failed: {type(error).__name__}: {error}"
-            request.tainted = True
-            self._finish(request, request.finish_reason or "abort")
-        self._scheduler.release_strays()
-        step = self._next_step
-        for end in (self.ledger.cancel, self.ledger.abandon, self.ledger.complete):
-            with contextlib.suppress(OrderError):
-                end(step)
-                self._next_step = step + 1
+    def _fail(self, step: Step, error: Exception) -> None:
+        """End the requests of a forward that failed, after everything launched before it."""
+        self._synchronize()
+        while self._flying and self._flying[0].step.plan.step < step.plan.step:
+            self._take_over(self._flying.popleft())
+        self._scheduler.fail(step, error)
 
-    def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
-        if request.row and request.tainted:
+    def _synchronize(self) -> None:
+        if self.target.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that is gone runs nothing more
+                torch.cuda.synchronize(self.target.device)
+
+    def _scrub(self, request: Request) -> None:
+        """No NaN outlives its request: a masked one would still spoil whoever gets the page."""
+        if request.tainted:
             for group in range(len(self.ledger.groups)):
                 pages = self.ledger.page_table(group)[request.row]
                 self.cache.scrub(group, pages[pages > 0])
-        self._scheduler.release(request)
 
     def _visible(self, tokens: list[int], request: Request) -> list[int]:
         return [token for token in tokens if token not in request.stop_ids]

@@ -122,6 +122,7 @@ def plan_pools(
         shapes,
         num_rows=config.max_batch,
         max_context_len=max_context_len,
+        overlap_depth=config.overlap_depth,
         policy=config.policy,
         draft_kv=bool(draft_layers),
     )

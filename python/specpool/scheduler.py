@@ -39,6 +39,7 @@ class StepResult:
 
     tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
     accept_len: Int32  # [B], of a decode step
+    not_finite: list[bool]
     logprobs: list[list[TokenLogprob] | None] | None = None
 
 
@@ -151,6 +152,14 @@ class Scheduler:
                 if request.prefilled_len >= request.prefill_len:
                     request.can_decode, self._ready = True, None
 
+    def cancel(self, step: Step) -> None:
+        """The newest step is not to be launched after all."""
+        self._ledger.cancel(step.plan.step)
+        self._in_flight -= 1
+        if not step.is_decode:
+            for request, start in zip(step.requests, step.plan.start.tolist(), strict=True):
+                request.prefilled_len = start
+
     def finish(self, step: Step, result: StepResult) -> None:
         """Take over what a launched step gave, the oldest first.
 
@@ -180,7 +189,7 @@ class Scheduler:
                 self._end(request, request.finish_reason)
 
     def fail(self, step: Step, error: BaseException) -> None:
-        """A launched step's forward has failed: its requests end, the others go on.
+        """A launched step's forward has failed: its requests end, all others go on.
 
         Call it once nothing of the step runs on the device any more.
         """
@@ -189,14 +198,30 @@ class Scheduler:
         for request, lives in zip(step.requests, alive, strict=True):
             if lives:
                 request.error = f"a step failed: {type(error).__name__}: {error}"
-                self._before_release(request)
-                request.row = 0  # the ledger takes it
+                request.tainted = True
                 self._end(request, "error")
         self._ledger.abandon(plan.step)
         self._ledger.complete(plan.step)
         self._in_flight -= 1
         for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
             self._requeue(request)  # a page copy into its row was lost with the step
+
+    def recover(self, why: str) -> None:
+        """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
+        for request in list(self._running):
+            request.error, request.tainted = why, True
+            self._end(request, request.finish_reason or "abort")
+        for row in range(1, self._ledger.num_rows + 1):
+            if self._ledger.is_live(row):  # taken, but not yet given to its request
+                self._ledger.abort(row)
+        for number, _, state in reversed(self._ledger.steps()):
+            if state in ("prepared", "stale"):
+                self._ledger.cancel(number)
+        for number, _, state in self._ledger.steps():
+            if state == "launched":
+                self._ledger.abandon(number)
+            self._ledger.complete(number)
+        self._in_flight, self._is_starved = 0, False
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -278,6 +303,10 @@ class Scheduler:
             self._is_starved = False
             return None
         shapes = self._shapes[rows]
+        if (shapes != shapes[0]).any():  # lanes of one shape stand side by side
+            order = np.argsort(shapes, kind="stable")
+            rows, shapes = rows[order], shapes[order]
+            requests = [requests[i] for i in order.tolist()]
         writes_draft = self._keeps_draft_kv and bool(shapes.any())
         try:
             plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
