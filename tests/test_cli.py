@@ -57,6 +57,8 @@ def test_generate_with_nothing_else_given(capsys):
         ["--draft", "specpool/tiny-eagle", "--layout", "holey", "--shape", "3x8x20"],
         ["--policy", "double_buffer", "--temperature", "0.9", "--top-p", "0.9", "--top-k", "50"],
         ["--draft", "none"],
+        ["--draft", "ngram"],
+        ["--draft", "ngram:6", "--shape", "4x4x16", "--page-size", "3", "--temperature", "0.9"],
         ["--dtype", "bfloat16"],
     ],
 )
@@ -126,6 +128,9 @@ def test_accept_length_of_the_shipped_pair():
         (["--batch", "0"], "max_batch"),
         (["--max-context-len", "64"], "max_context_len 64"),
         (["--draft", "none", "--compare-ancestry"], "needs a draft model"),
+        (["--draft", "ngram", "--compare-ancestry"], "needs a draft model"),
+        (["--draft", "ngram:0"], "must be an integer in .1, 32., got 0"),
+        (["--draft", "ngram:x"], "needs a number n in .1, 32., got 'ngram:x'"),
         (["--placement", "nowhere"], "nowhere"),
         (["--no-such-option"], "no-such-option"),
         (["--threads", "0"], "threads"),

@@ -47,6 +47,12 @@ def test_the_scheduler_needs_numpy_alone():
     assert out.splitlines()[-1] == "[]"
 
 
+def test_prompt_lookup_is_accepted():
+    tokens, rounds, accept_len = re.findall(r"[\d.]+", run("prompt_lookup.py").splitlines()[-1])
+    assert int(tokens) == 96 and int(rounds) < 48
+    assert float(accept_len) > 2
+
+
 def test_the_adapter_gives_sglangs_figures():
     cases = json.loads((VECTORS / "sizing.json").read_text())["cases"]
     out = run("sglang_adapter.py", str(VECTORS / "sizing.json"))

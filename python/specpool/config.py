@@ -13,6 +13,9 @@ Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
 
+#: Stop strings of one request at most.
+MAX_STOP_STRINGS = 64
+
 
 def check_int(name: str, value: object, least: int, most: int) -> None:
     """Raise `ConfigError` unless `value` is an int in `[least, most]`."""
@@ -24,6 +27,26 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_stop(stop: object) -> None:
+    """Raise `ConfigError` unless `stop` is a tuple of strings that a text can hold."""
+    if not isinstance(stop, tuple | list):
+        raise ConfigError(f"stop must be a tuple of strings, got {stop!r:.80}")
+    if len(stop) > MAX_STOP_STRINGS:
+        raise ConfigError(
+            f"stop must be at most {MAX_STOP_STRINGS} strings, got {len(stop)}: {stop!r:.80}"
+        )
+    for string in stop:
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"stop must hold strings that are not empty, got {string!r:.80}")
+        try:
+            string.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"stop must hold valid text, got a lone surrogate at position {error.start} of "
+                f"{string!r:.80}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +118,8 @@ class SamplingParams:
             tokens, from the target's logits before temperature and truncation.
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
+        stop: strings that end the request, wherever the tokens' edges lie. The text ends before the
+            earliest place where one of them begins; nothing of it is ever given out.
     """
 
     max_new_tokens: int = 128
@@ -105,6 +130,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
@@ -126,3 +152,4 @@ class SamplingParams:
             raise ConfigError(f"stop_token_ids must be a tuple of ids, got {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, (1 << 31) - 1)
+        check_stop(self.stop)

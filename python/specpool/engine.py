@@ -17,7 +17,7 @@ import torch
 from specpool._core import Shape
 from specpool.assets import resolve
 from specpool.config import EngineConfig, SamplingParams
-from specpool.draft import Drafter, EagleDrafter
+from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
@@ -25,7 +25,7 @@ from specpool.models import TargetModel
 from specpool.request import Request, RequestOutput, fresh_seed
 from specpool.scheduler import Scheduler, Step
 from specpool.tokens import TextStream, load_tokenizer
-from specpool.worker import EagleWorker, PendingRound
+from specpool.worker import EagleWorker, PendingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ class _Flying:
 
     turn: int
     step: Step
-    pending: PendingRound
+    pending: PendingStep
 
 
 class Engine:
@@ -138,6 +138,7 @@ class Engine:
             drafter,
             self.cache,
             target_groups=pools.target_groups,
+            shapes=pools.ledger.shapes,
             max_context_len=self.max_context_len,
         )
         self._scheduler = Scheduler(
@@ -172,7 +173,8 @@ class Engine:
         Args:
             target: a folder, a hub name, `specpool/tiny` (embedded), or a model in memory.
             draft: an EAGLE head (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`),
-                a drafter object, or None for plain decoding.
+                `ngram` or `ngram:6` (prompt lookup, see `named_drafter`), a drafter object, or None
+                for plain decoding.
             dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
                 None = float32 on a CPU, else `auto`. A model in memory keeps its own.
             device: where the models and the KV live. A model in memory stays where it is.
@@ -202,6 +204,8 @@ class Engine:
         )
         try:
             drafter: Drafter | None
+            if isinstance(draft, str):
+                draft = named_drafter(draft) or draft
             if isinstance(draft, str | PathLike):
                 drafter = EagleDrafter.from_pretrained(
                     resolve(draft) if isinstance(draft, str) else draft,
@@ -298,8 +302,7 @@ class Engine:
         """
         for request in self._scheduler.requests():
             self._scheduler.abort(request)
-        while self._flying:
-            self._take_over(self._flying.popleft())
+        self._drain()
         self.target.close()
         self.ledger.close()
 
@@ -414,6 +417,13 @@ class Engine:
         finally:
             for request in requests:
                 self._scheduler.abort(request)
+            if not self._scheduler.requests():
+                self._drain()
+
+    def _drain(self) -> None:
+        """Take over all that is on its way; nothing is fenced then."""
+        while self._flying:
+            self._take_over(self._flying.popleft())
 
     def _turn(self) -> None:
         """Launch what can run now, and take over the oldest results when more are not allowed.

@@ -263,7 +263,9 @@ class Scheduler:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
             return None
-        budget, chosen, ends = self._prefill_tokens, [], []
+        budget = self._prefill_tokens
+        chosen: list[Request] = []
+        ends: list[int] = []
         for request in self._running:
             left = request.prefill_len - request.prefilled_len
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
@@ -294,8 +296,9 @@ class Scheduler:
         # Each round in flight gives a token at least: who will be at the limit needs no other.
         wanted = self._lens[rows] + in_flight < self._limits[rows]
         wanted &= in_flight <= self._ledger.overlap_depth
-        if self._reads_tokens:
-            wanted &= (in_flight == 0) | (self._shapes[rows] == 0)
+        if self._reads_tokens:  # only where the host knows the root
+            known = self._lens[rows] == self._ledger.resolved_len[rows] + 1
+            wanted &= (in_flight == 0) & known | (self._shapes[rows] == 0)
         if not wanted.all():
             rows = rows[wanted]
             requests = [requests[i] for i in np.flatnonzero(wanted).tolist()]

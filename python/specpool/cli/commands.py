@@ -44,8 +44,9 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="EAGLE head: a folder, a hub name, specpool/tiny-eagle, specpool/tiny-eagle3, or "
-        "'none'. [default: specpool/tiny-eagle with the embedded target, else none]"
+        help="EAGLE head: a folder, a hub name, specpool/tiny-eagle, specpool/tiny-eagle3; 'ngram' "
+        "or 'ngram:6' = prompt lookup, on any model; or 'none'. [default: specpool/tiny-eagle with "
+        "the embedded target, else none]"
     ),
 ]
 ShapeText = Annotated[

@@ -31,6 +31,7 @@ from specpool import corpus
 from specpool._core import Shape
 from specpool.cli.shapes import parse_shape
 from specpool.config import SamplingParams, check_int
+from specpool.draft import named_drafter
 from specpool.engine import Chunk, Engine
 from specpool.errors import ConfigError
 from specpool.request import RequestOutput
@@ -244,7 +245,7 @@ def run(job: Job) -> None:
     params = SamplingParams(**job.sampling)
     prompts = read_prompts(job)
     draft = draft_of(job.target, job.draft)
-    if job.compare_ancestry and draft is None:
+    if job.compare_ancestry and (draft is None or named_drafter(draft) is not None):
         raise ConfigError("--compare-ancestry needs a draft model")
 
     def load(**options: Any) -> Engine:

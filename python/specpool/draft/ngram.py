@@ -1,0 +1,202 @@
+"""Prompt lookup: what followed the text's last tokens before, follows them again.
+
+An index per text maps each n-gram to where it ended last; it grows with the text, O(1) per token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+from torch import Tensor
+
+from specpool._core import Shape
+from specpool.attention.lanes import Lanes
+from specpool.config import check_int
+from specpool.draft.base import DraftTree
+from specpool.errors import ConfigError
+from specpool.kv_cache import KVCache, LayerKV
+
+MAX_NGRAM = 32
+#: Earlier occurrences that are looked at for a tree, per length of the n-gram.
+MAX_OCCURRENCES = 16
+#: An index that was not used in so many calls of `propose` is dropped.
+KEPT_CALLS = 16
+#: Tokens at the end of an index that are compared before it is used again.
+TAIL_LEN = 64
+
+
+class NgramDrafter:
+    """Proposes what followed the longest end of the text that occurred before (prompt lookup).
+
+    It needs no draft model, keeps no KV, and costs microseconds: for text that repeats itself or
+    its prompt. A chain continues the most recent occurrence of the longest end, `max_ngram` tokens
+    at most; a tree has the first `topk` different continuations, longer ends before shorter ones
+    and recent occurrences before old ones. A continuation that reaches the end of the text goes on
+    with itself. What is left of the shape, all of it when nothing occurred before, repeats the root
+    token: a token of the vocabulary, which the verify accepts only where it is right.
+
+    Texts are told apart by the list that holds them: pass the same list in each round. Another list
+    is indexed anew, and so is one whose last indexed tokens have changed. The index takes some 200
+    bytes per token and n-gram length; an index that is used no more is dropped after some rounds.
+    """
+
+    layers: tuple[LayerKV, ...] = ()
+    feature_layers: tuple[int, ...] = ()
+    reads_tokens = True
+
+    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1) -> None:
+        """Look for ends of the text of `min_ngram` to `max_ngram` tokens.
+
+        Raises:
+            ConfigError: not `1 <= min_ngram <= max_ngram <= MAX_NGRAM`.
+        """
+        check_int("max_ngram", max_ngram, 1, MAX_NGRAM)
+        check_int("min_ngram", min_ngram, 1, max_ngram)
+        self._lens = range(max_ngram, min_ngram - 1, -1)
+        self._indexes: dict[int, _NgramIndex] = {}  # by the id of the list that the index is of
+        self._num_calls = 0
+
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+    ) -> None:
+        """Nothing to attach: it keeps no KV."""
+
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """Nothing to take over: the text is all it needs."""
+
+    def propose(
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        root_tokens: Tensor,
+        tokens: Sequence[Sequence[int]] | None,
+    ) -> DraftTree:
+        """Propose a tree for each lane; see the class.
+
+        Raises:
+            ConfigError: no tokens were given.
+        """
+        if tokens is None:
+            raise ConfigError("an n-gram drafter needs the lanes' tokens")
+        self._num_calls += 1
+        trees = [_grow(self._index(text), shape) for text in tokens]
+        for key, index in list(self._indexes.items()):
+            if self._num_calls - index.last_call >= KEPT_CALLS:
+                del self._indexes[key]
+        return DraftTree.from_parents(
+            np.array([t for t, _ in trees], np.int64), np.array([p for _, p in trees], np.int32)
+        )
+
+    def match_len(self, text: Sequence[int]) -> int:
+        """How many tokens of the text's end occurred before, `max_ngram` at most; 0 = nothing.
+
+        Who may choose the shape of each row's round can let rows with short matches decode plainly:
+        the longer the match, the more of what followed it is accepted.
+        """
+        return self._index(text).match_len()
+
+    def _index(self, text: Sequence[int]) -> _NgramIndex:
+        """The index of a text, up to date."""
+        index = self._indexes.get(id(text))
+        if index is None or not index.is_current():
+            index = self._indexes[id(text)] = _NgramIndex(text, self._lens)
+        index.extend()
+        index.last_call = self._num_calls
+        return index
+
+
+class _NgramIndex:
+    """Where each n-gram of one text ended, for several n.
+
+    For each n: `_last[n]` has the end of its last occurrence, and `_before[n][e - n + 1]` the end
+    of the one before that which ends at `e`, or -1.
+    """
+
+    def __init__(self, text: Sequence[int], lens: Sequence[int]) -> None:
+        self.text = text  # kept, so that no other list gets its id
+        self.last_call = 0
+        self._lens = lens  # longest first
+        self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lens}
+        self._before = {n: array("q") for n in lens}
+        self._num_indexed = 0
+        self._tail: list[int] = []  # the last of the tokens that are indexed
+
+    def is_current(self) -> bool:
+        """Whether the text has only grown, as far as its last indexed tokens show.
+
+        A text that was cut by `TAIL_LEN` tokens at most before it grew again is always told; what
+        escapes here costs proposals (`occurrences` looks at the text itself), never a wrong one.
+        """
+        begin = self._num_indexed - len(self._tail)
+        return list(self.text[begin : self._num_indexed]) == self._tail
+
+    def extend(self) -> None:
+        """Take over the tokens that are new."""
+        for n in self._lens:
+            begin = max(0, self._num_indexed - n + 1)
+            new, last, before = self.text[begin:], self._last[n], self._before[n]
+            ngrams = zip(*(new[at:] for at in range(n)), strict=False)
+            for end, ngram in enumerate(ngrams, begin + n - 1):
+                before.append(last.get(ngram, -1))
+                last[ngram] = end
+        self._num_indexed = len(self.text)
+        self._tail = list(self.text[-TAIL_LEN:])
+
+    def occurrences(self) -> Iterator[int]:
+        """Where the text's longest end ended before, most recent first; then shorter ends."""
+        for n in self._lens:
+            yield from islice(self._occurrences_of(n), MAX_OCCURRENCES)
+
+    def match_len(self) -> int:
+        """Tokens of the longest end that occurred before, 0 = none did."""
+        return next((n for n in self._lens if any(True for _ in self._occurrences_of(n))), 0)
+
+    def _occurrences_of(self, n: int) -> Iterator[int]:
+        suffix, before = list(self.text[-n:]), self._before[n]
+        end = self._num_indexed - 1
+        while end >= n - 1:
+            end = before[end - n + 1]
+            if end >= 0 and list(self.text[end - n + 1 : end + 1]) == suffix:
+                yield end
+
+    def continuation(self, end: int, num_tokens: int) -> list[int]:
+        """What follows position `end`; past the end of the text it repeats itself."""
+        period = self._num_indexed - 1 - end
+        known = list(self.text[end + 1 : end + 1 + num_tokens])
+        for at in range(len(known), num_tokens):
+            known.append(known[at - period])
+        return known
+
+
+def _grow(index: _NgramIndex, shape: Shape) -> tuple[list[int], list[int]]:
+    """One lane's tree, N tokens and N parents."""
+    num_steps, num_nodes = shape.num_steps, shape.num_draft_tokens
+    root = index.text[-1]
+    tokens, parents = [root], [-1]
+    children: dict[tuple[int, int], int] = {}  # (node, token) -> node
+
+    def insert(path: list[int]) -> bool:
+        """Whether the path is a new one; it is cut where no node is left."""
+        node, before = 0, len(tokens)
+        for token in path:
+            child = children.get((node, token))
+            if child is None:
+                if len(tokens) == num_nodes:
+                    break
+                child = children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = child
+        return len(tokens) > before
+
+    num_branches = 0
+    for end in index.occurrences():
+        if num_branches == shape.topk or len(tokens) == num_nodes:
+            break
+        num_branches += insert(index.continuation(end, num_steps))
+    insert([root] * num_steps)
+    missing = num_nodes - len(tokens)
+    return tokens + [root] * missing, parents + [0] * missing

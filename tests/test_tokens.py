@@ -1,0 +1,404 @@
+"""Laws of text out: what is given out is final, whole and never a part of a stop string."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specpool import ConfigError, OrderError, SamplingParams, corpus
+from specpool.assets import resolve
+from specpool.tokens import CONTEXT, StopHit, TextStream, load_tokenizer
+
+TEXT = "Ünïcode is 中文, ☃ and 🎈🎈; l'été, don't!  two  spaces\n\ttabs naïve ☃☃ été"
+
+
+def byte_level() -> PreTrainedTokenizerBase:
+    """Byte-level BPE with merges that cut characters, special tokens and a token of the user's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<bos>", "<eos>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.add_tokens([AddedToken(name, special=False) for name in ("<tool é>", "<0x41>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def sentencepiece() -> PreTrainedTokenizerBase:
+    """As Llama's: metaspaces, byte tokens for the rest, the text's first space dropped."""
+    pieces = ["<unk>", "<s>", "▁", "▁▁", "a", "b", "c", "▁a", "▁ab", "☃", "é", "�", "▁.", ""]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    vocab |= {f"<0x{byte:02X}>": len(pieces) + byte for byte in range(256)}
+    merges = [("▁", "▁"), ("▁", "a"), ("▁a", "b")]
+    model = models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = [AddedToken(name, special=True) for name in ("<unk>", "<s>")]
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def metaspace() -> PreTrainedTokenizerBase:
+    """As T5's: the decoder of that name; transformers would take the space before "." away."""
+    pieces = ["<pad>", "▁", "a", "b", "▁a", "▁b", "c▁", "é", "▁."]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken("<pad>", special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", clean_up_tokenization_spaces=True
+    )
+
+
+MANY = 120  # examples of a law and tokenizer
+
+TOKENIZERS = {
+    "byte_level": byte_level(),
+    "sentencepiece": sentencepiece(),
+    "metaspace": metaspace(),
+    "tiny": load_tokenizer(resolve("specpool/tiny")),
+}
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """All at once: the oracle."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the earliest stop string, and the shortest that begins there."""
+    found = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    start, _, stop = min(found)
+    return text[:start], stop
+
+
+def plain_len(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], beginning: str) -> int:
+    """The fewest tokens whose text starts with `beginning`."""
+    for num_tokens in range(len(tokens) + 1):
+        if decode(tokenizer, tokens[:num_tokens]).startswith(beginning):
+            return num_tokens
+    raise AssertionError(beginning)
+
+
+@st.composite
+def runs_of_tokens(draw: st.DrawFn, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokens in runs: random ones, encoded text, the same token again and again."""
+    size = len(tokenizer) + 3  # a model may know more tokens than its tokenizer
+    some = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=6))
+    part = st.one_of(
+        st.lists(st.sampled_from(some), max_size=12),
+        st.lists(st.integers(0, size - 1), max_size=8),
+        st.sampled_from(some).flatmap(lambda t: st.integers(1, 90).map(lambda n: [t] * n)),
+        st.text(st.sampled_from("ab. é☃🎈中"), max_size=10).map(
+            lambda text: tokenizer.encode(text, add_special_tokens=False)
+        ),
+    )
+    tokens = [token for run in draw(st.lists(part, max_size=8)) for token in run]
+    edges = draw(st.lists(st.integers(0, len(tokens)), max_size=12)) if tokens else []
+    if draw(st.booleans()):
+        edges = list(range(len(tokens)))
+    cuts = [0, *sorted(edges), len(tokens)]
+    return [tokens[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+@st.composite
+def stops_for(draw: st.DrawFn, text: str) -> list[str]:
+    """Pieces of the text, some with another end, and strings over few letters."""
+    few = st.text(st.sampled_from("ab .é☃"), min_size=1, max_size=4)
+    if not text:
+        return draw(st.lists(few, max_size=4))
+    piece = st.builds(
+        lambda at, n, end: text[at : at + n] + end,
+        st.integers(0, len(text) - 1),
+        st.integers(1, 12),
+        st.sampled_from(["", "", "x"]),
+    )
+    return draw(st.lists(st.one_of(piece, few), max_size=5))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=MANY, deadline=None)
+@given(data=st.data())
+def test_the_text_is_the_oracles_at_every_moment(name, data):
+    tokenizer = TOKENIZERS[name]
+    runs = data.draw(runs_of_tokens(tokenizer))
+    tokens = [token for run in runs for token in run]
+    whole = decode(tokenizer, tokens)
+    stops = data.draw(stops_for(whole))
+    expected, stop = cut(whole, stops)
+    stream, given_out, pushed = TextStream(tokenizer, tuple(stops)), "", 0
+    for run in runs:
+        before = stream.hit
+        given_out += stream.push(run)
+        pushed += len(run)
+        assert expected.startswith(given_out)
+        assert before is None or stream.hit == before
+        if stream.hit is not None:
+            assert given_out == expected and stream.hit.num_tokens <= pushed
+    given_out += stream.push([], last=True)
+    assert given_out == expected
+    if stop is None:
+        assert stream.hit is None
+    else:
+        assert stream.hit.stop == stop
+        if "�" not in stop:  # the oracle cannot tell a broken character from one that is cut
+            assert stream.hit.num_tokens == plain_len(tokenizer, tokens, expected + stop)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=MANY, deadline=None)
+@given(data=st.data())
+def test_a_split_changes_nothing(name, data):
+    """One by one, in runs, all at once: the same text and the same hit."""
+    tokenizer = TOKENIZERS[name]
+    runs = data.draw(runs_of_tokens(tokenizer))
+    tokens = [token for run in runs for token in run]
+    stops = tuple(data.draw(stops_for(decode(tokenizer, tokens))))
+    results = []
+    for split in (runs, [[token] for token in tokens], [tokens]):
+        stream = TextStream(tokenizer, stops)
+        text = "".join([stream.push(run) for run in split])
+        results.append((text, stream.push([], last=True), stream.hit))
+    assert results[0] == results[1] == results[2]
+
+
+def push_all(stream: TextStream, text: str) -> list[str]:
+    """The text's bytes one by one, for the embedded tokenizer."""
+    return [stream.push([byte]) for byte in text.encode()]
+
+
+def test_a_stop_string_across_tokens_is_never_given_out():
+    stream = TextStream(TOKENIZERS["tiny"], ("\n\n", "END"))
+    assert push_all(stream, "a\nEN\nEND!") == ["a", "", "\n", "", "EN", "\n", "", "", ""]
+    assert stream.hit == StopHit("END", 8)
+    assert stream.push(list(b"more")) == "" and stream.push([], last=True) == ""
+
+
+def test_a_stop_string_inside_a_token_cuts_it():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    stream = TextStream(tokenizer, ("a",))
+    tokens = tokenizer.convert_tokens_to_ids(["c", "▁ab", "b"])
+    assert stream.push(tokens) == "c "
+    assert stream.hit == StopHit("a", 2)
+
+
+def test_text_that_began_no_stop_string_is_given_out():
+    stream = TextStream(TOKENIZERS["tiny"], ("aab",))
+    assert push_all(stream, "aaaa") == ["", "", "a", "a"]
+    assert stream.push([], last=True) == "aa"
+    assert stream.hit is None
+
+
+def test_the_earliest_stop_string_wins_though_another_is_complete_before():
+    stops = ("abcd", "c")
+    stream = TextStream(TOKENIZERS["tiny"], stops)
+    assert push_all(stream, "xabcd") == ["x", "", "", "", ""]
+    assert stream.hit == StopHit("abcd", 5)
+    stream = TextStream(TOKENIZERS["tiny"], stops)
+    assert push_all(stream, "xabcx") == ["x", "", "", "", "ab"]
+    assert stream.hit == StopHit("c", 4)
+    stream = TextStream(TOKENIZERS["tiny"], stops)
+    assert push_all(stream, "xabc") == ["x", "", "", ""]
+    assert stream.push([], last=True) == "ab"
+    assert stream.hit == StopHit("c", 4)
+
+
+def test_a_character_that_was_held_before_a_run_has_a_token():
+    """A literal replacement character looks like one that is cut until a run follows it."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    tokens = tokenizer.convert_tokens_to_ids(["�", "<0x20>", "<0x20>", "a"])
+    stream = TextStream(tokenizer, (" a",))
+    assert [stream.push([token]) for token in tokens] == ["", "", "", "� "]
+    assert stream.hit == StopHit(" a", 4)
+
+
+def test_a_run_of_byte_tokens_is_decided_when_it_ends():
+    """`decode` shows one broken byte in a run by breaking all of it."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+
+    def ids(text: bytes) -> list[int]:
+        return tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in text])
+
+    (letter,) = tokenizer.convert_tokens_to_ids(["a"])
+    stream = TextStream(tokenizer)
+    assert stream.push(ids("中文".encode())) == ""
+    assert stream.push([letter]) == "中文a"
+    assert stream.push(ids("中文".encode()[:-1])) == ""
+    assert stream.push([letter]) == "�����a"
+    stream = TextStream(tokenizer, ("文",))
+    assert stream.push([letter, *ids("中文🎈".encode())]) == "a"
+    assert stream.push([letter]) == "中"
+    assert stream.hit == StopHit("文", 7)
+
+
+def test_a_token_without_a_text_ends_a_run():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    tokens = tokenizer.convert_tokens_to_ids(["<0x80>", "", "", "<0x41>", "", "a"])
+    stream = TextStream(tokenizer)
+    assert [stream.push([token]) for token in tokens] == ["", "�", "", "", "A", "a"]
+
+
+def test_a_token_that_is_only_called_like_a_byte_waits_for_nothing():
+    tokenizer = TOKENIZERS["byte_level"]
+    token = tokenizer.convert_tokens_to_ids("<0x41>")
+    assert TextStream(tokenizer).push([token]) == "<0x41>"
+
+
+def test_the_context_may_begin_inside_a_broken_run():
+    """A long run that is broken at its beginning alone: the tail by itself would be whole."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    run = b"\xff" + "é".encode() * 3 * CONTEXT
+    tokens = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in run] + ["a", "b"])
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push([token]) for token in tokens) == "�" * len(run) + "ab"
+
+
+def test_bytes_that_never_become_a_character_come_out():
+    stream = TextStream(TOKENIZERS["tiny"])
+    assert [stream.push([byte]) for byte in b"\xff\xff\xf0\x9f\x98a"] == [
+        "",
+        "�",
+        "�",
+        "",
+        "",
+        "�a",
+    ]
+
+
+def test_special_tokens_are_skipped_and_bind_no_spaces():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    special = tokenizer.convert_tokens_to_ids("<s>")
+    tokens = tokenizer.convert_tokens_to_ids(["▁a", "▁", "▁ab"])
+    stream = TextStream(tokenizer)
+    pushed = [special] * 40 + tokens[:1] + [special] * 40 + tokens[1:]
+    assert "".join(stream.push([token]) for token in pushed) == "a  ab"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("tiny", list(b"abc ")),
+        ("tiny", [0xFF]),
+        ("tiny", [0xF0, 0x9F, 0x98]),
+        ("tiny", [0x80, 0xE2]),
+        ("tiny", [256]),
+        ("tiny", [5000]),
+        ("sentencepiece", [2]),
+        ("sentencepiece", [13]),  # a token without a text
+        ("sentencepiece", [13, 13, 7]),
+        ("sentencepiece", [13, 100]),
+        ("sentencepiece", [100]),
+        ("sentencepiece", [100, 200, 7]),
+        ("metaspace", [1]),
+    ],
+)
+@pytest.mark.parametrize("stops", [(), ("abab", "�" * 50 + "x")])
+def test_a_token_costs_the_same_however_long_the_text(monkeypatch, name, pattern, stops):
+    """Tokens that are decoded per token pushed; the text is never decoded again from its start."""
+    tokenizer = TOKENIZERS[name]
+    letter = {"tiny": 97, "sentencepiece": 7, "metaspace": 5}[name]
+    tokens = [letter, *(pattern * 2000)[:2000], letter]
+    expected = decode(tokenizer, tokens)
+    decoded = []
+    original = type(tokenizer).decode
+
+    def counting(self, tokens, **options):
+        decoded.append(len(tokens))
+        return original(self, tokens, **options)
+
+    monkeypatch.setattr(type(tokenizer), "decode", counting)
+    stream = TextStream(tokenizer, stops)
+    text = "".join(stream.push([token]) for token in tokens) + stream.push([], last=True)
+    assert text == expected
+    assert sum(decoded) <= 4 * CONTEXT * len(tokens)
+    assert max(decoded, default=0) <= 2 * CONTEXT + 2 or pattern == [100]
+
+
+def test_long_stop_strings_cost_a_character_each():
+    """Text that is nearly a stop string everywhere; a plain comparison would take minutes."""
+    stops = tuple("a" * n + "b" for n in range(1000, 1064))
+    stream = TextStream(TOKENIZERS["tiny"], stops)
+    start = time.perf_counter()
+    given_out = "".join(stream.push(list(b"a" * 500)) for _ in range(40))
+    assert time.perf_counter() - start < 5
+    assert given_out == "a" * (20_000 - 1063)
+    assert stream.push(list(b"b")) == ""
+    assert stream.hit == StopHit("a" * 1063 + "b", 20_001)
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    stream = TextStream(None)
+    assert stream.push([1, 2, 3]) == "" and stream.push([], last=True) == ""
+    with pytest.raises(ConfigError, match=r"need a tokenizer.*'x'"):
+        TextStream(None, ("x",))
+
+
+def test_tokens_after_the_last_are_refused():
+    stream = TextStream(TOKENIZERS["tiny"])
+    assert stream.push(list(b"ab"), last=True) == "ab"
+    assert stream.push([], last=True) == ""
+    with pytest.raises(OrderError, match="3 tokens after the last of 2"):
+        stream.push([1, 2, 3])
+
+
+def test_the_streams_of_a_corpus_are_the_corpus():
+    """No law is as plain as this one: 20,000 bytes, tokens in random runs."""
+    tokenizer = TOKENIZERS["byte_level"]
+    text = corpus.corpus(5, 20_000).decode() + TEXT * 20
+    tokens, rng = tokenizer.encode(text, add_special_tokens=False), random.Random(1)
+    stream, parts = TextStream(tokenizer), []
+    while tokens:
+        n = rng.randint(1, 6)
+        parts.append(stream.push(tokens[:n]))
+        tokens = tokens[n:]
+    assert "".join([*parts, stream.push([], last=True)]) == text
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("END", "tuple of strings, got 'END'"),
+        (None, "tuple of strings, got None"),
+        ({"a"}, r"tuple of strings, got \{'a'\}"),
+        (("a", ""), "not empty, got ''"),
+        (("a", 5), "not empty, got 5"),
+        ((b"a",), "not empty, got b'a'"),
+        ((None,), "not empty, got None"),
+        (("ab\ud800",), r"lone surrogate at position 2 of 'ab\\ud800'"),
+        (tuple("x" * n for n in range(1, 66)), r"at most 64 strings, got 65: \('x', 'xx'"),
+    ],
+)
+def test_stop_strings_that_cannot_work_are_refused(stop, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        SamplingParams(stop=stop)
+    assert len(str(refused.value)) < 200
+    with pytest.raises(ConfigError, match=message):
+        TextStream(TOKENIZERS["tiny"], stop)
+
+
+def test_stop_strings_that_work_are_taken():
+    assert SamplingParams().stop == ()
+    assert SamplingParams(stop=("\n\n", "é", "END")).stop == ("\n\n", "é", "END")
+    assert SamplingParams(stop=["END"]).stop == ["END"]
+    assert len(SamplingParams(stop=tuple("x" * n for n in range(1, 65))).stop) == 64
