@@ -18,8 +18,8 @@ from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.draft import ScriptedDrafter
-from specpool.engine import Chunk
 from specpool.kernels import device
+from specpool.output import Chunk
 
 PAIR = {"target": "specpool/tiny", "draft": "specpool/tiny-eagle3", "max_context_len": 512}
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import assert_no_page_leaked
-from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape, ShapeError, corpus
+from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
-from specpool.engine import Chunk
 from specpool.models import TargetModel
+from specpool.output import Chunk
 
 PROMPTS = corpus.prompts(3, 30)
 PARAMS = SamplingParams(max_new_tokens=30)
@@ -162,7 +162,10 @@ def with_second_token(token: int) -> Callable[[DraftTree], DraftTree]:
             lambda tree: dataclasses.replace(tree, tokens=tree.tokens.numpy()),
             "tokens .*got ndarray",
         ),
-        (changed("mask", lambda m: m[:, :9]), r"mask .*bool \[[12], 16, 16\] .*got bool \[[12], 9, 16\]"),
+        (
+            changed("mask", lambda m: m[:, :9]),
+            r"mask .*bool \[[12], 16, 16\] .*got bool \[[12], 9, 16\]",
+        ),
         (changed("mask", np.ones_like), "ancestors"),
         (changed("mask", np.zeros_like), "ancestors"),
         (changed("depths", lambda d: d * 100), "ancestors"),

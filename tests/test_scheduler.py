@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -9,11 +12,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
-from specpool import Engine, SamplingParams, Shape, corpus
+from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.models import EagleHead, TargetModel
+from specpool.output import Chunk
+from specpool.tokens import load_tokenizer
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 SHAPES = [(3, 1, 4), (4, 4, 16), (2, 2, 4), (7, 1, 8)]
@@ -109,3 +114,132 @@ def run_mixed(engine: Engine, work: Workload, params: list[SamplingParams]):
         elif hasattr(item, "token_ids") and hasattr(item, "finish_reason"):
             outputs[index] = item
     return outputs
+
+
+# --- the user's face ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(target, heads) -> Iterator[Engine]:
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_context_len=300, max_batch=3)
+    tokenizer = load_tokenizer(resolve("specpool/tiny"))
+    yield Engine(target, EagleDrafter(heads[HEADS[0]]), config=config, tokenizer=tokenizer)
+
+
+PROMPTS = corpus.prompts(5, 60)
+PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def test_submitted_requests_are_told_what_is_new(engine):
+    expected = engine.generate(PROMPTS, PARAMS)
+    heard: dict[int, list] = {}
+    numbers = [
+        engine.submit(p, PARAMS, on_item=lambda n, item: heard.setdefault(n, []).append(item))
+        for p in PROMPTS
+    ]
+    assert len(set(numbers)) == 5
+    while engine.turn():
+        pass
+    for number, output in zip(numbers, expected, strict=True):
+        *chunks, last = heard[number]
+        assert last.token_ids == output.token_ids and last.text == output.text
+        assert [t for chunk in chunks for t in chunk.token_ids] == output.token_ids
+        assert "".join(chunk.text for chunk in chunks) == output.text
+
+
+def test_a_callback_may_submit_and_abort(engine):
+    outputs = {}
+
+    def on_item(number, item):
+        if isinstance(item, Chunk):
+            if number == first and len(numbers) == 2:
+                numbers.append(engine.submit(PROMPTS[2], PARAMS, on_item=on_item))
+                engine.abort(second)
+        else:
+            outputs[number] = item
+
+    first = engine.submit(PROMPTS[0], PARAMS, on_item=on_item)
+    second = engine.submit(PROMPTS[1], PARAMS, on_item=on_item)
+    numbers = [first, second]
+    while engine.turn():
+        pass
+    assert [outputs[n].finish_reason for n in numbers] == ["length", "abort", "length"]
+    for number in (*numbers, 99, None):
+        with pytest.raises(ConfigError, match=r"no request .* is running or waiting"):
+            engine.abort(number)
+
+
+def test_the_greater_priority_comes_first(engine):
+    order = []
+    for i, priority in enumerate([0, 0, 0, 0, 5, -1]):
+        engine.submit(
+            PROMPTS[i % 5][: 20 + i],
+            SamplingParams(max_new_tokens=5),
+            priority=priority,
+            on_item=lambda n, item: order.append(n) if not isinstance(item, Chunk) else None,
+        )
+    while engine.turn():
+        pass
+    first = min(order)
+    assert order[:3] == [first, first + 1, first + 4] and order[-1] == first + 5
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_asynchronous_streams_share_batches(target, heads, depth):
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_batch=4, overlap_depth=depth)
+    engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+    expected = engine.generate(PROMPTS, PARAMS)
+
+    async def one(prompt):
+        async for item in engine.stream_async(prompt, PARAMS):
+            if not isinstance(item, Chunk):
+                return item.token_ids
+
+    async def some(prompt):
+        async with contextlib.aclosing(engine.stream_async(prompt, PARAMS)) as stream:
+            async for item in stream:
+                return item
+
+    async def all_of_them():
+        return await asyncio.gather(some(PROMPTS[0]), *map(one, PROMPTS))
+
+    first, *texts = asyncio.run(all_of_them())
+    assert isinstance(first, Chunk)
+    assert texts == [output.token_ids for output in expected]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("stops", [("e",), ("the", "an"), ("zzzz",), (" t", "he ")])
+def test_text_ends_before_a_stop_string(target, heads, depth, stops):
+    config = EngineConfig(shape=Shape.eagle(4, 4, 16), max_batch=3, overlap_depth=depth)
+    tokenizer = load_tokenizer(resolve("specpool/tiny"))
+    engine = Engine(target, EagleDrafter(heads[HEADS[1]]), config=config, tokenizer=tokenizer)
+    whole = engine.generate(PROMPTS, PARAMS)
+    params = dataclasses.replace(PARAMS, stop=stops, logprobs=0)
+    texts = [""] * len(PROMPTS)
+    for item in engine.stream(PROMPTS, params):
+        if isinstance(item, Chunk):
+            texts[item.index] += item.text
+            continue
+        full = whole[item.index]
+        found = [full.text.find(stop) for stop in stops if stop in full.text]
+        assert item.text == texts[item.index] == (full.text[: min(found)] if found else full.text)
+        assert item.finish_reason == ("stop" if found else "length")
+        assert item.token_ids == full.token_ids[: len(item.token_ids)]
+        assert len(item.token_ids) == len(item.from_draft) == len(item.logprobs)
+        if found:  # the last token is the one that completes the stop string
+            shorter = tokenizer.decode(item.token_ids[:-1])
+            assert any(stop in tokenizer.decode(item.token_ids) for stop in stops)
+            assert not any(stop in shorter for stop in stops)
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(target):
+    config = EngineConfig(num_pages=8, page_size=16, max_context_len=128, placement="shared")
+    engine = Engine(target, config=config)
+    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+        engine.generate([[1, 2]], SamplingParams(stop=("x",)))
+    with pytest.raises(ConfigError, match="priority must be an integer"):
+        engine.generate([[1, 2]], priority="high")
+    engine.close()
+    with pytest.raises(ConfigError, match="closed"):
+        engine.submit([1, 2])

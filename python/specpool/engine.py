@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import operator
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -16,12 +18,13 @@ import torch
 
 from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.config import EngineConfig, SamplingParams
+from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
+from specpool.output import Chunk, Report, output_of
 from specpool.request import Request, RequestOutput, fresh_seed
 from specpool.scheduler import Scheduler, Step
 from specpool.tokens import TextStream, load_tokenizer
@@ -31,27 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What came new to one prompt's output.
-
-    Attributes:
-        index: which prompt.
-        token_ids: the new tokens.
-        pieces: the new text in runs, each with whether it is accepted drafts. A character whose
-            bytes are not complete yet waits for the next chunk.
-    """
-
-    index: int
-    token_ids: list[int]
-    pieces: list[tuple[str, bool]]
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(text for text, _ in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +132,8 @@ class Engine:
             before_release=self._scrub,
         )
         self._turns = 0
+        self._submitted: dict[int, _Submitted] = {}
+        self._lock = threading.Lock()  # between the threads of asynchronous streams
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._ids = itertools.count(1)
         self._shapes = self.ledger.shapes
@@ -232,6 +216,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shape: Shape | None = None,
+        priority: int = 0,
     ) -> list[RequestOutput]:
         """Generate for each prompt; returns the outputs in the prompts' order.
 
@@ -239,14 +224,15 @@ class Engine:
             prompts: strings, or token ids; one prompt or a list.
             params: one for all, or one per prompt.
             shape: None = the engine's; `Shape.none()` = plain decoding on the same pages.
+            priority: the greater comes first; equal ones in the order of arrival.
 
         Raises:
             ConfigError: a prompt or a parameter that cannot work; nothing has run then.
         """
-        requests = self._requests(prompts, params, shape)
+        requests = self._requests(prompts, params, shape, priority)
         for _ in self._run(requests):
             pass
-        return [self._output(request) for request in requests]
+        return [output_of(request, self.tokenizer) for request in requests]
 
     def stream(
         self,
@@ -254,31 +240,101 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shape: Shape | None = None,
+        priority: int = 0,
     ) -> Iterator[Chunk | RequestOutput]:
         """As `generate`, round by round: chunks as they come, and each output when it is done.
 
         Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
         what is left.
         """
-        requests = self._requests(prompts, params, shape)
+        requests = self._requests(prompts, params, shape, priority)
         return self._stream(requests)
 
+    async def stream_async(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Chunk | RequestOutput]:
+        """As `stream`, for asyncio: the forwards run in a thread, one at a time.
+
+        Streams of several tasks share their batches. Leaving the loop early aborts what is left,
+        once the iterator is closed (`contextlib.aclosing`).
+        """
+        stream = self.stream(prompts, params, shape=shape, priority=priority)
+        try:
+            while (item := await asyncio.to_thread(self._next, stream)) is not None:
+                yield item
+        finally:
+            with self._lock:
+                cast("Generator[Any]", stream).close()
+
+    def _next(self, stream: Iterator[Chunk | RequestOutput]) -> Chunk | RequestOutput | None:
+        with self._lock:
+            return next(stream, None)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+        on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
+    ) -> int:
+        """Queue one request for `turn`, in a loop of your own.
+
+        Args:
+            prompt: a string, or token ids.
+            params: None = the defaults.
+            shape: as in `generate`.
+            priority: as in `generate`.
+            on_item: called in a turn with the request's number and what came new: chunks, and the
+                output when it is done. It may submit and abort.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            ConfigError: as in `generate`.
+        """
+        (request,) = self._requests([prompt], params, shape, priority)
+        self._scheduler.submit(request)
+        self._submitted[request.request_id] = _Submitted(
+            request, Report(request, self.tokenizer), on_item
+        )
+        return request.request_id
+
+    def abort(self, number: int) -> None:
+        """End a submitted request, wherever it is; its output comes with the next turn.
+
+        Raises:
+            ConfigError: there is no such request, or it has been done for longer than a turn.
+        """
+        if number not in self._submitted:
+            raise ConfigError(f"no request {number!r} is running or waiting")
+        self._scheduler.abort(self._submitted[number].request)
+
+    def turn(self) -> bool:
+        """Run one turn for all requests; False when nothing is left to do."""
+        if self._scheduler.requests():
+            self._turn()
+        else:
+            self._drain()
+        for number, submitted in list(self._submitted.items()):
+            for item in submitted.report.news():
+                if isinstance(item, RequestOutput):
+                    del self._submitted[number]
+                if submitted.on_item is not None:
+                    submitted.on_item(number, item)
+        return bool(self._scheduler.requests() or self._flying or self._submitted)
+
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        texts = [TextStream(self.tokenizer) for _ in requests]
-        for index, start in self._run(requests):
-            request = requests[index]
-            done = request.finish_reason is not None
-            new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))
-            pieces = []
-            for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
-                tokens = self._visible([token for token, _ in run], request)
-                pieces.append((texts[index].push(tokens), from_draft))
-            if done:
-                pieces.append((texts[index].push([], last=True), False))
-            if new:
-                yield Chunk(index, [token for token, _ in new], [p for p in pieces if p[0]])
-            if done:
-                yield self._output(request)
+        reports = [Report(request, self.tokenizer) for request in requests]
+        for index in self._run(requests):
+            yield from reports[index].news()
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""
@@ -324,6 +380,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         shape: Shape | None,
+        priority: int,
     ) -> list[Request]:
         """Check every prompt and parameter; nothing is queued yet."""
         if self.target.closed:
@@ -340,12 +397,15 @@ class Engine:
         shape = shape or self.shape
         if shape not in self._shapes:
             raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
+        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         return [
-            self._request(index, prompt, p, shape)
+            self._request(index, prompt, p, shape, priority)
             for index, (prompt, p) in enumerate(zip(several, params, strict=True))
         ]
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape) -> Request:
+    def _request(
+        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
+    ) -> Request:
         ids = self._encode(index, prompt)
         if not ids:
             raise ConfigError(f"prompt {index} is empty")
@@ -361,8 +421,9 @@ class Engine:
                 f"prompt {index} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {self.max_context_len} leaves room for {self.max_context_len - 1}"
             )
+        watch = TextStream(self.tokenizer, params.stop) if params.stop else None
         eos = frozenset[int]() if params.ignore_eos else self.target.eos_token_ids
-        return Request(
+        request = Request(
             request_id=next(self._ids),
             index=index,
             prompt_len=len(ids),
@@ -373,7 +434,16 @@ class Engine:
             max_len=min(len(ids) + params.max_new_tokens, self.max_context_len),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=fresh_seed() if params.seed is None else params.seed,
+            priority=priority,
+            watch=watch,
         )
+        most = self._scheduler.pages_at_most(request).tolist()
+        if any(need > have for need, have in zip(most, self._num_pages, strict=True)):
+            raise ConfigError(
+                f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
+                f"groups have {self._num_pages}: lower max_new_tokens"
+            )
+        return request
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -395,8 +465,8 @@ class Engine:
             ) from None
         return list(self.tokenizer.encode(prompt))
 
-    def _run(self, requests: list[Request]) -> Iterator[tuple[int, int]]:
-        """Run until these are done; yields (which one, its output's length before the news)."""
+    def _run(self, requests: list[Request]) -> Iterator[int]:
+        """Run until these are done; yields which one has news."""
         seen = [0] * len(requests)
         pending = set(range(len(requests)))
         try:
@@ -405,12 +475,12 @@ class Engine:
             while pending:
                 # Another iterator's turns may have moved ours on, so look before each turn.
                 for index in sorted(pending):
-                    request, start = requests[index], seen[index]
+                    request, before = requests[index], seen[index]
                     seen[index] = request.num_output_tokens
                     if request.finish_reason is not None:
                         pending.discard(index)
-                    if seen[index] > start or index not in pending:
-                        yield index, start
+                    if seen[index] > before or index not in pending:
+                        yield index
                 # While we waited at a yield, another iterator may have finished all of ours.
                 if any(requests[index].finish_reason is None for index in pending):
                     self._turn()
@@ -495,24 +565,14 @@ class Engine:
                 pages = self.ledger.page_table(group)[request.row]
                 self.cache.scrub(group, pages[pages > 0])
 
-    def _visible(self, tokens: list[int], request: Request) -> list[int]:
-        return [token for token in tokens if token not in request.stop_ids]
 
-    def _output(self, request: Request) -> RequestOutput:
-        text = TextStream(self.tokenizer)
-        ids = request.output_ids
-        return RequestOutput(
-            index=request.index,
-            prompt_ids=request.tokens[: request.prompt_len],
-            token_ids=ids,
-            text=text.push(self._visible(ids, request), last=True),
-            finish_reason=request.finish_reason or "abort",
-            error=request.error,
-            seed=request.seed,
-            accept_lens=request.accept_lens,
-            from_draft=request.from_draft,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-        )
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request of `submit`, and who hears of it."""
+
+    request: Request
+    report: Report
+    on_item: Callable[[int, Chunk | RequestOutput], None] | None
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

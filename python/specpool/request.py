@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specpool._core import Shape
 from specpool.config import SamplingParams
+from specpool.tokens import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Request:
     runs: list[int] = field(default_factory=list)  # output tokens of each forward
     cut: int = 0  # tokens of the last forward that were dropped
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    watch: TextStream | None = None  # looks for the stop strings
 
     @property
     def num_output_tokens(self) -> int:
@@ -100,6 +102,26 @@ class Request:
         self.cut = len(tokens) - len(kept)
         if logprobs is not None:
             self.logprobs += logprobs[: len(kept)]
+        if self.watch is not None:
+            self._look_for_stop(self.watch, kept)
+
+    def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
+        """End where the text holds a stop string; that may be some tokens back."""
+        watch.push([token for token in new if token not in self.stop_ids])
+        if self.finish_reason is not None:
+            watch.push([], last=True)
+        if watch.hit is None:
+            return
+        dropped = self.num_output_tokens - watch.hit.num_tokens
+        self.finish_reason, self.error = "stop", None
+        if dropped:
+            del self.tokens[-dropped:], self.logprobs[watch.hit.num_tokens :]
+        while dropped:
+            self.cut = min(dropped, self.runs[-1])
+            dropped -= self.cut
+            self.runs[-1] -= self.cut
+            if not self.runs[-1] and dropped:
+                self.runs.pop()
 
 
 def fresh_seed() -> int:
