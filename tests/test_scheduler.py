@@ -233,13 +233,105 @@ def test_text_ends_before_a_stop_string(target, heads, depth, stops):
             assert not any(stop in shorter for stop in stops)
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers(target):
-    config = EngineConfig(num_pages=8, page_size=16, max_context_len=128, placement="shared")
+def test_bad_requests_are_refused_with_the_numbers():
+    """Nothing is queued then, and a closed engine takes no more."""
+    target = TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32")
+    config = EngineConfig(num_pages=9, page_size=16, max_context_len=128)
     engine = Engine(target, config=config)
     with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
         engine.generate([[1, 2]], SamplingParams(stop=("x",)))
     with pytest.raises(ConfigError, match="priority must be an integer"):
         engine.generate([[1, 2]], priority="high")
+    with pytest.raises(ConfigError, match=r"n must be an integer in \[1, 65536\], got 0"):
+        SamplingParams(n=0)
+    with pytest.raises(ConfigError, match="one sample, got n=2"):
+        engine.submit([1, 2], SamplingParams(n=2))
+    with pytest.raises(ConfigError, match=r"overlap_depth must be an integer in \[0, 1\], got 2"):
+        EngineConfig(overlap_depth=2)
+    assert not engine.turn()
     engine.close()
     with pytest.raises(ConfigError, match="closed"):
         engine.submit([1, 2])
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+def computed(engine: Engine, monkeypatch) -> list[int]:
+    """Tokens of each of the target's forwards from now on."""
+    forward, counts = engine.target.forward, []
+
+    def counting(tokens, *args):
+        counts.append(len(tokens))
+        return forward(tokens, *args)
+
+    monkeypatch.setattr(engine.target, "forward", counting)
+    return counts
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("placement", ["split", "shared"])
+def test_samples_share_their_prompt(target, heads, monkeypatch, depth, page_size, placement):
+    """Each speaks as a request of its own with its seed; the prompt is computed once."""
+    shape = Shape.eagle(4, 4, 16)
+    config = EngineConfig(
+        shape=shape,
+        page_size=page_size,
+        placement=placement,
+        overlap_depth=depth,
+        max_batch=4,
+        max_context_len=256,
+    )
+    engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+    prompts = [PROMPTS[0][:50], PROMPTS[1][:1], PROMPTS[2][:33]]
+    params = SamplingParams(max_new_tokens=30, temperature=1.0, seed=2**64 - 2, n=4)
+    alone = [
+        engine.generate(prompt, dataclasses.replace(params, n=1, seed=(2**64 - 2 + i) % 2**64))[0]
+        for prompt in prompts
+        for i in range(4)
+    ]
+    counts = computed(engine, monkeypatch)
+    outputs = engine.generate(prompts[:1], params)
+    assert counts[:2] == [49, 4]  # all but the last token once, the last one for each
+    outputs += engine.generate(prompts[1:], params)
+    assert [(o.index, o.sample) for o in outputs[:4]] == [(0, i) for i in range(4)]
+    for one, other in zip(outputs, alone, strict=True):
+        assert one.token_ids == other.token_ids and one.seed == other.seed
+    assert len({tuple(o.token_ids) for o in outputs[:4]}) == 4
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_pinned_text_is_computed_once(target, heads, monkeypatch, page_size):
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), page_size=page_size, max_context_len=256)
+    engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+    system = PROMPTS[0][:37]
+    prompts = [system + PROMPTS[i][:10] for i in (1, 2, 3)] + [system, system[:20], PROMPTS[4]]
+    expected = engine.generate(prompts, PARAMS)
+    pin = engine.pin(system)
+    kept = 37 - 37 % page_size
+    assert pin.tokens == system[:kept]
+    counts = computed(engine, monkeypatch)
+    outputs = engine.generate(prompts, PARAMS)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert counts[0] == 3 * (47 - kept) + (37 - min(kept, 36)) + 1 + 60
+    engine.unpin(pin)
+    engine.unpin(pin)
+    assert [s.free_pages == s.num_pages for s in engine.pool_stats()] == [True, True]
+    assert [o.token_ids for o in engine.generate(prompts, PARAMS)] == [
+        o.token_ids for o in expected
+    ]
+    if page_size == 16:
+        with pytest.raises(ConfigError, match="cannot be pinned"):
+            engine.pin(system[:15])
+
+
+def test_a_pinned_text_gives_way_to_running_requests(target):
+    config = EngineConfig(page_size=4, num_pages=40, max_context_len=160, max_batch=4)
+    engine = Engine(target, config=config)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    expected = engine.generate(PROMPTS[1:3], params)
+    engine.pin(PROMPTS[0])
+    outputs = engine.generate(PROMPTS[1:3], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert all(s.free_pages == s.num_pages for s in engine.pool_stats())

@@ -114,6 +114,7 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all.
         seed: a token is a function of its distribution, the seed and its position alone (spec 5);
             None = a fresh seed, reported in the output.
+        n: samples of the prompt, each an output of its own; sample i has seed + i.
         logprobs: None = none; n = the chosen token's log probability and those of the n most likely
             tokens, from the target's logits before temperature and truncation.
         ignore_eos: go on after an end-of-sequence token.
@@ -127,6 +128,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    n: int = 1
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -134,6 +136,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
+        check_int("n", self.n, 1, 1 << 16)
         check_int("top_k", self.top_k, 0, (1 << 31) - 1)
         for name, value, most in (
             ("temperature", self.temperature, 1e4),

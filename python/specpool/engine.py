@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import operator
 import threading
@@ -26,7 +27,7 @@ from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
 from specpool.request import Request, RequestOutput, fresh_seed
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Pin, Scheduler, Step
 from specpool.tokens import TextStream, load_tokenizer
 from specpool.worker import EagleWorker, PendingStep
 
@@ -218,7 +219,7 @@ class Engine:
         shape: Shape | None = None,
         priority: int = 0,
     ) -> list[RequestOutput]:
-        """Generate for each prompt; returns the outputs in the prompts' order.
+        """Generate for each prompt; returns the outputs in the prompts' order, samples together.
 
         Args:
             prompts: strings, or token ids; one prompt or a list.
@@ -300,12 +301,36 @@ class Engine:
         Raises:
             ConfigError: as in `generate`.
         """
+        if params is not None and isinstance(params, SamplingParams) and params.n > 1:
+            raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         (request,) = self._requests([prompt], params, shape, priority)
         self._scheduler.submit(request)
         self._submitted[request.request_id] = _Submitted(
             request, Report(request, self.tokenizer), on_item
         )
         return request.request_id
+
+    def pin(self, prompt: Prompt) -> Pin:
+        """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
+
+        They are found by themselves. What is kept is whole pages; when no other memory is left, the
+        oldest pinned text is dropped before a running request has to give way.
+
+        Raises:
+            ConfigError: the prompt is no prompt, or fills no page.
+        """
+        params = SamplingParams(max_new_tokens=1)
+        (request,) = self._requests([prompt], params, None, 0)
+        request.wants_pin = True
+        for _ in self._run([request]):
+            pass
+        if request.pin is None:
+            raise ConfigError(f"the prompt cannot be pinned: {request.error}")
+        return request.pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Keep a pinned text no longer; requests that run on it go on."""
+        self._scheduler.unpin(pin)
 
     def abort(self, number: int) -> None:
         """End a submitted request, wherever it is; its output comes with the next turn.
@@ -398,10 +423,27 @@ class Engine:
         if shape not in self._shapes:
             raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
-        return [
-            self._request(index, prompt, p, shape, priority)
-            for index, (prompt, p) in enumerate(zip(several, params, strict=True))
-        ]
+        requests = []
+        for index, (prompt, p) in enumerate(zip(several, params, strict=True)):
+            first = self._request(index, prompt, p, shape, priority)
+            first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
+            requests += [first, *first.siblings]
+        return requests
+
+    def _sibling(self, first: Request, sample: int) -> Request:
+        """A further sample of the same prompt, with the seed that follows."""
+        return dataclasses.replace(
+            first,
+            request_id=next(self._ids),
+            sample=sample,
+            tokens=list(first.tokens),
+            seed=(first.seed + sample) % (1 << 64),
+            watch=TextStream(self.tokenizer, first.params.stop) if first.watch else None,
+            accept_lens=[],
+            runs=[],
+            logprobs=[],
+            siblings=[],
+        )
 
     def _request(
         self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
@@ -471,7 +513,8 @@ class Engine:
         pending = set(range(len(requests)))
         try:
             for request in requests:
-                self._scheduler.submit(request)
+                if request.sample == 0:  # it brings its siblings along
+                    self._scheduler.submit(request)
             while pending:
                 # Another iterator's turns may have moved ours on, so look before each turn.
                 for index in sorted(pending):
@@ -528,6 +571,7 @@ class Engine:
             return
         try:
             self.cache.apply_delta(step.plan.step)
+            self.cache.copy_pages(step.plan.page_copies)
             forward = self._worker.decode if step.is_decode else self._worker.prefill
             pending = forward(step.plan, step.requests)
         except Exception as error:

@@ -20,12 +20,14 @@ class Chunk:
 
     Attributes:
         index: which prompt.
+        sample: which of its samples.
         token_ids: the new tokens.
         pieces: the new text in runs, each with whether it is accepted drafts. A character whose
             bytes are not complete yet waits for the next chunk.
     """
 
     index: int
+    sample: int
     token_ids: list[int]
     pieces: list[tuple[str, bool]]
 
@@ -61,7 +63,7 @@ class Report:
             pieces.append((self._text.push([], last=True), False))
         pieces = [piece for piece in pieces if piece[0]]
         if new or pieces:
-            yield Chunk(request.index, [token for token, _ in new], pieces)
+            yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
         if done:
             yield output_of(request, self._tokenizer)
 
@@ -76,6 +78,7 @@ def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Re
     ids = request.output_ids
     return RequestOutput(
         index=request.index,
+        sample=request.sample,
         prompt_ids=request.tokens[: request.prompt_len],
         token_ids=ids,
         text=text.push(_visible(ids, request), last=True),

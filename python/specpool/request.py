@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specpool._core import Shape
 from specpool.config import SamplingParams
 from specpool.tokens import TextStream
+
+if TYPE_CHECKING:
+    from specpool.scheduler import Pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,10 @@ class Request:
     cut: int = 0  # tokens of the last forward that were dropped
     logprobs: list[TokenLogprob] = field(default_factory=list)
     watch: TextStream | None = None  # looks for the stop strings
+    siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
+    sample: int = 0  # which of a prompt's samples
+    wants_pin: bool = False  # its prompt is to be pinned, nothing to be generated
+    pin: Pin | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -135,6 +143,7 @@ class RequestOutput:
 
     Attributes:
         index: which prompt of the call.
+        sample: which of its samples.
         prompt_ids: the prompt's tokens.
         token_ids: the generated tokens; an end-of-sequence token is the last of them.
         text: the decoded output without special tokens; "" without a tokenizer.
@@ -147,6 +156,7 @@ class RequestOutput:
     """
 
     index: int
+    sample: int
     prompt_ids: list[int]
     token_ids: list[int]
     text: str

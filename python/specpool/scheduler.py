@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
-from specpool.errors import OutOfPages, OutOfRows
+from specpool.errors import OutOfPages, OutOfRows, ShapeError
 from specpool.request import Request, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
@@ -31,6 +31,14 @@ class Step:
     def is_decode(self) -> bool:
         """Whether it is a round, with accept lengths to come."""
         return self.plan.kind == "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A text whose KV is kept for requests that begin with it."""
+
+    prefix: int  # the ledger's number
+    tokens: list[int]  # of whole pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +96,17 @@ class Scheduler:
         # By row: tokens that the host knows, tokens at most, index of the shape.
         self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
         self._ready: tuple[list[Request], Int32] | None = None  # who can decode, and their rows
+        self._pins: list[Pin] = []  # the oldest first
         self.num_retracted = 0
 
     # --- what comes in --------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request that fits: `fits` says so."""
-        bisect.insort(self._waiting, request, key=_order)
+        """Queue a request whose `pages_at_most` the groups have.
 
-    def fits(self, request: Request) -> bool:
-        """Whether an empty pool would hold the request to its end."""
-        return bool((self.pages_at_most(request) <= self._num_pages).all())
+        Its `siblings`, the same prompt to be gone on with otherwise, run on forks of its row.
+        """
+        self._queue(request)
 
     def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
         """Pages of each group that the request can ever hold, int64 [num_groups]."""
@@ -107,6 +115,12 @@ class Scheduler:
         return self._ledger.pages_needed(
             min(request.prompt_len, last_root), last_root, request.shape_index
         )
+
+    def unpin(self, pin: Pin) -> None:
+        """Keep a pinned text's pages no longer; twice is once."""
+        if pin in self._pins:
+            self._pins.remove(pin)
+            self._ledger.release_prefix(pin.prefix)
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request, wherever it is; twice is once."""
@@ -184,8 +198,12 @@ class Scheduler:
                 request.accept_lens.append(accept_lens[i])
             elif tokens[i]:
                 self._lens[request.row] += 1
+            if request.siblings and request.prefilled_len == request.prefill_len - 1:
+                self._fork(request)
             request.append(tokens[i], None if logprobs is None else logprobs[i])
-            if request.finish_reason is not None:
+            if request.wants_pin and request.prefilled_len == request.prefill_len:
+                self._pin(request)
+            elif request.finish_reason is not None:
                 self._end(request, request.finish_reason)
 
     def fail(self, step: Step, error: BaseException) -> None:
@@ -239,18 +257,63 @@ class Scheduler:
             claimed = claimed + need
             if self._running and (claimed > self._num_pages).any():
                 return
+            pin, length = self._longest_pin(request.tokens)
             try:
-                request.row = self._ledger.admit(tag=str(request.request_id))
-            except OutOfRows:  # all are fenced
+                row = self._ledger.admit(
+                    str(request.request_id),
+                    prefix=None if pin is None else pin.prefix,
+                    length=None if pin is None else length,
+                )
+            except (OutOfRows, OutOfPages):  # rows or pages are fenced
                 return
-            request.epoch = int(self._ledger.epoch[request.row])
-            request.prefilled_len, request.prefill_len = 0, len(request.tokens)
-            request.can_decode = False
-            self._lens[request.row] = len(request.tokens)
-            self._limits[request.row] = request.max_len
-            self._shapes[request.row] = request.shape_index
-            self._running.append(request)
             del self._waiting[0]
+            self._start(request, row, length)
+
+    def _start(self, request: Request, row: int, prefilled_len: int) -> None:
+        """The request has a row, with KV of its first tokens."""
+        request.row, request.epoch = row, int(self._ledger.epoch[row])
+        request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
+        request.can_decode = False
+        self._lens[row] = len(request.tokens)
+        self._limits[row] = request.max_len
+        self._shapes[row] = request.shape_index
+        self._running.append(request)
+
+    def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
+        """The pinned text that most of `tokens` begin with, and how many; the last is left out."""
+        best, length = None, 0
+        for pin in self._pins:
+            shared = min(len(pin.tokens), len(tokens) - 1)
+            if shared > length and pin.tokens[:shared] == tokens[:shared]:
+                best, length = pin, shared
+        return best, length
+
+    def _fork(self, request: Request) -> None:
+        """All but the prompt's last token is there: the siblings share it, as far as rows go."""
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            if len(self._running) < self._max_batch:
+                try:
+                    row = self._ledger.fork(request.row, str(sibling.request_id))
+                except (OutOfRows, OutOfPages):
+                    pass
+                else:
+                    self._start(sibling, row, request.prefilled_len)
+                    continue
+            self._queue(sibling)
+
+    def _pin(self, request: Request) -> None:
+        """The text that was to be pinned is there; the row is not needed for it."""
+        try:
+            prefix = self._ledger.pin_prefix(request.row, request.prefill_len)
+        except ShapeError as error:  # it fills no page
+            request.error = str(error)
+            self._end(request, "error")
+            return
+        length = self._ledger.prefix_len(prefix)
+        request.pin = Pin(prefix, request.tokens[:length])
+        self._pins.append(request.pin)
+        self._end(request, "stop")
 
     def _need(self, request: Request) -> npt.NDArray[np.int64]:
         """Pages of each group that the request holds or needs for its next round, and headroom."""
@@ -267,7 +330,8 @@ class Scheduler:
         chosen: list[Request] = []
         ends: list[int] = []
         for request in self._running:
-            left = request.prefill_len - request.prefilled_len
+            # One with siblings waits before its last token, until they have been forked.
+            left = request.prefill_len - request.prefilled_len - bool(request.siblings)
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
                 chosen.append(request)
                 ends.append(request.prefilled_len + min(left, budget))
@@ -321,6 +385,9 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
+        if self._pins:
+            self.unpin(self._pins[0])
+            return
         victim = min(reversed(self._running), key=lambda request: request.priority)
         if len(self._running) > 1:
             self._before_release(victim)
@@ -341,10 +408,23 @@ class Scheduler:
         request.num_retractions += 1
         self.num_retracted += 1
         self._is_starved = False
-        bisect.insort(self._waiting, request, key=_order)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Wait, and let siblings that share nothing yet wait beside it."""
+        shares = len(request.tokens) > 1 and request.finish_reason is None
+        siblings = [] if shares else request.siblings
+        for waiting in [request, *siblings]:
+            if waiting.finish_reason is None:
+                bisect.insort(self._waiting, waiting, key=_order)
+        if siblings:
+            request.siblings = []
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        for sibling in request.siblings:
+            self._queue(sibling)
+        request.siblings = []
         if request in self._waiting:
             self._waiting.remove(request)
             return
