@@ -13,6 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_kit import backend, i32
 from lossless import Comparison, Reference
@@ -144,6 +145,19 @@ def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypa
     assert steps[0] > 4 and copies[0] == steps[0]
 
 
+class NoHiddenReads(TorchDispatchMode):
+    """Refuses the operations whose result's size, or way, depends on what a tensor holds."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("nonzero", "masked_select", "_local_scalar_dense", "unique_dim"), name
+        if name in ("index", "index_put", "index_put_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} by a mask"
+        if name == "repeat_interleave":
+            assert (kwargs or {}).get("output_size") is not None, name
+        return func(*args, **(kwargs or {}))
+
+
 def forbidden(name, running):
     method = getattr(torch.Tensor, name)
 
@@ -159,7 +173,8 @@ def watched(method, running, steps):
         running[0] = True
         steps[0] += 1
         try:
-            return method(*args)
+            with NoHiddenReads():
+                return method(*args)
         finally:
             running[0] = False
 
@@ -194,7 +209,8 @@ def unsynchronised(method):
 def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
     """The delta reaches the device once in a step, before its forward; no launch for no news."""
     with kernels_run() as seen, make(case) as engine:
-        worker, steps = engine._worker, [0]
+        worker, steps, news = engine._worker, [0], [0]
+        last = [table.numpy().copy() for table in engine.cache.tables]
         for name in ("prefill", "decode"):
             method = getattr(worker, name)
 
@@ -202,12 +218,13 @@ def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
                 steps[0] += 1
                 for group, table in enumerate(engine.cache.tables):
                     assert np.array_equal(table.numpy(), engine.ledger.full_table(group))
+                    news[0] += not np.array_equal(table.numpy(), last[group])
+                    last[group] = table.numpy().copy()
                 return method(*args)
 
             monkeypatch.setattr(worker, name, checked)
         engine.generate(PROMPTS, GREEDY)
-        groups = len(engine.cache.tables)
-    assert 0 < seen["apply_table_delta"] <= steps[0] * groups
+    assert 0 < news[0] == seen["apply_table_delta"] <= steps[0] * len(last)
 
 
 @pytest.mark.parametrize("case", ["chain", "dense", "holey", "plain"])
@@ -229,6 +246,50 @@ def test_logprobs_and_scripted_trees(case):
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=20))
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
         assert np.mean([o.accept_len for o in outputs]) > 2
+
+
+@pytest.mark.parametrize("where", ["cpu", "kernels"])
+def test_a_top_p_that_float32_takes_for_0_is_the_likeliest_token(where):
+    """`SamplingParams` allows it, so it fails neither its request nor the batch."""
+    tiny = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=1e-50, seed=1)
+    with kernels_run() if where == "kernels" else contextlib.nullcontext():
+        with make("chain") as engine:
+            outputs = engine.generate(PROMPTS, [tiny, SAMPLED, GREEDY, tiny])
+            expected = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6))
+    assert [o.error for o in outputs] == [None] * 4
+    assert [outputs[i].token_ids for i in (0, 3)] == [expected[i].token_ids for i in (0, 3)]
+
+
+@pytest.mark.parametrize("case", ["chain", "dense", "holey"])
+def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch):
+    """Draft KV cell p goes with token p + 1, at the end of a chunk too."""
+    longer = [p + p for p in PROMPTS[:2]]
+
+    def draft_kv(budget):
+        kept = {}
+        with make(case, prefill_tokens=budget) as engine:
+            decode = engine._worker.decode
+
+            def first(plan, requests):
+                for row, request in zip(plan.rows, requests, strict=True):
+                    if request.index not in kept:
+                        positions = np.arange(request.prompt_len - 1)
+                        group = len(engine.cache.tables) - 1
+                        size = engine.cache.page_sizes[group]
+                        pages = engine.ledger.full_table(group)[row][positions // size]
+                        slots = torch.from_numpy(pages * size + positions % size).long()
+                        buffers = engine.cache.buffers([-1])
+                        kept[request.index] = [buffer[slots].clone() for buffer in buffers]
+                return decode(plan, requests)
+
+            monkeypatch.setattr(engine._worker, "decode", first)
+            engine.generate(longer, GREEDY)
+        return kept[0] + kept[1]
+
+    whole, chunked = draft_kv(1024), draft_kv(7)
+    assert len(whole) == len(chunked) == 4
+    for one, other in zip(whole, chunked, strict=True):
+        assert torch.allclose(one, other, atol=1e-4), (one - other).abs().amax((1, 2))
 
 
 @pytest.mark.parametrize("link", ["first_child", "next_sibling"])
@@ -275,9 +336,30 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
         assert [o.accept_lens for o in outputs] == [o.accept_lens for o in wanted]
 
 
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
+    """As under overlap: bounds on the host, lengths on the device alone. Same text, same drafts."""
+    params = dataclasses.replace(PARAMS[kind], max_new_tokens=20)
+    with kernels_run():
+        with make(case) as engine:
+            expected = engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params)
+        lanes = RowState.lanes
+
+        def vague(self, rows, lo, hi, width):
+            less = (1 + np.arange(len(lo), dtype=np.int32)) % 3
+            return lanes(self, rows, lo - less, hi + 2 - less, width)
+
+        monkeypatch.setattr(RowState, "lanes", vague)
+        with make(case) as engine:
+            outputs = engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.accept_lens for o in outputs] == [o.accept_lens for o in expected]
+
+
 def test_lengths_are_clamped_into_what_the_ledger_reserved():
     """Spec 8: under overlap the device knows the length, the host its bounds."""
-    state = RowState(4, torch.device("cpu"))
+    state = RowState(4, 3, torch.device("cpu"))
     state.seq_lens.copy_(torch.tensor([0, 7, 30, 2, 9]))
     rows = np.array([4, 2, 1, 3], np.int32)
     lanes = state.lanes(rows, i32([5, 10, 7, 4]), i32([12, 20, 7, 9]), 3)

@@ -352,3 +352,24 @@ def test_options_of_another_kind_or_size_are_refused(options, message):
         Engine.from_pretrained(
             **{"draft": "specpool/tiny-eagle3", "max_context_len": 256, **options}
         )
+
+
+def test_a_device_that_cannot_even_scrub_gives_every_row_back(monkeypatch):
+    """The step's own error is told, and the engine goes on where the device does."""
+
+    def fail(what):
+        def raises(*args, **options):
+            raise RuntimeError(what)
+
+        return raises
+
+    with Engine.from_pretrained() as engine:
+        expected = engine.generate([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=4))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.target, "forward", fail("out of memory"))
+            patch.setattr(engine.cache, "scrub", fail("no scrub"))
+            for output in engine.generate([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=4)):
+                assert output.error == "a step failed: RuntimeError: out of memory"
+        assert engine.ledger.num_free_rows == engine.ledger.num_rows
+        outputs = engine.generate([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=4))
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]

@@ -1,5 +1,6 @@
 """The launch seam and the checks before a launch: bad input, shipping, CuPy without a GPU."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -195,8 +196,56 @@ def test_cpu_tensors_go_to_the_twin():
         device.slots_at(table, 4, lanes, positions + 2)
     with pytest.raises(ShapeError, match="one device, CUDA or cpu: one is on meta"):
         device.slots_at(table.to("meta"), 4, lanes, lanes)
-    with pytest.raises(ShapeError, match="copy_slots needs tensors on a CUDA device, got cpu"):
-        device.gather_kv(device.Fields.of([torch.zeros(8, 4)], 4), lanes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gather_and_scatter_have_a_twin_too(seed):
+    """Buffers of any form, as the kernel takes them; each field by its slots."""
+    rng = np.random.default_rng(seed)
+    page_size, pages = int(rng.integers(1, 6)), int(rng.integers(1, 7))
+    num_slots = page_size * pages
+
+    def noise(*shape):
+        return torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8))
+
+    buffers = [
+        noise(num_slots, 2, 6).view(torch.bfloat16),
+        noise(3, num_slots, 5) if seed % 2 else noise(num_slots, 8).view(torch.float32),
+        PageBlocked(noise(pages, page_size * 4), page_size, (3, 1)),
+    ]
+    if seed % 2:
+        buffers = buffers[1:2]
+    fields = device.Fields.of(buffers, page_size, slot_dim=seed % 2)
+    before = [view.reshape(num_slots, -1).clone() for view in fields.views()]
+    slots = i32(rng.permutation(num_slots)[: rng.integers(0, num_slots + 1)])
+    read = device.gather_kv(fields, torch.from_numpy(slots))
+    for values, view in zip(read.views(), before, strict=True):
+        assert torch.equal(values.reshape(-1, view.shape[1])[: len(slots)], view[slots])
+    to = rng.permutation(num_slots)[: len(slots)].astype(np.int32)
+    device.scatter_kv(fields, torch.from_numpy(to), read)
+    for view, old in zip(fields.views(), before, strict=True):
+        old[to] = old[slots]
+        assert torch.equal(view.reshape(num_slots, -1), old)
+    for bad in ([num_slots], [-1]):
+        with pytest.raises(ShapeError, match=str(bad[0])):
+            device.gather_kv(fields, torch.tensor(bad, dtype=torch.int32))
+    with pytest.raises(ShapeError, match="0"):
+        device.scatter_kv(fields, torch.zeros(2, dtype=torch.int32), fields.empty(2))
+
+
+@pytest.mark.parametrize("where", ["cpu", "kernels"])
+def test_arguments_may_be_given_by_name(where):
+    table, lanes = torch.tensor([[0, 0], [5, 7]]).int(), torch.ones(2, dtype=torch.int32)
+    buffer = torch.arange(8.0)
+    with Kit("fast", "forward").running() if where == "kernels" else contextlib.nullcontext():
+        named = {"page_size": 4, "rows": lanes, "positions": lanes}
+        assert device.slots_at(page_table=table, **named).tolist() == [21, 21]
+        assert device.slots_at(table, **named).tolist() == [21, 21]
+        moved = {"src": lanes[:1], "dst": lanes[:1] + 1}
+        device.move_kv(fields=device.Fields.of([buffer], 4), **moved)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'positions'"):
+            device.slots_at(table, 4, lanes)
+    assert buffer.tolist() == [0, 1, 1, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -447,6 +496,26 @@ BAD = {
         lambda: device.sample_tokens(LOGITS, ROW_F, LANES, ROW_F, ROW_F),
         r"u must be contiguous float64 \[2\] on cpu, got float32",
     ),
+    "window": (
+        lambda: device.attention_bias(LANES, LANES, 8, num_queries=1, window=0),
+        r"window must be in \[1, 2147483647\], got 0",
+    ),
+    "own positions": (
+        lambda: device.attention_bias(LANES, LANES, 8, num_queries=2, own_mask=t((2, 2, 2)).bool()),
+        "own_mask needs q_positions and own_positions",
+    ),
+    "visibility layout": (
+        lambda: device.draft_visibility(LANES, **{**READS, "layout": "holey"}, page_size=4),
+        "layout must be 'dense' on a device, got 'holey'",
+    ),
+    "visibility step": (
+        lambda: device.draft_visibility(LANES, **{**READS, "step": 3}, page_size=4),
+        r"step must be in \[0, 2\], got 3",
+    ),
+    "bytes of a slot": (
+        lambda: device.Fields.of([torch.empty(2, 1 << 31, dtype=torch.uint8, device="meta")], 1),
+        r"bytes of a slot must be in \[0, 2147483647\], got 2147483648",
+    ),
     "seeds": (
         lambda: device.uniform(LANES, INDEX[0]),
         r"seeds must be contiguous int64 or uint64 \[any\]",
@@ -459,6 +528,50 @@ def test_bad_input_is_refused_before_a_launch(case, unreached):
     call, message = BAD[case]
     with pytest.raises(ShapeError, match=message):
         call()
+
+
+def greedy(logits, *, out=None):
+    return device.sample_tokens(logits, ROW_F, LANES, ROW_F, ROW_U * 0, out=out)
+
+
+# What a kernel refuses by its dtype, or because of another argument, on a CPU as well.
+BAD_ON_CPU = {
+    "an array": (lambda: device.slots_at(np.ones((3, 2), np.int32), 4, LANES, LANES), "a tensor"),
+    "an array behind": (lambda: device.slots_at(TABLE, 4, LANES.numpy(), LANES), "a tensor"),
+    "slots float": (lambda: device.move_kv(fields(), t(1) * 1.5, t(1) * 2.5), "src .* float32"),
+    "slots bool": (lambda: device.move_kv(fields(), t(1).bool(), ~t(1).bool()), "src .* bool"),
+    "slots list": (lambda: device.move_kv(fields(), [1], [2]), "src .* list"),
+    "seeds": (lambda: device.uniform(ROW_U, INDEX[0]), "seeds .* float64"),
+    "short seeds": (lambda: device.uniform(LANES, INDEX[0]), "seeds .* int32"),
+    "logits int": (lambda: greedy(LOGITS.int()), "logits .* int32"),
+    "logits double": (lambda: greedy(LOGITS.double()), "logits .* float64"),
+    "out float": (lambda: greedy(LOGITS, out=t(2, torch.float32)), "out .* int64, got float32"),
+    "page size": (
+        lambda: device.compact_accepted(
+            fields(), TABLE, 2, LANES, LANES, i32_tensor([[0, -1], [2, -1]]), num_draft_tokens=2
+        ),
+        "page_size must be the fields' 4, got 2",
+    ),
+}
+
+
+def i32_tensor(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", BAD_ON_CPU)
+def test_bad_input_is_refused_on_a_cpu_as_well(case):
+    call, message = BAD_ON_CPU[case]
+    with pytest.raises(ShapeError, match=message):
+        call()
+
+
+def test_outputs_are_all_checked_before_one_is_written_on_a_cpu():
+    first = t((2, 4))
+    outs = (first, t((2, 1)), t(8, torch.int64))
+    with pytest.raises(ShapeError, match=r"out must hold \[2\], got \[2, 1\]"):
+        device.verify_tree(NODES, LINKS * -1, LINKS * -1, NODES, num_steps=3, out=outs)
+    assert (first == 1).all()
 
 
 def test_the_twin_refuses_larger_vocabularies_too():

@@ -604,7 +604,10 @@ class Engine:
 
     def _scrub(self, request: Request) -> None:
         """No NaN outlives its request: a masked one would still spoil whoever gets the page."""
-        if request.tainted:
+        if not request.tainted:
+            return
+        # A device in trouble may not even scrub; the error that brought us here is the one to see.
+        with contextlib.suppress(Exception):
             for group in range(len(self.ledger.groups)):
                 pages = self.ledger.page_table(group)[request.row]
                 self.cache.scrub(group, pages[pages > 0])

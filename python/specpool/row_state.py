@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ class RowState:
         root_tokens: int64 [num_rows + 1], the newest token, which has no KV yet.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        """Nothing is known of any row."""
+    def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
+        """Nothing is known of any row; no step has more than `max_nodes` nodes in a row's tree."""
 
         def state(dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_rows + 1, dtype=dtype, device=device)
@@ -35,6 +34,9 @@ class RowState:
         self.seq_lens, self.root_tokens = state(torch.int32), state(torch.int64)
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
         self._top_k, self._seeds = state(torch.int32), state(torch.int64)
+        # Temperature, top_k, top_p and draw that take the likeliest token, for any step's nodes
+        zeros = torch.zeros(num_rows * max_nodes, dtype=torch.float32, device=device)
+        self._greedy = (zeros, zeros.int(), zeros + 1, zeros.double())
 
     def lanes(self, rows: Int32, lo: Int32, hi: Int32, width: int) -> Lanes:
         """Lanes that go on where their rows stand, `width` tokens each.
@@ -57,10 +59,11 @@ class RowState:
     def put_params(self, lanes: Lanes, requests: Sequence[Request]) -> None:
         """How the tokens of these rows are drawn from now on."""
         params = [request.params for request in requests]
+        top_p = np.array([p.top_p for p in params], np.float32)
         values = upload(
             self.device,
             np.array([p.temperature for p in params], np.float32),
-            np.array([p.top_p for p in params], np.float32),
+            np.maximum(top_p, np.finfo(np.float32).tiny),  # 1e-50 is above 0, in float32 it is 0
             np.array([p.top_k for p in params], np.int32),
             np.array([request.seed for request in requests], np.uint64).view(np.int64),
         )
@@ -83,7 +86,7 @@ class RowState:
         """
         size = positions.numel()
         if greedy:
-            parameters = _greedy(size, self.device)
+            parameters = tuple(parameter[:size] for parameter in self._greedy)
         else:
             each = lanes.rows.repeat_interleave(positions.shape[1], output_size=size)
             temperature, top_p, top_k, seeds = (
@@ -93,10 +96,3 @@ class RowState:
             uniforms = kernels.uniform(seeds, positions.reshape(-1))
             parameters = (temperature, top_k, top_p, uniforms)
         return kernels.sample_tokens(logits, *parameters).view(positions.shape)
-
-
-@lru_cache(maxsize=64)
-def _greedy(size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Temperature, top_k, top_p and the draw that take the likeliest token, `size` times."""
-    zeros = torch.zeros(size, dtype=torch.float32, device=device)
-    return zeros, zeros.int(), zeros + 1, zeros.double()

@@ -113,12 +113,22 @@ class EagleWorker:
         shapes: Sequence[Shape],
         max_context_len: int,
     ) -> None:
-        """Work on `cache`, whose first layers are the target's; `shapes` are the ledger's."""
-        self._shapes = list(shapes)
+        """Work on `cache`, whose first layers are the target's.
+
+        Args:
+            target: with its layers' KV in `cache`.
+            drafter: attached to `cache`, or None.
+            cache: of both.
+            target_groups: the group of each of the target's layers.
+            shapes: the ledger's.
+            max_context_len: positions beyond it are clamped.
+        """
         self._target, self._drafter, self._cache = target, drafter, cache
         self._target_groups = list(target_groups)
         self._last_position = max_context_len - 1
-        self._state = RowState(cache.tables[0].shape[0] - 1, cache.device)
+        self._shapes = list(shapes)
+        most = max(shape.num_draft_tokens for shape in shapes)
+        self._state = RowState(cache.tables[0].shape[0] - 1, most, cache.device)
         self._fields = {  # group -> all of the target's layers in it
             group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
             for group in sorted(set(target_groups))
@@ -251,6 +261,8 @@ class EagleWorker:
         if texts is not None and tree.tokens.device.type == "cpu":
             last = np.array([text[-1] for text in texts])
             tree.check_values(last, self._target.vocab_size)
+        elif not runs_kernels(tree.tokens.device):
+            tree.check_tokens(self._target.vocab_size)
         return tree.to(self._cache.device)
 
     def _decode_plainly(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -71,11 +70,7 @@ class DraftTree:
         tokens = self.tokens.numpy()
         if (tokens[:, 0] != root_tokens).any():
             raise ShapeError(f"node 0 of each tree is the root {root_tokens}: {tokens[:, 0]}")
-        for token in (tokens.min(), tokens.max()):
-            if not 0 <= token < vocab_size:
-                raise ShapeError(
-                    f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
-                )
+        self.check_tokens(vocab_size)
         if (self.mask.numpy().sum(-1) != self.depths.numpy() + 1).any():
             raise ShapeError("mask and depths disagree: a node sees its ancestors and itself")
         nodes = np.arange(tokens.shape[1])
@@ -87,6 +82,19 @@ class DraftTree:
                 raise ShapeError(
                     f"{name}[{lane}, {node}] must be -1 or in ({node}, {len(nodes)}), "
                     f"got {links[lane, node]}"
+                )
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuse tokens that the target does not know; on a CPU.
+
+        Raises:
+            ShapeError: names the token.
+        """
+        tokens = self.tokens.numpy()
+        for token in (tokens.min(), tokens.max()):
+            if not 0 <= token < vocab_size:
+                raise ShapeError(
+                    f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
                 )
 
     def to(self, device: torch.device) -> DraftTree:
@@ -102,25 +110,25 @@ class DraftTree:
 
         `parents[:, 0] == -1`, `parents[b, i] < i`.
         """
-        return cls(torch.from_numpy(tokens), *_links(parents))
+        return cls(torch.from_numpy(tokens), *_links(parents, torch.device("cpu")))
 
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
         """Each token int64 [B, N] continues the one before."""
-        return cls(tokens, *_chain_links(*tokens.shape, tokens.device))
+        batch, num_nodes = tokens.shape
+        return cls(tokens, *chain_links(batch, num_nodes, tokens.device))
 
 
-def _links(parents: Int32) -> Links:
+def _links(parents: Int32, device: torch.device) -> Links:
     depths, mask, first_child, next_sibling, _ = kernels.tree_from_parents(parents)
-    links = (depths, mask, first_child, next_sibling)
-    return tuple(map(torch.from_numpy, links))  # type: ignore[return-value]
+    depth, visible, child, sibling = upload(device, depths, mask, first_child, next_sibling)
+    return depth, visible, child, sibling
 
 
-@lru_cache(maxsize=64)
-def _chain_links(batch: int, num_nodes: int, device: torch.device) -> Links:
+def chain_links(batch: int, num_nodes: int, device: torch.device) -> Links:
+    """What every chain of N nodes has, for B lanes."""
     parents = np.arange(-1, num_nodes - 1, dtype=np.int32)
-    links = _links(np.tile(parents, (batch, 1)))
-    return tuple(upload(device, *(link.numpy() for link in links)))  # type: ignore[return-value]
+    return _links(np.tile(parents, (batch, 1)), device)
 
 
 class Drafter(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 from specpool._core import Shape
 from specpool.attention import AttentionView, attend
 from specpool.attention.lanes import Lanes, causal_view, last_view
-from specpool.draft.base import DraftTree
+from specpool.draft.base import DraftTree, Links, chain_links
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
 from specpool.errors import ConfigError
 from specpool.kernels import device as kernels
@@ -42,6 +42,7 @@ class EagleDrafter:
         self.feature_layers = tuple(head.feature_layers)
         self._exact = ancestry == "exact"
         self._attached = False
+        self._links: dict[tuple[int, ...], Links] = {}  # of chains, by [B, N]
 
     @classmethod
     def from_pretrained(
@@ -141,7 +142,13 @@ class EagleDrafter:
         hidden = self._hidden.index_select(0, lanes.rows)
         if shape.topk == 1:
             drafts = self._chain(lanes, shape.num_steps, topk_ids[:, 0], hidden)
-            return DraftTree.chain(torch.stack([root_tokens, *drafts], 1))
+            nodes = torch.stack([root_tokens, *drafts], 1)
+            links = self._links.get(nodes.shape)
+            if links is None:
+                links = self._links[nodes.shape] = chain_links(
+                    len(nodes), nodes.shape[1], nodes.device
+                )
+            return DraftTree(nodes, *links)
         topk_p = self._topk_p.index_select(0, lanes.rows)[:, : shape.topk].contiguous()
         topk_ids = topk_ids[:, : shape.topk].contiguous()
         return self._tree(lanes, shape, root_tokens, topk_p, topk_ids, hidden)

@@ -77,7 +77,7 @@ class Fields:
                     f"buffers[{place}] must be on {tensors[0].device}, it is on "
                     f"{tensors[place].device}"
                 )
-        fields = [field for field in fields if field[2]]
+        fields = [field for field in fields if number("bytes of a slot", field[2], 0)]
         number("fields of buffers", len(fields), 1, 65535)
         number("slots of buffers", num_slots, 1)
         vecs = [_vec(field) for field in fields]
@@ -104,6 +104,18 @@ class Fields:
     def device(self) -> torch.device:
         """Where the buffers are."""
         return self.table.device
+
+    def views(self) -> list[Tensor]:
+        """Each field by pages, uint8 [num_pages, page_size, width]; for the CPU twins."""
+        views: list[Tensor] = []
+        for buffer in self.source:
+            if isinstance(buffer, PageBlocked):
+                views += [field.view(torch.uint8) for field in buffer.fields()]
+                continue
+            for index in np.ndindex(*buffer.shape[: self.slot_dim]):
+                slots = buffer[index].reshape(buffer.shape[self.slot_dim], 1, -1)
+                views.append(slots.view(torch.uint8))  # each slot a page of its own
+        return [view for view in views if view.numel()]
 
     @property
     def columns(self) -> int:

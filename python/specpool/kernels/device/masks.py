@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from specpool import _core
+from specpool.errors import ShapeError
+from specpool.kernels.device.checks import number
 from specpool.kernels.device.twins import with_twin
 
 
@@ -29,6 +31,10 @@ def attention_bias(
     Queries past a lane's q_len see column 0: their result is not read, but must be finite.
     """
     device = starts.device
+    number("num_columns", num_columns, 1)
+    number("num_queries", num_queries, 1)
+    if window is not None:
+        number("window", window, 1)
     columns = torch.arange(num_columns, device=device)
     first = starts.view(-1, 1, 1)
     queries = torch.arange(num_queries, device=device)
@@ -38,7 +44,8 @@ def attention_bias(
         if window is not None:
             visible &= columns > positions - window
     else:
-        assert q_positions is not None and own_positions is not None
+        if q_positions is None or own_positions is None:
+            raise ShapeError("own_mask needs q_positions and own_positions")
         visible = (columns < first).expand(-1, num_queries, -1)
         positions, own = q_positions.unsqueeze(2), own_mask
         if window is not None:
@@ -66,7 +73,10 @@ def draft_visibility(
 
     W = (K-1)*S + step + 1: up to the last cell that is written.
     """
-    assert layout == "dense"
+    if layout != "dense":
+        raise ShapeError(f"layout must be 'dense' on a device, got {layout!r}")
+    number("topk", topk, 1)
+    number("step", step, 0, number("num_steps", num_steps, 1) - 1)
     device = roots.device
     cells = torch.arange((topk - 1) * num_steps + step + 1, device=device)
     branches, depths = cells // num_steps, cells % num_steps

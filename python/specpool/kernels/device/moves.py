@@ -15,7 +15,7 @@ from specpool.kernels.device import twins
 from specpool.kernels.device.checks import Table, ceil_pow2, expect, i32, is_holey, number
 from specpool.kernels.device.fields import Fields
 from specpool.kernels.device.twins import with_twin
-from specpool.kernels.launch import SHARED_BYTES, Arg, launch
+from specpool.kernels.launch import SHARED_BYTES, Arg, launch, runs_kernels
 
 MAX_HELD = SHARED_BYTES // 16
 """Slots that a block can hold of one column."""
@@ -36,6 +36,9 @@ def _slots(name: str, slots: Tensor, fields: Fields, n: int | None = None) -> Te
 
 def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
     """One launch; no slot is both read and written."""
+    if not runs_kernels(of.device):
+        twins.copy_slots(to, of, dst, src, n)
+        return
     block = of.block()
     grid = (min(-(-n // block[1]), 1 << 16), len(of.widths))
     sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,19 +34,35 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
     def decorate(launcher: Callable[P, R]) -> Callable[P, R]:
         # The device is the first argument's; only `select_topk` begins with a number.
         place = int(launcher.__name__ == "select_topk")
+        parameters = inspect.signature(launcher).parameters.values()
+        names = [one.name for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(launcher)
         def run(*args: P.args, **options: P.kwargs) -> R:
-            if runs_kernels(getattr(args[place], "device", _CPU)):
+            by_name = names[len(args) :]
+            if len(args) > len(names) or not options.keys() >= set(by_name):
+                return launcher(*args, **options)  # Python says which one is missing
+            args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
+            first: object = args[place]
+            if runs_kernels(first.device if isinstance(first, Tensor | Fields) else _CPU):
                 return launcher(*args, **options)
             given: dict[str, Any] = options
             out = given.pop("out", None)
             given.pop("hi", None)
+            if any(isinstance(value, np.ndarray) for value in (*args, *given.values())):
+                raise ShapeError(
+                    f"{launcher.__name__} takes a tensor where it got an ndarray; arrays are for "
+                    "the twins in specpool.kernels"
+                )
             for name, value in given.items():
                 if isinstance(value, Tensor):
                     given[name] = _as_array(value)
             if isinstance(args[0], Fields):
                 given["slot_dim"] = args[0].slot_dim
+                if names[2] == "page_size" and args[2] != args[0].page_size:
+                    raise ShapeError(
+                        f"page_size must be the fields' {args[0].page_size}, got {args[2]}"
+                    )
             results = twin(*[_as_array(arg) for arg in args], **given)
             if out is None and isinstance(results, np.ndarray):
                 return torch.from_numpy(results)  # type: ignore[return-value]
@@ -74,18 +91,36 @@ def _into(out: Any, results: Any) -> Any:
         if out is not None and len(out) != len(results):
             raise ShapeError(f"out must hold {len(results)} tensors, got {len(out)}")
         given = [None] * len(results) if out is None else out
+        for one, result in zip(given, results, strict=True):
+            if one is not None:
+                _check_out(one, torch.from_numpy(result))
         return tuple(_into(one, result) for one, result in zip(given, results, strict=True))
     if not isinstance(results, np.ndarray):
         return results
     result = torch.from_numpy(results)
     if out is None:
         return result
+    _check_out(out, result)
     if out.shape == result.shape:
         return out.copy_(result)
-    if out.ndim != 1 or result.ndim != 1 or len(out) < len(result):
-        raise ShapeError(f"out must hold {list(result.shape)}, got {list(out.shape)}")
     out[: len(result)].copy_(result)
     return out
+
+
+def _check_out(out: Tensor, result: Tensor) -> None:
+    if out.shape != result.shape and not (out.ndim == result.ndim == 1 and len(out) > len(result)):
+        raise ShapeError(f"out must hold {list(result.shape)}, got {list(out.shape)}")
+    # A twin's slots are int64, a kernel's int32.
+    if out.dtype != result.dtype and {out.dtype, result.dtype} != {torch.int32, torch.int64}:
+        want, got = (str(kind).removeprefix("torch.") for kind in (result.dtype, out.dtype))
+        raise ShapeError(f"out must be {want}, got {got}")
+
+
+def _expect(name: str, value: Any, *dtypes: type[np.generic]) -> None:
+    if not isinstance(value, np.ndarray) or value.dtype not in dtypes:
+        kinds = " or ".join(dtype.__name__ for dtype in dtypes)
+        got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise ShapeError(f"{name} must be a tensor of {kinds}, got {got}")
 
 
 def build_tree(
@@ -99,17 +134,21 @@ def build_tree(
 
 
 def sample_tokens(logits: Any, *parameters: Any) -> Any:
-    """The twin, for logits of any float type."""
+    """The twin, for logits of any float type that a kernel takes (bfloat16 comes as float32)."""
+    _expect("logits", logits, np.float32, np.float16)
     return _core.sample_tokens(logits.astype(np.float32, copy=False), *parameters)
 
 
 def uniform(seeds: Any, positions: Any) -> Any:
     """The twin, for seeds in either reading of their 64 bits."""
+    _expect("seeds", seeds, np.int64, np.uint64)
     return _core.uniform(seeds.view(np.uint64), positions)
 
 
 def move_kv(buffers: Any, src: Any, dst: Any, *, slot_dim: int, disjoint: bool = False) -> None:
     """The twin, which wants int64 and needs no promise."""
+    _expect("src", src, np.int32, np.int64)
+    _expect("dst", dst, np.int32, np.int64)
     moves.move_kv(buffers, src.astype(np.int64), dst.astype(np.int64), slot_dim=slot_dim)
 
 
@@ -118,3 +157,25 @@ def copy_parent_drafts(*args: Any, layout: str = "holey", **options: Any) -> Non
     if layout != "holey":
         raise ShapeError(f"layout must be 'holey' on a CPU, got {layout!r}")
     moves.copy_parent_drafts(*args, **options)
+
+
+def copy_slots(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+    """The twin of the kernel behind `gather_kv` and `scatter_kv`, on buffers of any form.
+
+    Args:
+        to: written.
+        of: read, of the same widths.
+        dst: int32 [n], each once; None = 0, 1, ..
+        src: int32 [n]; None = 0, 1, ..
+        n: slots.
+    """
+    places = []
+    for name, fields, slots in (("dst", to, dst), ("src", of, src)):
+        index = torch.arange(n) if slots is None else slots.long()
+        _core.check_slots(name, index.numpy(), fields.num_slots)
+        places.append(index)
+    if dst is not None:
+        _core.check_moves(places[0].numpy(), places[0].numpy(), to.num_slots)
+    for written, read in zip(to.views(), of.views(), strict=True):
+        (into, out_of), size, other = places, written.shape[1], read.shape[1]
+        written[into // size, into % size] = read[out_of // other, out_of % other]
