@@ -404,3 +404,19 @@ def test_masks_are_the_twins(seed):
         for lane, n in enumerate(q_lens.tolist()):
             assert np.array_equal(bias[lane, :n].numpy(), want[lane, :n])
             assert (bias[lane] == 0).any(1).all()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("case", ["chain_split", "dense", "holey"])
+def test_forks_and_pins_on_the_device(case, depth):
+    """Page copies run before their step's forward; a fork's rows go on from device state."""
+    params = dataclasses.replace(SAMPLED, n=3, max_new_tokens=15)
+    prompts = [PROMPTS[1], PROMPTS[1][:30] + PROMPTS[0]]
+    with make(case) as engine:
+        expected = engine.generate(prompts, params)
+    with kernels_run() as seen, make(case, overlap_depth=depth) as engine:
+        pin = engine.pin(PROMPTS[1][:30])
+        outputs = engine.generate(prompts, params)
+        engine.unpin(pin)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert seen["copy_slots"]
