@@ -1,0 +1,21 @@
+"""The simulated device: the real scheduler and the real ledger, and no model.
+
+`scenario(seed)` -> `Simulation(...).run()`; what breaks a law is made small by `shrink`.
+"""
+
+from specpool.sim.device import BrokenLaw, SimDevice
+from specpool.sim.simulation import Simulation, Tally
+from specpool.sim.source import Arrival, Fault, Scenario, Settings, Text, scenario
+
+__all__ = [
+    "Arrival",
+    "BrokenLaw",
+    "Fault",
+    "Scenario",
+    "Settings",
+    "SimDevice",
+    "Simulation",
+    "Tally",
+    "Text",
+    "scenario",
+]
