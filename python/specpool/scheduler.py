@@ -136,11 +136,16 @@ class Scheduler:
         and nothing in flight: there is nothing to do.
         """
         while True:
-            if not self._is_starved:
+            was_starved = self._is_starved
+            if not was_starved:
                 self._admit()
             steps = [step for step in (self._prefill(), self._decode()) if step is not None]
             self._in_flight += len(steps)
-            if steps or self._in_flight or not self._running:
+            if steps or self._in_flight:
+                return steps
+            if was_starved and not self._is_starved:
+                continue  # whoever the pages were kept for has ended
+            if not self._running:
                 return steps
             self._make_room()
 
@@ -340,7 +345,6 @@ class Scheduler:
         request.row, self._ready = 0, None
         request.num_retractions += 1
         self.num_retracted += 1
-        self._is_starved = False
         bisect.insort(self._waiting, request, key=_order)
 
     def _end(self, request: Request, reason: str) -> None:

@@ -206,6 +206,25 @@ def inspect(
         raise page.damage
 
 
+@app.command()
+def sim(
+    seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
+    rounds: Annotated[float, typer.Option(help="Rounds in all, as in 1e6.")] = 2e4,
+    check: Annotated[
+        int,
+        typer.Option(
+            help="0 = the texts and ends of requests; 1 = also the pools' sums and who comes when; "
+            "2 = also a full audit each turn, and every slot that is read or written."
+        ),
+    ] = 2,
+) -> None:
+    """The scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
+    from specpool.cli.sim import sim as run
+
+    if not run(seed=seed, rounds=rounds, check=check):
+        raise typer.Exit(1)
+
+
 @bench.command("generate")
 def bench_generate(
     target: Target = "specpool/tiny",

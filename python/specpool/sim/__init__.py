@@ -4,12 +4,14 @@
 """
 
 from specpool.sim.device import BrokenLaw, SimDevice
+from specpool.sim.shrink import Failure, broken_law, shrink
 from specpool.sim.simulation import Simulation, Tally
 from specpool.sim.source import Arrival, Fault, Scenario, Settings, Text, scenario
 
 __all__ = [
     "Arrival",
     "BrokenLaw",
+    "Failure",
     "Fault",
     "Scenario",
     "Settings",
@@ -17,5 +19,7 @@ __all__ = [
     "Simulation",
     "Tally",
     "Text",
+    "broken_law",
     "scenario",
+    "shrink",
 ]

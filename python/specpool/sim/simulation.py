@@ -91,6 +91,7 @@ class Simulation:
             keeps_draft_kv=settings.keeps_draft_kv,
             reads_tokens=settings.reads_tokens,
             headroom=settings.headroom,
+            before_release=self._check_need,
         )
         self.tally = Tally(scenarios=1)
         self._turn = 0
@@ -164,7 +165,7 @@ class Simulation:
 
     def _schedule(self) -> list[Step]:
         num_retracted = self._scheduler.num_retracted
-        before = [w for w in self._watches.values() if w.request.row]
+        before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
         steps = self._scheduler.schedule()
         if not steps and not self._flying and self._scheduler.requests():
             raise BrokenLaw("livelock: nothing can run, and nothing is in flight")
@@ -253,14 +254,15 @@ class Simulation:
         if self._scheduler.num_running > self.scenario.settings.max_batch:
             raise BrokenLaw(f"{self._scheduler.num_running} requests run at once")
 
-    def _check_retraction(self, before: list[_Watch]) -> None:
-        """Whoever was retracted is the last admitted of the least priority, and had to be."""
-        victims = [w for w in before if not w.request.row and w.request.finish_reason is None]
-        self._note(f"retracted: {[w.arrival.request_id for w in victims]}")
-        if self._flying:
-            raise BrokenLaw("a request is retracted while results are still to come")
-        kept = [w for w in before if w.request.row]
-        for victim in victims:
+    def _check_retraction(self, before: list[tuple[_Watch, int]]) -> None:
+        """Whoever was retracted is the last admitted of the least priority; one at least stays.
+
+        `before` are those that ran, and the epochs of their rows.
+        """
+        kept = [w for w, epoch in before if w.request.row and w.request.epoch == epoch]
+        gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
+        self._note(f"retracted: {[w.arrival.request_id for w in gone]}")
+        for victim in gone:
             for other in kept:
                 if (-other.arrival.priority, other.admission) > (
                     -victim.arrival.priority,
@@ -272,6 +274,31 @@ class Simulation:
                     )
         if not kept and before:
             raise BrokenLaw("every running request was retracted")
+
+    def _check_need(self, victim: Request) -> None:
+        """Whoever is retracted had to be: nothing is in flight, and what comes next has no room."""
+        if victim.finish_reason is not None or not self.check:
+            return
+        if self._flying:
+            raise BrokenLaw("a request is retracted while results are still to come")
+        ledger = self._ledger
+        running = [r for r in self._scheduler.requests() if r.row]
+        ready = [r for r in running if r.can_decode]
+        if ready:
+            slots = ledger.tokens_required([r.row for r in ready], [r.shape_index for r in ready])
+            need = slots // self._P
+        else:
+            first = running[0]
+            left = first.prefill_len - first.prefilled_len
+            end = first.prefilled_len + min(left, self.scenario.settings.prefill_tokens)
+            held = np.array([ledger.allocated_len(g)[first.row] for g in range(len(self._P))])
+            need = -(-np.maximum(end - held, 0) // self._P)
+        free = [ledger.free_pages(g) for g in range(len(self._P))]
+        if (need <= free).all():
+            raise BrokenLaw(
+                f"request {victim.request_id} is retracted, though the next step needs "
+                f"{need.tolist()} pages and {free} are free"
+            )
 
     def _check_step(self, step: Step) -> None:
         """A plan is of the rows that its requests have, within the limits."""

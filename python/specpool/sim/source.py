@@ -180,8 +180,8 @@ def scenario(seed: int) -> Scenario:
     arrivals, turn = [], 0
     for request_id in range(1, num_requests + 1):
         turn += rng.randint(0, 2 * pace)
-        prompt_len = rng.randint(1, rng.choice([4, longest // 2, longest - 1]))
-        max_len = min(prompt_len + rng.randint(1, rng.choice([3, longest])), longest)
+        prompt_len = rng.randint(1, rng.choice([4, 4, longest // 2, longest - 1]))
+        max_len = min(prompt_len + rng.randint(1, rng.choice([3, longest, longest])), longest)
         arrivals.append(
             Arrival(
                 request_id=request_id,
@@ -227,6 +227,6 @@ def _settings(rng: random.Random) -> Settings:
         max_context_len=rng.choice([8, 40, 100]),
         is_late=rng.random() < 0.5,
     )
-    room = rng.choice([0.0, 0.3, 1.0, 4.0])
+    room = rng.choice([0.0, 0.0, 0.5, 3.0])
     num_pages = tuple(n + int(room * rng.random() * n) for n in settings.pages_per_row())
     return replace(settings, num_pages=num_pages)
