@@ -84,13 +84,14 @@ class SimDevice:
         has_ended = [end >= request.prefill_len for request, end in ends]
         forward = _Forward(plan, texts, has_ended, lines, np.ones(batch, bool), *zeros)
         for earlier in self._forwards.values():  # a row's forwards run in order
-            self._run(earlier, np.isin(earlier.plan.rows, plan.rows))
+            if earlier.waiting.any():
+                self._run(earlier, np.isin(earlier.plan.rows, plan.rows))
         self._forwards[plan.step] = forward
         if not self._may_wait:
             self._run(forward, forward.waiting)
         elif self._rng.random() < 0.5:
-            draws = [self._rng.random() < 0.5 for _ in range(batch)]
-            self._run(forward, np.array(draws))
+            coins = self._rng.getrandbits(batch)
+            self._run(forward, np.array([coins >> lane & 1 for lane in range(batch)], bool))
 
     def result(self, plan: Plan, *, not_finite: bool = False) -> StepResult:
         """Wait for a step, and so for all before it; `not_finite` = the first lane's logits."""

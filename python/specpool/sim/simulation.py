@@ -263,6 +263,11 @@ class Simulation:
         gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
         self._note(f"retracted: {[w.arrival.request_id for w in gone]}")
         for victim in gone:
+            if victim.request.row:
+                raise BrokenLaw(
+                    f"request {victim.arrival.request_id} was retracted, and has a row again "
+                    "before anybody could use its pages"
+                )
             for other in kept:
                 if (-other.arrival.priority, other.admission) > (
                     -victim.arrival.priority,
@@ -334,6 +339,11 @@ class Simulation:
         self._idle_turns += 1
         for watch in list(self._watches.values()):
             request = watch.request
+            if len(request.tokens) < watch.num_tokens:
+                raise BrokenLaw(
+                    f"request {request.request_id} had {watch.num_tokens} tokens, and has "
+                    f"{len(request.tokens)}"
+                )
             if len(request.tokens) > watch.num_tokens:
                 watch.num_tokens, self._idle_turns = len(request.tokens), 0
             if request.finish_reason is not None:

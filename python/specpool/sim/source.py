@@ -173,7 +173,7 @@ def scenario(seed: int) -> Scenario:
     rng = random.Random(seed)
     settings = _settings(rng)
     num_requests = rng.choice([8, 20, 40, 150])
-    pace = rng.choice([0, 0, 1, 3, 8])  # turns between arrivals, on average
+    pace = rng.choice([0, 0, 1, 1, 5])  # turns between arrivals, on average
     aborts = rng.choice([0.0, 0.1, 0.4])
     has_priorities = rng.random() < 0.3
     longest = settings.max_context_len
@@ -221,8 +221,8 @@ def _settings(rng: random.Random) -> Settings:
         reads_tokens=drafter == "ngram",
         overlap_depth=rng.randint(0, 1),
         page_fencing=rng.random() < 0.8,
-        max_batch=rng.randint(1, 8),
-        prefill_tokens=rng.choice([1, 5, 32, 1024]),
+        max_batch=rng.choice([1, 2, 4, 8]),
+        prefill_tokens=rng.choice([1, 5, 32, 32, 1024, 1024]),
         headroom=rng.choice([0, 0, 8, 64]),
         max_context_len=rng.choice([8, 40, 100]),
         is_late=rng.random() < 0.5,
