@@ -306,3 +306,30 @@ def bench_ledger(
         json=json,
         plot=plot,
     )
+
+
+@bench.command("scheduler")
+def bench_scheduler(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a round. [default: 1, 32, 256 and 1024]")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "3x1x4",
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    repeats: Annotated[int, typer.Option(help="Turns of each batch; the median counts.")] = 5,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The host's time for a round of scheduler and ledger, in its parts."""
+    from specpool.cli.bench_scheduler import BATCHES
+    from specpool.cli.bench_scheduler import scheduler as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        shape=shape,
+        page_size=page_size,
+        overlap_depth=depth,
+        repeats=repeats,
+        json=json,
+        plot=plot,
+    )

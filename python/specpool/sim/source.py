@@ -181,7 +181,7 @@ def scenario(seed: int) -> Scenario:
     for request_id in range(1, num_requests + 1):
         turn += rng.randint(0, 2 * pace)
         prompt_len = rng.randint(1, rng.choice([4, 4, longest // 2, longest - 1]))
-        max_len = min(prompt_len + rng.randint(1, rng.choice([3, longest, longest])), longest)
+        max_len = min(prompt_len + rng.randint(1, rng.choice([3, longest, 2 * longest])), longest)
         arrivals.append(
             Arrival(
                 request_id=request_id,
@@ -205,7 +205,7 @@ def scenario(seed: int) -> Scenario:
 def _settings(rng: random.Random) -> Settings:
     placement: Placement = rng.choice(["split", "shared"])
     drafter = rng.choice(["eagle", "eagle", "ngram", "none"])
-    page_size = rng.choice([1, 3, 4, 16, 64])
+    page_size = rng.choice([1, 3, 4, 4, 16, 64])
     page_sizes = [page_size]
     if placement == "split" and drafter == "eagle":
         page_sizes.append(page_size if rng.random() < 0.7 else rng.choice([1, 3, 4, 16, 64]))
@@ -214,19 +214,19 @@ def _settings(rng: random.Random) -> Settings:
         page_sizes=tuple(page_sizes),
         num_pages=(),
         placement=placement,
-        layout=rng.choice(["dense", "holey"]),
+        layout=rng.choice(["dense", "holey", "holey"]),
         policy="exact" if rng.random() < 0.8 else "double_buffer",
         shapes=tuple(shapes),
         keeps_draft_kv=drafter == "eagle",
         reads_tokens=drafter == "ngram",
         overlap_depth=rng.randint(0, 1),
         page_fencing=rng.random() < 0.8,
-        max_batch=rng.choice([1, 2, 4, 8]),
+        max_batch=rng.choice([1, 3, 8, 8]),
         prefill_tokens=rng.choice([1, 5, 32, 32, 1024, 1024]),
-        headroom=rng.choice([0, 0, 8, 64]),
-        max_context_len=rng.choice([8, 40, 100]),
+        headroom=rng.choice([0, 0, 0, 8, 64]),
+        max_context_len=rng.choice([8, 40, 100, 100]),
         is_late=rng.random() < 0.5,
     )
-    room = rng.choice([0.0, 0.0, 0.5, 3.0])
+    room = rng.choice([0.0, 0.0, 0.0, 0.5, 3.0])
     num_pages = tuple(n + int(room * rng.random() * n) for n in settings.pages_per_row())
     return replace(settings, num_pages=num_pages)
