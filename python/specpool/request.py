@@ -81,9 +81,23 @@ class Request:
         """
         if not tokens:
             return
-        kept = tokens
-        if tokens[-1] < 0:
-            kept = tokens[:-1]
+        n = len(tokens)
+        # Only near its end is there more to do: this runs for every row of every round.
+        if (
+            len(self.tokens) + n >= self.max_len
+            or tokens[-1] < 0
+            or not self.stop_ids.isdisjoint(tokens)
+        ):
+            tokens = self._end(tokens)
+            self.cut, n = n - len(tokens), len(tokens)
+        self.tokens += tokens
+        self.runs.append(n)
+        if logprobs is not None:
+            self.logprobs += logprobs[:n]
+
+    def _end(self, tokens: list[int]) -> list[int]:
+        """Set the reason if the request ends within these tokens; returns those to keep."""
+        kept = tokens[:-1] if tokens[-1] < 0 else tokens
         if not self.stop_ids.isdisjoint(kept):
             kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
             self.finish_reason = "stop"
@@ -95,11 +109,7 @@ class Request:
         if self.finish_reason is None and tokens[-1] < 0:
             self.finish_reason = "error"
             self.error = f"the logits at position {len(self.tokens) + len(kept) - 1} are not finite"
-        self.tokens += kept
-        self.runs.append(len(kept))
-        self.cut = len(tokens) - len(kept)
-        if logprobs is not None:
-            self.logprobs += logprobs[: len(kept)]
+        return kept
 
 
 def fresh_seed() -> int:

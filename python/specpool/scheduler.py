@@ -7,6 +7,7 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,8 +86,11 @@ class Scheduler:
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
-        # By row: tokens that the host knows, tokens at most, index of the shape.
+        # By row: tokens that the host knows, tokens at most (0 = a free row), index of the shape.
         self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
+        # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
+        counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
+        self._page_counts = np.full(counts, -1, np.int32)
         self._ready: tuple[list[Request], Int32] | None = None  # who can decode, and their rows
         self.num_retracted = 0
 
@@ -171,25 +175,27 @@ class Scheduler:
         It has run on the device, as has every step before it: what it frees is written by later
         forwards of the same stream only.
         """
-        plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
+        plan, rows, requests = step.plan, step.plan.rows, step.requests
+        tokens, accept_len, logprobs = result.tokens, result.accept_len, result.logprobs
         # Lanes whose row was given back since are dropped: their request may have another by now.
-        alive = self._ledger.epoch[plan.rows] == plan.epochs
-        accept_lens = None
+        alive = self._ledger.epoch[rows] == plan.epochs
         if step.is_decode:
-            accept_lens = result.accept_len.tolist()
-            self._ledger.resolve(plan.step, result.accept_len)
-            self._lens[plan.rows[alive]] += result.accept_len[alive]
+            self._ledger.resolve(plan.step, accept_len)
         self._ledger.complete(plan.step)
         self._in_flight -= 1
-        for i, lives in enumerate(alive.tolist()):
-            if not lives:
-                continue
-            request = step.requests[i]
-            if accept_lens is not None:
-                request.accept_lens.append(accept_lens[i])
-            elif tokens[i]:
-                self._lens[request.row] += 1
-            request.append(tokens[i], None if logprobs is None else logprobs[i])
+        if not alive.all():
+            lanes = np.flatnonzero(alive).tolist()
+            rows, accept_len = rows[alive], accept_len[alive]
+            requests, tokens = [requests[i] for i in lanes], [tokens[i] for i in lanes]
+            logprobs = None if logprobs is None else [logprobs[i] for i in lanes]
+        if step.is_decode:
+            self._lens[rows] += accept_len
+            for request, n in zip(requests, accept_len.tolist(), strict=True):
+                request.accept_lens.append(n)
+        else:
+            self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
+        for i, (request, new) in enumerate(zip(requests, tokens, strict=True)):
+            request.append(new, None if logprobs is None else logprobs[i])
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason)
 
@@ -227,6 +233,7 @@ class Scheduler:
                 self._ledger.abandon(number)
             self._ledger.complete(number)
         self._in_flight, self._is_starved = 0, False
+        self._limits[:] = 0
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -240,7 +247,7 @@ class Scheduler:
             if self._running and (need > free).any():
                 return
             if claimed is None:
-                claimed = sum(map(self._need, self._running), np.zeros_like(self._num_pages))
+                claimed = self._needs(np.flatnonzero(self._limits))
             claimed = claimed + need
             if self._running and (claimed > self._num_pages).any():
                 return
@@ -257,23 +264,41 @@ class Scheduler:
             self._running.append(request)
             del self._waiting[0]
 
-    def _need(self, request: Request) -> npt.NDArray[np.int64]:
+    def _need(self, request: Request) -> Int32:
         """Pages of each group that the request holds or needs for its next round, and headroom."""
-        lo = min(len(request.tokens), self._ledger.max_context_len - 1)
-        last = min(request.max_len, self._ledger.max_context_len) - 1
-        hi = max(lo, min(lo + self._headroom, last))
-        return self._ledger.pages_needed(lo, hi, request.shape_index)
+        return self._pages(len(request.tokens), request.shape_index)
+
+    def _needs(self, rows: npt.NDArray[np.intp]) -> Int32:
+        """The same of all these rows together."""
+        lens, shapes = self._lens[rows], self._shapes[rows]
+        found = self._page_counts[shapes, lens]
+        if (found < 0).any():
+            for length, shape in zip(lens.tolist(), shapes.tolist(), strict=True):
+                self._pages(length, shape)
+            found = self._page_counts[shapes, lens]
+        return found.sum(axis=0, dtype=np.int32)
+
+    def _pages(self, length: int, shape: int) -> Int32:
+        """[num_groups]: what a request of so many tokens needs; reckoned once."""
+        counts = self._page_counts[shape, length]
+        if counts[0] < 0:
+            last = self._ledger.max_context_len - 1
+            lo, hi = min(length, last), min(length + self._headroom, last)
+            counts[:] = self._ledger.pages_needed(lo, hi, shape)
+        return counts
 
     def _prefill(self) -> Step | None:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
             return None
+        # Who was admitted first is done first: those with a rest stand behind all others.
+        pending = list(itertools.takewhile(_has_prompt_left, reversed(self._running)))
         budget = self._prefill_tokens
         chosen: list[Request] = []
         ends: list[int] = []
-        for request in self._running:
+        for request in reversed(pending):
             left = request.prefill_len - request.prefilled_len
-            if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
+            if budget > 0 and len(chosen) < self._ledger.max_batch:
                 chosen.append(request)
                 ends.append(request.prefilled_len + min(left, budget))
                 budget -= min(left, budget)
@@ -295,6 +320,7 @@ class Scheduler:
         """One round of every row that is ready for it."""
         if self._ready is None:
             ready = [request for request in self._running if request.can_decode]
+            ready.sort(key=lambda request: request.shape_index)  # one shape side by side
             self._ready = ready, np.array([request.row for request in ready], np.int32)
         requests, rows = self._ready
         in_flight = self._ledger.in_flight[rows]
@@ -310,14 +336,9 @@ class Scheduler:
         if not requests:
             self._is_starved = False
             return None
-        shapes = self._shapes[rows]
-        if (shapes != shapes[0]).any():  # lanes of one shape stand side by side
-            order = np.argsort(shapes, kind="stable")
-            rows, shapes = rows[order], shapes[order]
-            requests = [requests[i] for i in order.tolist()]
-        writes_draft = self._keeps_draft_kv and bool(shapes.any())
+        writes_draft = self._keeps_draft_kv and requests[-1].shape_index > 0
         try:
-            plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+            plan = self._ledger.prepare_decode(rows, self._shapes[rows], writes_draft=writes_draft)
         except OutOfPages:
             self._is_starved = True
             return None
@@ -342,6 +363,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """A request without its row any more waits again; its text goes on where it was."""
         self._running.remove(request)
+        self._limits[request.row] = 0
         request.row, self._ready = 0, None
         request.num_retractions += 1
         self.num_retracted += 1
@@ -355,10 +377,15 @@ class Scheduler:
         self._running.remove(request)
         self._ready = None
         if request.row:
+            self._limits[request.row] = 0
             self._before_release(request)
             give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort
             give_back(request.row)
             request.row = 0
+
+
+def _has_prompt_left(request: Request) -> bool:
+    return request.prefilled_len < request.prefill_len
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -106,6 +106,9 @@ class HostLoad:
                 start = now()
                 self._scheduler.finish(step, result)
                 finish += now() - start
+                for request in step.requests:
+                    if request.finish_reason is not None:
+                        self._texts.pop(request.request_id, None)
         self._refill()
         return schedule / 1e3, launch / 1e3, finish / 1e3
 
