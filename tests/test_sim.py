@@ -1,21 +1,28 @@
-"""Laws of the scheduler and the ledger on a simulated device, and that each is found when broken."""
+"""Laws of scheduler and ledger on a simulated device, and that each is found when broken."""
 
 from __future__ import annotations
 
 import bisect
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from specpool.cli import main
 from specpool.cli.sim import SEEDS
-from specpool.errors import ConfigError
 from specpool.request import Request
-from specpool.scheduler import Scheduler, _order
-from specpool.sim import Arrival, Scenario, Settings, Simulation, Tally, broken_law, scenario, shrink
+from specpool.scheduler import Scheduler
+from specpool.sim import (
+    Arrival,
+    Scenario,
+    Settings,
+    Simulation,
+    Tally,
+    broken_law,
+    scenario,
+    shrink,
+)
 
 
 def sim(monkeypatch, *args: str) -> int:
@@ -137,7 +144,7 @@ def lie(patch, **methods) -> None:
 def drop_a_retracted_request(patch):
     def requeue(self, request):
         self._running.remove(request)
-        request.row, self._ready = 0, None
+        self._leave_row(request)
         self.num_retracted += 1
 
     patch.setattr(Scheduler, "_requeue", requeue)
@@ -188,12 +195,12 @@ def keep_the_row_of_who_ended(patch):
     end = Scheduler._end
 
     def leaky(self, request, reason):
-        row = request.row
         if reason == "stop":
-            request.row = 0
-        end(self, request, reason)
-        if reason == "stop" and not row:
-            request.row = row
+            request.finish_reason = reason
+            self._running.remove(request)
+            self._leave_row(request)
+        else:
+            end(self, request, reason)
 
     patch.setattr(Scheduler, "_end", leaky)
 
@@ -301,11 +308,10 @@ def leave_a_row_out(patch):
     decode = Scheduler._decode
 
     def unfair(self):
-        favoured = [r for r in self._running if r.can_decode][:-1]
-        if favoured:
-            self._ready = favoured, np.array([r.row for r in favoured], np.int32)
+        row = self._running[-1].row if self._running else 0
+        kept, self._limits[row] = self._limits[row], 0
         step = decode(self)
-        self._ready = None
+        self._limits[row] = kept
         return step
 
     patch.setattr(Scheduler, "_decode", unfair)
@@ -341,7 +347,7 @@ PLANTS = {
     put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",
     retract_the_first: "is retracted, not request",
     retract_without_draining: "retracted while results are still to come",
-    keep_the_row_of_who_ended: "pages free, .* fenced, .* held by running",
+    keep_the_row_of_who_ended: "pages free, .* fenced, .* held by running|leak|livelock",
     give_tokens_to_dropped_lanes: "went on after its end",
     forget_a_resolve: "OrderError|left out|livelock|not all in",
     resolve_one_token_alone: "the true roots .* are not all in|livelock",
@@ -353,7 +359,7 @@ PLANTS = {
     overlook_stop_tokens: "speaks otherwise|alone it would after .* by stop",
     draft_from_old_tokens: "drafts from .* tokens",
     run_too_many: "prefills .* tokens",
-    leave_a_row_out: "left out|livelock",
+    leave_a_row_out: "left out|livelock|kv_exhausted",
     admit_again_before_whom_it_made_room_for: "has a row again",
     keep_pages_for_nobody: "livelock|retracted, though|kv_exhausted",
 }

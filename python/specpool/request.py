@@ -45,7 +45,6 @@ class Request:
     epoch: int = 0  # of the row when it was taken
     prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
     prefilled_len: int = 0  # positions in prefill steps so far
-    can_decode: bool = False  # the last of these steps has been launched
     num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None

@@ -86,12 +86,13 @@ class Scheduler:
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
-        # By row: tokens that the host knows, tokens at most (0 = a free row), index of the shape.
+        # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
+        # it cannot decode), index of the shape.
+        self._by_row: dict[int, Request] = {}
         self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
         # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
         counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
         self._page_counts = np.full(counts, -1, np.int32)
-        self._ready: tuple[list[Request], Int32] | None = None  # who can decode, and their rows
         self.num_retracted = 0
 
     # --- what comes in --------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Scheduler:
         if not step.is_decode:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
-                    request.can_decode, self._ready = True, None
+                    self._limits[request.row] = request.max_len
 
     def cancel(self, step: Step) -> None:
         """The newest step is not to be launched after all."""
@@ -194,8 +195,9 @@ class Scheduler:
                 request.accept_lens.append(n)
         else:
             self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
-        for i, (request, new) in enumerate(zip(requests, tokens, strict=True)):
-            request.append(new, None if logprobs is None else logprobs[i])
+        of_lanes = itertools.repeat(None) if logprobs is None else logprobs
+        for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
+            request.append(new, entries)
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason)
 
@@ -233,7 +235,8 @@ class Scheduler:
                 self._ledger.abandon(number)
             self._ledger.complete(number)
         self._in_flight, self._is_starved = 0, False
-        self._limits[:] = 0
+        self._lens[:] = self._limits[:] = 0
+        self._by_row.clear()
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -243,13 +246,11 @@ class Scheduler:
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting[0]
             need = self._need(request)
-            free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
-            if self._running and (need > free).any():
-                return
             if claimed is None:
-                claimed = self._needs(np.flatnonzero(self._limits))
+                free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
+                claimed = self._needs(np.flatnonzero(self._lens))
             claimed = claimed + need
-            if self._running and (claimed > self._num_pages).any():
+            if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
             try:
                 request.row = self._ledger.admit(tag=str(request.request_id))
@@ -257,9 +258,8 @@ class Scheduler:
                 return
             request.epoch = int(self._ledger.epoch[request.row])
             request.prefilled_len, request.prefill_len = 0, len(request.tokens)
-            request.can_decode = False
+            self._by_row[request.row] = request
             self._lens[request.row] = len(request.tokens)
-            self._limits[request.row] = request.max_len
             self._shapes[request.row] = request.shape_index
             self._running.append(request)
             del self._waiting[0]
@@ -271,16 +271,15 @@ class Scheduler:
     def _needs(self, rows: npt.NDArray[np.intp]) -> Int32:
         """The same of all these rows together."""
         lens, shapes = self._lens[rows], self._shapes[rows]
-        found = self._page_counts[shapes, lens]
-        if (found < 0).any():
-            for length, shape in zip(lens.tolist(), shapes.tolist(), strict=True):
-                self._pages(length, shape)
-            found = self._page_counts[shapes, lens]
-        return found.sum(axis=0, dtype=np.int32)
+        counts: Int32 = self._page_counts[shapes, lens]
+        for i in np.flatnonzero(counts[:, 0] < 0).tolist():
+            counts[i] = self._pages(int(lens[i]), int(shapes[i]))
+        total: Int32 = counts.sum(axis=0, dtype=np.int32)
+        return total
 
     def _pages(self, length: int, shape: int) -> Int32:
         """[num_groups]: what a request of so many tokens needs; reckoned once."""
-        counts = self._page_counts[shape, length]
+        counts: Int32 = self._page_counts[shape, length]
         if counts[0] < 0:
             last = self._ledger.max_context_len - 1
             lo, hi = min(length, last), min(length + self._headroom, last)
@@ -318,32 +317,29 @@ class Scheduler:
 
     def _decode(self) -> Step | None:
         """One round of every row that is ready for it."""
-        if self._ready is None:
-            ready = [request for request in self._running if request.can_decode]
-            ready.sort(key=lambda request: request.shape_index)  # one shape side by side
-            self._ready = ready, np.array([request.row for request in ready], np.int32)
-        requests, rows = self._ready
-        in_flight = self._ledger.in_flight[rows]
+        in_flight = self._ledger.in_flight
         # Each round in flight gives a token at least: who will be at the limit needs no other.
-        wanted = self._lens[rows] + in_flight < self._limits[rows]
+        wanted = self._lens + in_flight < self._limits
         wanted &= in_flight <= self._ledger.overlap_depth
         if self._reads_tokens:  # only where the host knows the root
-            known = self._lens[rows] == self._ledger.resolved_len[rows] + 1
-            wanted &= (in_flight == 0) & known | (self._shapes[rows] == 0)
-        if not wanted.all():
-            rows = rows[wanted]
-            requests = [requests[i] for i in np.flatnonzero(wanted).tolist()]
-        if not requests:
+            known = self._lens == self._ledger.resolved_len + 1
+            wanted &= (in_flight == 0) & known | (self._shapes == 0)
+        rows = np.flatnonzero(wanted)
+        if not len(rows):
             self._is_starved = False
             return None
-        writes_draft = self._keeps_draft_kv and requests[-1].shape_index > 0
+        shapes = self._shapes[rows]
+        if (shapes != shapes[0]).any():  # lanes of one shape stand side by side
+            order = np.argsort(shapes, kind="stable")
+            rows, shapes = rows[order], shapes[order]
+        writes_draft = self._keeps_draft_kv and bool(shapes[-1])
         try:
-            plan = self._ledger.prepare_decode(rows, self._shapes[rows], writes_draft=writes_draft)
+            plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
         except OutOfPages:
             self._is_starved = True
             return None
         self._is_starved = False
-        return Step(plan, requests)
+        return Step(plan, [self._by_row[row] for row in rows.tolist()])
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
@@ -363,8 +359,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """A request without its row any more waits again; its text goes on where it was."""
         self._running.remove(request)
-        self._limits[request.row] = 0
-        request.row, self._ready = 0, None
+        self._leave_row(request)
         request.num_retractions += 1
         self.num_retracted += 1
         bisect.insort(self._waiting, request, key=_order)
@@ -375,13 +370,16 @@ class Scheduler:
             self._waiting.remove(request)
             return
         self._running.remove(request)
-        self._ready = None
-        if request.row:
-            self._limits[request.row] = 0
-            self._before_release(request)
+        self._before_release(request)
+        if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
             give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort
             give_back(request.row)
-            request.row = 0
+        self._leave_row(request)
+
+    def _leave_row(self, request: Request) -> None:
+        """The row has been given back."""
+        del self._by_row[request.row]
+        self._lens[request.row] = self._limits[request.row] = request.row = 0
 
 
 def _has_prompt_left(request: Request) -> bool:

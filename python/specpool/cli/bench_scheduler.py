@@ -1,9 +1,9 @@
-"""`specpool bench scheduler`: the host's time for a round of scheduler and ledger, without a device.
+"""`specpool bench scheduler`: the host's time for a round of scheduler and ledger.
 
 The simulated device gives the results; its own time does not count. A turn has three parts:
 `schedule`; `launch`, with the table delta that goes to the device; `finish`. Requests come as
 others end, so most turns of a large batch also admit and prefill some. Figures are medians over
-turns; whoever grows linearly costs as much per row in a large batch as in a smaller one.
+turns; growth is linear where a row costs as much in a large batch as in a small one.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class SimDevice:
     def _reach(self, g: int, shapes: npt.NDArray[np.int32], roots: Ints) -> Ints:
         """[lanes]: where the slots end that a round can write from these roots (spec 3.2)."""
         steps, topk, num_draft_tokens = self._sizes[shapes].T
-        ends = roots + num_draft_tokens
+        ends: Ints = roots + num_draft_tokens
         group = self._groups[g]
         if not group.hosts_drafts:
             return ends
@@ -257,4 +257,5 @@ class SimDevice:
             offset = roots % P
             holey = roots - offset + topk * -(-(offset + steps) // P) * P
             drafts = np.where((topk > 1) & (steps > 0), holey, drafts)
-        return np.maximum(ends, drafts)
+        np.maximum(ends, drafts, out=ends)
+        return ends

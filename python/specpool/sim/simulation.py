@@ -288,7 +288,7 @@ class Simulation:
             raise BrokenLaw("a request is retracted while results are still to come")
         ledger = self._ledger
         running = [r for r in self._scheduler.requests() if r.row]
-        ready = [r for r in running if r.can_decode]
+        ready = [r for r in running if r.prefilled_len == r.prefill_len]
         if ready:
             slots = ledger.tokens_required([r.row for r in ready], [r.shape_index for r in ready])
             need = slots // self._P
@@ -354,7 +354,7 @@ class Simulation:
                 self.tally.tokens += request.num_output_tokens
                 self.tally.aborts += request.finish_reason == "abort"
                 self.tally.retractions += request.num_retractions
-            elif not request.row or not request.can_decode or not has_launched:
+            elif not has_launched or not request.row or request.prefilled_len < request.prefill_len:
                 watch.last_step = self._turn
             elif self.check and self._turn - watch.last_step > _MOST_LEFT_OUT:
                 raise BrokenLaw(
