@@ -162,10 +162,7 @@ def with_second_token(token: int) -> Callable[[DraftTree], DraftTree]:
             lambda tree: dataclasses.replace(tree, tokens=tree.tokens.numpy()),
             "tokens .*got ndarray",
         ),
-        (
-            changed("mask", lambda m: m[:, :9]),
-            r"mask .*bool \[[12], 16, 16\] .*got bool \[[12], 9, 16\]",
-        ),
+        (changed("mask", lambda m: m[:, :9]), r"mask .*bool \[[12], 16, 16\] .*got bool \[[12], 9, 16\]"),
         (changed("mask", np.ones_like), "ancestors"),
         (changed("mask", np.zeros_like), "ancestors"),
         (changed("depths", lambda d: d * 100), "ancestors"),

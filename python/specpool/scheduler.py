@@ -90,6 +90,9 @@ class Scheduler:
         # it cannot decode), index of the shape.
         self._by_row: dict[int, Request] = {}
         self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
+        # By row: lanes of one shape stand side by side, in the order of admission.
+        self._lane_order = np.zeros(ledger.num_rows + 1, np.int64)
+        self._num_admitted = 0
         # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
         counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
         self._page_counts = np.full(counts, -1, np.int32)
@@ -261,6 +264,8 @@ class Scheduler:
             self._by_row[request.row] = request
             self._lens[request.row] = len(request.tokens)
             self._shapes[request.row] = request.shape_index
+            self._lane_order[request.row] = request.shape_index << 48 | self._num_admitted
+            self._num_admitted += 1
             self._running.append(request)
             del self._waiting[0]
 
@@ -328,10 +333,8 @@ class Scheduler:
         if not len(rows):
             self._is_starved = False
             return None
+        rows = rows[np.argsort(self._lane_order[rows])]
         shapes = self._shapes[rows]
-        if (shapes != shapes[0]).any():  # lanes of one shape stand side by side
-            order = np.argsort(shapes, kind="stable")
-            rows, shapes = rows[order], shapes[order]
         writes_draft = self._keeps_draft_kv and bool(shapes[-1])
         try:
             plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
