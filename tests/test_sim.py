@@ -269,8 +269,8 @@ def forget_the_text_at_retraction(patch):
 def say_a_token_twice(patch):
     append = Request.append
 
-    def stammer(self, tokens, logprobs=None):
-        append(self, tokens * 2 if len(tokens) > 3 else tokens, logprobs)
+    def stammer(self, tokens, logprobs=None, **options):
+        append(self, tokens * 2 if len(tokens) > 3 else tokens, logprobs, **options)
 
     patch.setattr(Request, "append", stammer)
 
@@ -278,9 +278,9 @@ def say_a_token_twice(patch):
 def overlook_stop_tokens(patch):
     append = Request.append
 
-    def deaf(self, tokens, logprobs=None):
+    def deaf(self, tokens, logprobs=None, **options):
         self.stop_ids = frozenset()
-        append(self, tokens, logprobs)
+        append(self, tokens, logprobs, **options)
 
     patch.setattr(Request, "append", deaf)
 

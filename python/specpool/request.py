@@ -49,9 +49,9 @@ class Request:
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
     tainted: bool = False  # saw logits that are not finite: its KV may be NaN
-    accept_lens: list[int] = field(default_factory=list)  # one per verify
-    runs: list[int] = field(default_factory=list)  # output tokens of each forward
-    cut: int = 0  # tokens of the last forward that were dropped
+    # What each forward gave: the accept length of a verify, -1 for a prefill's token. The last may
+    # be more than what is kept.
+    forwards: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -67,12 +67,21 @@ class Request:
     @property
     def from_draft(self) -> list[bool]:
         """Whether each generated token is an accepted draft: all of a forward but its last."""
-        flags = [i < n - 1 for n in self.runs for i in range(n)]
-        if self.cut and flags:
-            flags[-1] = True
-        return flags
+        flags = [i < abs(n) - 1 for n in self.forwards for i in range(abs(n))]
+        return flags[: self.num_output_tokens]
 
-    def append(self, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
+    @property
+    def accept_lens(self) -> list[int]:
+        """The accept length of each verify."""
+        return [n for n in self.forwards if n > 0]
+
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None = None,
+        *,
+        is_verify: bool = True,
+    ) -> None:
         """Take over the tokens of one forward, the last of them not a draft.
 
         Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
@@ -88,11 +97,10 @@ class Request:
             or not self.stop_ids.isdisjoint(tokens)
         ):
             tokens = self._end(tokens)
-            self.cut, n = n - len(tokens), len(tokens)
         self.tokens += tokens
-        self.runs.append(n)
+        self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
-            self.logprobs += logprobs[:n]
+            self.logprobs += logprobs[: len(tokens)]
 
     def _end(self, tokens: list[int]) -> list[int]:
         """Set the reason if the request ends within these tokens; returns those to keep."""

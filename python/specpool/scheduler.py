@@ -181,9 +181,10 @@ class Scheduler:
         """
         plan, rows, requests = step.plan, step.plan.rows, step.requests
         tokens, accept_len, logprobs = result.tokens, result.accept_len, result.logprobs
+        is_decode = step.is_decode
         # Lanes whose row was given back since are dropped: their request may have another by now.
         alive = self._ledger.epoch[rows] == plan.epochs
-        if step.is_decode:
+        if is_decode:
             self._ledger.resolve(plan.step, accept_len)
         self._ledger.complete(plan.step)
         self._in_flight -= 1
@@ -192,15 +193,13 @@ class Scheduler:
             rows, accept_len = rows[alive], accept_len[alive]
             requests, tokens = [requests[i] for i in lanes], [tokens[i] for i in lanes]
             logprobs = None if logprobs is None else [logprobs[i] for i in lanes]
-        if step.is_decode:
+        if is_decode:
             self._lens[rows] += accept_len
-            for request, n in zip(requests, accept_len.tolist(), strict=True):
-                request.accept_lens.append(n)
         else:
             self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
         of_lanes = itertools.repeat(None) if logprobs is None else logprobs
         for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
-            request.append(new, entries)
+            request.append(new, entries, is_verify=is_decode)
             if request.finish_reason is not None:
                 self._end(request, request.finish_reason)
 
