@@ -23,6 +23,7 @@ from specpool.sim import (
     scenario,
     shrink,
 )
+from specpool.sim.simulation import _Interrupted
 
 
 def sim(monkeypatch, *args: str) -> int:
@@ -101,8 +102,9 @@ def test_pages_kept_for_a_row_that_ended_are_for_those_who_wait():
     assert broken_law(Scenario(0, settings, arrivals)) is None
 
 
-def test_a_retracted_request_does_not_take_back_what_it_was_retracted_for():
-    settings = Settings(
+TIGHT = Scenario(  # rounds of 7 and 8 starve beside each other
+    0,
+    Settings(
         page_sizes=(3,),
         num_pages=(36,),
         placement="shared",
@@ -112,14 +114,32 @@ def test_a_retracted_request_does_not_take_back_what_it_was_retracted_for():
         max_batch=3,
         prefill_tokens=5,
         max_context_len=40,
-    )
-    arrivals = (
+    ),
+    (
         Arrival(request_id=3, turn=0, prompt_len=4, max_len=13, accept_rate=0.5),
         Arrival(request_id=6, turn=0, prompt_len=14, max_len=28, shape=2),
         Arrival(request_id=7, turn=0, prompt_len=4, max_len=14, shape=1),
         Arrival(request_id=8, turn=0, prompt_len=2, max_len=7, accept_rate=0.5),
-    )
-    assert broken_law(Scenario(0, settings, arrivals)) is None
+    ),
+)
+
+
+def test_a_retracted_request_does_not_take_back_what_it_was_retracted_for():
+    assert broken_law(TIGHT) is None
+
+
+def test_an_interrupt_right_behind_a_retraction_leaks_nothing(monkeypatch):
+    interrupts = []
+
+    def retract(self, row):
+        self._ledger.retract(row)
+        if not interrupts:
+            interrupts.append(row)
+            raise _Interrupted
+
+    lie(monkeypatch, retract=retract)
+    assert broken_law(TIGHT) is None
+    assert interrupts
 
 
 # --- planted bugs: each is found ---

@@ -328,11 +328,11 @@ class Scheduler:
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | (self._shapes == 0)
-        rows = np.flatnonzero(wanted)
+        (rows,) = wanted.nonzero()
         if not len(rows):
             self._is_starved = False
             return None
-        rows = rows[np.argsort(self._lane_order[rows])]
+        rows = rows[self._lane_order[rows].argsort()]
         shapes = self._shapes[rows]
         writes_draft = self._keeps_draft_kv and bool(shapes[-1])
         try:

@@ -124,6 +124,7 @@ class Simulation:
     def _one_turn(self) -> None:
         self._turn += 1
         self._come_and_go()
+        steps: list[Step] = []
         try:
             steps = self._schedule()
             for step in steps:
