@@ -439,8 +439,7 @@ class Engine:
             tokens=list(first.tokens),
             seed=(first.seed + sample) % (1 << 64),
             watch=TextStream(self.tokenizer, first.params.stop) if first.watch else None,
-            accept_lens=[],
-            runs=[],
+            forwards=[],
             logprobs=[],
             siblings=[],
         )
@@ -479,8 +478,8 @@ class Engine:
             priority=priority,
             watch=watch,
         )
-        most = self._scheduler.pages_at_most(request).tolist()
-        if any(need > have for need, have in zip(most, self._num_pages, strict=True)):
+        if not self._scheduler.fits(request):
+            most = self._scheduler.pages_at_most(request).tolist()
             raise ConfigError(
                 f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
                 f"groups have {self._num_pages}: lower max_new_tokens"

@@ -50,14 +50,13 @@ class Request:
     epoch: int = 0  # of the row when it was taken
     prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
     prefilled_len: int = 0  # positions in prefill steps so far
-    can_decode: bool = False  # the last of these steps has been launched
     num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
     tainted: bool = False  # saw logits that are not finite: its KV may be NaN
-    accept_lens: list[int] = field(default_factory=list)  # one per verify
-    runs: list[int] = field(default_factory=list)  # output tokens of each forward
-    cut: int = 0  # tokens of the last forward that were dropped
+    # What each forward gave: the accept length of a verify, -1 for a prefill's token. The last may
+    # be more than what is kept.
+    forwards: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     watch: TextStream | None = None  # looks for the stop strings
     siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
@@ -78,12 +77,21 @@ class Request:
     @property
     def from_draft(self) -> list[bool]:
         """Whether each generated token is an accepted draft: all of a forward but its last."""
-        flags = [i < n - 1 for n in self.runs for i in range(n)]
-        if self.cut and flags:
-            flags[-1] = True
-        return flags
+        flags = [i < abs(n) - 1 for n in self.forwards for i in range(abs(n))]
+        return flags[: self.num_output_tokens]
 
-    def append(self, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
+    @property
+    def accept_lens(self) -> list[int]:
+        """The accept length of each verify."""
+        return [n for n in self.forwards if n > 0]
+
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None = None,
+        *,
+        is_verify: bool = True,
+    ) -> None:
         """Take over the tokens of one forward, the last of them not a draft.
 
         Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
@@ -91,9 +99,34 @@ class Request:
         """
         if not tokens:
             return
-        kept = tokens
-        if tokens[-1] < 0:
-            kept = tokens[:-1]
+        n = len(tokens)
+        # Only near its end is there more to do: this runs for every row of every round.
+        if (
+            len(self.tokens) + n >= self.max_len
+            or tokens[-1] < 0
+            or not self.stop_ids.isdisjoint(tokens)
+        ):
+            tokens = self._end(tokens)
+        self.tokens += tokens
+        self.forwards.append(n if is_verify else -n)
+        if logprobs is not None:
+            self.logprobs += logprobs[: len(tokens)]
+        if self.watch is not None:
+            self._look_for_stop(self.watch, tokens)
+
+    def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
+        """End where the text holds a stop string; that may be some tokens back."""
+        watch.push([token for token in new if token not in self.stop_ids])
+        if self.finish_reason is not None:
+            watch.push([], last=True)
+        if watch.hit is not None:
+            self.finish_reason, self.error = "stop", None
+            del self.tokens[self.prompt_len + watch.hit.num_tokens :]
+            del self.logprobs[watch.hit.num_tokens :]
+
+    def _end(self, tokens: list[int]) -> list[int]:
+        """Set the reason if the request ends within these tokens; returns those to keep."""
+        kept = tokens[:-1] if tokens[-1] < 0 else tokens
         if not self.stop_ids.isdisjoint(kept):
             kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
             self.finish_reason = "stop"
@@ -105,31 +138,7 @@ class Request:
         if self.finish_reason is None and tokens[-1] < 0:
             self.finish_reason = "error"
             self.error = f"the logits at position {len(self.tokens) + len(kept) - 1} are not finite"
-        self.tokens += kept
-        self.runs.append(len(kept))
-        self.cut = len(tokens) - len(kept)
-        if logprobs is not None:
-            self.logprobs += logprobs[: len(kept)]
-        if self.watch is not None:
-            self._look_for_stop(self.watch, kept)
-
-    def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
-        """End where the text holds a stop string; that may be some tokens back."""
-        watch.push([token for token in new if token not in self.stop_ids])
-        if self.finish_reason is not None:
-            watch.push([], last=True)
-        if watch.hit is None:
-            return
-        dropped = self.num_output_tokens - watch.hit.num_tokens
-        self.finish_reason, self.error = "stop", None
-        if dropped:
-            del self.tokens[-dropped:], self.logprobs[watch.hit.num_tokens :]
-        while dropped:
-            self.cut = min(dropped, self.runs[-1])
-            dropped -= self.cut
-            self.runs[-1] -= self.cut
-            if not self.runs[-1] and dropped:
-                self.runs.pop()
+        return kept
 
 
 def fresh_seed() -> int:

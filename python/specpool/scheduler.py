@@ -7,6 +7,7 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,20 +94,31 @@ class Scheduler:
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
-        # By row: tokens that the host knows, tokens at most, index of the shape.
+        # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
+        # it cannot decode), index of the shape.
+        self._by_row: dict[int, Request] = {}
         self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
-        self._ready: tuple[list[Request], Int32] | None = None  # who can decode, and their rows
+        # By row: lanes of one shape stand side by side, in the order of admission.
+        self._lane_order = np.zeros(ledger.num_rows + 1, np.int64)
+        self._num_admitted = 0
+        # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
+        counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
+        self._page_counts = np.full(counts, -1, np.int32)
         self._pins: list[Pin] = []  # the oldest first
         self.num_retracted = 0
 
     # --- what comes in --------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request whose `pages_at_most` the groups have.
+        """Queue a request that fits: `fits` says so.
 
         Its `siblings`, the same prompt to be gone on with otherwise, run on forks of its row.
         """
         self._queue(request)
+
+    def fits(self, request: Request) -> bool:
+        """Whether an empty pool would hold the request to its end."""
+        return bool((self.pages_at_most(request) <= self._num_pages).all())
 
     def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
         """Pages of each group that the request can ever hold, int64 [num_groups]."""
@@ -150,11 +162,16 @@ class Scheduler:
         and nothing in flight: there is nothing to do.
         """
         while True:
-            if not self._is_starved:
+            was_starved = self._is_starved
+            if not was_starved:
                 self._admit()
             steps = [step for step in (self._prefill(), self._decode()) if step is not None]
             self._in_flight += len(steps)
-            if steps or self._in_flight or not self._running:
+            if steps or self._in_flight:
+                return steps
+            if was_starved and not self._is_starved:
+                continue  # whoever the pages were kept for has ended
+            if not self._running:
                 return steps
             self._make_room()
 
@@ -164,7 +181,7 @@ class Scheduler:
         if not step.is_decode:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
-                    request.can_decode, self._ready = True, None
+                    self._limits[request.row] = request.max_len
 
     def cancel(self, step: Step) -> None:
         """The newest step is not to be launched after all."""
@@ -180,31 +197,35 @@ class Scheduler:
         It has run on the device, as has every step before it: what it frees is written by later
         forwards of the same stream only.
         """
-        plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
+        plan, rows, requests = step.plan, step.plan.rows, step.requests
+        tokens, accept_len, logprobs = result.tokens, result.accept_len, result.logprobs
+        is_decode = step.is_decode
         # Lanes whose row was given back since are dropped: their request may have another by now.
-        alive = self._ledger.epoch[plan.rows] == plan.epochs
-        accept_lens = None
-        if step.is_decode:
-            accept_lens = result.accept_len.tolist()
-            self._ledger.resolve(plan.step, result.accept_len)
-            self._lens[plan.rows[alive]] += result.accept_len[alive]
+        alive = self._ledger.epoch[rows] == plan.epochs
+        if is_decode:
+            self._ledger.resolve(plan.step, accept_len)
         self._ledger.complete(plan.step)
         self._in_flight -= 1
-        for i, lives in enumerate(alive.tolist()):
-            if not lives:
-                continue
-            request = step.requests[i]
-            if accept_lens is not None:
-                request.accept_lens.append(accept_lens[i])
-            elif tokens[i]:
-                self._lens[request.row] += 1
-            if request.siblings and request.prefilled_len == request.prefill_len - 1:
-                self._fork(request)
-            request.append(tokens[i], None if logprobs is None else logprobs[i])
-            if request.wants_pin and request.prefilled_len == request.prefill_len:
-                self._pin(request)
-            elif request.finish_reason is not None:
-                self._end(request, request.finish_reason)
+        if not alive.all():
+            lanes = np.flatnonzero(alive).tolist()
+            rows, accept_len = rows[alive], accept_len[alive]
+            requests, tokens = [requests[i] for i in lanes], [tokens[i] for i in lanes]
+            logprobs = None if logprobs is None else [logprobs[i] for i in lanes]
+        if is_decode:
+            self._lens[rows] += accept_len
+        else:
+            self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
+            for request in requests:
+                if request.siblings and request.prefilled_len == request.prefill_len - 1:
+                    self._fork(request)
+        of_lanes = itertools.repeat(None) if logprobs is None else logprobs
+        for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
+            request.append(new, entries, is_verify=is_decode)
+            if request.finish_reason is not None:
+                if request.wants_pin and request.error is None:
+                    self._pin(request)
+                else:
+                    self._end(request, request.finish_reason)
 
     def fail(self, step: Step, error: BaseException) -> None:
         """A launched step's forward has failed: its requests end, all others go on.
@@ -240,6 +261,8 @@ class Scheduler:
                 self._ledger.abandon(number)
             self._ledger.complete(number)
         self._in_flight, self._is_starved = 0, False
+        self._lens[:] = self._limits[:] = 0
+        self._by_row.clear()
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -249,13 +272,11 @@ class Scheduler:
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting[0]
             need = self._need(request)
-            free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
-            if self._running and (need > free).any():
-                return
             if claimed is None:
-                claimed = sum(map(self._need, self._running), np.zeros_like(self._num_pages))
+                free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
+                claimed = self._needs(np.flatnonzero(self._lens))
             claimed = claimed + need
-            if self._running and (claimed > self._num_pages).any():
+            if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
             pin, length = self._longest_pin(request.tokens)
             try:
@@ -273,10 +294,11 @@ class Scheduler:
         """The request has a row, with KV of its first tokens."""
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
-        request.can_decode = False
+        self._by_row[row] = request
         self._lens[row] = len(request.tokens)
-        self._limits[row] = request.max_len
         self._shapes[row] = request.shape_index
+        self._lane_order[row] = request.shape_index << 48 | self._num_admitted
+        self._num_admitted += 1
         self._running.append(request)
 
     def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
@@ -315,16 +337,33 @@ class Scheduler:
         self._pins.append(request.pin)
         self._end(request, "stop")
 
-    def _need(self, request: Request) -> npt.NDArray[np.int64]:
+    def _need(self, request: Request) -> Int32:
         """Pages of each group that the request holds or needs for its next round, and headroom."""
-        lo = min(len(request.tokens), self._ledger.max_context_len - 1)
-        last = min(request.max_len, self._ledger.max_context_len) - 1
-        hi = max(lo, min(lo + self._headroom, last))
-        return self._ledger.pages_needed(lo, hi, request.shape_index)
+        return self._pages(len(request.tokens), request.shape_index)
+
+    def _needs(self, rows: npt.NDArray[np.intp]) -> Int32:
+        """The same of all these rows together."""
+        lens, shapes = self._lens[rows], self._shapes[rows]
+        counts: Int32 = self._page_counts[shapes, lens]
+        for i in np.flatnonzero(counts[:, 0] < 0).tolist():
+            counts[i] = self._pages(int(lens[i]), int(shapes[i]))
+        total: Int32 = counts.sum(axis=0, dtype=np.int32)
+        return total
+
+    def _pages(self, length: int, shape: int) -> Int32:
+        """[num_groups]: what a request of so many tokens needs; reckoned once."""
+        counts: Int32 = self._page_counts[shape, length]
+        if counts[0] < 0:
+            last = self._ledger.max_context_len - 1
+            lo, hi = min(length, last), min(length + self._headroom, last)
+            counts[:] = self._ledger.pages_needed(lo, hi, shape)
+        return counts
 
     def _prefill(self) -> Step | None:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
+            return None
+        if not ((self._lens > 0) & (self._limits == 0)).any():  # every row can decode
             return None
         budget = self._prefill_tokens
         chosen: list[Request] = []
@@ -352,36 +391,27 @@ class Scheduler:
 
     def _decode(self) -> Step | None:
         """One round of every row that is ready for it."""
-        if self._ready is None:
-            ready = [request for request in self._running if request.can_decode]
-            self._ready = ready, np.array([request.row for request in ready], np.int32)
-        requests, rows = self._ready
-        in_flight = self._ledger.in_flight[rows]
+        in_flight = self._ledger.in_flight
         # Each round in flight gives a token at least: who will be at the limit needs no other.
-        wanted = self._lens[rows] + in_flight < self._limits[rows]
+        wanted = self._lens + in_flight < self._limits
         wanted &= in_flight <= self._ledger.overlap_depth
         if self._reads_tokens:  # only where the host knows the root
-            known = self._lens[rows] == self._ledger.resolved_len[rows] + 1
-            wanted &= (in_flight == 0) & known | (self._shapes[rows] == 0)
-        if not wanted.all():
-            rows = rows[wanted]
-            requests = [requests[i] for i in np.flatnonzero(wanted).tolist()]
-        if not requests:
+            known = self._lens == self._ledger.resolved_len + 1
+            wanted &= (in_flight == 0) & known | (self._shapes == 0)
+        (rows,) = wanted.nonzero()
+        if not len(rows):
             self._is_starved = False
             return None
+        rows = rows[self._lane_order[rows].argsort()]
         shapes = self._shapes[rows]
-        if (shapes != shapes[0]).any():  # lanes of one shape stand side by side
-            order = np.argsort(shapes, kind="stable")
-            rows, shapes = rows[order], shapes[order]
-            requests = [requests[i] for i in order.tolist()]
-        writes_draft = self._keeps_draft_kv and bool(shapes.any())
+        writes_draft = self._keeps_draft_kv and bool(shapes[-1])
         try:
             plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
         except OutOfPages:
             self._is_starved = True
             return None
         self._is_starved = False
-        return Step(plan, requests)
+        return Step(plan, [self._by_row[row] for row in rows.tolist()])
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
@@ -404,10 +434,9 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """A request without its row any more waits again; its text goes on where it was."""
         self._running.remove(request)
-        request.row, self._ready = 0, None
+        self._leave_row(request)
         request.num_retractions += 1
         self.num_retracted += 1
-        self._is_starved = False
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -429,12 +458,16 @@ class Scheduler:
             self._waiting.remove(request)
             return
         self._running.remove(request)
-        self._ready = None
-        if request.row:
-            self._before_release(request)
+        self._before_release(request)
+        if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
             give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort
             give_back(request.row)
-            request.row = 0
+        self._leave_row(request)
+
+    def _leave_row(self, request: Request) -> None:
+        """The row has been given back."""
+        del self._by_row[request.row]
+        self._lens[request.row] = self._limits[request.row] = request.row = 0
 
 
 def _order(request: Request) -> tuple[int, int]:
