@@ -289,8 +289,8 @@ def forget_the_text_at_retraction(patch):
 def say_a_token_twice(patch):
     append = Request.append
 
-    def stammer(self, tokens, logprobs=None, **options):
-        append(self, tokens * 2 if len(tokens) > 3 else tokens, logprobs, **options)
+    def stammer(self, tokens, *options):
+        append(self, tokens * 2 if len(tokens) > 3 else tokens, *options)
 
     patch.setattr(Request, "append", stammer)
 
@@ -298,9 +298,9 @@ def say_a_token_twice(patch):
 def overlook_stop_tokens(patch):
     append = Request.append
 
-    def deaf(self, tokens, logprobs=None, **options):
+    def deaf(self, tokens, *options):
         self.stop_ids = frozenset()
-        append(self, tokens, logprobs, **options)
+        append(self, tokens, *options)
 
     patch.setattr(Request, "append", deaf)
 

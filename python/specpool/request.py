@@ -89,7 +89,6 @@ class Request:
         self,
         tokens: list[int],
         logprobs: list[TokenLogprob] | None = None,
-        *,
         is_verify: bool = True,
     ) -> None:
         """Take over the tokens of one forward, the last of them not a draft.

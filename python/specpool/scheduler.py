@@ -7,9 +7,9 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -207,10 +207,9 @@ class Scheduler:
         self._ledger.complete(plan.step)
         self._in_flight -= 1
         if not alive.all():
-            lanes = np.flatnonzero(alive).tolist()
-            rows, accept_len = rows[alive], accept_len[alive]
-            requests, tokens = [requests[i] for i in lanes], [tokens[i] for i in lanes]
-            logprobs = None if logprobs is None else [logprobs[i] for i in lanes]
+            rows, accept_len, lives = rows[alive], accept_len[alive], alive.tolist()
+            requests, tokens = [*compress(requests, lives)], [*compress(tokens, lives)]
+            logprobs = None if logprobs is None else [*compress(logprobs, lives)]
         if is_decode:
             self._lens[rows] += accept_len
         else:
@@ -218,9 +217,9 @@ class Scheduler:
             for request in requests:
                 if request.siblings and request.prefilled_len == request.prefill_len - 1:
                     self._fork(request)
-        of_lanes = itertools.repeat(None) if logprobs is None else logprobs
+        of_lanes = repeat(None) if logprobs is None else logprobs
         for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
-            request.append(new, entries, is_verify=is_decode)
+            request.append(new, entries, is_decode)
             if request.finish_reason is not None:
                 if request.wants_pin and request.error is None:
                     self._pin(request)
