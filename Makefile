@@ -84,8 +84,9 @@ guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail
 prove: ## enumerate every interleaving of small ledgers (6 minutes; CASE=text for some of them)
 	cargo run --release --quiet -p specpool-check --bin prove -- $(if $(CASE),--case "$(CASE)",)
 
-soak: ## 1e8 random operations on the ledger (1 minute; SEED=n)
+soak: $(VENV)/.dev ## 1e8 random operations on the ledger, 1e6 simulated rounds of the scheduler (10 minutes; SEED=n)
 	cargo run --release --quiet -p specpool-check --bin soak -- --ops 1e8 $(if $(SEED),--seed $(SEED),)
+	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
 
 # Without debug information a mutant builds in a third of the time; a failing property need not be shrunk.
 MUTATED := sizing page_pool page_copy group step rows delta ledger 'ledger/*'
@@ -97,6 +98,7 @@ mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mu
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench reserve
 	$(BIN)/specpool bench ledger
+	$(BIN)/specpool bench scheduler
 	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
 	cargo bench --quiet -p specpool-core
 	$(BIN)/python benches/bench_kernels.py

@@ -21,7 +21,6 @@ from specpool import Engine, SamplingParams, Shape, corpus
 from specpool import kernels as twins
 from specpool.assets import resolve
 from specpool.draft import ScriptedDrafter
-from specpool.errors import ShapeError
 from specpool.kernels import device, launch, transfer
 from specpool.models import TargetModel
 from specpool.row_state import RowState
@@ -267,25 +266,25 @@ def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch)
     longer = [p + p for p in PROMPTS[:2]]
 
     def draft_kv(budget):
-        kept = []
-        with make(case) as engine:
-            engine._scheduler._prefill_tokens = budget
+        kept = {}
+        with make(case, prefill_tokens=budget) as engine:
             decode = engine._worker.decode
 
-            def first(plan, requests, shape):
-                if not kept:
-                    for row, request in zip(plan.rows, requests, strict=True):
+            def first(plan, requests):
+                for row, request in zip(plan.rows, requests, strict=True):
+                    if request.index not in kept:
                         positions = np.arange(request.prompt_len - 1)
                         group = len(engine.cache.tables) - 1
                         size = engine.cache.page_sizes[group]
                         pages = engine.ledger.full_table(group)[row][positions // size]
                         slots = torch.from_numpy(pages * size + positions % size).long()
-                        kept.extend(b[slots].clone() for b in engine.cache.buffers([-1]))
-                return decode(plan, requests, shape)
+                        buffers = engine.cache.buffers([-1])
+                        kept[request.index] = [buffer[slots].clone() for buffer in buffers]
+                return decode(plan, requests)
 
             monkeypatch.setattr(engine._worker, "decode", first)
             engine.generate(longer, GREEDY)
-        return kept
+        return kept[0] + kept[1]
 
     whole, chunked = draft_kv(1024), draft_kv(7)
     assert len(whole) == len(chunked) == 4
@@ -306,8 +305,8 @@ def test_a_host_tree_with_wild_links_is_named(link):
 
     drafter = Wild([], vocab_size=259)
     with kernels_run(), Engine.from_pretrained(draft=drafter, shape=Shape.eagle(3, 2, 6)) as engine:
-        with pytest.raises(ShapeError, match=rf"{link}\[0, 1\] must be -1 or in \(1, 6\), got 1"):
-            engine.generate(PROMPTS, GREEDY)
+        for output in engine.generate(PROMPTS, GREEDY):
+            assert f"ShapeError: {link}[0, 1] must be -1 or in (1, 6), got 1" in output.error
 
 
 @pytest.mark.parametrize("case", ["chain", "chain_split", "dense", "holey", "few_nodes", "plain"])
@@ -405,3 +404,19 @@ def test_masks_are_the_twins(seed):
         for lane, n in enumerate(q_lens.tolist()):
             assert np.array_equal(bias[lane, :n].numpy(), want[lane, :n])
             assert (bias[lane] == 0).any(1).all()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("case", ["chain_split", "dense", "holey"])
+def test_forks_and_pins_on_the_device(case, depth):
+    """Page copies run before their step's forward; a fork's rows go on from device state."""
+    params = dataclasses.replace(SAMPLED, n=3, max_new_tokens=15)
+    prompts = [PROMPTS[1], PROMPTS[1][:30] + PROMPTS[0]]
+    with make(case) as engine:
+        expected = engine.generate(prompts, params)
+    with kernels_run() as seen, make(case, overlap_depth=depth) as engine:
+        pin = engine.pin(PROMPTS[1][:30])
+        outputs = engine.generate(prompts, params)
+        engine.unpin(pin)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert seen["copy_slots"]

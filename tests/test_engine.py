@@ -18,8 +18,8 @@ from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.draft import ScriptedDrafter
-from specpool.engine import Chunk
 from specpool.kernels import device
+from specpool.output import Chunk
 
 PAIR = {"target": "specpool/tiny", "draft": "specpool/tiny-eagle3", "max_context_len": 512}
 
@@ -185,15 +185,14 @@ def test_a_pool_for_one_row_serves_many_requests():
         assert tokens_of(large.generate(prompts, params)) == tokens_of(few)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks(model, monkeypatch):
+def test_a_long_prompt_is_prefilled_in_chunks(model):
     """Chunks change neither the text nor what the drafter knows."""
     prompts = [list(corpus.corpus(9, 300)), corpus.prompts(1, 33)[0]]
     params = SamplingParams(max_new_tokens=60)
     with Engine.from_pretrained(**PAIR) as engine:
         whole = engine.generate(prompts, params)
-    monkeypatch.setattr("specpool.engine.PREFILL_TOKENS", 64)
     reference, comparison = Reference(model), Comparison()
-    with Engine.from_pretrained(**PAIR) as engine:
+    with Engine.from_pretrained(**PAIR, prefill_tokens=64) as engine:
         chunked = engine.generate(prompts, params)
         for prompt, output in zip(prompts, chunked, strict=True):
             comparison.add(reference, prompt, output.token_ids)
@@ -386,8 +385,9 @@ def test_a_forward_that_raises_returns_every_page(engine, monkeypatch):
             return forward(*args)
 
         monkeypatch.setattr(engine.target, "forward", failing)
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            engine.generate(prompts, SamplingParams(max_new_tokens=30))
+        for output in engine.generate(prompts, SamplingParams(max_new_tokens=30)):
+            assert output.finish_reason == "error"
+            assert output.error == "a step failed: RuntimeError: the device is gone"
         assert_no_page_leaked(engine)
         monkeypatch.setattr(engine.target, "forward", forward)
     assert tokens_of(engine.generate(prompts, SamplingParams(max_new_tokens=30))) == tokens_of(

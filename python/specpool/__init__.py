@@ -30,11 +30,12 @@ from specpool.errors import (
 )
 
 if TYPE_CHECKING:
-    from specpool.engine import Chunk, Engine
+    from specpool.engine import Engine
+    from specpool.output import Chunk
     from specpool.request import RequestOutput
 
 _LAZY = {
-    "Chunk": "specpool.engine",
+    "Chunk": "specpool.output",
     "Engine": "specpool.engine",
     "RequestOutput": "specpool.request",
 }

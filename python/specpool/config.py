@@ -63,6 +63,9 @@ class EngineConfig:
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
         max_batch: requests that run at once.
+        overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
+        prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
+            which the running requests go on.
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
         num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
@@ -75,6 +78,8 @@ class EngineConfig:
     layout: Layout = "auto"
     ancestry: Ancestry = "exact"
     max_batch: int = 8
+    overlap_depth: int = 0
+    prefill_tokens: int = 1024
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None
@@ -88,6 +93,8 @@ class EngineConfig:
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
         check_int("max_batch", self.max_batch, 1, 1 << 16)
+        check_int("overlap_depth", self.overlap_depth, 0, 1)
+        check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         if self.max_context_len is not None:
             check_int("max_context_len", self.max_context_len, 2, 1 << 30)
         if self.num_pages is not None:
@@ -107,6 +114,7 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all.
         seed: a token is a function of its distribution, the seed and its position alone (spec 5);
             None = a fresh seed, reported in the output.
+        n: samples of the prompt, each an output of its own; sample i has seed + i.
         logprobs: None = none; n = the chosen token's log probability and those of the n most likely
             tokens, from the target's logits before temperature and truncation.
         ignore_eos: go on after an end-of-sequence token.
@@ -120,6 +128,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    n: int = 1
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -127,6 +136,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
+        check_int("n", self.n, 1, 1 << 16)
         check_int("top_k", self.top_k, 0, (1 << 31) - 1)
         for name, value, most in (
             ("temperature", self.temperature, 1e4),

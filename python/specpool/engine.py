@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
-from specpool._core import Plan, Shape
+from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.config import EngineConfig, SamplingParams
+from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Drafter, EagleDrafter, named_drafter
-from specpool.errors import ConfigError, CorruptState, OrderError
+from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
+from specpool.output import Chunk, Report, output_of
 from specpool.request import Request, RequestOutput, fresh_seed
-from specpool.scheduler import DecodeBatch, PrefillBatch, Scheduler
+from specpool.scheduler import Pin, Scheduler, Step
 from specpool.tokens import TextStream, load_tokenizer
-from specpool.worker import EagleWorker, RoundResult
+from specpool.worker import EagleWorker, PendingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
-
-#: Tokens of one prefill forward; longer prompts are run in chunks.
-PREFILL_TOKENS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What came new to one prompt's output.
-
-    Attributes:
-        index: which prompt.
-        token_ids: the new tokens.
-        pieces: the new text in runs, each with whether it is accepted drafts. A character whose
-            bytes are not complete yet waits for the next chunk.
-    """
-
-    index: int
-    token_ids: list[int]
-    pieces: list[tuple[str, bool]]
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(text for text, _ in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +51,15 @@ class PoolStats:
     def used_pages(self) -> int:
         """Pages that are neither free nor fenced."""
         return self.num_pages - self.free_pages - self.fenced_pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step that was launched in a turn of the loop, and its results to come."""
+
+    turn: int
+    step: Step
+    pending: PendingStep
 
 
 class Engine:
@@ -132,15 +121,23 @@ class Engine:
             drafter,
             self.cache,
             target_groups=pools.target_groups,
-            max_nodes=self.shape.num_draft_tokens,
+            shapes=pools.ledger.shapes,
             max_context_len=self.max_context_len,
         )
         self._scheduler = Scheduler(
-            self.ledger, max_batch=config.max_batch, prefill_tokens=PREFILL_TOKENS
+            self.ledger,
+            max_batch=config.max_batch,
+            prefill_tokens=config.prefill_tokens,
+            keeps_draft_kv=bool(draft_layers),
+            reads_tokens=drafter is not None and drafter.reads_tokens,
+            before_release=self._scrub,
         )
+        self._turns = 0
+        self._submitted: dict[int, _Submitted] = {}
+        self._lock = threading.Lock()  # between the threads of asynchronous streams
+        self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._ids = itertools.count(1)
         self._shapes = self.ledger.shapes
-        self._next_step = 1  # the ledger's number of the step that is open, or of the next one
         self._num_pages = [group.num_pages for group in self.ledger.groups]
         self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
@@ -220,21 +217,23 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shape: Shape | None = None,
+        priority: int = 0,
     ) -> list[RequestOutput]:
-        """Generate for each prompt; returns the outputs in the prompts' order.
+        """Generate for each prompt; returns the outputs in the prompts' order, samples together.
 
         Args:
             prompts: strings, or token ids; one prompt or a list.
             params: one for all, or one per prompt.
             shape: None = the engine's; `Shape.none()` = plain decoding on the same pages.
+            priority: the greater comes first; equal ones in the order of arrival.
 
         Raises:
             ConfigError: a prompt or a parameter that cannot work; nothing has run then.
         """
-        requests = self._requests(prompts, params, shape)
+        requests = self._requests(prompts, params, shape, priority)
         for _ in self._run(requests):
             pass
-        return [self._output(request) for request in requests]
+        return [output_of(request, self.tokenizer) for request in requests]
 
     def stream(
         self,
@@ -242,31 +241,125 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shape: Shape | None = None,
+        priority: int = 0,
     ) -> Iterator[Chunk | RequestOutput]:
         """As `generate`, round by round: chunks as they come, and each output when it is done.
 
         Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
         what is left.
         """
-        requests = self._requests(prompts, params, shape)
+        requests = self._requests(prompts, params, shape, priority)
         return self._stream(requests)
 
+    async def stream_async(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Chunk | RequestOutput]:
+        """As `stream`, for asyncio: the forwards run in a thread, one at a time.
+
+        Streams of several tasks share their batches. Leaving the loop early aborts what is left,
+        once the iterator is closed (`contextlib.aclosing`).
+        """
+        stream = self.stream(prompts, params, shape=shape, priority=priority)
+        try:
+            while (item := await asyncio.to_thread(self._next, stream)) is not None:
+                yield item
+        finally:
+            with self._lock:
+                cast("Generator[Any]", stream).close()
+
+    def _next(self, stream: Iterator[Chunk | RequestOutput]) -> Chunk | RequestOutput | None:
+        with self._lock:
+            return next(stream, None)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+        on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
+    ) -> int:
+        """Queue one request for `turn`, in a loop of your own.
+
+        Args:
+            prompt: a string, or token ids.
+            params: None = the defaults.
+            shape: as in `generate`.
+            priority: as in `generate`.
+            on_item: called in a turn with the request's number and what came new: chunks, and the
+                output when it is done. It may submit and abort.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            ConfigError: as in `generate`.
+        """
+        if params is not None and isinstance(params, SamplingParams) and params.n > 1:
+            raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
+        (request,) = self._requests([prompt], params, shape, priority)
+        self._scheduler.submit(request)
+        self._submitted[request.request_id] = _Submitted(
+            request, Report(request, self.tokenizer), on_item
+        )
+        return request.request_id
+
+    def pin(self, prompt: Prompt) -> Pin:
+        """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
+
+        They are found by themselves. What is kept is whole pages; when no other memory is left, the
+        oldest pinned text is dropped before a running request has to give way.
+
+        Raises:
+            ConfigError: the prompt is no prompt, or fills no page.
+        """
+        params = SamplingParams(max_new_tokens=1)
+        (request,) = self._requests([prompt], params, None, 0)
+        request.wants_pin = True
+        for _ in self._run([request]):
+            pass
+        if request.pin is None:
+            raise ConfigError(f"the prompt cannot be pinned: {request.error}")
+        return request.pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Keep a pinned text no longer; requests that run on it go on."""
+        self._scheduler.unpin(pin)
+
+    def abort(self, number: int) -> None:
+        """End a submitted request, wherever it is; its output comes with the next turn.
+
+        Raises:
+            ConfigError: there is no such request, or it has been done for longer than a turn.
+        """
+        if number not in self._submitted:
+            raise ConfigError(f"no request {number!r} is running or waiting")
+        self._scheduler.abort(self._submitted[number].request)
+
+    def turn(self) -> bool:
+        """Run one turn for all requests; False when nothing is left to do."""
+        if self._scheduler.requests():
+            self._turn()
+        else:
+            self._drain()
+        for number, submitted in list(self._submitted.items()):
+            for item in submitted.report.news():
+                if isinstance(item, RequestOutput):
+                    del self._submitted[number]
+                if submitted.on_item is not None:
+                    submitted.on_item(number, item)
+        return bool(self._scheduler.requests() or self._flying or self._submitted)
+
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        texts = [TextStream(self.tokenizer) for _ in requests]
-        for index, start in self._run(requests):
-            request = requests[index]
-            done = request.finish_reason is not None
-            new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))
-            pieces = []
-            for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
-                tokens = self._visible([token for token, _ in run], request)
-                pieces.append((texts[index].push(tokens), from_draft))
-            if done:
-                pieces.append((texts[index].push([], last=True), False))
-            if new:
-                yield Chunk(index, [token for token, _ in new], [p for p in pieces if p[0]])
-            if done:
-                yield self._output(request)
+        reports = [Report(request, self.tokenizer) for request in requests]
+        for index in self._run(requests):
+            yield from reports[index].news()
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""
@@ -289,7 +382,8 @@ class Engine:
                 again.
         """
         for request in self._scheduler.requests():
-            self._finish(request, "abort")
+            self._scheduler.abort(request)
+        self._drain()
         self.target.close()
         self.ledger.close()
 
@@ -311,6 +405,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         shape: Shape | None,
+        priority: int,
     ) -> list[Request]:
         """Check every prompt and parameter; nothing is queued yet."""
         if self.target.closed:
@@ -327,12 +422,31 @@ class Engine:
         shape = shape or self.shape
         if shape not in self._shapes:
             raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
-        return [
-            self._request(index, prompt, p, shape)
-            for index, (prompt, p) in enumerate(zip(several, params, strict=True))
-        ]
+        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
+        requests = []
+        for index, (prompt, p) in enumerate(zip(several, params, strict=True)):
+            first = self._request(index, prompt, p, shape, priority)
+            first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
+            requests += [first, *first.siblings]
+        return requests
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape) -> Request:
+    def _sibling(self, first: Request, sample: int) -> Request:
+        """A further sample of the same prompt, with the seed that follows."""
+        return dataclasses.replace(
+            first,
+            request_id=next(self._ids),
+            sample=sample,
+            tokens=list(first.tokens),
+            seed=(first.seed + sample) % (1 << 64),
+            watch=TextStream(self.tokenizer, first.params.stop) if first.watch else None,
+            forwards=[],
+            logprobs=[],
+            siblings=[],
+        )
+
+    def _request(
+        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
+    ) -> Request:
         ids = self._encode(index, prompt)
         if not ids:
             raise ConfigError(f"prompt {index} is empty")
@@ -348,18 +462,29 @@ class Engine:
                 f"prompt {index} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {self.max_context_len} leaves room for {self.max_context_len - 1}"
             )
+        watch = TextStream(self.tokenizer, params.stop) if params.stop else None
         eos = frozenset[int]() if params.ignore_eos else self.target.eos_token_ids
-        return Request(
+        request = Request(
             request_id=next(self._ids),
             index=index,
             prompt_len=len(ids),
             tokens=ids,
             params=params,
             shape=shape,
+            shape_index=self._shapes.index(shape),
             max_len=min(len(ids) + params.max_new_tokens, self.max_context_len),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=fresh_seed() if params.seed is None else params.seed,
+            priority=priority,
+            watch=watch,
         )
+        if not self._scheduler.fits(request):
+            most = self._scheduler.pages_at_most(request).tolist()
+            raise ConfigError(
+                f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
+                f"groups have {self._num_pages}: lower max_new_tokens"
+            )
+        return request
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -381,130 +506,119 @@ class Engine:
             ) from None
         return list(self.tokenizer.encode(prompt))
 
-    def _run(self, requests: list[Request]) -> Iterator[tuple[int, int]]:
-        """Run until these are done; yields (which one, its output's length before the news)."""
+    def _run(self, requests: list[Request]) -> Iterator[int]:
+        """Run until these are done; yields which one has news."""
         seen = [0] * len(requests)
         pending = set(range(len(requests)))
         try:
             for request in requests:
-                self._scheduler.submit(request)
+                if request.sample == 0:  # it brings its siblings along
+                    self._scheduler.submit(request)
             while pending:
-                # Another iterator's steps may have moved ours on, so look before each step.
+                # Another iterator's turns may have moved ours on, so look before each turn.
                 for index in sorted(pending):
-                    request, start = requests[index], seen[index]
+                    request, before = requests[index], seen[index]
                     seen[index] = request.num_output_tokens
                     if request.finish_reason is not None:
                         pending.discard(index)
-                    if seen[index] > start or index not in pending:
-                        yield index, start
+                    if seen[index] > before or index not in pending:
+                        yield index
                 # While we waited at a yield, another iterator may have finished all of ours.
                 if any(requests[index].finish_reason is None for index in pending):
-                    self._step()
+                    self._turn()
         finally:
             for request in requests:
-                if request.finish_reason is None:
-                    self._finish(request, "abort")
+                self._scheduler.abort(request)
+            if not self._scheduler.requests():
+                self._drain()
 
-    def _step(self) -> None:
-        """One forward of the target; if anything stops it, every row in it goes back."""
-        batch = None
+    def _drain(self) -> None:
+        """Take over all that is on its way; nothing is fenced then."""
+        while self._flying:
+            self._take_over(self._flying.popleft())
+
+    def _turn(self) -> None:
+        """Launch what can run now, and take over the oldest results when more are not allowed.
+
+        A forward that fails ends the requests in it; anything else that goes wrong, all that run.
+        """
         try:
-            batch = self._scheduler.next_batch()
-            if batch is None:
+            steps = self._scheduler.schedule()
+            if not steps and not self._flying:
                 raise CorruptState("a request is neither waiting nor running")
-            plan = self._prepare(batch)
-            result = self._launch(plan, batch)
-            for i, request in enumerate(batch.requests):
-                request.tainted |= result.not_finite[i]
-                if isinstance(batch, PrefillBatch):
-                    request.prefilled_len += batch.chunk_lens[i]
-                else:
-                    request.accept_lens.append(int(result.accept_len[i]))
-                request.append(result.tokens[i], result.logprobs[i])
-                if request.finish_reason is not None:
-                    self._finish(request, request.finish_reason)
+            self._turns += 1
+            for step in steps:
+                self._launch(step)
+            last = self._turns - (self.config.overlap_depth if steps else 1)
+            while self._flying and self._flying[0].turn <= last:
+                self._take_over(self._flying.popleft())
         except BaseException as error:
-            self._recover([] if batch is None else batch.requests, error)
+            self._flying.clear()
+            self._synchronize()
+            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
             raise
 
-    def _prepare(self, batch: PrefillBatch | DecodeBatch) -> Plan:
-        rows = np.array([request.row for request in batch.requests], np.int32)
-        keeps_kv = self.drafter is not None and bool(self.drafter.layers)
-        writes_draft = keeps_kv and any(r.shape.num_draft_tokens > 1 for r in batch.requests)
-        if isinstance(batch, PrefillBatch):
-            ends = [
-                r.prefilled_len + n for r, n in zip(batch.requests, batch.chunk_lens, strict=True)
-            ]
-            return self.ledger.prepare_extend(
-                rows, np.array(ends, np.int32), writes_draft=writes_draft
-            )
-        shapes = np.full(len(rows), self._shapes.index(batch.shape), np.int32)
-        return self.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
-
-    def _launch(self, plan: Plan, batch: PrefillBatch | DecodeBatch) -> RoundResult:
-        """Run a prepared step to its end."""
+    def _launch(self, step: Step) -> None:
+        """Enqueue a step's forward."""
         for group, num_pages in enumerate(self._num_pages):
             used = num_pages - self.ledger.free_pages(group)
             self.peak_pages[group] = max(self.peak_pages[group], used)
-        self.ledger.launch(plan.step)
-        self.cache.apply_delta(plan.step)
-        if isinstance(batch, PrefillBatch):
-            result = self._worker.prefill(plan, batch.requests).result()
-        else:
-            result = self._worker.decode(plan, batch.requests, batch.shape).result()
-            self.ledger.resolve(plan.step, result.accept_len)
-        self.ledger.complete(plan.step)
-        self._next_step = plan.step + 1
-        return result
-
-    def _recover(self, requests: Sequence[Request], error: BaseException) -> None:
-        """End a step's requests, and the step, wherever it was stopped.
-
-        Ctrl-C can strike between any two calls, so nothing is known about how far the step got: of
-        the verbs that end one, the ledger refuses those that do not fit its state.
-        """
-        for request in requests:
-            if request.finish_reason is None:
-                request.error = f"a step failed: {type(error).__name__}: {error}"
-            request.tainted = True
-            # A device in trouble may not even scrub; the step's own error is the one to be seen.
-            with contextlib.suppress(Exception):
-                self._finish(request, request.finish_reason or "abort")
-        self._scheduler.release_strays()
-        step = self._next_step
-        for end in (self.ledger.cancel, self.ledger.abandon, self.ledger.complete):
-            with contextlib.suppress(OrderError):
-                end(step)
-                self._next_step = step + 1
-
-    def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
         try:
-            if request.row and request.tainted:
-                for group in range(len(self.ledger.groups)):
-                    pages = self.ledger.page_table(group)[request.row]
-                    self.cache.scrub(group, pages[pages > 0])
-        finally:
-            self._scheduler.release(request)
+            self._scheduler.launch(step)
+        except StalePlan:  # a forward of this turn has failed, and took a row of it along
+            self._scheduler.cancel(step)
+            return
+        try:
+            self.cache.apply_delta(step.plan.step)
+            self.cache.copy_pages(step.plan.page_copies)
+            forward = self._worker.decode if step.is_decode else self._worker.prefill
+            pending = forward(step.plan, step.requests)
+        except Exception as error:
+            self._fail(step, error)
+        else:
+            self._flying.append(_Flying(self._turns, step, pending))
 
-    def _visible(self, tokens: list[int], request: Request) -> list[int]:
-        return [token for token in tokens if token not in request.stop_ids]
+    def _take_over(self, flying: _Flying) -> None:
+        """Wait for a step's results and give them to the scheduler."""
+        try:
+            result = flying.pending.result()
+        except Exception as error:
+            self._fail(flying.step, error)
+            return
+        for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
+            request.tainted |= not_finite
+        self._scheduler.finish(flying.step, result)
 
-    def _output(self, request: Request) -> RequestOutput:
-        text = TextStream(self.tokenizer)
-        ids = request.output_ids
-        return RequestOutput(
-            index=request.index,
-            prompt_ids=request.tokens[: request.prompt_len],
-            token_ids=ids,
-            text=text.push(self._visible(ids, request), last=True),
-            finish_reason=request.finish_reason or "abort",
-            error=request.error,
-            seed=request.seed,
-            accept_lens=request.accept_lens,
-            from_draft=request.from_draft,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-        )
+    def _fail(self, step: Step, error: Exception) -> None:
+        """End the requests of a forward that failed, after everything launched before it."""
+        self._synchronize()
+        while self._flying and self._flying[0].step.plan.step < step.plan.step:
+            self._take_over(self._flying.popleft())
+        self._scheduler.fail(step, error)
+
+    def _synchronize(self) -> None:
+        if self.target.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that is gone runs nothing more
+                torch.cuda.synchronize(self.target.device)
+
+    def _scrub(self, request: Request) -> None:
+        """No NaN outlives its request: a masked one would still spoil whoever gets the page."""
+        if not request.tainted:
+            return
+        # A device in trouble may not even scrub; the error that brought us here is the one to see.
+        with contextlib.suppress(Exception):
+            for group in range(len(self.ledger.groups)):
+                pages = self.ledger.page_table(group)[request.row]
+                self.cache.scrub(group, pages[pages > 0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request of `submit`, and who hears of it."""
+
+    request: Request
+    report: Report
+    on_item: Callable[[int, Chunk | RequestOutput], None] | None
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -86,6 +86,7 @@ class KVCache:
         ]
         # int32 [num_rows + 1, pages_per_row] per group
         self.tables = upload(device, *(ledger.full_table(g) for g in range(len(ledger.groups))))
+        self._whole_groups: dict[int, kernels.Fields] = {}  # all layers of each
         self._gathered: dict[tuple[int, ...], kernels.Fields] = {}  # by widths: the latest read
         # K and V of a layer with a page for a slot, by the address of the keys
         self._by_page: dict[int, kernels.Fields] = {}
@@ -111,6 +112,20 @@ class KVCache:
             if len(delta[0]):
                 kernels.apply_table_delta(table, *upload(self.device, *delta))
         self._ledger.ack_delta(step)
+
+    def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
+        """Apply a plan's page copies, int32 [n, 4]: (group, src page, dst page, tokens), in order.
+
+        Before the step's forward: a row that was forked has its own copy of a partly filled page.
+        """
+        for group, src, dst, num_tokens in copies.tolist():
+            size = self.page_sizes[group]
+            slots = np.arange(num_tokens, dtype=np.int32)
+            places = upload(self.device, src * size + slots, dst * size + slots)
+            if group not in self._whole_groups:
+                layers = [i for i, g in enumerate(self.layer_groups) if g == group]
+                self._whole_groups[group] = self.fields(layers)
+            kernels.move_kv(self._whole_groups[group], *places, disjoint=True)
 
     def pages_of(self, group: int, rows: Tensor, length: int) -> Tensor:
         """The pages of each row that cover `[0, length)`, int32 [B, C]."""

@@ -99,6 +99,7 @@ def plan_pools(
                 shapes,
                 page_size=config.page_size,
                 max_context_len=max_context_len,
+                overlap_depth=config.overlap_depth,
                 policy=config.policy,
                 hosts_drafts=hosts(index),
                 layout=layout,
@@ -122,6 +123,7 @@ def plan_pools(
         shapes,
         num_rows=config.max_batch,
         max_context_len=max_context_len,
+        overlap_depth=config.overlap_depth,
         policy=config.policy,
         draft_kv=bool(draft_layers),
     )

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specpool._core import Shape
 from specpool.config import SamplingParams
+from specpool.tokens import TextStream
+
+if TYPE_CHECKING:
+    from specpool.scheduler import Pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +35,34 @@ class Request:
     without KV.
     """
 
-    request_id: int
+    request_id: int  # in the order of arrival
     index: int  # of its prompt in the call
     prompt_len: int
     tokens: list[int]
     params: SamplingParams
     shape: Shape
+    shape_index: int  # of the ledger's shapes
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int
+    priority: int = 0  # the greater comes first
     row: int = 0  # 0 = none
-    prefilled_len: int = 0  # positions with KV, until the prompt is done
+    epoch: int = 0  # of the row when it was taken
+    prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
+    prefilled_len: int = 0  # positions in prefill steps so far
+    num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
     tainted: bool = False  # saw logits that are not finite: its KV may be NaN
-    accept_lens: list[int] = field(default_factory=list)  # one per verify
-    from_draft: list[bool] = field(default_factory=list)  # per output token
+    # What each forward gave: the accept length of a verify, -1 for a prefill's token. The last may
+    # be more than what is kept.
+    forwards: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the prompt's KV is complete and a root token is known."""
-        return self.prefilled_len >= self.prompt_len
+    watch: TextStream | None = None  # looks for the stop strings
+    siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
+    sample: int = 0  # which of a prompt's samples
+    wants_pin: bool = False  # its prompt is to be pinned, nothing to be generated
+    pin: Pin | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -63,27 +74,70 @@ class Request:
         """The generated tokens."""
         return self.tokens[self.prompt_len :]
 
-    def append(self, tokens: list[int], logprobs: list[TokenLogprob] | None = None) -> None:
+    @property
+    def from_draft(self) -> list[bool]:
+        """Whether each generated token is an accepted draft: all of a forward but its last."""
+        flags = [i < abs(n) - 1 for n in self.forwards for i in range(abs(n))]
+        return flags[: self.num_output_tokens]
+
+    @property
+    def accept_lens(self) -> list[int]:
+        """The accept length of each verify."""
+        return [n for n in self.forwards if n > 0]
+
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None = None,
+        is_verify: bool = True,
+    ) -> None:
         """Take over the tokens of one forward, the last of them not a draft.
 
         Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
-        A token of -1 stands for logits that are not finite.
+        A last token of -1 stands for logits that are not finite.
         """
-        for taken, token in enumerate(tokens):
-            if token < 0:
-                self.finish_reason = "error"
-                self.error = f"the logits at position {len(self.tokens) - 1} are not finite"
-                return
-            self.tokens.append(token)
-            self.from_draft.append(taken < len(tokens) - 1)
-            if logprobs is not None:
-                self.logprobs.append(logprobs[taken])
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) >= self.max_len:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                return
+        if not tokens:
+            return
+        n = len(tokens)
+        # Only near its end is there more to do: this runs for every row of every round.
+        if (
+            len(self.tokens) + n >= self.max_len
+            or tokens[-1] < 0
+            or not self.stop_ids.isdisjoint(tokens)
+        ):
+            tokens = self._end(tokens)
+        self.tokens += tokens
+        self.forwards.append(n if is_verify else -n)
+        if logprobs is not None:
+            self.logprobs += logprobs[: len(tokens)]
+        if self.watch is not None:
+            self._look_for_stop(self.watch, tokens)
+
+    def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
+        """End where the text holds a stop string; that may be some tokens back."""
+        watch.push([token for token in new if token not in self.stop_ids])
+        if self.finish_reason is not None:
+            watch.push([], last=True)
+        if watch.hit is not None:
+            self.finish_reason, self.error = "stop", None
+            del self.tokens[self.prompt_len + watch.hit.num_tokens :]
+            del self.logprobs[watch.hit.num_tokens :]
+
+    def _end(self, tokens: list[int]) -> list[int]:
+        """Set the reason if the request ends within these tokens; returns those to keep."""
+        kept = tokens[:-1] if tokens[-1] < 0 else tokens
+        if not self.stop_ids.isdisjoint(kept):
+            kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
+            self.finish_reason = "stop"
+        room = self.max_len - len(self.tokens)
+        if len(kept) >= room:
+            # A stop token that is also the last one that fits has stopped it.
+            stopped = self.finish_reason is not None and len(kept) == room
+            kept, self.finish_reason = kept[:room], "stop" if stopped else "length"
+        if self.finish_reason is None and tokens[-1] < 0:
+            self.finish_reason = "error"
+            self.error = f"the logits at position {len(self.tokens) + len(kept) - 1} are not finite"
+        return kept
 
 
 def fresh_seed() -> int:
@@ -97,6 +151,7 @@ class RequestOutput:
 
     Attributes:
         index: which prompt of the call.
+        sample: which of its samples.
         prompt_ids: the prompt's tokens.
         token_ids: the generated tokens; an end-of-sequence token is the last of them.
         text: the decoded output without special tokens; "" without a tokenizer.
@@ -109,6 +164,7 @@ class RequestOutput:
     """
 
     index: int
+    sample: int
     prompt_ids: list[int]
     token_ids: list[int]
     text: str

@@ -1,111 +1,473 @@
-"""Which requests run: admission, prefill in chunks, decode rounds.
+"""Which requests run: admission, chunked prefill, decode rounds, retraction, and their ends.
 
-A request is admitted when every page it could ever need, in every group, fits beside what the
-running ones could need. So no round ever runs out of pages, and nothing is retracted.
+The scheduler knows no model and no device. It prepares steps, whoever runs them launches them in
+order and brings back what they gave; under overlap (D = 1) the next step is prepared before that.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress, repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from specpool._core import Ledger, Shape
-from specpool.errors import SpecpoolError
-from specpool.request import Request
+from specpool._core import Ledger, Plan
+from specpool.errors import OutOfPages, OutOfRows, ShapeError
+from specpool.request import Request, TokenLogprob
+
+Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillBatch:
-    """Prompts, or chunks of them, to be run in one forward."""
+class Step:
+    """A prepared step: a chunk of some prompts, or one round of some rows."""
 
-    requests: list[Request]
-    chunk_lens: list[int]
+    plan: Plan
+    requests: list[Request]  # the plan's lanes
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a round, with accept lengths to come."""
+        return self.plan.kind == "decode"
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """One round of requests that share a shape."""
+class Pin:
+    """A text whose KV is kept for requests that begin with it."""
 
-    requests: list[Request]
-    shape: Shape
+    prefix: int  # the ledger's number
+    tokens: list[int]  # of whole pages
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave each lane."""
+
+    tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
+    accept_len: Int32  # [B], of a decode step
+    not_finite: list[bool]
+    logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 class Scheduler:
-    """The waiting queue and the running batch, first come, first served."""
+    """The waiting queue and the running rows.
 
-    def __init__(self, ledger: Ledger, *, max_batch: int, prefill_tokens: int) -> None:
-        """Schedule on `ledger`; a prefill forward runs at most `prefill_tokens` tokens."""
+    Order is by priority (the greater first), then by arrival; who is retracted comes back before
+    whoever arrived later. Retracted are the last admitted of the least priority.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        keeps_draft_kv: bool = False,
+        reads_tokens: bool = False,
+        headroom: int = 0,
+        before_release: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """Schedule on `ledger`.
+
+        Args:
+            ledger: which rows and pages there are; its overlap depth is the scheduler's.
+            max_batch: rows that run at once.
+            prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks.
+            keeps_draft_kv: the drafter writes draft KV of what a step keeps.
+            reads_tokens: the drafter reads the rows' tokens: a row that drafts has one round in
+                flight at most.
+            headroom: tokens beyond its next round that every row must have room for before another
+                request is admitted.
+            before_release: called while the request still has its row.
+        """
         self._ledger = ledger
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
+        self._headroom = headroom
+        self._before_release = before_release
+        self._waiting: list[Request] = []  # in the order in which they will be admitted
+        self._running: list[Request] = []  # in the order in which they were
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
+        self._in_flight = 0  # steps prepared and not finished
+        self._is_starved = False  # a round found no pages: nothing else may take what comes back
+        # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
+        # it cannot decode), index of the shape.
+        self._by_row: dict[int, Request] = {}
+        self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
+        # By row: lanes of one shape stand side by side, in the order of admission.
+        self._lane_order = np.zeros(ledger.num_rows + 1, np.int64)
+        self._num_admitted = 0
+        # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
+        counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
+        self._page_counts = np.full(counts, -1, np.int32)
+        self._pins: list[Pin] = []  # the oldest first
+        self.num_retracted = 0
+
+    # --- what comes in --------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. A full row always fits the pools, so each one runs at last."""
-        self._waiting.append(request)
+        """Queue a request that fits: `fits` says so.
+
+        Its `siblings`, the same prompt to be gone on with otherwise, run on forks of its row.
+        """
+        self._queue(request)
+
+    def fits(self, request: Request) -> bool:
+        """Whether an empty pool would hold the request to its end."""
+        return bool((self.pages_at_most(request) <= self._num_pages).all())
+
+    def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
+        """Pages of each group that the request can ever hold, int64 [num_groups]."""
+        last_root = max(request.prompt_len, request.max_len - 1)
+        last_root = min(last_root, self._ledger.max_context_len - 1)
+        return self._ledger.pages_needed(
+            min(request.prompt_len, last_root), last_root, request.shape_index
+        )
+
+    def unpin(self, pin: Pin) -> None:
+        """Keep a pinned text's pages no longer; twice is once."""
+        if pin in self._pins:
+            self._pins.remove(pin)
+            self._ledger.release_prefix(pin.prefix)
+
+    def abort(self, request: Request, reason: str = "abort") -> None:
+        """End a request, wherever it is; twice is once."""
+        if request.finish_reason is None:
+            self._end(request, reason)
 
     def requests(self) -> list[Request]:
         """All requests, running ones first."""
         return [*self._running, *self._waiting]
 
-    def next_batch(self) -> PrefillBatch | DecodeBatch | None:
-        """What to run now: prefill first, then decode; None when nothing is left."""
-        self._admit()
-        chunks: list[tuple[Request, int]] = []
-        budget = self._prefill_tokens
-        for request in self._running:
-            if not request.is_prefilled and budget:
-                chunks.append((request, min(budget, request.prompt_len - request.prefilled_len)))
-                budget -= chunks[-1][1]
-        if chunks:
-            return PrefillBatch([r for r, _ in chunks], [n for _, n in chunks])
-        if not self._running:
-            return None
-        # Shapes take turns: the request with the fewest rounds picks.
-        shape = min(self._running, key=lambda request: len(request.accept_lens)).shape
-        return DecodeBatch([r for r in self._running if r.shape == shape], shape)
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
 
-    def release(self, request: Request) -> None:
-        """Give a finished or aborted request's row and pages back; a waiting one is forgotten."""
-        for queue in (self._waiting, self._running):
-            if request in queue:
-                queue.remove(request)
-        row, request.row = request.row, 0
-        if row:
-            if request.finish_reason in ("stop", "length"):
-                self._ledger.finish(row)
-            else:
-                self._ledger.abort(row)
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none."""
+        return len(self._waiting)
 
-    def release_strays(self) -> None:
-        """Abort rows that no running request has: Ctrl-C came while one was taken or given back."""
-        owned = {request.row for request in self._running}
+    # --- a turn of the loop ---------------------------------------------------------------------
+
+    def schedule(self) -> list[Step]:
+        """Prepare what can run now: a prefill step, a decode step, both or none.
+
+        They are to be launched in this order. None, and steps in flight: finish those first. None
+        and nothing in flight: there is nothing to do.
+        """
+        while True:
+            was_starved = self._is_starved
+            if not was_starved:
+                self._admit()
+            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            self._in_flight += len(steps)
+            if steps or self._in_flight:
+                return steps
+            if was_starved and not self._is_starved:
+                continue  # whoever the pages were kept for has ended
+            if not self._running:
+                return steps
+            self._make_room()
+
+    def launch(self, step: Step) -> None:
+        """The step's forward is about to be enqueued."""
+        self._ledger.launch(step.plan.step)
+        if not step.is_decode:
+            for request in step.requests:
+                if request.prefilled_len >= request.prefill_len:
+                    self._limits[request.row] = request.max_len
+
+    def cancel(self, step: Step) -> None:
+        """The newest step is not to be launched after all."""
+        self._ledger.cancel(step.plan.step)
+        self._in_flight -= 1
+        if not step.is_decode:
+            for request, start in zip(step.requests, step.plan.start.tolist(), strict=True):
+                request.prefilled_len = start
+
+    def finish(self, step: Step, result: StepResult) -> None:
+        """Take over what a launched step gave, the oldest first.
+
+        It has run on the device, as has every step before it: what it frees is written by later
+        forwards of the same stream only.
+        """
+        plan, rows, requests = step.plan, step.plan.rows, step.requests
+        tokens, accept_len, logprobs = result.tokens, result.accept_len, result.logprobs
+        is_decode = step.is_decode
+        # Lanes whose row was given back since are dropped: their request may have another by now.
+        alive = self._ledger.epoch[rows] == plan.epochs
+        if is_decode:
+            self._ledger.resolve(plan.step, accept_len)
+        self._ledger.complete(plan.step)
+        self._in_flight -= 1
+        if not alive.all():
+            rows, accept_len, lives = rows[alive], accept_len[alive], alive.tolist()
+            requests, tokens = [*compress(requests, lives)], [*compress(tokens, lives)]
+            logprobs = None if logprobs is None else [*compress(logprobs, lives)]
+        if is_decode:
+            self._lens[rows] += accept_len
+        else:
+            self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
+            for request in requests:
+                if request.siblings and request.prefilled_len == request.prefill_len - 1:
+                    self._fork(request)
+        of_lanes = repeat(None) if logprobs is None else logprobs
+        for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
+            request.append(new, entries, is_decode)
+            if request.finish_reason is not None:
+                if request.wants_pin and request.error is None:
+                    self._pin(request)
+                else:
+                    self._end(request, request.finish_reason)
+
+    def fail(self, step: Step, error: BaseException) -> None:
+        """A launched step's forward has failed: its requests end, all others go on.
+
+        Call it once nothing of the step runs on the device any more.
+        """
+        plan = step.plan
+        alive = (self._ledger.epoch[plan.rows] == plan.epochs).tolist()
+        for request, lives in zip(step.requests, alive, strict=True):
+            if lives:
+                request.error = f"a step failed: {type(error).__name__}: {error}"
+                request.tainted = True
+                self._end(request, "error")
+        self._ledger.abandon(plan.step)
+        self._ledger.complete(plan.step)
+        self._in_flight -= 1
+        for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
+            self._requeue(request)  # a page copy into its row was lost with the step
+
+    def recover(self, why: str) -> None:
+        """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
+        for request in list(self._running):
+            request.error, request.tainted = why, True
+            self._end(request, request.finish_reason or "abort")
         for row in range(1, self._ledger.num_rows + 1):
-            if row not in owned:
-                with contextlib.suppress(SpecpoolError):  # most are free
-                    self._ledger.abort(row)
+            if self._ledger.is_live(row):  # taken, but not yet given to its request
+                self._ledger.abort(row)
+        for number, _, state in reversed(self._ledger.steps()):
+            if state in ("prepared", "stale"):
+                self._ledger.cancel(number)
+        for number, _, state in self._ledger.steps():
+            if state == "launched":
+                self._ledger.abandon(number)
+            self._ledger.complete(number)
+        self._in_flight, self._is_starved = 0, False
+        self._lens[:] = self._limits[:] = 0
+        self._by_row.clear()
+
+    # --- how it is done -------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if not self._waiting or len(self._running) >= self._max_batch:
-            return
-        claimed = sum(map(self._pages_needed, self._running), np.zeros_like(self._num_pages))
+        """Take rows for who is next, while what every row needs next fits beside them."""
+        claimed = None
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting[0]
-            claimed += self._pages_needed(request)
-            if (claimed > self._num_pages).any():
+            need = self._need(request)
+            if claimed is None:
+                free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
+                claimed = self._needs(np.flatnonzero(self._lens))
+            claimed = claimed + need
+            if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
-            request.row = self._ledger.admit(tag=str(request.request_id))
-            self._running.append(request)
-            self._waiting.popleft()
+            pin, length = self._longest_pin(request.tokens)
+            try:
+                row = self._ledger.admit(
+                    str(request.request_id),
+                    prefix=None if pin is None else pin.prefix,
+                    length=None if pin is None else length,
+                )
+            except (OutOfRows, OutOfPages):  # rows or pages are fenced
+                return
+            del self._waiting[0]
+            self._start(request, row, length)
 
-    def _pages_needed(self, request: Request) -> npt.NDArray[np.int64]:
-        """Pages of each group that the request may ever hold, int64 [num_groups]."""
-        shape = self._ledger.shapes.index(request.shape)
-        last_root = max(request.prompt_len, request.max_len - 2)
-        return self._ledger.pages_needed(request.prompt_len, last_root, shape)
+    def _start(self, request: Request, row: int, prefilled_len: int) -> None:
+        """The request has a row, with KV of its first tokens."""
+        request.row, request.epoch = row, int(self._ledger.epoch[row])
+        request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
+        self._by_row[row] = request
+        self._lens[row] = len(request.tokens)
+        self._shapes[row] = request.shape_index
+        self._lane_order[row] = request.shape_index << 48 | self._num_admitted
+        self._num_admitted += 1
+        self._running.append(request)
+
+    def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
+        """The pinned text that most of `tokens` begin with, and how many; the last is left out."""
+        best, length = None, 0
+        for pin in self._pins:
+            shared = min(len(pin.tokens), len(tokens) - 1)
+            if shared > length and pin.tokens[:shared] == tokens[:shared]:
+                best, length = pin, shared
+        return best, length
+
+    def _fork(self, request: Request) -> None:
+        """All but the prompt's last token is there: the siblings share it, as far as rows go."""
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            if len(self._running) < self._max_batch:
+                try:
+                    row = self._ledger.fork(request.row, str(sibling.request_id))
+                except (OutOfRows, OutOfPages):
+                    pass
+                else:
+                    self._start(sibling, row, request.prefilled_len)
+                    continue
+            self._queue(sibling)
+
+    def _pin(self, request: Request) -> None:
+        """The text that was to be pinned is there; the row is not needed for it."""
+        try:
+            prefix = self._ledger.pin_prefix(request.row, request.prefill_len)
+        except ShapeError as error:  # it fills no page
+            request.error = str(error)
+            self._end(request, "error")
+            return
+        length = self._ledger.prefix_len(prefix)
+        request.pin = Pin(prefix, request.tokens[:length])
+        self._pins.append(request.pin)
+        self._end(request, "stop")
+
+    def _need(self, request: Request) -> Int32:
+        """Pages of each group that the request holds or needs for its next round, and headroom."""
+        return self._pages(len(request.tokens), request.shape_index)
+
+    def _needs(self, rows: npt.NDArray[np.intp]) -> Int32:
+        """The same of all these rows together."""
+        lens, shapes = self._lens[rows], self._shapes[rows]
+        counts: Int32 = self._page_counts[shapes, lens]
+        for i in np.flatnonzero(counts[:, 0] < 0).tolist():
+            counts[i] = self._pages(int(lens[i]), int(shapes[i]))
+        total: Int32 = counts.sum(axis=0, dtype=np.int32)
+        return total
+
+    def _pages(self, length: int, shape: int) -> Int32:
+        """[num_groups]: what a request of so many tokens needs; reckoned once."""
+        counts: Int32 = self._page_counts[shape, length]
+        if counts[0] < 0:
+            last = self._ledger.max_context_len - 1
+            lo, hi = min(length, last), min(length + self._headroom, last)
+            counts[:] = self._ledger.pages_needed(lo, hi, shape)
+        return counts
+
+    def _prefill(self) -> Step | None:
+        """The next chunks of prompts, in the order of admission; as many as pages allow."""
+        if self._is_starved:
+            return None
+        if not ((self._lens > 0) & (self._limits == 0)).any():  # every row can decode
+            return None
+        budget = self._prefill_tokens
+        chosen: list[Request] = []
+        ends: list[int] = []
+        for request in self._running:
+            # One with siblings waits before its last token, until they have been forked.
+            left = request.prefill_len - request.prefilled_len - bool(request.siblings)
+            if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
+                chosen.append(request)
+                ends.append(request.prefilled_len + min(left, budget))
+                budget -= min(left, budget)
+        writes_draft = self._keeps_draft_kv and any(r.shape_index for r in chosen)
+        while chosen:
+            try:
+                plan = self._ledger.prepare_extend(
+                    [r.row for r in chosen], ends, writes_draft=writes_draft
+                )
+            except OutOfPages:
+                chosen.pop(), ends.pop()
+                continue
+            for request, end in zip(chosen, ends, strict=True):
+                request.prefilled_len = end
+            return Step(plan, chosen)
+        return None
+
+    def _decode(self) -> Step | None:
+        """One round of every row that is ready for it."""
+        in_flight = self._ledger.in_flight
+        # Each round in flight gives a token at least: who will be at the limit needs no other.
+        wanted = self._lens + in_flight < self._limits
+        wanted &= in_flight <= self._ledger.overlap_depth
+        if self._reads_tokens:  # only where the host knows the root
+            known = self._lens == self._ledger.resolved_len + 1
+            wanted &= (in_flight == 0) & known | (self._shapes == 0)
+        (rows,) = wanted.nonzero()
+        if not len(rows):
+            self._is_starved = False
+            return None
+        rows = rows[self._lane_order[rows].argsort()]
+        shapes = self._shapes[rows]
+        writes_draft = self._keeps_draft_kv and bool(shapes[-1])
+        try:
+            plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+        except OutOfPages:
+            self._is_starved = True
+            return None
+        self._is_starved = False
+        return Step(plan, [self._by_row[row] for row in rows.tolist()])
+
+    def _make_room(self) -> None:
+        """Nothing is in flight and no step finds its pages: somebody has to give some back."""
+        if self._pins:
+            self.unpin(self._pins[0])
+            return
+        victim = min(reversed(self._running), key=lambda request: request.priority)
+        if len(self._running) > 1:
+            self._before_release(victim)
+            self._ledger.retract(victim.row)
+            self._requeue(victim)
+        else:
+            needs = self._need(victim).tolist()
+            victim.error = (
+                f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
+                f"{self._num_pages.tolist()}"
+            )
+            self._end(victim, "error")
+
+    def _requeue(self, request: Request) -> None:
+        """A request without its row any more waits again; its text goes on where it was."""
+        self._running.remove(request)
+        self._leave_row(request)
+        request.num_retractions += 1
+        self.num_retracted += 1
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Wait, and let siblings that share nothing yet wait beside it."""
+        shares = len(request.tokens) > 1 and request.finish_reason is None
+        siblings = [] if shares else request.siblings
+        for waiting in [request, *siblings]:
+            if waiting.finish_reason is None:
+                bisect.insort(self._waiting, waiting, key=_order)
+        if siblings:
+            request.siblings = []
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        for sibling in request.siblings:
+            self._queue(sibling)
+        request.siblings = []
+        if request in self._waiting:
+            self._waiting.remove(request)
+            return
+        self._running.remove(request)
+        self._before_release(request)
+        if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
+            give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort
+            give_back(request.row)
+        self._leave_row(request)
+
+    def _leave_row(self, request: Request) -> None:
+        """The row has been given back."""
+        del self._by_row[request.row]
+        self._lens[request.row] = self._limits[request.row] = request.row = 0
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return -request.priority, request.request_id

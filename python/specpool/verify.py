@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,29 @@ class Verdict:
     nodes: Tensor  # int64 [B, A], accept_index with the first of all nodes for padding
     tokens: Tensor  # int64 [B, A], the target's at each accepted node; -1 = logits not finite
     not_finite: Tensor  # bool [B], whether some node's logits were not finite
+
+    @classmethod
+    def joined(cls, verdicts: Sequence[Verdict], firsts: Sequence[int]) -> Verdict:
+        """One of all lanes, `nodes` counted through the round, places padded to the most.
+
+        Args:
+            verdicts: of lanes that stand one after the other; `accept_index` is the first's.
+            firsts: the first node of each, in the round.
+        """
+        if len(verdicts) == 1:
+            return verdicts[0]
+        most = max(verdict.tokens.shape[1] for verdict in verdicts)
+
+        def padded(table: Tensor) -> Tensor:
+            return torch.nn.functional.pad(table, (0, most - table.shape[1]))
+
+        return cls(
+            verdicts[0].accept_index,
+            torch.cat([verdict.accept_len for verdict in verdicts]),
+            torch.cat([padded(v.nodes + n) for v, n in zip(verdicts, firsts, strict=True)]),
+            torch.cat([padded(verdict.tokens) for verdict in verdicts]),
+            torch.cat([verdict.not_finite for verdict in verdicts]),
+        )
 
     @property
     def bonus(self) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from specpool._core import Plan, Shape
 from specpool.attention import AttentionBatch, AttentionView
 from specpool.attention.lanes import Lanes, causal_view, own_view
-from specpool.draft.base import Drafter, DraftTree, Int32
+from specpool.draft.base import Drafter, DraftTree
 from specpool.errors import ShapeError
 from specpool.kernels import device as kernels
 from specpool.kernels.launch import runs_kernels
@@ -26,20 +26,23 @@ from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.request import Request, TokenLogprob
 from specpool.row_state import RowState
+from specpool.scheduler import StepResult
 from specpool.verify import Logprobs, Verdict, verify
 
 
 @dataclass(frozen=True, slots=True)
-class RoundResult:
-    """What one forward gave each lane."""
+class _Part:
+    """The lanes of a round that share a shape, and their trees."""
 
-    tokens: list[list[int]]  # accepted drafts, then the bonus token; -1 = logits not finite
-    accept_len: Int32  # [B]
-    not_finite: list[bool]
-    logprobs: list[list[TokenLogprob] | None]
+    lanes: Lanes
+    tree: DraftTree
+    positions: Tensor  # int32 [B, N], of each node
+    num_steps: int
+    greedy: bool  # every lane takes the likeliest token
+    first: int  # of its tokens, among all of the round
 
 
-class PendingRound:
+class PendingStep:
     """A forward that has been launched; its results are on their way to the host."""
 
     def __init__(
@@ -74,11 +77,11 @@ class PendingRound:
             chosen = logits if verdict is None else logits[verdict.nodes.view(-1)]
             self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
 
-    def result(self) -> RoundResult:
-        """Wait for the round's verify; the only thing that a step waits for."""
+    def result(self) -> StepResult:
+        """Wait for the step's verify; the only thing that a step waits for."""
         packed = self._packed.array()
         if self._counted:
-            tokens, lens = packed[:, :-2].tolist(), packed[:, -2]
+            tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
             not_finite = packed[:, -1].astype(bool).tolist()
         else:
             tokens, lens = packed.tolist(), np.ones(len(packed), np.int32)
@@ -86,14 +89,15 @@ class PendingRound:
         kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
         if self._done is not None:
             kept = [lane if done else [] for lane, done in zip(kept, self._done, strict=True)]
+        if self._logprobs is None:
+            return StepResult(kept, lens, not_finite)
         logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)
-        if self._logprobs is not None:
-            entries, width = self._logprobs.entries(), len(tokens[0])
-            for i, num_top in enumerate(self._wanted):
-                if num_top is not None:
-                    mine = entries[i * width : i * width + len(kept[i])]
-                    logprobs[i] = [entry.first(num_top) for entry in mine]
-        return RoundResult(kept, lens.astype(np.int32), not_finite, logprobs)
+        entries, width = self._logprobs.entries(), len(tokens[0])
+        for i, num_top in enumerate(self._wanted):
+            if num_top is not None:
+                mine = entries[i * width : i * width + len(kept[i])]
+                logprobs[i] = [entry.first(num_top) for entry in mine]
+        return StepResult(kept, lens, not_finite, logprobs)
 
 
 class EagleWorker:
@@ -106,7 +110,7 @@ class EagleWorker:
         cache: KVCache,
         *,
         target_groups: Sequence[int],
-        max_nodes: int,
+        shapes: Sequence[Shape],
         max_context_len: int,
     ) -> None:
         """Work on `cache`, whose first layers are the target's.
@@ -116,20 +120,22 @@ class EagleWorker:
             drafter: attached to `cache`, or None.
             cache: of both.
             target_groups: the group of each of the target's layers.
-            max_nodes: N of the largest shape.
+            shapes: the ledger's.
             max_context_len: positions beyond it are clamped.
         """
         self._target, self._drafter, self._cache = target, drafter, cache
         self._target_groups = list(target_groups)
         self._last_position = max_context_len - 1
-        self._state = RowState(cache.tables[0].shape[0] - 1, max_nodes, cache.device)
+        self._shapes = list(shapes)
+        most = max(shape.num_draft_tokens for shape in shapes)
+        self._state = RowState(cache.tables[0].shape[0] - 1, most, cache.device)
         self._fields = {  # group -> all of the target's layers in it
             group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
             for group in sorted(set(target_groups))
         }
 
     @torch.inference_mode()
-    def prefill(self, plan: Plan, requests: Sequence[Request]) -> PendingRound:
+    def prefill(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
         """Run the next chunk of each prompt; the lanes whose prompt ends get their first token.
 
         Args:
@@ -138,7 +144,7 @@ class EagleWorker:
         """
         ends = plan.new_len.tolist()
         chunks = [r.tokens[s:e] for r, s, e in zip(requests, plan.start, ends, strict=True)]
-        done = [end >= request.prompt_len for request, end in zip(requests, ends, strict=True)]
+        done = [end >= request.prefill_len for request, end in zip(requests, ends, strict=True)]
         # Feature p goes with token p + 1, which is the token drawn (-1) where the prompt ends.
         following = [
             -1 if last else request.tokens[end]
@@ -157,9 +163,10 @@ class EagleWorker:
         drafts = self._drafter if _drafts(requests) else None
         self._capture(drafts is not None)
         output = self._forward_causal(lanes, tokens, lanes.lasts)
-        drawn = self._draw(lanes, requests, output.logits, new_lens.long().unsqueeze(1))
+        positions = new_lens.long().unsqueeze(1)
+        drawn = self._state.draw(lanes, output.logits, positions, greedy=_greedy(requests))
         self._state.put(lanes, new_lens, drawn[:, 0])
-        pending = PendingRound(requests, drawn, output.logits, done=done)
+        pending = PendingStep(requests, drawn, output.logits, done=done)
         if drafts is not None:
             shifted = tokens.roll(-1)
             shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
@@ -167,43 +174,75 @@ class EagleWorker:
         return pending
 
     @torch.inference_mode()
-    def decode(self, plan: Plan, requests: Sequence[Request], shape: Shape) -> PendingRound:
+    def decode(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
         """One round: draft, verify, compact, draft-extend.
 
         Args:
-            plan: of `prepare_decode`, every lane of `shape`.
+            plan: of `prepare_decode`; lanes of one shape stand side by side.
             requests: the plan's lanes.
-            shape: the round's shape.
         """
-        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi, shape.num_draft_tokens)
-        roots = self._state.root_tokens.index_select(0, lanes.rows)
-        if self._drafter is None or shape.num_draft_tokens == 1:
-            return self._decode_plainly(lanes, roots, requests)
-        tree = self._propose(self._drafter, lanes, shape, roots, requests)
-        positions = lanes.starts.unsqueeze(1) + tree.depths
+        if self._drafter is None or not plan.shapes.any():
+            return self._decode_plainly(plan, requests)
+        parts = self._parts(plan, requests)
         self._capture(True)
-        output = self._forward_tree(lanes, tree, positions)
-        drawn = self._draw(lanes, requests, output.logits, positions.long() + 1)
-        verdict = verify(tree, drawn, shape.num_steps)
+        output = self._forward_trees(parts)
+        verdicts = []
+        for part in parts:
+            size = part.positions.numel()
+            logits = output.logits[part.first : part.first + size]
+            positions = part.positions.long() + 1
+            drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
+            verdicts.append(verify(part.tree, drawn, part.num_steps))
+        lanes = Lanes.joined([part.lanes for part in parts])
+        verdict = Verdict.joined(verdicts, [part.first for part in parts])
         self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
-        pending = PendingRound(requests, verdict.tokens, output.logits, verdict)
-        for group, fields in self._fields.items():
+        pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
+        for part, accepted in zip(parts, verdicts, strict=True):
+            self._compact(part, accepted)
+        accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
+        features = _features(output).index_select(0, nodes)
+        if accepted_lanes.padding is not None:
+            # A NaN of some other lane must not reach the sink, which all lanes read (masked).
+            features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
+        self._drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
+        return pending
+
+    def _parts(self, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
+        """The runs of lanes that share a shape, each with its trees."""
+        assert self._drafter is not None
+        shapes = plan.shapes
+        ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
+        rows, lo, hi = plan.rows, plan.lo, plan.hi
+        parts: list[_Part] = []
+        start = first = 0
+        for end in ends:
+            mine, shape = requests[start:end], self._shapes[shapes[start]]
+            num_nodes = shape.num_draft_tokens
+            lanes = self._state.lanes(rows[start:end], lo[start:end], hi[start:end], num_nodes)
+            roots = self._state.root_tokens.index_select(0, lanes.rows)
+            if num_nodes == 1:
+                tree = DraftTree.chain(roots.unsqueeze(1))
+            else:
+                tree = self._propose(self._drafter, lanes, shape, roots, mine)
+            positions = lanes.starts.unsqueeze(1) + tree.depths
+            parts.append(_Part(lanes, tree, positions, shape.num_steps, _greedy(mine), first))
+            first += (end - start) * num_nodes
+            start = end
+        return parts
+
+    def _compact(self, part: _Part, verdict: Verdict) -> None:
+        """Move the accepted nodes' KV right behind the prefix, in every target layer."""
+        num_nodes = part.positions.shape[1]
+        for group, fields in self._fields.items() if num_nodes > 1 else ():
             kernels.compact_accepted(
                 fields,
                 self._cache.tables[group],
                 self._cache.page_sizes[group],
-                lanes.rows,
-                lanes.starts,
+                part.lanes.rows,
+                part.lanes.starts,
                 verdict.accept_index,
-                num_draft_tokens=shape.num_draft_tokens,
+                num_draft_tokens=num_nodes,
             )
-        accepted, nodes, tokens = self._accepted(lanes, verdict)
-        features = _features(output).index_select(0, nodes)
-        if accepted.padding is not None:
-            # A NaN of some other lane must not reach the sink, which all lanes read (masked).
-            features = features.masked_fill(accepted.padding.unsqueeze(1), 0)
-        self._drafter.extend(accepted, tokens.clamp(min=0), features)
-        return pending
 
     def _propose(
         self,
@@ -226,22 +265,17 @@ class EagleWorker:
             tree.check_tokens(self._target.vocab_size)
         return tree.to(self._cache.device)
 
-    def _decode_plainly(
-        self, lanes: Lanes, roots: Tensor, requests: Sequence[Request]
-    ) -> PendingRound:
+    def _decode_plainly(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
         """Shape 0: the root alone goes through the target; no draft KV is kept."""
+        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi, 1)
+        roots = self._state.root_tokens.index_select(0, lanes.rows)
         self._capture(False)
         output = self._forward_causal(lanes, roots, None)
         new_lens = lanes.starts + 1
-        drawn = self._draw(lanes, requests, output.logits, new_lens.long().unsqueeze(1))
+        positions = new_lens.long().unsqueeze(1)
+        drawn = self._state.draw(lanes, output.logits, positions, greedy=_greedy(requests))
         self._state.put(lanes, new_lens, drawn[:, 0])
-        return PendingRound(requests, drawn, output.logits)
-
-    def _draw(
-        self, lanes: Lanes, requests: Sequence[Request], logits: Tensor, positions: Tensor
-    ) -> Tensor:
-        greedy = all(request.params.temperature == 0 for request in requests)
-        return self._state.draw(lanes, logits, positions, greedy=greedy)
+        return PendingStep(requests, drawn, output.logits)
 
     def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
         """The accepted nodes as lanes of their own: which nodes, int64 [T], and their tokens.
@@ -249,14 +283,14 @@ class EagleWorker:
         On a CPU the lengths are known at once. A device pads every lane to S+1 instead of telling.
         """
         where = (lanes.rows, lanes.starts, lanes.lo, lanes.hi)
+        width = verdict.tokens.shape[1]
         if runs_kernels(self._cache.device):
-            width = verdict.accept_index.shape[1]
             padded = Lanes(*where, width, verdict.accept_len)
             return padded, verdict.nodes.view(-1), verdict.tokens.view(-1)
-        index, lens = verdict.accept_index.numpy(), verdict.accept_len.numpy()
-        kept = index >= 0
+        lens = verdict.accept_len.numpy()
+        kept = np.arange(width) < lens[:, None]
         nodes, tokens = upload(
-            self._cache.device, index[kept].astype(np.int64), verdict.tokens.numpy()[kept]
+            self._cache.device, verdict.nodes.numpy()[kept], verdict.tokens.numpy()[kept]
         )
         widths = int(lens[0]) if len(lens) == 1 else lens
         return Lanes(*where, widths), nodes, tokens
@@ -273,14 +307,32 @@ class EagleWorker:
         views = {group: causal_view(self._cache, group, lanes) for group in self._fields}
         return self._forward(tokens, lanes.positions, views, logits_at)
 
-    def _forward_tree(self, lanes: Lanes, tree: DraftTree, positions: Tensor) -> TargetOutput:
-        """Verify: node i of lane b lies in cell start + i, at position start + depth."""
-        clamped = positions.clamp(max=self._last_position)
+    def _forward_trees(self, parts: Sequence[_Part]) -> TargetOutput:
+        """Verify: node i of a lane lies in cell start + i, at position start + depth."""
+        lanes = Lanes.joined([part.lanes for part in parts])
+        if len(parts) == 1:
+            tree, positions = parts[0].tree, parts[0].positions
+            masks, by_lane, tokens = tree.mask, positions, tree.tokens.view(-1)
+            positions = positions.view(-1)
+        else:
+            most = max(part.positions.shape[1] for part in parts)
+            size, device = len(lanes.lo), self._cache.device
+            masks = torch.zeros(size, most, most, dtype=torch.bool, device=device)
+            by_lane = torch.zeros(size, most, dtype=torch.int32, device=device)
+            start = 0
+            for part in parts:
+                batch, num_nodes = part.positions.shape
+                masks[start : start + batch, :num_nodes, :num_nodes] = part.tree.mask
+                by_lane[start : start + batch, :num_nodes] = part.positions
+                start += batch
+            tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
+            positions = torch.cat([part.positions.view(-1) for part in parts])
+        clamped = by_lane.clamp(max=self._last_position)
         views = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
-            views[group] = own_view(self._cache, group, lanes, slots, tree.mask, clamped, clamped)
-        return self._forward(tree.tokens.view(-1), positions.view(-1), views, None)
+            views[group] = own_view(self._cache, group, lanes, slots, masks, clamped, clamped)
+        return self._forward(tokens, positions, views, None)
 
     def _forward(
         self,
@@ -304,6 +356,10 @@ class EagleWorker:
 def _features(output: TargetOutput) -> Tensor:
     """What a head reads: the captured layers' inputs, or the last hidden state."""
     return output.hidden if output.features is None else output.features
+
+
+def _greedy(requests: Sequence[Request]) -> bool:
+    return all(request.params.temperature == 0 for request in requests)
 
 
 def _drafts(requests: Sequence[Request]) -> bool:

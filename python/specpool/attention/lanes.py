@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +40,19 @@ class Lanes:
     hi: Int32
     widths: Int32 | int
     lens: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lanes]) -> Lanes:
+        """All lanes, one part after the other; without padding."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            torch.cat([part.rows for part in parts]),
+            torch.cat([part.starts for part in parts]),
+            np.concatenate([part.lo for part in parts]),
+            np.concatenate([part.hi for part in parts]),
+            np.concatenate([np.full_like(part.lo, part.widths) for part in parts]),
+        )
 
     def ahead(self, step: int) -> Lanes:
         """The same rows with one token each, `step` positions further on."""
@@ -166,7 +180,7 @@ def own_view(
     Args:
         cache: whose page tables are read.
         group: of the layers that will use the view.
-        lanes: `starts` are the cells of each prefix; their widths do not matter.
+        lanes: `starts` are the cells of each prefix; lanes of other widths than Q are padded.
         slots: int32 or int64, B * Q of them, where each query's KV goes.
         own_mask: bool [B, Q, W]: query i sees cell `start + j`.
         own_positions: int32 [B, W], the model position of the token in each of these cells.
@@ -176,10 +190,13 @@ def own_view(
     pages = cache.pages_of(group, lanes.rows, int(lanes.hi.max()) + num_cells)
     num_columns = pages.shape[1] * cache.page_sizes[group]
 
+    ragged = not isinstance(lanes.widths, int)
+
     def bias_for(window: int | None) -> Tensor:
+        counts = lanes.counts if ragged else torch.full_like(lanes.starts, num_queries)
         return kernels.attention_bias(
             lanes.starts,
-            torch.full_like(lanes.starts, num_queries),
+            counts,
             num_columns,
             num_queries=num_queries,
             own_mask=own_mask,
@@ -192,7 +209,7 @@ def own_view(
         page_size=cache.page_sizes[group],
         write_slots=slots.reshape(-1).long(),
         read_pages=pages,
-        q_lens=num_queries,
+        q_lens=num_queries if isinstance(lanes.widths, int) else lanes.widths.tolist(),
         mask_for=bias_for,
         reader=cache.reader,
     )

@@ -206,6 +206,25 @@ def inspect(
         raise page.damage
 
 
+@app.command()
+def sim(
+    seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
+    rounds: Annotated[float, typer.Option(help="Rounds in all, as in 1e6.")] = 2e4,
+    check: Annotated[
+        int,
+        typer.Option(
+            help="0 = the texts and ends of requests; 1 = also the pools' sums and who comes when; "
+            "2 = also a full audit each turn, and every slot that is read or written."
+        ),
+    ] = 2,
+) -> None:
+    """The scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
+    from specpool.cli.sim import sim as run
+
+    if not run(seed=seed, rounds=rounds, check=check):
+        raise typer.Exit(1)
+
+
 @bench.command("generate")
 def bench_generate(
     target: Target = "specpool/tiny",
@@ -284,6 +303,33 @@ def bench_ledger(
         overlap_depth=depth,
         placement=placement,
         layout=layout,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("scheduler")
+def bench_scheduler(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a round. [default: 1, 32, 256 and 1024]")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "3x1x4",
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    repeats: Annotated[int, typer.Option(help="Turns of each batch; the median counts.")] = 5,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The host's time for a round of scheduler and ledger, in its parts."""
+    from specpool.cli.bench_scheduler import BATCHES
+    from specpool.cli.bench_scheduler import scheduler as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        shape=shape,
+        page_size=page_size,
+        overlap_depth=depth,
+        repeats=repeats,
         json=json,
         plot=plot,
     )

@@ -32,8 +32,9 @@ from specpool._core import Shape
 from specpool.cli.shapes import parse_shape
 from specpool.config import SamplingParams, check_int
 from specpool.draft import named_drafter
-from specpool.engine import Chunk, Engine
+from specpool.engine import Engine
 from specpool.errors import ConfigError
+from specpool.output import Chunk
 from specpool.request import RequestOutput
 
 NUM_BUILT_IN_PROMPTS = 3

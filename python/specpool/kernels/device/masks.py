@@ -37,13 +37,12 @@ def attention_bias(
         number("window", window, 1)
     columns = torch.arange(num_columns, device=device)
     first = starts.view(-1, 1, 1)
+    queries = torch.arange(num_queries, device=device)
     if own_mask is None:
-        queries = torch.arange(num_queries, device=device)
         positions = first + queries.view(1, -1, 1)
         visible = columns <= positions
         if window is not None:
             visible &= columns > positions - window
-        visible[:, :, 0] |= queries >= q_lens.unsqueeze(1)
     else:
         if q_positions is None or own_positions is None:
             raise ShapeError("own_mask needs q_positions and own_positions")
@@ -54,6 +53,7 @@ def attention_bias(
             own = own & (own_positions.unsqueeze(1) > positions - window)
         cells = first + torch.arange(own_mask.shape[2], device=device)
         visible = visible.scatter(2, cells.expand_as(own).long(), own)
+    visible[:, :, 0] |= queries >= q_lens.unsqueeze(1)
     zero = torch.zeros((), device=device)
     return torch.where(visible, zero, -torch.inf)
 

@@ -1,0 +1,72 @@
+"""`specpool sim`: the real scheduler and ledger on a simulated device, scenario after scenario."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specpool.config import check_int
+from specpool.errors import ConfigError
+from specpool.sim import Failure, Tally, broken_law, scenario, shrink
+from specpool.sim.simulation import Simulation
+
+# A scenario's seed is the command's, times this, plus its number.
+SEEDS = 1 << 32
+
+
+def sim(*, seed: int, rounds: float, check: int) -> bool:
+    """Simulate, then print what happened, and the first broken law with its shrunk scenario.
+
+    Returns:
+        Whether every law held.
+
+    Raises:
+        ConfigError: an option that cannot work.
+    """
+    check_int("seed", seed, 0, (1 << 31) - 1)
+    check_int("check", check, 0, 2)
+    if not rounds >= 1 or rounds > 1e12 or rounds != int(rounds):
+        raise ConfigError(f"rounds must be a whole number in [1, 1e12], got {rounds:g}")
+    tally, failure = Tally(), None
+    started = time.perf_counter()
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=rounds)
+        while tally.rounds < rounds and failure is None:
+            failure = _one(seed * SEEDS + tally.scenarios, int(rounds) - tally.rounds, check, tally)
+            progress.update(task, completed=tally.rounds)
+    seconds = time.perf_counter() - started
+    console = Console(highlight=False)
+    console.print(_table(seed, check, tally, seconds, failure))
+    if failure is not None:
+        console.print(str(failure), markup=False, soft_wrap=True)
+    return failure is None
+
+
+def _one(seed: int, most_rounds: int, check: int, tally: Tally) -> Failure | None:
+    """Run the scenario of that seed, and count it."""
+    simulation = Simulation(scenario(seed), check)
+    try:
+        simulation.run(most_rounds)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        return shrink(simulation.scenario, message, check=check, breaks=broken_law)
+    finally:
+        tally.add(simulation.tally)
+    return None
+
+
+def _table(seed: int, check: int, tally: Tally, seconds: float, failure: Failure | None) -> Table:
+    table = Table(title=f"sim: seed {seed}, check level {check}")
+    table.add_column("")
+    table.add_column("", justify="right")
+    for each in fields(tally):
+        table.add_row(each.name.replace("_", " "), f"{getattr(tally, each.name):,}")
+    table.add_row("seconds", f"{seconds:,.1f}")
+    table.add_row("rounds per second", f"{tally.rounds / seconds:,.0f}")
+    table.add_row("findings", "0" if failure is None else "[bold]1[/bold]")
+    return table

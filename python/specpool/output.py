@@ -1,0 +1,91 @@
+"""What the user hears of a request: chunks while it runs, its output when it is done."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specpool.request import Request, RequestOutput
+from specpool.tokens import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came new to one prompt's output.
+
+    Attributes:
+        index: which prompt.
+        sample: which of its samples.
+        token_ids: the new tokens.
+        pieces: the new text in runs, each with whether it is accepted drafts. A character whose
+            bytes are not complete yet waits for the next chunk.
+    """
+
+    index: int
+    sample: int
+    token_ids: list[int]
+    pieces: list[tuple[str, bool]]
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(text for text, _ in self.pieces)
+
+
+class Report:
+    """Tells what is new of one request."""
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Decode with `tokenizer`; without one, texts are empty."""
+        self._request, self._tokenizer = request, tokenizer
+        self._text = TextStream(tokenizer, request.params.stop)
+        self._num_told = 0  # tokens of the output
+        self._is_done = False
+
+    def news(self) -> Iterator[Chunk | RequestOutput]:
+        """What came since the last time: a chunk, and the output once it is done."""
+        request, start = self._request, self._num_told
+        if self._is_done:
+            return
+        done = self._is_done = request.finish_reason is not None
+        self._num_told = max(start, request.num_output_tokens)
+        new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))
+        pieces = []
+        for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
+            tokens = _visible([token for token, _ in run], request)
+            pieces.append((self._text.push(tokens), from_draft))
+        if done:
+            pieces.append((self._text.push([], last=True), False))
+        pieces = [piece for piece in pieces if piece[0]]
+        if new or pieces:
+            yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
+        if done:
+            yield output_of(request, self._tokenizer)
+
+
+def _visible(tokens: list[int], request: Request) -> list[int]:
+    return [token for token in tokens if token not in request.stop_ids]
+
+
+def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
+    """What the user gets of a request that is done."""
+    text = TextStream(tokenizer, request.params.stop)
+    ids = request.output_ids
+    return RequestOutput(
+        index=request.index,
+        sample=request.sample,
+        prompt_ids=request.tokens[: request.prompt_len],
+        token_ids=ids,
+        text=text.push(_visible(ids, request), last=True),
+        finish_reason=request.finish_reason or "abort",
+        error=request.error,
+        seed=request.seed,
+        accept_lens=request.accept_lens,
+        from_draft=request.from_draft,
+        logprobs=request.logprobs if request.params.logprobs is not None else None,
+    )

@@ -1,0 +1,261 @@
+"""A device made of dice: slots that remember whose position they hold, and lengths that are true.
+
+A forward reads its row's prefix and writes every slot that a real round can touch. Where the ledger
+fences pages, rows run in any order, each in its own; else step behind step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Ledger, Plan
+from specpool.scheduler import Step, StepResult
+from specpool.sim.source import Settings, Text
+
+Ints = npt.NDArray[np.int64]
+Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]
+
+
+class BrokenLaw(AssertionError):  # noqa: N818 - what a simulation finds
+    """A law that does not hold; the message says which, where and when."""
+
+
+@dataclass(eq=False, slots=True)
+class _Forward:
+    """A launched step, of which some lanes may have run."""
+
+    plan: Plan
+    texts: list[Text]  # of the lanes
+    has_ended: list[bool]  # of an extend's lanes: the prompt does with it
+    lines: list[Ints]  # [B, pages_per_row] of each group, as the step was launched
+    waiting: npt.NDArray[np.bool_]  # [B], lanes that have not run
+    roots: Ints  # [B], where each lane's round began
+    accept_len: Ints  # [B]
+    has_failed: bool = False
+
+
+class SimDevice:
+    """Runs launched steps.
+
+    Args:
+        ledger: whose steps.
+        settings: what the ledger was built with.
+        rng: decides which lanes of a step run at once, and which not before they must.
+        has_memory: whether slots are kept and looked at; else lengths alone.
+    """
+
+    def __init__(
+        self, ledger: Ledger, settings: Settings, rng: random.Random, *, has_memory: bool = True
+    ) -> None:
+        self._shapes = ledger.shapes
+        self._most = np.array([shape.max_accept_len for shape in self._shapes])
+        self._rng, self._has_memory = rng, has_memory
+        self._may_wait = settings.is_late and settings.page_fencing
+        self._keeps_draft_kv = settings.keeps_draft_kv
+        self._groups = ledger.groups
+        self._is_draft = [i == 1 for i in range(len(self._groups))]  # a group of the draft's alone
+        num_rows = ledger.num_rows + 1
+        self.tables = [ledger.full_table(g).astype(np.int64) for g in range(len(self._groups))]
+        # Per group, slot -> whose position it holds: epoch, row, position; negative = a draft.
+        self._memory = [np.zeros((g.num_pages + 1) * g.page_size, np.int64) for g in self._groups]
+        self._sizes = np.array(
+            [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in ledger.shapes]
+        )
+        self.roots = np.zeros(num_rows, np.int64)  # tokens with KV, by row
+        self._is_broken = np.zeros(num_rows, bool)  # a forward of the row failed: all is garbage
+        self._forwards: dict[int, _Forward] = {}  # launched and not taken over, by step
+
+    def launch(self, step: Step, texts: list[Text], delta: Delta) -> None:
+        """Enqueue a step's forward, behind its table delta; `texts` are its lanes'."""
+        plan = step.plan
+        for table, (rows, columns, pages) in zip(self.tables, delta, strict=True):
+            table[rows, columns] = pages
+        if len(plan.page_copies):
+            raise BrokenLaw(f"step {plan.step} copies pages, but nothing shares any")
+        lines = [table[plan.rows] for table in self.tables] if self._has_memory else []
+        batch = len(plan)
+        zeros = np.zeros((2, batch), np.int64)
+        ends = zip(step.requests, plan.new_len.tolist(), strict=True)
+        has_ended = [end >= request.prefill_len for request, end in ends]
+        forward = _Forward(plan, texts, has_ended, lines, np.ones(batch, bool), *zeros)
+        for earlier in self._forwards.values():  # a row's forwards run in order
+            if earlier.waiting.any():
+                self._run(earlier, np.isin(earlier.plan.rows, plan.rows))
+        self._forwards[plan.step] = forward
+        if not self._may_wait:
+            self._run(forward, forward.waiting)
+        elif self._rng.random() < 0.5:
+            coins = self._rng.getrandbits(batch)
+            self._run(forward, np.array([coins >> lane & 1 for lane in range(batch)], bool))
+
+    def result(self, plan: Plan, *, not_finite: bool = False) -> StepResult:
+        """Wait for a step, and so for all before it; `not_finite` = the first lane's logits."""
+        forward = self._wait(plan.step)
+        tokens: list[list[int]] = []
+        if plan.kind == "decode":
+            for text, root, n in zip(
+                forward.texts, forward.roots.tolist(), forward.accept_len.tolist(), strict=True
+            ):
+                tokens.append(text.tokens[root + 1 : root + 1 + n])
+        else:
+            for text, end, has_ended in zip(
+                forward.texts, plan.new_len.tolist(), forward.has_ended, strict=True
+            ):
+                tokens.append([text.tokens[end]] if has_ended else [])
+        flags = [False] * len(plan)
+        if not_finite and tokens[0]:
+            tokens[0][-1], flags[0] = -1, True
+        return StepResult(tokens, forward.accept_len.astype(np.int32), flags)
+
+    def fail(self, step: int) -> None:
+        """The step's forward fails; lanes that have run did so in vain."""
+        forward = self._forwards[step]
+        forward.has_failed = True
+        self._is_broken[forward.plan.rows] = True
+        self._wait(step)
+
+    def reset(self) -> None:
+        """Forget what is on its way: the device is still, and the table is read anew."""
+        self._forwards.clear()
+
+    def _wait(self, step: int) -> _Forward:
+        for number in [n for n in self._forwards if n <= step]:
+            forward = self._forwards[number]
+            self._run(forward, forward.waiting)
+            if number < step:
+                raise BrokenLaw(f"step {step} is taken over before step {number}")
+        return self._forwards.pop(step)
+
+    def _run(self, forward: _Forward, lanes: npt.NDArray[np.bool_]) -> None:
+        """Run these lanes, those that have not run yet."""
+        (chosen,) = np.nonzero(lanes & forward.waiting)
+        if not len(chosen):
+            return
+        forward.waiting[chosen] = False
+        plan = forward.plan
+        rows = plan.rows[chosen]
+        if plan.kind == "extend":
+            self._run_extend(forward, chosen, rows)
+        else:
+            self._run_decode(forward, chosen, rows)
+
+    def _run_extend(self, forward: _Forward, chosen: Ints, rows: npt.NDArray[np.int32]) -> None:
+        plan = forward.plan
+        starts, ends = plan.start[chosen].astype(np.int64), plan.new_len[chosen].astype(np.int64)
+        if not forward.has_failed:
+            self._is_broken[rows[starts == 0]] = False
+        broken = self._is_broken[rows]
+        self.roots[rows[starts == 0]] = 0
+        wrong = (self.roots[rows] != starts) & ~broken
+        if wrong.any():
+            raise BrokenLaw(
+                f"step {plan.step} extends rows {rows[wrong]} from {starts[wrong]}, the device has "
+                f"{self.roots[rows][wrong]} tokens of them"
+            )
+        self._touch(forward, chosen, starts, ends, [ends] * len(self._groups))
+        self.roots[rows] = ends
+
+    def _run_decode(self, forward: _Forward, chosen: Ints, rows: npt.NDArray[np.int32]) -> None:
+        plan = forward.plan
+        lo, hi = plan.lo[chosen].astype(np.int64), plan.hi[chosen].astype(np.int64)
+        shapes = plan.shapes[chosen]
+        roots, broken = self.roots[rows], self._is_broken[rows]
+        if (((roots < lo) | (roots > hi)) & ~broken).any():
+            raise BrokenLaw(
+                f"step {plan.step}: the true roots {roots} of rows {rows} are not all in "
+                f"{lo} .. {hi}"
+            )
+        roots = np.clip(roots, lo, hi)  # a step behind a failed one does not stray
+        texts = forward.texts
+        lanes = zip(chosen.tolist(), roots.tolist(), strict=True)
+        correct = [texts[lane].correct_drafts[root] for lane, root in lanes]
+        accept_len = np.minimum(np.array(correct) + 1, self._most[shapes])
+        forward.roots[chosen], forward.accept_len[chosen] = roots, accept_len
+        ends = [self._reach(g, shapes, roots) for g in range(len(self._groups))]
+        self._touch(forward, chosen, roots, roots + accept_len, ends)
+        self.roots[rows] = roots + accept_len
+
+    def _touch(
+        self, forward: _Forward, chosen: Ints, starts: Ints, keeps: Ints, ends: list[Ints]
+    ) -> None:
+        """Read [0, starts), write what stays to [starts, keeps) and drafts to [keeps, ends).
+
+        All are int64 [lanes]; `ends` of each group.
+        """
+        if not self._has_memory:
+            return
+        plan = forward.plan
+        rows = plan.rows[chosen]
+        broken = self._is_broken[rows]
+        owners = plan.epochs[chosen].astype(np.int64) * len(self.roots) + rows << 20
+        for g, group in enumerate(self._groups):
+            P, end = group.page_size, ends[g]
+            beyond = end > plan.allocated_after[g][chosen]
+            if beyond.any():
+                raise BrokenLaw(
+                    f"step {plan.step} writes up to {end[beyond]} in rows {rows[beyond]} of "
+                    f"{group.name}, its plan reserved {plan.allocated_after[g][chosen][beyond]}"
+                )
+            lane = np.repeat(np.arange(len(chosen)), end)
+            position = np.arange(len(lane)) - (np.cumsum(end) - end)[lane]
+            page = forward.lines[g][chosen[lane], position // P]
+            slot = page * P + position % P
+            words = owners[lane] + position
+            is_old = position < starts[lane]
+            missing = page == 0
+            reads = is_old & ~broken[lane]
+            if self._is_draft[g]:  # only drafting lanes read it
+                drafts = plan.shapes[chosen] > 0
+                reads &= drafts[lane] & self._keeps_draft_kv
+            wrong = missing | (reads & (self._memory[g][slot] != words))
+            if wrong.any():
+                self._report(forward, g, int(np.flatnonzero(wrong)[0]), lane, position, slot, rows)
+            stays = (position < keeps[lane]) & ~broken[lane]
+            if self._is_draft[g] and not plan.writes_draft:
+                stays[:] = False
+            words[~stays] = -plan.step
+            self._memory[g][slot[~is_old]] = words[~is_old]
+
+    def _report(
+        self,
+        forward: _Forward,
+        g: int,
+        at: int,
+        lane: Ints,
+        position: Ints,
+        slot: Ints,
+        rows: npt.NDArray[np.int32],
+    ) -> None:
+        found = int(self._memory[g][slot[at]])
+        if slot[at] < self._groups[g].page_size:
+            what = "has no page"
+        elif found <= 0:
+            what = f"slot {slot[at]} holds drafts of step {-found}" if found else "is not written"
+        else:
+            epoch, row = divmod(found >> 20, len(self.roots))
+            what = f"slot {slot[at]} holds row {row}, epoch {epoch}, position {found % (1 << 20)}"
+        raise BrokenLaw(
+            f"step {forward.plan.step} ({forward.plan.kind}), row {rows[lane[at]]} of "
+            f"{self._groups[g].name}: position {position[at]} {what}"
+        )
+
+    def _reach(self, g: int, shapes: npt.NDArray[np.int32], roots: Ints) -> Ints:
+        """[lanes]: where the slots end that a round can write from these roots (spec 3.2)."""
+        steps, topk, num_draft_tokens = self._sizes[shapes].T
+        ends: Ints = roots + num_draft_tokens
+        group = self._groups[g]
+        if not group.hosts_drafts:
+            return ends
+        P = group.page_size
+        drafts = roots + steps * topk
+        if group.layout == "holey" and P > 1:
+            offset = roots % P
+            holey = roots - offset + topk * -(-(offset + steps) // P) * P
+            drafts = np.where((topk > 1) & (steps > 0), holey, drafts)
+        np.maximum(ends, drafts, out=ends)
+        return ends

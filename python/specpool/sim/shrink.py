@@ -1,0 +1,107 @@
+"""A scenario that breaks a law, made smaller while it still breaks one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from specpool.sim.simulation import Simulation
+from specpool.sim.source import Arrival, Scenario
+
+TRACE_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A broken law.
+
+    Attributes:
+        found: the scenario that broke it.
+        message: of the error, and its type.
+        shrunk: a smaller scenario that breaks a law too.
+        trace: the last events of the shrunk one.
+    """
+
+    found: Scenario
+    message: str
+    shrunk: Scenario
+    trace: list[str]
+
+    def __str__(self) -> str:
+        lines = [f"BROKEN with seed {self.found.seed}: {self.message}", "shrunk to"]
+        lines += [f"  {self.shrunk.settings}"]
+        lines += [f"  {each}" for each in (*self.shrunk.arrivals, *self.shrunk.faults)]
+        return "\n".join([*lines, "which goes", *(f"  {line}" for line in self.trace)])
+
+
+def broken_law(scenario: Scenario, check: int = 2, most_rounds: int | None = None) -> str | None:
+    """What a simulation of the scenario finds: an error's type and message, or None."""
+    try:
+        Simulation(scenario, check).run(most_rounds)
+    except Exception as error:  # whatever it is, nothing of the kind may happen
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def shrink(
+    scenario: Scenario,
+    message: str,
+    *,
+    check: int = 2,
+    seconds: float = 10.0,
+    breaks: Callable[[Scenario, int], str | None] = broken_law,
+) -> Failure:
+    """Take away requests, faults and aborts while a law stays broken, for so many seconds."""
+    found, last = scenario, message
+    deadline = time.monotonic() + seconds
+    smaller = True
+    while smaller and time.monotonic() < deadline:
+        smaller = False
+        for simpler in _simpler(scenario):
+            if time.monotonic() >= deadline:
+                break
+            broken = breaks(simpler, check)
+            if broken is not None:
+                scenario, last, smaller = simpler, broken, True
+                break
+    simulation = Simulation(scenario, check, keeps_trace=True)
+    try:
+        simulation.run()
+    except Exception as error:
+        last = f"{type(error).__name__}: {error}"
+    trace = [*simulation.trace[-TRACE_LINES:], last]
+    return Failure(found, message, scenario, trace)
+
+
+def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+    """Scenarios with less in them, the least first."""
+    arrivals, faults = scenario.arrivals, scenario.faults
+    if faults:
+        yield replace(scenario, faults=())
+    size = len(arrivals) // 2
+    while size:
+        for start in range(0, len(arrivals), size):
+            yield replace(scenario, arrivals=arrivals[:start] + arrivals[start + size :])
+        size //= 2
+    for i in range(len(faults)):
+        yield replace(scenario, faults=faults[:i] + faults[i + 1 :])
+    if scenario.settings.is_late:
+        yield replace(scenario, settings=replace(scenario.settings, is_late=False))
+    for i, arrival in enumerate(arrivals):
+        for plainer in _plainer(arrival):
+            yield replace(scenario, arrivals=(*arrivals[:i], plainer, *arrivals[i + 1 :]))
+    if arrivals and arrivals[0].turn:
+        first = arrivals[0].turn
+        moved = tuple(replace(arrival, turn=arrival.turn - first) for arrival in arrivals)
+        yield replace(scenario, arrivals=moved)
+
+
+def _plainer(arrival: Arrival) -> Iterator[Arrival]:
+    """The request without its abort, its stop, its priority, its drafts, half its output."""
+    for name, value in (("abort_after", None), ("stop_at", None), ("priority", 0), ("shape", 0)):
+        if getattr(arrival, name) != value:
+            yield replace(arrival, **{name: value})  # type: ignore[arg-type]
+    half = (arrival.max_len - arrival.prompt_len) // 2
+    if half:
+        yield replace(arrival, max_len=arrival.max_len - half)

@@ -1,0 +1,436 @@
+"""The loop of an engine around a simulated device, and the laws that every turn of it must keep."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from specpool.errors import StalePlan
+from specpool.request import Request
+from specpool.scheduler import Scheduler, Step
+from specpool.sim.device import BrokenLaw, SimDevice
+from specpool.sim.source import Arrival, Scenario, Text
+
+# Turns in which a row that could decode may be left out: its rounds in flight, a drain, a
+# retraction, and what lateness adds.
+_MOST_LEFT_OUT = 16
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has happened; sums over simulations are sums of these."""
+
+    scenarios: int = 0
+    rounds: int = 0  # turns of the loop that launched a step
+    requests: int = 0
+    retractions: int = 0
+    aborts: int = 0
+    device_errors: int = 0
+    tokens: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count what the other has counted."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(eq=False, slots=True)
+class _Watch:
+    """A request that has come, and what is known of it."""
+
+    arrival: Arrival
+    request: Request
+    text: Text
+    admission: int = 0  # the how manieth it was; 0 = without a row
+    num_tokens: int = 0  # when it was looked at last
+    last_step: int = 0  # the turn in which it was in a step, or could not yet be
+    may_end: set[str] = field(default_factory=set)  # finish reasons besides the planned one
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who is admitted first: the greater priority, then whoever came first."""
+        return -self.arrival.priority, self.arrival.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    turn: int
+    step: Step
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+class Simulation:
+    """One scenario, run to its end.
+
+    Args:
+        scenario: what comes, and what goes wrong.
+        check: 0 = requests' ends and texts alone; 1 = also the pools' sums and the laws of each
+            turn; 2 = also a full audit of the ledger each turn, and every slot that a forward
+            touches.
+        keeps_trace: write down what happens, in `trace`.
+    """
+
+    def __init__(self, scenario: Scenario, check: int = 2, *, keeps_trace: bool = False) -> None:
+        self.scenario, self.check = scenario, check
+        self.trace: list[str] = []
+        self._keeps_trace = keeps_trace
+        settings = scenario.settings
+        rng = self._rng = random.Random(scenario.seed)
+        self._ledger = settings.ledger()
+        self._device = SimDevice(self._ledger, settings, rng, has_memory=check >= 2)
+        self._scheduler = Scheduler(
+            self._ledger,
+            max_batch=settings.max_batch,
+            prefill_tokens=settings.prefill_tokens,
+            keeps_draft_kv=settings.keeps_draft_kv,
+            reads_tokens=settings.reads_tokens,
+            headroom=settings.headroom,
+            before_release=self._check_need,
+        )
+        self.tally = Tally(scenarios=1)
+        self._turn = 0
+        self._flying: deque[_Flying] = deque()
+        self._to_come = deque(scenario.arrivals)
+        self._faults = {fault.step: fault.kind for fault in scenario.faults}
+        self._watches: dict[int, _Watch] = {}  # by request id: those that have not ended
+        self._ended: list[_Watch] = []
+        self._admissions = 0
+        self._idle_turns = 0  # since the last new token or end of a request
+        self._P = np.array(settings.page_sizes)
+
+    def run(self, most_rounds: int | None = None) -> Tally:
+        """Run to the end, or for so many rounds.
+
+        Raises:
+            BrokenLaw: or any error of the scheduler's or the ledger's.
+        """
+        while self._to_come or self._watches or self._flying:
+            if most_rounds is not None and self.tally.rounds >= most_rounds:
+                return self.tally
+            if not self._watches and not self._flying:
+                self._turn = max(self._turn, self._to_come[0].turn)
+            self._one_turn()
+        self._check_end()
+        return self.tally
+
+    # --- the loop, as the engine has it ---------------------------------------------------------
+
+    def _one_turn(self) -> None:
+        self._turn += 1
+        self._come_and_go()
+        steps: list[Step] = []
+        try:
+            steps = self._schedule()
+            for step in steps:
+                self._launch(step)
+            depth = self.scenario.settings.overlap_depth if steps else 1
+            if steps and self.scenario.settings.is_late:
+                depth += self._rng.randint(-1, 1)  # results come early or late
+            while self._flying and self._flying[0].turn <= self._turn - max(depth, 0):
+                self._take_over(self._flying.popleft().step)
+        except _Interrupted:
+            self._note("interrupted")
+            for watch in self._watches.values():
+                if watch.request.row:
+                    watch.may_end.add("abort")
+            self._flying.clear()
+            self._device.reset()
+            self._scheduler.recover("interrupted")
+            self._is_empty("after an interrupt")
+        self._look_around(bool(steps))
+
+    def _come_and_go(self) -> None:
+        while self._to_come and self._to_come[0].turn < self._turn:
+            arrival = self._to_come.popleft()
+            request = arrival.request()
+            if not self._scheduler.fits(request):
+                raise BrokenLaw(f"{arrival} does not fit pools of a full row and more")
+            self._watches[arrival.request_id] = _Watch(arrival, request, Text(arrival))
+            self._scheduler.submit(request)
+            self.tally.requests += 1
+            self._note(f"request {arrival.request_id} comes")
+        for watch in self._watches.values():
+            after = watch.arrival.abort_after
+            if after is not None and self._turn > watch.arrival.turn + after:
+                if watch.request.finish_reason is None:
+                    self._note(f"request {watch.arrival.request_id} is aborted")
+                    watch.may_end.add("abort")
+                    self._scheduler.abort(watch.request)
+                    self._scheduler.abort(watch.request)  # twice is once
+
+    def _schedule(self) -> list[Step]:
+        num_retracted = self._scheduler.num_retracted
+        before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
+        steps = self._scheduler.schedule()
+        if not steps and not self._flying and self._scheduler.requests():
+            raise BrokenLaw("livelock: nothing can run, and nothing is in flight")
+        self.tally.rounds += bool(steps)
+        if self.check:
+            if self._scheduler.num_retracted > num_retracted:
+                self._check_retraction(before)
+            self._check_admission()
+        return steps
+
+    def _launch(self, step: Step) -> None:
+        number = step.plan.step
+        try:
+            self._scheduler.launch(step)
+        except StalePlan:
+            self._note(f"step {number} is stale")
+            self._scheduler.cancel(step)
+            return
+        self._note(
+            f"step {number}: {step.plan.kind} of "
+            + ", ".join(f"{r.request_id} (row {r.row})" for r in step.requests)
+        )
+        if self.check:
+            self._check_step(step)
+        delta = self._ledger.take_delta(number)
+        self._ledger.ack_delta(number)
+        texts = [self._watches[request.request_id].text for request in step.requests]
+        self._device.launch(step, texts, delta)
+        if self._faults.get(number) == "launch":
+            self._fail(step)
+        else:
+            self._flying.append(_Flying(self._turn, step))
+
+    def _take_over(self, step: Step) -> None:
+        fault = self._faults.get(step.plan.step)
+        if fault == "interrupt":
+            raise _Interrupted
+        if fault == "result":
+            self._fail(step)
+            return
+        result = self._device.result(step.plan, not_finite=fault == "not_finite")
+        for request, not_finite in zip(step.requests, result.not_finite, strict=True):
+            if not_finite and request.request_id in self._watches:
+                self._watches[request.request_id].may_end.add("error")
+        self._note(f"step {step.plan.step} gives {[len(tokens) for tokens in result.tokens]}")
+        self._scheduler.finish(step, result)
+
+    def _fail(self, step: Step) -> None:
+        while self._flying and self._flying[0].step.plan.step < step.plan.step:
+            self._take_over(self._flying.popleft().step)
+        self._note(f"step {step.plan.step} fails")
+        self.tally.device_errors += 1
+        for request, row, epoch in zip(
+            step.requests, step.plan.rows, step.plan.epochs, strict=True
+        ):
+            if (request.row, request.epoch) == (row, epoch):
+                self._watches[request.request_id].may_end.add("error")
+        self._device.fail(step.plan.step)
+        self._scheduler.fail(step, RuntimeError("a simulated fault"))
+
+    # --- the laws -------------------------------------------------------------------------------
+
+    def _check_admission(self) -> None:
+        """Nobody waits who comes before somebody admitted now; there are not too many."""
+        admitted, waiting = [], []
+        for watch in self._watches.values():
+            if not watch.request.row:
+                watch.admission = 0
+                if watch.request.finish_reason is None:
+                    waiting.append(watch)
+            elif not watch.admission:
+                admitted.append(watch)
+        if admitted:
+            admitted.sort(key=lambda watch: watch.request.epoch)
+            admitted.sort(key=lambda watch: watch.order)
+            for watch in admitted:
+                self._admissions += 1
+                watch.admission, watch.last_step = self._admissions, self._turn
+            self._note(f"admitted: {[w.arrival.request_id for w in admitted]}")
+            first = min(waiting, key=lambda watch: watch.order, default=None)
+            if first is not None and first.order < admitted[-1].order:
+                raise BrokenLaw(
+                    f"request {admitted[-1].arrival.request_id} was admitted before request "
+                    f"{first.arrival.request_id}, retracted {first.request.num_retractions} times"
+                )
+        if self._scheduler.num_running > self.scenario.settings.max_batch:
+            raise BrokenLaw(f"{self._scheduler.num_running} requests run at once")
+
+    def _check_retraction(self, before: list[tuple[_Watch, int]]) -> None:
+        """Whoever was retracted is the last admitted of the least priority; one at least stays.
+
+        `before` are those that ran, and the epochs of their rows.
+        """
+        kept = [w for w, epoch in before if w.request.row and w.request.epoch == epoch]
+        gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
+        self._note(f"retracted: {[w.arrival.request_id for w in gone]}")
+        for victim in gone:
+            if victim.request.row:
+                raise BrokenLaw(
+                    f"request {victim.arrival.request_id} was retracted, and has a row again "
+                    "before anybody could use its pages"
+                )
+            for other in kept:
+                if (-other.arrival.priority, other.admission) > (
+                    -victim.arrival.priority,
+                    victim.admission,
+                ):
+                    raise BrokenLaw(
+                        f"request {victim.arrival.request_id} is retracted, not request "
+                        f"{other.arrival.request_id}, which came later or counts less"
+                    )
+        if not kept and before:
+            raise BrokenLaw("every running request was retracted")
+
+    def _check_need(self, victim: Request) -> None:
+        """Whoever is retracted had to be: nothing is in flight, and what comes next has no room."""
+        if victim.finish_reason is not None or not self.check:
+            return
+        if self._flying:
+            raise BrokenLaw("a request is retracted while results are still to come")
+        ledger = self._ledger
+        running = [r for r in self._scheduler.requests() if r.row]
+        ready = [r for r in running if r.prefilled_len == r.prefill_len]
+        if ready:
+            slots = ledger.tokens_required([r.row for r in ready], [r.shape_index for r in ready])
+            need = slots // self._P
+        else:
+            first = running[0]
+            left = first.prefill_len - first.prefilled_len
+            end = first.prefilled_len + min(left, self.scenario.settings.prefill_tokens)
+            held = np.array([ledger.allocated_len(g)[first.row] for g in range(len(self._P))])
+            need = -(-np.maximum(end - held, 0) // self._P)
+        free = [ledger.free_pages(g) for g in range(len(self._P))]
+        if (need <= free).all():
+            raise BrokenLaw(
+                f"request {victim.request_id} is retracted, though the next step needs "
+                f"{need.tolist()} pages and {free} are free"
+            )
+
+    def _check_step(self, step: Step) -> None:
+        """A plan is of the rows that its requests have, within the limits."""
+        plan, settings = step.plan, self.scenario.settings
+        rows, epochs, los = plan.rows.tolist(), plan.epochs.tolist(), plan.lo.tolist()
+        shapes = plan.shapes.tolist()
+        for i, request in enumerate(step.requests):
+            if (request.row, request.epoch) != (rows[i], epochs[i]):
+                raise BrokenLaw(
+                    f"step {plan.step} has row {rows[i]} at epoch {epochs[i]} for request "
+                    f"{request.request_id}, which has row {request.row} at {request.epoch}"
+                )
+            if request.request_id not in self._watches:
+                raise BrokenLaw(f"step {plan.step} has request {request.request_id}, which ended")
+            self._watches[request.request_id].last_step = self._turn
+            if plan.kind == "extend":
+                continue
+            if shapes[i] != request.shape_index:
+                raise BrokenLaw(f"request {request.request_id} runs with shape {shapes[i]}")
+            if settings.reads_tokens and shapes[i]:
+                known = len(request.tokens) - 1
+                if not los[i] == plan.hi[i] == known:
+                    raise BrokenLaw(
+                        f"step {plan.step} drafts from {known} tokens of request "
+                        f"{request.request_id}, its root is in {los[i]} .. {plan.hi[i]}"
+                    )
+        num_tokens = int((plan.new_len - plan.start).sum()) if plan.kind == "extend" else 0
+        if num_tokens > settings.prefill_tokens:
+            raise BrokenLaw(f"step {plan.step} prefills {num_tokens} tokens")
+
+    def _look_around(self, has_launched: bool) -> None:
+        """After a turn: who has ended, does everybody get on, do the sums hold."""
+        self._idle_turns += 1
+        for watch in list(self._watches.values()):
+            request = watch.request
+            if len(request.tokens) < watch.num_tokens:
+                raise BrokenLaw(
+                    f"request {request.request_id} had {watch.num_tokens} tokens, and has "
+                    f"{len(request.tokens)}"
+                )
+            if len(request.tokens) > watch.num_tokens:
+                watch.num_tokens, self._idle_turns = len(request.tokens), 0
+            if request.finish_reason is not None:
+                self._idle_turns = 0
+                self._check_ended(watch)
+                del self._watches[watch.arrival.request_id]
+                self._ended.append(watch)
+                self.tally.tokens += request.num_output_tokens
+                self.tally.aborts += request.finish_reason == "abort"
+                self.tally.retractions += request.num_retractions
+            elif not has_launched or not request.row or request.prefilled_len < request.prefill_len:
+                watch.last_step = self._turn
+            elif self.check and self._turn - watch.last_step > _MOST_LEFT_OUT:
+                raise BrokenLaw(
+                    f"request {request.request_id} could decode, and was left out for "
+                    f"{self._turn - watch.last_step} turns"
+                )
+        self._check_progress()
+        if self.check >= 2:
+            self._ledger.check()
+        if self.check:
+            self._check_sums()
+
+    def _check_progress(self) -> None:
+        """Between two new tokens lies no more than everybody's prefill."""
+        tokens = sum(watch.num_tokens for watch in self._watches.values())
+        chunks = tokens // self.scenario.settings.prefill_tokens + len(self._watches)
+        if self._idle_turns > 8 + 4 * chunks:
+            raise BrokenLaw(f"livelock: no new token for {self._idle_turns} turns")
+
+    def _check_sums(self) -> None:
+        """Every page is free, fenced or a running row's; every request waits or runs."""
+        running = self._scheduler.num_running
+        if running + self._scheduler.num_waiting != len(self._watches):
+            raise BrokenLaw(
+                f"{running} requests run and {self._scheduler.num_waiting} wait, "
+                f"{len(self._watches)} have not ended"
+            )
+        rows = [watch.request.row for watch in self._watches.values() if watch.request.row]
+        if len(rows) != running or len(set(rows)) != running:
+            raise BrokenLaw(f"{running} requests run in rows {rows}")
+        for g, num_pages in enumerate(self.scenario.settings.num_pages):
+            held = int(self._ledger.allocated_len(g)[rows].sum()) // int(self._P[g])
+            free, fenced = self._ledger.free_pages(g), self._ledger.fenced_pages(g)
+            if free + fenced + held != num_pages:
+                raise BrokenLaw(
+                    f"group {g}: {free} pages free, {fenced} fenced, {held} held by running "
+                    f"requests, {num_pages} in all"
+                )
+
+    def _check_ended(self, watch: _Watch) -> None:
+        """It ended as it would alone, or by what was done to it; its text is its own."""
+        request, reason = watch.request, watch.request.finish_reason
+        name = f"request {watch.arrival.request_id}"
+        end, planned = watch.arrival.end
+        num_tokens = len(request.tokens)
+        if request.tokens != watch.text.tokens[:num_tokens]:
+            at = next(i for i in range(num_tokens) if request.tokens[i] != watch.text.tokens[i])
+            raise BrokenLaw(f"{name} speaks otherwise than alone, from position {at} on")
+        if reason == planned and num_tokens == end and request.error is None:
+            return
+        if reason in watch.may_end and num_tokens <= end:
+            return
+        raise BrokenLaw(
+            f"{name} ended after {num_tokens} tokens by {reason} ({request.error}), alone it would "
+            f"after {end} by {planned}; besides, {sorted(watch.may_end)} may end it"
+        )
+
+    def _is_empty(self, when: str) -> None:
+        """Nothing is held and nothing fenced."""
+        ledger = self._ledger
+        free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
+        if free != self.scenario.settings.num_pages or ledger.num_free_rows != ledger.num_rows:
+            raise BrokenLaw(
+                f"leak {when}: {free} of {self.scenario.settings.num_pages} pages and "
+                f"{ledger.num_free_rows} of {ledger.num_rows} rows are free"
+            )
+        if ledger.steps():
+            raise BrokenLaw(f"{when} steps are in flight: {ledger.steps()}")
+
+    def _check_end(self) -> None:
+        self._is_empty("at the end")
+        for watch in self._ended:
+            if len(watch.request.tokens) != watch.num_tokens:
+                raise BrokenLaw(f"request {watch.arrival.request_id} went on after its end")
+
+    def _note(self, event: str) -> None:
+        if self._keeps_trace:
+            self.trace.append(f"turn {self._turn}: {event}")

@@ -1,0 +1,337 @@
+"""Laws of the scheduler: whatever comes, each request's text is what it is alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lossless import Comparison, Reference
+from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool.assets import resolve
+from specpool.config import EngineConfig
+from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.models import EagleHead, TargetModel
+from specpool.output import Chunk
+from specpool.tokens import load_tokenizer
+
+HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
+SHAPES = [(3, 1, 4), (4, 4, 16), (2, 2, 4), (7, 1, 8)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
+
+
+@pytest.fixture(scope="module")
+def heads(target) -> dict[str, EagleHead]:
+    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
+
+
+class Workload:
+    """A random engine and random requests for it, a function of its seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.draft = rng.choice([*HEADS, *HEADS, "ngram", None])
+        self.shape = Shape.eagle(*rng.choice(SHAPES)) if self.draft else None
+        page_size = rng.choice([1, 3, 4, 16])
+        self.prompts = [p[: rng.randint(1, 60)] for p in corpus.prompts(rng.randint(2, 7), 80)]
+        self.news = [rng.randint(1, 40) for _ in self.prompts]
+        longest = max(len(p) + n for p, n in zip(self.prompts, self.news, strict=True))
+        self.options = {
+            "page_size": page_size,
+            "placement": rng.choice(["split", "shared"]),
+            "layout": rng.choice(["dense", "holey"]),
+            "overlap_depth": rng.randint(0, 1),
+            "prefill_tokens": rng.choice([5, 32, 1024]),
+            "max_batch": rng.randint(1, 5),
+            "max_context_len": longest + rng.randint(0, 9),
+        }
+
+    def engine(self, target: TargetModel, heads: dict[str, EagleHead], pages: int | None) -> Engine:
+        drafter = None
+        if self.draft == "ngram":
+            drafter = NgramDrafter()
+        elif self.draft:
+            drafter = EagleDrafter(heads[self.draft])
+        config = EngineConfig(shape=self.shape, num_pages=pages, **self.options)
+        return Engine(target, drafter, config=config)
+
+    def tight(self, target: TargetModel, heads: dict[str, EagleHead]) -> Engine:
+        """With as few pages as a full row needs in the group that needs most of them."""
+        with_room = self.engine(target, heads, None)
+        ledger = with_room.ledger
+        least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
+        return self.engine(target, heads, least + self.rng.randint(0, least // 2))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_workloads_speak_as_alone(seed, target, heads, reference):
+    work = Workload(seed)
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in work.news]
+    engine = work.tight(target, heads)
+    if work.shape is None:
+        outputs = engine.generate(work.prompts, params)
+    else:
+        outputs = run_mixed(engine, work, params)
+    comparison = Comparison()
+    for prompt, output, n in zip(work.prompts, outputs, work.news, strict=True):
+        if output is not None:
+            assert output.finish_reason == "length" and len(output.token_ids) == n, output.error
+            comparison.add(reference, prompt, output.token_ids)
+    comparison.finish()
+
+
+def run_mixed(engine: Engine, work: Workload, params: list[SamplingParams]):
+    """Streams side by side, some plain, some given up half-way."""
+    rng = work.rng
+    streams = {
+        i: engine.stream(p, q, shape=Shape.none() if rng.random() < 0.3 else None)
+        for i, (p, q) in enumerate(zip(work.prompts, params, strict=True))
+    }
+    outputs = [None] * len(streams)
+    while streams:
+        index = rng.choice(list(streams))
+        if rng.random() < 0.02:
+            streams.pop(index).close()
+            continue
+        item = next(streams[index], None)
+        if item is None:
+            del streams[index]
+        elif hasattr(item, "token_ids") and hasattr(item, "finish_reason"):
+            outputs[index] = item
+    return outputs
+
+
+# --- the user's face ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(target, heads) -> Iterator[Engine]:
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_context_len=300, max_batch=3)
+    tokenizer = load_tokenizer(resolve("specpool/tiny"))
+    yield Engine(target, EagleDrafter(heads[HEADS[0]]), config=config, tokenizer=tokenizer)
+
+
+PROMPTS = corpus.prompts(5, 60)
+PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def test_submitted_requests_are_told_what_is_new(engine):
+    expected = engine.generate(PROMPTS, PARAMS)
+    heard: dict[int, list] = {}
+    numbers = [
+        engine.submit(p, PARAMS, on_item=lambda n, item: heard.setdefault(n, []).append(item))
+        for p in PROMPTS
+    ]
+    assert len(set(numbers)) == 5
+    while engine.turn():
+        pass
+    for number, output in zip(numbers, expected, strict=True):
+        *chunks, last = heard[number]
+        assert last.token_ids == output.token_ids and last.text == output.text
+        assert [t for chunk in chunks for t in chunk.token_ids] == output.token_ids
+        assert "".join(chunk.text for chunk in chunks) == output.text
+
+
+def test_a_callback_may_submit_and_abort(engine):
+    outputs = {}
+
+    def on_item(number, item):
+        if isinstance(item, Chunk):
+            if number == first and len(numbers) == 2:
+                numbers.append(engine.submit(PROMPTS[2], PARAMS, on_item=on_item))
+                engine.abort(second)
+        else:
+            outputs[number] = item
+
+    first = engine.submit(PROMPTS[0], PARAMS, on_item=on_item)
+    second = engine.submit(PROMPTS[1], PARAMS, on_item=on_item)
+    numbers = [first, second]
+    while engine.turn():
+        pass
+    assert [outputs[n].finish_reason for n in numbers] == ["length", "abort", "length"]
+    for number in (*numbers, 99, None):
+        with pytest.raises(ConfigError, match=r"no request .* is running or waiting"):
+            engine.abort(number)
+
+
+def test_the_greater_priority_comes_first(engine):
+    order = []
+    for i, priority in enumerate([0, 0, 0, 0, 5, -1]):
+        engine.submit(
+            PROMPTS[i % 5][: 20 + i],
+            SamplingParams(max_new_tokens=5),
+            priority=priority,
+            on_item=lambda n, item: order.append(n) if not isinstance(item, Chunk) else None,
+        )
+    while engine.turn():
+        pass
+    first = min(order)
+    assert order[:3] == [first, first + 1, first + 4] and order[-1] == first + 5
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_asynchronous_streams_share_batches(target, heads, depth):
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_batch=4, overlap_depth=depth)
+    engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+    expected = engine.generate(PROMPTS, PARAMS)
+
+    async def one(prompt):
+        async for item in engine.stream_async(prompt, PARAMS):
+            if not isinstance(item, Chunk):
+                return item.token_ids
+
+    async def some(prompt):
+        async with contextlib.aclosing(engine.stream_async(prompt, PARAMS)) as stream:
+            async for item in stream:
+                return item
+
+    async def all_of_them():
+        return await asyncio.gather(some(PROMPTS[0]), *map(one, PROMPTS))
+
+    first, *texts = asyncio.run(all_of_them())
+    assert isinstance(first, Chunk)
+    assert texts == [output.token_ids for output in expected]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("stops", [("e",), ("the", "an"), ("zzzz",), (" t", "he ")])
+def test_text_ends_before_a_stop_string(target, heads, depth, stops):
+    config = EngineConfig(shape=Shape.eagle(4, 4, 16), max_batch=3, overlap_depth=depth)
+    tokenizer = load_tokenizer(resolve("specpool/tiny"))
+    engine = Engine(target, EagleDrafter(heads[HEADS[1]]), config=config, tokenizer=tokenizer)
+    whole = engine.generate(PROMPTS, PARAMS)
+    params = dataclasses.replace(PARAMS, stop=stops, logprobs=0)
+    texts = [""] * len(PROMPTS)
+    for item in engine.stream(PROMPTS, params):
+        if isinstance(item, Chunk):
+            texts[item.index] += item.text
+            continue
+        full = whole[item.index]
+        found = [full.text.find(stop) for stop in stops if stop in full.text]
+        assert item.text == texts[item.index] == (full.text[: min(found)] if found else full.text)
+        assert item.finish_reason == ("stop" if found else "length")
+        assert item.token_ids == full.token_ids[: len(item.token_ids)]
+        assert len(item.token_ids) == len(item.from_draft) == len(item.logprobs)
+        if found:  # the last token is the one that completes the stop string
+            shorter = tokenizer.decode(item.token_ids[:-1])
+            assert any(stop in tokenizer.decode(item.token_ids) for stop in stops)
+            assert not any(stop in shorter for stop in stops)
+
+
+def test_bad_requests_are_refused_with_the_numbers():
+    """Nothing is queued then, and a closed engine takes no more."""
+    target = TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32")
+    config = EngineConfig(num_pages=9, page_size=16, max_context_len=128)
+    engine = Engine(target, config=config)
+    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+        engine.generate([[1, 2]], SamplingParams(stop=("x",)))
+    with pytest.raises(ConfigError, match="priority must be an integer"):
+        engine.generate([[1, 2]], priority="high")
+    with pytest.raises(ConfigError, match=r"n must be an integer in \[1, 65536\], got 0"):
+        SamplingParams(n=0)
+    with pytest.raises(ConfigError, match="one sample, got n=2"):
+        engine.submit([1, 2], SamplingParams(n=2))
+    with pytest.raises(ConfigError, match=r"overlap_depth must be an integer in \[0, 1\], got 2"):
+        EngineConfig(overlap_depth=2)
+    assert not engine.turn()
+    engine.close()
+    with pytest.raises(ConfigError, match="closed"):
+        engine.submit([1, 2])
+
+
+# --- sharing --------------------------------------------------------------------------------------
+
+
+def computed(engine: Engine, monkeypatch) -> list[int]:
+    """Tokens of each of the target's forwards from now on."""
+    forward, counts = engine.target.forward, []
+
+    def counting(tokens, *args):
+        counts.append(len(tokens))
+        return forward(tokens, *args)
+
+    monkeypatch.setattr(engine.target, "forward", counting)
+    return counts
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("placement", ["split", "shared"])
+def test_samples_share_their_prompt(target, heads, monkeypatch, depth, page_size, placement):
+    """Each speaks as a request of its own with its seed; the prompt is computed once."""
+    shape = Shape.eagle(4, 4, 16)
+    config = EngineConfig(
+        shape=shape,
+        page_size=page_size,
+        placement=placement,
+        overlap_depth=depth,
+        max_batch=4,
+        max_context_len=256,
+    )
+    engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+    prompts = [PROMPTS[0][:50], PROMPTS[1][:1], PROMPTS[2][:33]]
+    params = SamplingParams(max_new_tokens=30, temperature=1.0, seed=2**64 - 2, n=4)
+    alone = [
+        engine.generate(prompt, dataclasses.replace(params, n=1, seed=(2**64 - 2 + i) % 2**64))[0]
+        for prompt in prompts
+        for i in range(4)
+    ]
+    counts = computed(engine, monkeypatch)
+    outputs = engine.generate(prompts[:1], params)
+    assert counts[:2] == [49, 4]  # all but the last token once, the last one for each
+    outputs += engine.generate(prompts[1:], params)
+    assert [(o.index, o.sample) for o in outputs[:4]] == [(0, i) for i in range(4)]
+    for one, other in zip(outputs, alone, strict=True):
+        assert one.token_ids == other.token_ids and one.seed == other.seed
+    assert len({tuple(o.token_ids) for o in outputs[:4]}) == 4
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_pinned_text_is_computed_once(target, heads, monkeypatch, page_size):
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), page_size=page_size, max_context_len=256)
+    engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+    system = PROMPTS[0][:37]
+    prompts = [system + PROMPTS[i][:10] for i in (1, 2, 3)] + [system, system[:20], PROMPTS[4]]
+    expected = engine.generate(prompts, PARAMS)
+    pin = engine.pin(system)
+    kept = 37 - 37 % page_size
+    assert pin.tokens == system[:kept]
+    counts = computed(engine, monkeypatch)
+    outputs = engine.generate(prompts, PARAMS)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert counts[0] == 3 * (47 - kept) + (37 - min(kept, 36)) + 1 + 60
+    engine.unpin(pin)
+    engine.unpin(pin)
+    assert [s.free_pages == s.num_pages for s in engine.pool_stats()] == [True, True]
+    assert [o.token_ids for o in engine.generate(prompts, PARAMS)] == [
+        o.token_ids for o in expected
+    ]
+    if page_size == 16:
+        with pytest.raises(ConfigError, match="cannot be pinned"):
+            engine.pin(system[:15])
+
+
+def test_a_pinned_text_gives_way_to_running_requests(target):
+    config = EngineConfig(page_size=4, num_pages=40, max_context_len=160, max_batch=4)
+    engine = Engine(target, config=config)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    expected = engine.generate(PROMPTS[1:3], params)
+    engine.pin(PROMPTS[0])
+    outputs = engine.generate(PROMPTS[1:3], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert all(s.free_pages == s.num_pages for s in engine.pool_stats())
