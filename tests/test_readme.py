@@ -23,6 +23,17 @@ def test_links_lead_somewhere(path):
     assert (ROOT / path).exists()
 
 
+@pytest.mark.parametrize("name", ["engine", "kernels"])
+def test_the_pages_examples_run(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(code, f"docs/{name}.md", "exec"), names)
+    if name == "kernels":  # the comment behind its last line says what that gives
+        last, expected = code.strip().splitlines()[-1].split("  #")
+        assert f"tensor({eval(last, names).tolist()})" == expected.strip()  # type: ignore[attr-defined]
+
+
 def test_the_two_commands_come_first_and_are_targets():
     commands = re.findall(r"^make (\S+)", README, re.MULTILINE)
     assert commands[:2] == ["run", "test"]

@@ -254,6 +254,25 @@ def test_bad_requests_are_refused_with_the_numbers():
         engine.submit([1, 2])
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_ctrl_c_while_prompts_are_submitted_ends_them_all(engine, monkeypatch, n):
+    """Some have not come as far as the queue; giving those up must not hide the interrupt."""
+    submit, calls = engine._scheduler.submit, []
+
+    def interrupted(request):
+        calls.append(request)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        submit(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, dataclasses.replace(PARAMS, n=n))
+    assert not engine._scheduler.requests()
+    assert len(engine.generate(PROMPTS[:1], PARAMS)[0].token_ids) == 40
+
+
 # --- sharing --------------------------------------------------------------------------------------
 
 
@@ -335,3 +354,15 @@ def test_a_pinned_text_gives_way_to_running_requests(target):
     outputs = engine.generate(PROMPTS[1:3], params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert all(s.free_pages == s.num_pages for s in engine.pool_stats())
+
+
+def test_closing_an_engine_ends_samples_that_have_no_row_yet():
+    engine = Engine.from_pretrained(max_batch=2)
+    stream = engine.stream(PROMPTS[0], dataclasses.replace(PARAMS, n=5))
+    next(stream)
+    late = engine.submit(PROMPTS[1], PARAMS)
+    held = engine._requests([PROMPTS[2]], dataclasses.replace(PARAMS, n=3), None, 0)
+    engine._scheduler.submit(held[0])
+    engine.close()
+    assert late and not engine._scheduler.requests()
+    assert {request.finish_reason for request in held} == {"abort"}

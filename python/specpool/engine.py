@@ -381,9 +381,12 @@ class Engine:
             RecordError: the event log cannot be written; all else is done, a further call tries
                 again.
         """
-        for request in self._scheduler.requests():
-            self._scheduler.abort(request)
+        while requests := self._scheduler.requests():  # the end of one may queue its siblings
+            for request in requests:
+                self._scheduler.abort(request)
         self._drain()
+        if not self.ledger.closed:
+            self._scheduler.unpin_all()
         self.target.close()
         self.ledger.close()
 

@@ -52,6 +52,8 @@ class Report:
         request, start = self._request, self._num_told
         if self._is_done:
             return
+        if request.num_output_tokens <= start and request.finish_reason is None:
+            return
         done = self._is_done = request.finish_reason is not None
         self._num_told = max(start, request.num_output_tokens)
         new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))

@@ -134,6 +134,11 @@ class Scheduler:
             self._pins.remove(pin)
             self._ledger.release_prefix(pin.prefix)
 
+    def unpin_all(self) -> None:
+        """Keep no pinned text any longer."""
+        for pin in list(self._pins):
+            self.unpin(pin)
+
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request, wherever it is; twice is once."""
         if request.finish_reason is None:
@@ -455,6 +460,8 @@ class Scheduler:
         request.siblings = []
         if request in self._waiting:
             self._waiting.remove(request)
+            return
+        if request not in self._running:  # Ctrl-C came before it was queued
             return
         self._running.remove(request)
         self._before_release(request)

@@ -184,8 +184,9 @@ class EagleWorker:
         if self._drafter is None or not plan.shapes.any():
             return self._decode_plainly(plan, requests)
         parts = self._parts(plan, requests)
+        lanes = Lanes.joined([part.lanes for part in parts])
         self._capture(True)
-        output = self._forward_trees(parts)
+        output = self._forward_trees(lanes, parts)
         verdicts = []
         for part in parts:
             size = part.positions.numel()
@@ -193,7 +194,6 @@ class EagleWorker:
             positions = part.positions.long() + 1
             drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
             verdicts.append(verify(part.tree, drawn, part.num_steps))
-        lanes = Lanes.joined([part.lanes for part in parts])
         verdict = Verdict.joined(verdicts, [part.first for part in parts])
         self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
         pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
@@ -266,7 +266,7 @@ class EagleWorker:
         return tree.to(self._cache.device)
 
     def _decode_plainly(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
-        """Shape 0: the root alone goes through the target; no draft KV is kept."""
+        """Shape 0 alone: the root goes through the target; no draft KV is kept."""
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi, 1)
         roots = self._state.root_tokens.index_select(0, lanes.rows)
         self._capture(False)
@@ -307,9 +307,8 @@ class EagleWorker:
         views = {group: causal_view(self._cache, group, lanes) for group in self._fields}
         return self._forward(tokens, lanes.positions, views, logits_at)
 
-    def _forward_trees(self, parts: Sequence[_Part]) -> TargetOutput:
+    def _forward_trees(self, lanes: Lanes, parts: Sequence[_Part]) -> TargetOutput:
         """Verify: node i of a lane lies in cell start + i, at position start + depth."""
-        lanes = Lanes.joined([part.lanes for part in parts])
         if len(parts) == 1:
             tree, positions = parts[0].tree, parts[0].positions
             masks, by_lane, tokens = tree.mask, positions, tree.tokens.view(-1)
