@@ -59,6 +59,7 @@ class Workload:
             "prefill_tokens": rng.choice([5, 32, 1024]),
             "max_batch": rng.randint(1, 5),
             "max_context_len": longest + rng.randint(0, 9),
+            "mixed_chunks": rng.random() < 0.3,
         }
 
     def engine(self, target: TargetModel, heads: dict[str, EagleHead], pages: int | None) -> Engine:
