@@ -22,7 +22,7 @@ from specpool._core import Shape
 from specpool.assets import resolve
 from specpool.attention import BACK_ENDS, back_end
 from specpool.config import EngineConfig, SamplingParams, check_int
-from specpool.draft import Drafter, EagleDrafter, named_drafter
+from specpool.draft import Choosy, Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
@@ -141,6 +141,7 @@ class Engine:
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             reads_tokens=drafter is not None and drafter.reads_tokens,
+            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )
         self._turns = 0

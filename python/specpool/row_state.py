@@ -53,6 +53,7 @@ class RowState:
         # Temperature, top_k, top_p and draw that take the likeliest token, for any step's nodes
         zeros = torch.zeros(num_rows * max_nodes, dtype=torch.float32, device=device)
         self._greedy = (zeros, zeros.int(), zeros + 1, zeros.double())
+        self._greedy_of: dict[int, tuple[Tensor, ...]] = {}  # the first of them, by their number
 
     def lanes(self, rows: Int32, lo: Int32, hi: Int32) -> Lanes:
         """Lanes that go on where their rows stand, one token each.
@@ -108,7 +109,10 @@ class RowState:
         """
         size = positions.numel()
         if greedy:
-            parameters = tuple(parameter[:size] for parameter in self._greedy)
+            parameters = self._greedy_of.get(size)
+            if parameters is None:
+                parameters = tuple(parameter[:size] for parameter in self._greedy)
+                self._greedy_of[size] = parameters
         else:
             each = lanes.rows.repeat_interleave(positions.shape[1], output_size=size)
             temperature, top_p, top_k, seeds = (

@@ -20,6 +20,10 @@ from specpool.request import Request, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
 
+# A row's place among the lanes: its shape, then the number of its admission.
+_ORDER_BITS = 48
+_ORDER = (1 << _ORDER_BITS) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -68,6 +72,7 @@ class Scheduler:
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
         headroom: int = 0,
+        is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Schedule on `ledger`.
@@ -81,13 +86,15 @@ class Scheduler:
                 flight at most.
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
+            is_promising: whether the next round of a row with these tokens is worth drafting; where
+                it is not, the row decodes plainly. None = it always is.
             before_release: called while the request still has its row.
         """
         self._ledger = ledger
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
-        self._headroom = headroom
+        self._headroom, self._is_promising = headroom, is_promising
         self._before_release = before_release
         self._waiting: list[Request] = []  # in the order in which they will be admitted
         self._running: list[Request] = []  # in the order in which they were
@@ -95,11 +102,12 @@ class Scheduler:
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
-        # it cannot decode), index of the shape.
+        # it cannot decode), index of its shape, and of its next round's.
         self._by_row: dict[int, Request] = {}
-        self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
+        num_rows = ledger.num_rows + 1
+        self._lens, self._limits, self._shapes, self._next = np.zeros((4, num_rows), np.int32)
         # By row: lanes of one shape stand side by side, in the order of admission.
-        self._lane_order = np.zeros(ledger.num_rows + 1, np.int64)
+        self._lane_order = np.zeros(num_rows, np.int64)
         self._num_admitted = 0
         # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
         counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
@@ -225,6 +233,8 @@ class Scheduler:
         of_lanes = repeat(None) if logprobs is None else logprobs
         for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
             request.append(new, entries, is_decode)
+            if self._is_promising is not None and request.shape_index:
+                self._choose(request, self._is_promising(request.tokens))
             if request.finish_reason is not None:
                 if request.wants_pin and request.error is None:
                     self._pin(request)
@@ -300,10 +310,16 @@ class Scheduler:
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
         self._by_row[row] = request
         self._lens[row] = len(request.tokens)
-        self._shapes[row] = request.shape_index
-        self._lane_order[row] = request.shape_index << 48 | self._num_admitted
+        self._shapes[row] = self._next[row] = request.shape_index
+        self._lane_order[row] = request.shape_index << _ORDER_BITS | self._num_admitted
         self._num_admitted += 1
         self._running.append(request)
+
+    def _choose(self, request: Request, drafts: bool) -> None:
+        """The row's next round drafts, or not."""
+        row, shape = request.row, request.shape_index if drafts else 0
+        self._next[row] = shape
+        self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
 
     def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
         """The pinned text that most of `tokens` begin with, and how many; the last is left out."""
@@ -401,14 +417,14 @@ class Scheduler:
         wanted &= in_flight <= self._ledger.overlap_depth
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | (self._shapes == 0)
+            wanted &= (in_flight == 0) & known | (self._next == 0)
         (rows,) = wanted.nonzero()
         if not len(rows):
             self._is_starved = False
             return None
         rows = rows[self._lane_order[rows].argsort()]
-        shapes = self._shapes[rows]
-        writes_draft = self._keeps_draft_kv and bool(shapes[-1])
+        shapes = self._next[rows]
+        writes_draft = self._keeps_draft_kv and bool(self._shapes[rows].any())
         try:
             plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
         except OutOfPages:

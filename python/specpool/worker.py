@@ -128,6 +128,8 @@ class EagleWorker:
         lanes = Lanes(rows, lens, plan.new_len - plan.start)
         self._state.put_params(lanes, requests)
         drafts = self._drafter if _drafts(requests) else None
+        if drafts is not None and drafts.reads_tokens:
+            drafts = None
         greedy = _greedy(requests)
 
         def finish(output: TargetOutput) -> PendingStep:
@@ -144,7 +146,7 @@ class EagleWorker:
         return self._causal_pass(lanes, tokens, lanes.lasts, drafts is not None, finish)
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
-        if self._drafter is None or not plan.shapes.any():
+        if self._drafter is None or not (plan.shapes.any() or plan.writes_draft):
             return self._plain_round(plan, requests)
         drafter = self._drafter
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
@@ -163,6 +165,8 @@ class EagleWorker:
             pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
+            if drafter.reads_tokens:  # it has all that it needs
+                return pending
             accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
             features = _features(output).index_select(0, nodes)
             if accepted_lanes.padding is not None:
@@ -171,7 +175,7 @@ class EagleWorker:
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
             return pending
 
-        return self._tree_pass(lanes, parts, finish)
+        return self._tree_pass(lanes, parts, not drafter.reads_tokens, finish)
 
     def _plain_round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         """Shape 0 alone: the root goes through the target; no draft KV is kept."""
@@ -276,7 +280,11 @@ class EagleWorker:
         return Pass(tokens, lanes.positions, views, logits_at, wants_features, finish)
 
     def _tree_pass(
-        self, lanes: Lanes, parts: Sequence[_Part], finish: Callable[[TargetOutput], PendingStep]
+        self,
+        lanes: Lanes,
+        parts: Sequence[_Part],
+        wants_features: bool,
+        finish: Callable[[TargetOutput], PendingStep],
     ) -> Pass:
         """Verify: node i of a lane lies in cell start + i, at position start + depth."""
         if len(parts) == 1:
@@ -304,7 +312,7 @@ class EagleWorker:
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
             views[group] = own_view(self._cache, group, lanes, slots, masks, clamped, clamped)
-        return Pass(tokens, positions, views, None, True, finish)
+        return Pass(tokens, positions, views, None, wants_features, finish)
 
 
 def _features(output: TargetOutput) -> Tensor:
