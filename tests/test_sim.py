@@ -156,6 +156,16 @@ def sample(first: Arrival, request_id: int, **changes) -> Arrival:
 FIRST = Arrival(request_id=1, turn=0, prompt_len=9, max_len=20)
 
 
+@pytest.mark.parametrize("num_pages", [12, 20])
+@pytest.mark.parametrize("prefill_tokens", [1, 4, 8, 64])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_samples_of_a_prompt_share_it_however_it_is_chunked(depth, prefill_tokens, num_pages):
+    samples = [sample(FIRST, i, stop_at=9 + i) for i in (2, 3)]
+    options = {"overlap_depth": depth, "prefill_tokens": prefill_tokens, "num_pages": (num_pages,)}
+    tally = Simulation(small(FIRST, *samples, **options)).run()
+    assert tally.forks == 2 and tally.tokens == 11 + 3 + 4
+
+
 # --- planted bugs: each is found ---
 
 

@@ -219,8 +219,8 @@ class Scheduler:
             self._lens[rows] += accept_len
         else:
             self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
-            for request in requests:
-                if request.siblings and request.prefilled_len == request.prefill_len - 1:
+            for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
+                if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
         of_lanes = repeat(None) if logprobs is None else logprobs
         for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
