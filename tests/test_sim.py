@@ -166,6 +166,11 @@ def test_samples_of_a_prompt_share_it_however_it_is_chunked(depth, prefill_token
     assert tally.forks == 2 and tally.tokens == 11 + 3 + 4
 
 
+def test_a_sample_that_was_aborted_is_not_forked():
+    gone = sample(FIRST, 2, abort_after=2)
+    assert broken_law(small(FIRST, gone, prefill_tokens=1)) is None
+
+
 # --- planted bugs: each is found ---
 
 

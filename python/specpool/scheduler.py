@@ -7,6 +7,7 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress, repeat
@@ -316,17 +317,16 @@ class Scheduler:
 
     def _fork(self, request: Request) -> None:
         """All but the prompt's last token is there: the siblings share it, as far as rows go."""
-        siblings, request.siblings = request.siblings, []
-        for sibling in siblings:
-            if len(self._running) < self._max_batch:
-                try:
+        while request.siblings:
+            sibling, row = request.siblings[0], 0
+            if sibling.finish_reason is None and len(self._running) < self._max_batch:
+                with contextlib.suppress(OutOfRows, OutOfPages):
                     row = self._ledger.fork(request.row, str(sibling.request_id))
-                except (OutOfRows, OutOfPages):
-                    pass
-                else:
-                    self._start(sibling, row, request.prefilled_len)
-                    continue
-            self._queue(sibling)
+            if row:
+                self._start(sibling, row, request.prefilled_len)
+            else:
+                self._queue(sibling)
+            del request.siblings[0]
 
     def _pin(self, request: Request) -> None:
         """The text that was to be pinned is there; the row is not needed for it."""
