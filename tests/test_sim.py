@@ -171,6 +171,19 @@ def test_a_sample_that_was_aborted_is_not_forked():
     assert broken_law(small(FIRST, gone, prefill_tokens=1)) is None
 
 
+PIN = Arrival(request_id=1, turn=0, prompt_len=8, max_len=9, is_pin=True)
+
+
+@pytest.mark.parametrize("prompt_len", [3, 8, 9, 12])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_samples_of_a_prompt_that_is_pinned(depth, prompt_len):
+    """Where the pin has all but the last token, no prefill of the first one ends before it."""
+    origins = ((1, min(prompt_len, 8)),)
+    first = Arrival(request_id=2, turn=9, prompt_len=prompt_len, max_len=20, origins=origins)
+    tally = Simulation(small(PIN, first, sample(first, 3), overlap_depth=depth)).run()
+    assert tally.pins == 1 and tally.forks == (prompt_len > 9)
+
+
 # --- planted bugs: each is found ---
 
 

@@ -294,6 +294,8 @@ class Scheduler:
                 return
             del self._waiting[0]
             self._start(request, row, length)
+            if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
+                self._part(request)
 
     def _start(self, request: Request, row: int, prefilled_len: int) -> None:
         """The request has a row, with KV of its first tokens."""
@@ -453,11 +455,15 @@ class Scheduler:
         if siblings:
             request.siblings = []
 
-    def _end(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
+    def _part(self, request: Request) -> None:
+        """Its siblings wait by themselves."""
         for sibling in request.siblings:
             self._queue(sibling)
         request.siblings = []
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._part(request)
         if request in self._waiting:
             self._waiting.remove(request)
             return
