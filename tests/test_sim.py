@@ -184,6 +184,15 @@ def test_samples_of_a_prompt_that_is_pinned(depth, prompt_len):
     assert tally.pins == 1 and tally.forks == (prompt_len > 9)
 
 
+def test_a_pool_full_of_pins_makes_room_for_who_waits():
+    """Nobody runs, and the only one that could has no page for the copy of its pin's tail."""
+    pins = [dataclasses.replace(PIN, request_id=i, turn=9 * i, prompt_len=4) for i in (1, 2)]
+    pins = [dataclasses.replace(pin, max_len=5) for pin in pins]
+    late = Arrival(request_id=3, turn=30, prompt_len=4, max_len=6, origins=((1, 4),))
+    tight = {"num_pages": (2,), "max_batch": 2, "max_context_len": 8}
+    assert Simulation(small(*pins, late, **tight)).run().dropped_pins == 2
+
+
 # --- planted bugs: each is found ---
 
 

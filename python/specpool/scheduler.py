@@ -177,7 +177,7 @@ class Scheduler:
                 return steps
             if was_starved and not self._is_starved:
                 continue  # whoever the pages were kept for has ended
-            if not self._running:
+            if not self._running and not (self._waiting and self._pins):
                 return steps
             self._make_room()
 
