@@ -193,6 +193,34 @@ def test_a_pool_full_of_pins_makes_room_for_who_waits():
     assert Simulation(small(*pins, late, **tight)).run().dropped_pins == 2
 
 
+VERBS = ["admit", "fork", "pin_prefix", "release_prefix", "finish", "abort", "launch", "resolve"]
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "retract", "prepare_extend", "prepare_decode"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_at_a_shared_row_leaks_nothing(monkeypatch, verb, is_done):
+    """Before or after any of the ledger's verbs."""
+    calls, last = [], 1 if verb == "retract" else 2
+
+    def interrupted(self, *args, **options):
+        calls.append(verb)
+        if len(calls) == last and not is_done:
+            raise _Interrupted
+        result = getattr(self._ledger, verb)(*args, **options)
+        if len(calls) == last:
+            raise _Interrupted
+        return result
+
+    pins = [dataclasses.replace(PIN, request_id=i, turn=i, unpin_after=30) for i in (1, 2)]
+    first = Arrival(request_id=3, turn=12, prompt_len=12, max_len=40, origins=((1, 8),))
+    samples = [sample(first, 4), sample(first, 5, abort_after=5)]
+    others = [dataclasses.replace(first, request_id=i, abort_after=i) for i in (6, 7)]
+    lie(monkeypatch, **{verb: interrupted})
+    found = broken_law(small(*pins, first, *samples, *others, num_pages=(11,), max_batch=5))
+    assert found is None
+    assert len(calls) >= last
+
+
 # --- planted bugs: each is found ---
 
 

@@ -265,6 +265,8 @@ class Scheduler:
             if state == "launched":
                 self._ledger.abandon(number)
             self._ledger.complete(number)
+        for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
+            self._ledger.release_prefix(prefix)  # of a pin on its way in or out
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row.clear()
