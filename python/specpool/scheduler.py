@@ -104,8 +104,8 @@ class Scheduler:
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
         # it cannot decode), index of its shape, and of its next round's.
-        self._by_row: dict[int, Request] = {}
         num_rows = ledger.num_rows + 1
+        self._by_row = np.full(num_rows, None, object)
         self._lens, self._limits, self._shapes, self._next = np.zeros((4, num_rows), np.int32)
         # By row: lanes of one shape stand side by side, in the order of admission.
         self._lane_order = np.zeros(num_rows, np.int64)
@@ -231,8 +231,21 @@ class Scheduler:
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
+        may_end = (self._lens[rows] >= self._limits[rows]).tolist()
         of_lanes = repeat(None) if logprobs is None else logprobs
-        for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
+        # This runs for every row of every round, and mostly there is nothing else to do.
+        is_plain = is_decode and logprobs is None and self._is_promising is None
+        for request, new, ends, entries in zip(requests, tokens, may_end, of_lanes):  # noqa: B905
+            if (
+                is_plain
+                and not ends
+                and new[-1] >= 0
+                and request.watch is None
+                and request.stop_ids.isdisjoint(new)
+            ):
+                request.tokens += new
+                request.forwards.append(len(new))
+                continue
             request.append(new, entries, is_decode)
             if self._is_promising is not None and request.shape_index:
                 self._choose(request, self._is_promising(request.tokens))
@@ -279,7 +292,7 @@ class Scheduler:
             self._ledger.release_prefix(prefix)  # of a pin on its way in or out
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
-        self._by_row.clear()
+        self._by_row[:] = None
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -387,12 +400,14 @@ class Scheduler:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
             return None
-        if not ((self._lens > 0) & (self._limits == 0)).any():  # every row can decode
+        (rows,) = ((self._lens > 0) & (self._limits == 0)).nonzero()
+        if not len(rows):  # every row can decode
             return None
         budget = self._prefill_tokens
         chosen: list[Request] = []
         ends: list[int] = []
-        for request in self._running:
+        by_admission = (self._lane_order[rows] & _ORDER).argsort()
+        for request in self._by_row[rows[by_admission]].tolist():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
@@ -435,7 +450,7 @@ class Scheduler:
             self._is_starved = True
             return None
         self._is_starved = False
-        return Step(plan, [self._by_row[row] for row in rows.tolist()])
+        return Step(plan, self._by_row[rows].tolist())
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
@@ -496,7 +511,7 @@ class Scheduler:
 
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
-        del self._by_row[request.row]
+        self._by_row[request.row] = None
         self._lens[request.row] = self._limits[request.row] = request.row = 0
 
 
