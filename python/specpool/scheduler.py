@@ -106,6 +106,7 @@ class Scheduler:
         # it cannot decode), index of its shape, and of its next round's.
         num_rows = ledger.num_rows + 1
         self._by_row = np.full(num_rows, None, object)
+        self._accept_len = np.ones(num_rows, np.float32)  # of its rounds of late, on average
         self._lens, self._limits, self._shapes, self._next = np.zeros((4, num_rows), np.int32)
         # By row: lanes of one shape stand side by side, in the order of admission.
         self._lane_order = np.zeros(num_rows, np.int64)
@@ -226,6 +227,7 @@ class Scheduler:
             logprobs = None if logprobs is None else [*compress(logprobs, lives)]
         if is_decode:
             self._lens[rows] += accept_len
+            self._accept_len[rows] += 0.25 * (accept_len - self._accept_len[rows])
         else:
             self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
@@ -327,7 +329,7 @@ class Scheduler:
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
         self._by_row[row] = request
-        self._lens[row] = len(request.tokens)
+        self._lens[row], self._accept_len[row] = len(request.tokens), 1
         self._shapes[row] = self._next[row] = request.shape_index
         self._lane_order[row] = request.shape_index << _ORDER_BITS | self._num_admitted
         self._num_admitted += 1
@@ -431,8 +433,9 @@ class Scheduler:
     def _decode(self) -> Step | None:
         """One round of every row that is ready for it."""
         in_flight = self._ledger.in_flight
-        # Each round in flight gives a token at least: who will be at the limit needs no other.
-        wanted = self._lens + in_flight < self._limits
+        # Who is likely to be at the limit with what is in flight needs no other round: it would be
+        # lost, while one left out of a round only comes a round later.
+        wanted = self._lens + in_flight * self._accept_len.round() < self._limits
         wanted &= in_flight <= self._ledger.overlap_depth
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
