@@ -79,7 +79,11 @@ class Workload:
         return self.engine(target, heads, least + self.rng.randint(0, least // 2))
 
 
-@pytest.mark.parametrize("seed", range(40))
+# 200 in all; those beyond the first are `make test-full`'s.
+SEEDS = [*range(40), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 200))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_workloads_speak_as_alone(seed, target, heads, reference):
     work = Workload(seed)
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in work.news]
@@ -94,6 +98,28 @@ def test_random_workloads_speak_as_alone(seed, target, heads, reference):
             assert output.finish_reason == "length" and len(output.token_ids) == n, output.error
             comparison.add(reference, prompt, output.token_ids)
     comparison.finish()
+
+
+@pytest.mark.parametrize("seed", [*range(8), *SEEDS[40:80]])
+def test_sampled_workloads_speak_as_alone(seed, target, heads):
+    """The same at D = 0 and 1, with retractions, in chunks, and beside whatever else runs."""
+    work = Workload(seed)
+    params = [
+        SamplingParams(
+            max_new_tokens=n, ignore_eos=True, temperature=0.9, top_p=0.95, seed=seed + i
+        )
+        for i, n in enumerate(work.news)
+    ]
+    texts = None
+    for depth in (1, 0):
+        work.options["overlap_depth"] = depth
+        engine = work.tight(target, heads)
+        outputs = engine.generate(work.prompts, params)
+        assert texts in (None, [o.token_ids for o in outputs]), [o.error for o in outputs]
+        texts = [o.token_ids for o in outputs]
+    work.options["max_batch"] = 1
+    alone = work.engine(target, heads, None).generate(work.prompts, params)
+    assert texts == [o.token_ids for o in alone]
 
 
 def run_mixed(engine: Engine, work: Workload, params: list[SamplingParams]):
