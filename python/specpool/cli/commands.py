@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -264,21 +264,62 @@ def bench_reserve(
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
     layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
     draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Serve a trace of requests instead, SGLang's way and ours, on the same bytes of a "
+            "simulated device: how many run at once. It has the options that follow.",
+        ),
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None,
+    output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None,
+    accept_rate: Annotated[
+        float | None,
+        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
+    ] = None,
+    headroom: Annotated[
+        int | None,
+        typer.Option(help="Tokens of growth that admission asks room for. [default: 0]"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
-    from specpool.cli.bench_reserve import reserve as run
+    from specpool.cli.bench_reserve import reserve
+    from specpool.cli.bench_trace import trace as run_trace
 
-    run(
-        page_size=page_size,
-        shape=shape,
-        overlap_depth=depth,
-        target_layers=layers,
-        draft_layers=draft_layers,
-        json=json,
-        plot=plot,
-    )
+    of_trace: dict[str, Any] = {
+        "memory": memory,
+        "prompt": prompt,
+        "output": output,
+        "requests": requests,
+        "accept_rate": accept_rate,
+        "headroom": headroom,
+        "seed": seed,
+    }
+    given = {name: value for name, value in of_trace.items() if value is not None}
+    if given and not trace:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"only --trace takes {names}")
+    options: dict[str, Any] = {
+        "page_size": page_size,
+        "shape": shape,
+        "overlap_depth": depth,
+        "target_layers": layers,
+        "draft_layers": draft_layers,
+        "json": json,
+        "plot": plot,
+    }
+    if trace:
+        run_trace(**options, **given)
+    else:
+        reserve(**options)
 
 
 @bench.command("ledger")
