@@ -6,17 +6,12 @@ The one place that says so, without torch: an engine sizes its pools here, and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from specpool._core import Group, Ledger, Shape, sizing_row_width
 from specpool.config import EngineConfig, Policy
 from specpool.errors import ConfigError
-
-
-def most_pages(page_size: int) -> int:
-    """Pages that a group can have at most: slot ids are int32."""
-    return (1 << 31) // page_size - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,6 @@ class GroupSize:
     num_pages: int  # page 0 not counted
     hosts_drafts: bool
     layout: Literal["dense", "holey"]
-    is_capped: bool  # the bytes would hold more pages than int32 slots can name
 
     @property
     def row_width(self) -> int:
@@ -71,6 +65,29 @@ class GroupSizes:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(group.num_bytes for group in self.groups)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a ledger can have: what all of them read in one round is indexed by int32."""
+        topk = max(shape.topk for shape in self.shapes)
+        return min(((1 << 31) - 1) // (topk * group.row_width) for group in self.groups)
+
+    def least(self) -> GroupSizes:
+        """The same with the pages of one row of the whole context."""
+        groups = []
+        for group in self.groups:
+            width = sizing_row_width(
+                self.shapes,
+                page_size=group.page_size,
+                max_context_len=self.max_context_len,
+                overlap_depth=self.overlap_depth,
+                policy=self.policy,
+                hosts_drafts=group.hosts_drafts,
+                layout=group.layout,
+            )
+            pages = width // group.page_size
+            groups.append(replace(group, pages_per_row=pages, num_pages=pages))
+        return replace(self, groups=tuple(groups))
 
     def ledger(self) -> Ledger:
         """The ledger of these groups."""
@@ -122,68 +139,49 @@ def size_groups(
     # A shared group hosts the branches whoever drafts, as upstream's does.
     hosts_drafts = [False, True] if split else [config.placement == "shared" and drafts]
     token_bytes = [target_bytes, draft_bytes] if split else [target_bytes + draft_bytes]
-    page_bytes = [config.page_size * size for size in token_bytes]
-    layout = "dense" if config.layout == "auto" else config.layout
-    all_shapes = (Shape.none(), *(shape for shape in shapes if shape != Shape.none()))
-    pages_per_row = [
-        sizing_row_width(
-            all_shapes,
-            page_size=config.page_size,
-            max_context_len=max_context_len,
-            overlap_depth=config.overlap_depth,
-            policy=config.policy,
-            hosts_drafts=hosts,
-            layout=layout,
-        )
-        // config.page_size
-        for hosts in hosts_drafts
-    ]
-    if config.num_pages is not None:
-        wanted = [config.num_pages] * len(hosts_drafts)
-        most = config.num_pages
-    else:
-        wanted = _fit(config.max_batch, pages_per_row, page_bytes, kv_bytes, max_context_len)
-        most = most_pages(config.page_size)
     names = ("target", "draft") if split else ("kv",)
-    groups = tuple(
-        GroupSize(
-            name=name,
-            page_size=config.page_size,
-            page_bytes=page_bytes[g],
-            pages_per_row=pages_per_row[g],
-            num_pages=min(wanted[g], most),
-            hosts_drafts=hosts_drafts[g],
-            layout=layout,
-            is_capped=wanted[g] > most,
-        )
-        for g, name in enumerate(names)
-    )
-    return GroupSizes(
-        groups=groups,
-        draft_group=len(groups) - 1,
-        shapes=all_shapes,
+    layout: Literal["dense", "holey"] = "dense" if config.layout == "auto" else config.layout
+    bare = GroupSizes(
+        groups=tuple(
+            GroupSize(
+                name=name,
+                page_size=config.page_size,
+                page_bytes=config.page_size * size,
+                pages_per_row=0,
+                num_pages=0,
+                hosts_drafts=hosts,
+                layout=layout,
+            )
+            for name, size, hosts in zip(names, token_bytes, hosts_drafts, strict=True)
+        ),
+        draft_group=len(names) - 1,
+        shapes=(Shape.none(), *(shape for shape in shapes if shape != Shape.none())),
         num_rows=config.max_batch,
         max_context_len=max_context_len,
         overlap_depth=config.overlap_depth,
         policy=config.policy,
         keeps_draft_kv=draft_bytes > 0,
     )
+    least = bare.least()
+    if config.num_pages is not None:
+        num_pages = [config.num_pages] * len(names)
+    else:
+        most = (1 << 31) // config.page_size - 1  # slot ids are int32
+        num_pages = [min(pages, most) for pages in _fit(least, kv_bytes)]
+    groups = tuple(
+        replace(group, num_pages=n) for group, n in zip(least.groups, num_pages, strict=True)
+    )
+    return replace(least, groups=groups)
 
 
-def _fit(
-    max_batch: int,
-    pages_per_row: Sequence[int],
-    page_bytes: Sequence[int],
-    kv_bytes: int,
-    max_context_len: int,
-) -> list[int]:
-    """Pages of each group for as many full rows as the bytes hold, at most `max_batch`."""
-    sinks = sum(page_bytes)  # page 0 of each group
-    row_bytes = sum(p * b for p, b in zip(pages_per_row, page_bytes, strict=True))
-    rows = min((kv_bytes - sinks) / row_bytes, max_batch)
+def _fit(least: GroupSizes, kv_bytes: int) -> list[int]:
+    """Pages of each group for as many full rows as the bytes hold, at most all rows."""
+    sinks = sum(group.page_bytes for group in least.groups)  # page 0 of each
+    row_bytes = sum(group.pages_per_row * group.page_bytes for group in least.groups)
+    rows = min((kv_bytes - sinks) / row_bytes, least.num_rows)
     if rows < 1:
         raise ConfigError(
-            f"one row of {max_context_len} tokens needs {row_bytes + sinks} bytes of KV, {kv_bytes}"
-            " are to be had: lower max_context_len or the dtype, or raise kv_bytes"
+            f"one row of {least.max_context_len} tokens needs {row_bytes + sinks} bytes of KV, "
+            f"{kv_bytes} are to be had: lower max_context_len or the dtype, or raise kv_bytes"
         )
-    return [int(rows * pages) for pages in pages_per_row]
+    return [int(rows * group.pages_per_row) for group in least.groups]
