@@ -31,9 +31,7 @@ class Fit:
 class Plan:
     """What a ledger of these sizes has room for."""
 
-    def __init__(
-        self, sizes: GroupSizes, *, reads_tokens: bool = False, headroom: int = 0
-    ) -> None:
+    def __init__(self, sizes: GroupSizes, *, reads_tokens: bool = False, headroom: int = 0) -> None:
         """Plan for `sizes`.
 
         Args:
