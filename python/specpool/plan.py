@@ -11,7 +11,7 @@ Two questions, each with the scheduler's own answer (tests/test_plan.py asks bot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specpool._core import Shape
 from specpool.config import check_int
@@ -49,11 +49,6 @@ class Plan:
                 f"max_batch {sizes.num_rows} must be at most {sizes.most_rows}: max_batch * topk * "
                 "row_width must be below 2^31"
             )
-        # Room for roots beyond the context: rounds in flight may be taken to have gone there.
-        most = max(shape.max_accept_len for shape in sizes.shapes)
-        longest = sizes.max_context_len + sizes.overlap_depth * most
-        # The smallest ledger of this kind answers for all: what a row needs asks for no pool.
-        self._ruler = replace(sizes, num_rows=1, max_context_len=longest).least().ledger()
 
     def at_once(self, num_tokens: int, shape: int = -1) -> Fit:
         """Requests of `num_tokens` tokens each that are admitted together to an empty pool.
@@ -107,9 +102,7 @@ class Plan:
         return found
 
     def _pages(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
-        """Of each group, what a row holds at most whose roots all lie in `[lo, hi]`."""
-        index = range(len(self.sizes.shapes))[shape]
-        return tuple(self._ruler.pages_needed(lo, hi, index).tolist())
+        return self.sizes.pages_needed(lo, hi, range(len(self.sizes.shapes))[shape])
 
     def _fit(self, pages: tuple[int, ...]) -> Fit:
         sizes = self.sizes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from specpool._core import Group, Ledger, Shape, sizing_row_width
+from specpool._core import Group, Ledger, Shape, sizing_pages_needed, sizing_row_width
 from specpool.config import EngineConfig, Policy
 from specpool.errors import ConfigError
 
@@ -88,6 +88,26 @@ class GroupSizes:
             pages = width // group.page_size
             groups.append(replace(group, pages_per_row=pages, num_pages=pages))
         return replace(self, groups=tuple(groups))
+
+    def pages_needed(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
+        """Of each group, what a row can ever hold whose roots all lie in `[lo, hi]`.
+
+        As `Ledger.pages_needed`, but of roots beyond the context too; `shape` is an index.
+        """
+        return tuple(
+            sizing_pages_needed(
+                self.shapes,
+                shape,
+                lo=lo,
+                hi=hi,
+                page_size=group.page_size,
+                overlap_depth=self.overlap_depth,
+                policy=self.policy,
+                hosts_drafts=group.hosts_drafts,
+                layout=group.layout,
+            )
+            for group in self.groups
+        )
 
     def ledger(self) -> Ledger:
         """The ledger of these groups."""
