@@ -128,7 +128,9 @@ def answered(question: Question) -> Answer:
             f"memory {memory} holds no KV: the weights take {model.weight_bytes}, the workspace "
             f"{workspace}"
         )
-    max_context_len = question.max_context_len or model.max_context_len
+    max_context_len = question.max_context_len
+    if max_context_len is None:
+        max_context_len = model.max_context_len
     if max_context_len is None:
         raise ConfigError("plain numbers need --max-context-len")
     check_int("max_context_len", max_context_len, 2, 1 << 30)
@@ -188,7 +190,7 @@ def _sizes(
         policy=question.policy,
         layout=question.layout,
         overlap_depth=question.overlap_depth,
-        max_batch=question.max_batch or 1,
+        max_batch=1 if question.max_batch is None else question.max_batch,
     )
     target_bytes, draft_bytes = model.token_bytes()
 
@@ -243,8 +245,9 @@ def _model_of_numbers(question: Question) -> Model:
         raise ConfigError(f"--draft {draft} has no layers: leave out --draft-layers")
     if draft_layers is None:
         draft_layers = 1 if draft is None else 0
-    heads = question.draft_kv_heads or question.kv_heads
-    head_dim = question.draft_head_dim or question.head_dim
+    heads, head_dim = question.draft_kv_heads, question.draft_head_dim
+    heads = question.kv_heads if heads is None else heads
+    head_dim = question.head_dim if head_dim is None else head_dim
     given = {
         **sizes,
         "draft_kv_heads": heads,
@@ -253,7 +256,7 @@ def _model_of_numbers(question: Question) -> Model:
     for name, value in given.items():
         check_int(name, value, 1, 1 << 16)
     check_int("draft_layers", draft_layers, 0, 1 << 16)
-    dtype = question.dtype or "bfloat16"
+    dtype = "bfloat16" if question.dtype is None else question.dtype
     check_choice("dtype", dtype, tuple(ITEMSIZES))
     return Model(
         name=f"{question.layers} + {draft_layers} layers",
@@ -262,7 +265,7 @@ def _model_of_numbers(question: Question) -> Model:
         drafts=draft_layers > 0 or is_ngram,
         reads_tokens=is_ngram,
         dtype=dtype,
-        weight_bytes=parse_bytes("weights", question.weights or "0"),
+        weight_bytes=parse_bytes("weights", "0" if question.weights is None else question.weights),
         max_context_len=None,
     )
 
@@ -284,7 +287,9 @@ def _model_of_files(question: Question) -> Model:
 
     assert question.target is not None
     target = target_outline(resolve(question.target))
-    dtype = question.dtype or str(target.dtype or torch.float32).removeprefix("torch.")
+    dtype = question.dtype
+    if dtype is None:
+        dtype = str(target.dtype or torch.float32).removeprefix("torch.")
     check_choice("dtype", dtype, tuple(ITEMSIZES))
     parsed: torch.dtype = getattr(torch, dtype)
     draft = question.draft
