@@ -186,19 +186,46 @@ class Server:
 CASES = range(1000)
 
 
+def admitted(case: Case, num_requests: int) -> int:
+    """How many of so many requests the scheduler admits to an empty pool."""
+    server = Server(case)
+    asks = replace(case, prompt_len=case.num_tokens, max_len=case.sizes.max_context_len)
+    for number in range(num_requests):
+        server.scheduler.submit(asks.arrival(number + 1, 0.5).request())
+    server.scheduler.schedule()
+    return server.scheduler.num_running
+
+
+def grown(sizes: GroupSizes, names: list[str], pages: tuple[int, ...]) -> GroupSizes:
+    """The same, with the pages of one more request in these groups."""
+    groups = [
+        replace(group, num_pages=group.num_pages + (n if group.name in names else 0))
+        for group, n in zip(sizes.groups, pages, strict=True)
+    ]
+    return replace(sizes, groups=tuple(groups))
+
+
 def test_scenario_50_as_many_as_planned_are_admitted():
     """More than fit are submitted; the scheduler admits as many as the plan said."""
     limits = set()
     for seed in CASES:
         case = Case.of(seed)
         fit = case.at_once()
-        server = Server(case)
-        asks = replace(case, prompt_len=case.num_tokens, max_len=case.sizes.max_context_len)
-        for number in range(fit.num_requests + 3):
-            server.scheduler.submit(asks.arrival(number + 1, 0.5).request())
-        server.scheduler.schedule()
-        assert server.scheduler.num_running == fit.num_requests, (seed, fit)
+        n, sizes = fit.num_requests, case.sizes
+        assert admitted(case, n + 3) == n, (seed, fit)
         limits.add(fit.limit)
+        # More of what binds lets one more in, more of all else does not.
+        names = [group.name for group in sizes.groups]
+        wider = replace(sizes, num_rows=n + 3)
+        if fit.limit.startswith("pages of "):
+            short = fit.limit.removeprefix("pages of ").split(" and ")
+            enough = grown(sizes, short, fit.pages)
+            in_vain = grown(wider, [name for name in names if name not in short], fit.pages)
+            enough = replace(enough, num_rows=n + 3)
+        else:
+            enough, in_vain = (grown(s, names, fit.pages) for s in (wider, sizes))
+        assert admitted(replace(case, sizes=enough), n + 3) > n, (seed, fit)
+        assert admitted(replace(case, sizes=in_vain), n + 3) == n, (seed, fit)
     assert limits == {
         "pages of kv",
         "pages of target",
