@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from specpool import ConfigError, Shape
 from specpool.cli import main
-from specpool.cli.bench_trace import CHAIN, TREE, Machinery, Traffic, run_trace, ways
+from specpool.cli.bench_trace import (
+    CHAIN,
+    KV_BYTES,
+    TREE,
+    Comparison,
+    Machinery,
+    Traffic,
+    is_asked_for,
+    results,
+    run_trace,
+    ways,
+)
 
 SMALL = ("--requests", "24", "--prompt", "96", "--output", "48", "--memory", "2GiB")
 
@@ -44,6 +56,25 @@ def test_all_ways_finish_every_token_on_the_same_bytes(machinery, shape):
         assert run.mean_running >= upstream.mean_running
         assert max(run.running) >= max(upstream.running)
         assert run.rounds <= upstream.rounds
+
+
+def test_memory_pays():
+    """The trace that the project asks for: three times the requests at once."""
+    machinery = Machinery(64, 1, 32, 1, KV_BYTES, 0)
+    traffic = Traffic("asked for", TREE, 384, 256, 512, 0.7, 0)
+    assert is_asked_for(machinery, traffic)
+    for other in ({"num_requests": 511}, {"mean_prompt_len": 383}, {"shape": CHAIN}):
+        assert not is_asked_for(machinery, replace(traffic, **other))
+    for other in ({"page_size": 16}, {"overlap_depth": 0}, {"draft_layers": 2}):
+        assert not is_asked_for(replace(machinery, **other), traffic)
+    runs = [(way, run_trace(machinery, way, traffic)) for way in ways(64, TREE)[:2]]
+    target = results([Comparison(traffic, runs, has_target=True)])[-1]
+    assert (target.unit, target.reference, target.reference_value) == (
+        "times",
+        "target, at least",
+        3,
+    )
+    assert target.value == runs[1][1].mean_running / runs[0][1].mean_running >= 3
 
 
 def test_memory_is_what_decides(machinery):

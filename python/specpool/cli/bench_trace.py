@@ -300,15 +300,11 @@ def trace(
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         for traffic, way in progress.track(plans, description="simulating"):
             runs.append((traffic, way, run_trace(machinery, way, traffic)))
-    # Few requests do not fill the memory.
-    is_asked = requests >= NUM_REQUESTS and (prompt, output) == (MEAN_PROMPT_LEN, MEAN_OUTPUT_LEN)
-    is_asked &= (page_size, parsed, overlap_depth) == (64, TREE, 1)
-    is_asked &= (target_layers, draft_layers) == (32, 1)
     found = [
         Comparison(
             traffic,
             [(way, run) for of, way, run in runs if of is traffic],
-            has_target=is_asked and traffic is first,
+            has_target=is_asked_for(machinery, traffic),
         )
         for traffic in traffics
     ]
@@ -319,6 +315,17 @@ def trace(
         Console(width=max(console.width, 136)).print(_table(machinery, found))
     if plot is not None:
         _draw(machinery, found, plot)
+
+
+def is_asked_for(machinery: Machinery, traffic: Traffic) -> bool:
+    """Whether the project names a target for it; few requests do not fill the memory."""
+    means = traffic.mean_prompt_len, traffic.mean_output_len
+    layers = machinery.target_layers, machinery.draft_layers
+    return (
+        traffic.num_requests >= NUM_REQUESTS
+        and (means, layers) == ((MEAN_PROMPT_LEN, MEAN_OUTPUT_LEN), (32, 1))
+        and (machinery.page_size, traffic.shape, machinery.overlap_depth) == (64, TREE, 1)
+    )
 
 
 def results(found: Sequence[Comparison]) -> list[Result]:
