@@ -208,3 +208,44 @@ def test_scenario_06_the_allocators_page_counts():
     wide = _core.sizing_row_headroom(page_size=128, **tree)
     assert wide == 2 * reference.alloc_len(128, 5, 8, 32) + 127
     assert wide > _core.sizing_row_headroom(page_size=64, **tree)
+
+
+@pytest.mark.parametrize("policy", ["exact", "double_buffer"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_pages_needed_is_a_ledgers(policy, page_size):
+    """The same answer without a ledger, in groups of every kind."""
+    shapes, context = [Shape.none(), Shape(3, 1, 4), Shape(2, 3, 9)], 40
+    kinds = [(False, "dense"), (True, "dense"), (True, "holey")]
+    options = {"overlap_depth": 1, "policy": policy}
+    groups = [
+        Group(f"{i}", page_size=page_size, num_pages=999, hosts_drafts=hosts, layout=layout)
+        for i, (hosts, layout) in enumerate(kinds)
+    ]
+    ledger = Ledger(groups, shapes, num_rows=1, max_context_len=context, **options)
+    for lo, hi, shape in itertools.product(range(context), range(context), range(len(shapes))):
+        if lo > hi:
+            continue
+        found = [
+            _core.sizing_pages_needed(
+                shapes,
+                shape,
+                lo=lo,
+                hi=hi,
+                page_size=page_size,
+                hosts_drafts=hosts,
+                layout=layout,
+                **options,
+            )
+            for hosts, layout in kinds
+        ]
+        assert found == ledger.pages_needed(lo, hi, shape).tolist()
+
+
+def test_pages_needed_refuses_what_is_out_of_range():
+    shapes, roots = [Shape.none()], {"lo": 3, "hi": 5, "page_size": 4}
+    for shape in (-1, 1, 1 << 70):
+        with pytest.raises(ConfigError):
+            _core.sizing_pages_needed(shapes, shape, **roots)
+    for bad in ({"lo": 6}, {"lo": -1}, {"hi": 1 << 49}, {"page_size": 0}, {"policy": "both"}):
+        with pytest.raises(ConfigError):
+            _core.sizing_pages_needed(shapes, 0, **roots | bad)

@@ -50,6 +50,7 @@ __all__ = [
     "sizing_need_double_buffer",
     "sizing_need_exact",
     "sizing_next_allocated",
+    "sizing_pages_needed",
     "sizing_row_headroom",
     "sizing_row_width",
     "sizing_v1_tokens_required",
@@ -160,6 +161,23 @@ def sizing_row_width(
     """Slots of a row that no round of these shapes can pass, a multiple of `page_size`.
 
     A full group needs at least `row_width / page_size` pages.
+    """
+
+def sizing_pages_needed(
+    shapes: Sequence[Shape],
+    shape: int,
+    *,
+    lo: int,
+    hi: int,
+    page_size: int,
+    overlap_depth: int = 0,
+    policy: _Policy = "exact",
+    hosts_drafts: bool = True,
+    layout: _Layout = "holey",
+) -> int:
+    """Pages that a row can ever hold whose roots all lie in `[lo, hi]`; see `Ledger.pages_needed`.
+
+    `shape` is an index into `shapes`, those of the ledger.
     """
 
 def sizing_extend_pages(*, new_len: int, allocated: int, page_size: int) -> int:

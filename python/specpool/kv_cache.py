@@ -6,7 +6,6 @@ Slots of page 0 are a sink: padded lanes write there, and nobody reads what they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,20 +16,7 @@ from specpool._core import Ledger
 from specpool.kernels import device as kernels
 from specpool.kernels.launch import prepare, runs_kernels
 from specpool.kernels.transfer import upload
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """What one attention layer stores per token."""
-
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    window: int | None = None  # keys seen by a query, itself included; None = all
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's key and value."""
-        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * dtype.itemsize
+from specpool.layer_kv import LayerKV as LayerKV
 
 
 class KVCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -132,6 +132,90 @@ def generate(
                 "num_pages": num_pages,
             },
         )
+    )
+
+
+@app.command()
+def plan(
+    memory: Annotated[str, typer.Option(help="Of the device, such as 80GiB (2^30) or 24G (10^9).")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target model: a folder, a hub name, or specpool/tiny. Or give numbers:"),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the target.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
+    draft_layers: Annotated[
+        int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
+    ] = None,
+    draft_kv_heads: Annotated[int | None, typer.Option(help="[default: the target's]")] = None,
+    draft_head_dim: Annotated[int | None, typer.Option(help="[default: the target's]")] = None,
+    draft: Draft = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. [default: the model's, else bfloat16]"),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the weights. [default: the model's, else 0]")
+    ] = None,
+    workspace: Annotated[str, typer.Option(help="Bytes for all else.")] = "0",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
+    ] = None,
+    max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
+    policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
+    layout: Annotated[Layout, typer.Option(help="Where drafts lie in a row.")] = "auto",
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Requests that run at once. [default: all that int32 allows]")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
+    output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None,
+    live: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a request so far; may be repeated.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say what an engine would have room for: pages, rows, requests, and which limit binds.
+
+    A number of requests "at once" is what the scheduler admits together to an empty pool; they
+    grow, and some may be retracted later and come back. "To the end": so many run side by side
+    from prompt to last token and never wait for a page, so none is retracted, whatever their drafts
+    do. No weights are read.
+    """
+    from specpool.cli.plan import Question
+    from specpool.cli.plan import plan as run
+
+    run(
+        Question(
+            target=target,
+            draft=draft,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            draft_layers=draft_layers,
+            draft_kv_heads=draft_kv_heads,
+            draft_head_dim=draft_head_dim,
+            dtype=dtype,
+            memory=memory,
+            weights=weights,
+            workspace=workspace,
+            shapes=shape or [],
+            max_context_len=max_context_len,
+            page_size=page_size,
+            placement=placement,
+            policy=policy,
+            layout=layout,
+            overlap_depth=depth,
+            max_batch=max_batch,
+            prompt=prompt,
+            output=output,
+            live=live or [],
+        ),
+        as_json=json,
     )
 
 
@@ -268,21 +352,62 @@ def bench_reserve(
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
     layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
     draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Serve a trace of requests instead, SGLang's way and ours, on the same bytes of a "
+            "simulated device: how many run at once. It has the options that follow.",
+        ),
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None,
+    output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None,
+    accept_rate: Annotated[
+        float | None,
+        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
+    ] = None,
+    headroom: Annotated[
+        int | None,
+        typer.Option(help="Tokens of growth that admission asks room for. [default: 0]"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
-    from specpool.cli.bench_reserve import reserve as run
+    from specpool.cli.bench_reserve import reserve
+    from specpool.cli.bench_trace import trace as run_trace
 
-    run(
-        page_size=page_size,
-        shape=shape,
-        overlap_depth=depth,
-        target_layers=layers,
-        draft_layers=draft_layers,
-        json=json,
-        plot=plot,
-    )
+    of_trace: dict[str, Any] = {
+        "memory": memory,
+        "prompt": prompt,
+        "output": output,
+        "requests": requests,
+        "accept_rate": accept_rate,
+        "headroom": headroom,
+        "seed": seed,
+    }
+    given = {name: value for name, value in of_trace.items() if value is not None}
+    if given and not trace:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"only --trace takes {names}")
+    options: dict[str, Any] = {
+        "page_size": page_size,
+        "shape": shape,
+        "overlap_depth": depth,
+        "target_layers": layers,
+        "draft_layers": draft_layers,
+        "json": json,
+        "plot": plot,
+    }
+    if trace:
+        run_trace(**options, **given)
+    else:
+        reserve(**options)
 
 
 @bench.command("ledger")

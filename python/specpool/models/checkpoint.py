@@ -136,6 +136,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of all tensors, by the index if it says so, else by the sizes of the files.
+
+    Raises:
+        CheckpointError: there are no weight files, or the index names none.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        metadata = _read_json(index).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if isinstance(total, int | float) and total > 0:
+            return int(total)
+    return sum(path.stat().st_size for path in _weight_files(folder))
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files that make up the weights; safetensors before pickles, an index before a file."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):

@@ -88,7 +88,7 @@ class EagleHead:
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.draft_vocab_size = config.draft_vocab_size
         self.feature_layers = feature_layers
-        self.layer_kv = ((config.num_kv_heads, config.head_dim),) * config.num_layers
+        self.layer_kv = config.layer_kv
         self._embedding = embedding.to(device=device, dtype=dtype)
         self._fc, self._fc_bias = get("fc.weight"), get("fc.bias")
         self._input_norm = get("input_norm.weight")

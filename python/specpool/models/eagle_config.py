@@ -69,6 +69,11 @@ class EagleConfig:
     num_aux_hidden_states: int | None
     feature_layers: tuple[int, ...] | None
 
+    @property
+    def layer_kv(self) -> tuple[tuple[int, int], ...]:
+        """Per layer (num_kv_heads, head_dim)."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
     @classmethod
     def parse(
         cls,

@@ -184,9 +184,7 @@ class TargetModel:
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(f"the target is a folder, a hub name or a model, got {source!r:.80}")
         options: dict[str, Any] = {"local_files_only": local_files_only, "revision": revision}
-        config = _load(AutoConfig, source, options)
-        check_config(config)
-        check_class(_model_class(config), config.model_type)
+        load_config(source, **options)
         name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
         options[name] = "auto" if wanted is None else wanted
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -377,6 +375,18 @@ class TargetModel:
     def _output_hook(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]  # a tuple before 4.54
         self._captured[self.num_layers] = hidden.squeeze(0)
+
+
+def load_config(source: str | os.PathLike[str], **options: Any) -> Any:
+    """The config of a decoder that can run over pages, as far as the config alone tells.
+
+    Raises:
+        ConfigError: nothing found at ``source``, or a model that cannot, with the reason.
+    """
+    config = _load(AutoConfig, source, options)
+    check_config(config)
+    check_class(_model_class(config), config.model_type)
+    return config
 
 
 def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) -> Any:

@@ -185,6 +185,13 @@ impl Reserve {
         }
     }
 
+    /// Pages that a row can ever hold whose roots all lie in `[lo, hi]`, each of its rounds reserved for from one root.
+    #[must_use]
+    pub fn pages(&self, lo: i64, hi: i64) -> i64 {
+        // `double_buffer` grows with lo, `exact` is the largest footprint of the whole range.
+        ceil_div(self.need(lo, hi).max(self.need(hi, hi)), self.page_size)
+    }
+
     /// Slots beyond `resolved_len` that no round passes, with `rounds` in flight that accept at most `spread` tokens.
     #[must_use]
     pub(crate) fn most_ahead(&self, rounds: i64, spread: i64) -> i64 {
@@ -235,6 +242,16 @@ pub fn need(reserve: &Reserve, lo: i64, hi: i64) -> Result<i64> {
     in_range("hi", hi, 0, MAX_LEN)?;
     in_range("lo", lo, 0, hi)?;
     Ok(reserve.need(lo, hi))
+}
+
+/// [`Reserve::pages`] for raw lengths.
+///
+/// # Errors
+/// [`Error::Config`] unless `0 <= lo <= hi <= 2^48`.
+pub fn pages_needed(reserve: &Reserve, lo: i64, hi: i64) -> Result<i64> {
+    in_range("hi", hi, 0, MAX_LEN)?;
+    in_range("lo", lo, 0, hi)?;
+    Ok(reserve.pages(lo, hi))
 }
 
 /// `ceil_align(max(allocated, need), page_size)`.

@@ -119,6 +119,33 @@ pub fn sizing_row_width(
 }
 
 #[pyfunction]
+#[pyo3(signature = (shapes, shape, *, lo, hi, page_size, overlap_depth=ConfigInt(0), policy="exact",
+    hosts_drafts=true, layout="holey"),
+    text_signature = "(shapes, shape, *, lo, hi, page_size, overlap_depth=0, policy='exact', hosts_drafts=True, \
+    layout='holey')")]
+#[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
+pub fn sizing_pages_needed(
+    shapes: Vec<Shape>,
+    shape: ConfigInt,
+    lo: ConfigInt,
+    hi: ConfigInt,
+    page_size: ConfigInt,
+    overlap_depth: ConfigInt,
+    policy: &str,
+    hosts_drafts: bool,
+    layout: &str,
+) -> PyResult<i64> {
+    let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
+    let geometry = geometry(page_size.0, hosts_drafts, layout)?;
+    let reserves = Reserve::for_shapes(geometry, &shapes, self::policy(policy)?, overlap_depth.0).map_err(to_py)?;
+    let reserve = usize::try_from(shape.0)
+        .ok()
+        .and_then(|at| reserves.get(at))
+        .ok_or_else(|| config_error(format!("shape {} is not in 0..{}", shape.0, reserves.len())))?;
+    sizing::pages_needed(reserve, lo.0, hi.0).map_err(to_py)
+}
+
+#[pyfunction]
 #[pyo3(signature = (*, new_len, allocated, page_size))]
 pub fn sizing_extend_pages(new_len: ConfigInt, allocated: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
     sizing::extend_pages(new_len.0, allocated.0, page_size.0).map_err(to_py)

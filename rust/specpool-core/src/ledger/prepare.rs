@@ -136,9 +136,7 @@ impl Ledger {
         }
         let pages = |group: &GroupState| {
             let reserve = &group.reserves[shape as usize];
-            // `double_buffer` grows with lo, `exact` is the largest footprint of the whole range.
-            let slots = reserve.need(lo.into(), hi.into()).max(reserve.need(hi.into(), hi.into()));
-            let all = ceil_align(slots, group.page_size) / group.page_size;
+            let all = reserve.pages(lo.into(), hi.into());
             // Behind a window nothing stays: what one prepare finds held, and what it claims ahead.
             let ahead = i64::from(self.max_chunk.min(lo)).max(reserve.most_ahead(0, 0));
             group.window_pages(ahead).map_or(all, |pages| pages.min(all))

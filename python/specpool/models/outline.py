@@ -1,0 +1,131 @@
+"""Models known by their configs alone: what their layers keep of a token, and how big they are.
+
+No weights are read. A target's config states what `probe` finds out by running the model; a test
+holds the two together for every family.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specpool.errors import CheckpointError, ConfigError
+from specpool.layer_kv import LayerKV
+from specpool.models.checkpoint import Weights, find_folder, read_config, weight_bytes
+from specpool.models.eagle_config import EagleConfig
+from specpool.models.support import max_context_len, text_config
+from specpool.models.target import load_config
+
+# Configs with one of these say otherwise how wide keys and values are.
+_OTHER_KEYS = ("multi_query", "kv_channels", "v_head_dim", "attn_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What memory must know of a model."""
+
+    layers: tuple[LayerKV, ...]
+    dtype: torch.dtype | None  # as stored; None = not said
+    weight_bytes: int | None  # as stored; None = not known here
+    max_context_len: int
+
+    def loaded_bytes(self, dtype: torch.dtype) -> int | None:
+        """Bytes of the weights once they are `dtype`."""
+        if self.weight_bytes is None or self.dtype is None:
+            return self.weight_bytes
+        return self.weight_bytes * dtype.itemsize // self.dtype.itemsize
+
+
+def target_outline(source: str) -> Outline:
+    """The outline of a decoder in a folder or on the hub, of which the config alone is fetched.
+
+    Raises:
+        ConfigError: nothing found at `source`, or a model that cannot run over pages.
+    """
+    config = load_config(source)
+    dtype = getattr(config, "dtype", None)
+    folder = Path(source).expanduser()
+    try:
+        num_bytes = weight_bytes(folder if folder.is_dir() else _hub_folder(source))
+    except CheckpointError:
+        num_bytes = None
+    return Outline(
+        layers=stated_layers(config),
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        weight_bytes=num_bytes,
+        max_context_len=max_context_len(config),
+    )
+
+
+def stated_layers(config: Any) -> tuple[LayerKV, ...]:
+    """What each layer keeps of a token, by a config that `check_config` has passed.
+
+    Raises:
+        ConfigError: the config does not say it.
+    """
+    text = text_config(config)
+    refusal = ConfigError(
+        f"the config of type {config.model_type!r} does not state in the usual keys what its layers"
+        " keep: give --layers, --kv-heads and --head-dim instead"
+    )
+    if any(getattr(text, key, None) for key in _OTHER_KEYS):
+        raise refusal
+    try:
+        num_layers, num_heads, hidden_size = (
+            _integer(text, key)
+            for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        )
+        num_kv_heads = _integer(text, "num_key_value_heads") or num_heads
+        head_dim = _integer(text, "head_dim") or hidden_size // max(num_heads, 1)
+    except Exception as error:  # transformers 5, of a key whose value is each layer's own
+        raise refusal from error
+    if not (num_layers and num_kv_heads and head_dim):
+        raise refusal
+    return (LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers
+
+
+def _integer(config: Any, key: str) -> int:
+    """The config's value, 0 if it has none."""
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) else 0
+
+
+def head_outline(source: str | os.PathLike[str]) -> Outline:
+    """The outline of an EAGLE head; of its weights the names alone are read.
+
+    Raises:
+        CheckpointError: nothing found at `source`, or no EAGLE head.
+    """
+    folder = find_folder(source)
+    try:
+        config = EagleConfig.parse(read_config(folder), Weights(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    return Outline(
+        layers=tuple(LayerKV(heads, dim, dim) for heads, dim in config.layer_kv),
+        dtype=None,
+        weight_bytes=weight_bytes(folder),
+        max_context_len=config.max_position_embeddings,
+    )
+
+
+def _hub_folder(name: str) -> Path:
+    """Where the hub's cache has the model's config, with the index of its weights if there is one.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        hf_hub_download(name, "model.safetensors.index.json")
+    except Exception:  # a single file has no index; offline, what is not there stays away
+        pass
+    config = try_to_load_from_cache(name, "config.json")
+    if not isinstance(config, str):
+        raise CheckpointError(f"{name}: its config is not in the hub's cache")
+    return Path(config).parent

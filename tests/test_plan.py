@@ -1,0 +1,506 @@
+"""`specpool plan` says what the real scheduler will do, from numbers or a model's config alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from families import FAMILIES, make_config, make_model
+from specpool import ConfigError, Engine, Ledger, OutOfPages, Shape
+from specpool import Plan as StepPlan
+from specpool.assets import resolve
+from specpool.cli import main
+from specpool.cli.num_bytes import parse_bytes, show_bytes
+from specpool.config import EngineConfig
+from specpool.models import TargetModel
+from specpool.models.outline import stated_layers
+from specpool.plan import Fit, Plan
+from specpool.plan_groups import GroupSizes, size_groups
+from specpool.scheduler import Scheduler
+from specpool.sim import Arrival, Settings, SimDevice, Text
+
+MAX_BATCHES = (1, 2, 5, 12, 30)
+SHAPES = [(1, 1, 2), (3, 1, 4), (7, 1, 8), (2, 2, 4), (4, 4, 16), (5, 8, 32)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random configuration, and requests for it, a function of its seed."""
+
+    sizes: GroupSizes
+    reads_tokens: bool
+    shape: int
+    num_tokens: int
+    prompt_len: int
+    max_len: int
+    prefill_tokens: int
+    headroom: int
+    seed: int
+
+    @staticmethod
+    def of(seed: int) -> Case:
+        rng = random.Random(seed)
+        drafter = rng.choice(["eagle", "eagle", "eagle", "ngram", "none"])
+        shapes = [Shape(*shape) for shape in rng.sample(SHAPES, rng.randint(1, 2))]
+        config = EngineConfig(
+            page_size=rng.choice([1, 2, 3, 4, 16, 64]),
+            placement=rng.choice(["split", "shared"]),
+            policy=rng.choice(["exact", "exact", "double_buffer"]),
+            layout=rng.choice(["auto", "dense", "holey", "holey"]),
+            max_batch=rng.choice(MAX_BATCHES),
+            overlap_depth=rng.randint(0, 1),
+            num_pages=None,
+        )
+        max_context_len = rng.choice([2, 3, 9, 40, 80])
+        target_bytes, draft_bytes = rng.choice([(64, 2), (4, 4), (2, 8)])
+        how = {
+            "target_bytes": target_bytes,
+            "draft_bytes": draft_bytes if drafter == "eagle" else 0,
+            "shapes": shapes if drafter != "none" else [],
+            "max_context_len": max_context_len,
+        }
+        least = size_groups(replace(config, num_pages=1), **how, kv_bytes=0)
+        row_bytes = sum(group.pages_per_row * group.page_bytes for group in least.groups)
+        sinks = sum(group.page_bytes for group in least.groups)
+        if rng.random() < 0.2:
+            most = max(group.pages_per_row for group in least.groups)
+            config = replace(config, num_pages=int(most * rng.choice([1, 1.3, 2.5, 6])))
+        rows = rng.choice([1, 1.01, 1.5, 2.2, 3, 6.7, 15, 60])
+        sizes = size_groups(config, **how, kv_bytes=sinks + int(rows * row_bytes) + 1)
+        max_len = rng.randint(2, max_context_len)
+        return Case(
+            sizes,
+            drafter == "ngram",
+            rng.randrange(len(sizes.shapes)),
+            rng.randint(1, max_context_len - 1),
+            rng.randint(1, max_len - 1),
+            max_len,
+            rng.choice([5, 64, 4096]),
+            rng.choice([0, 0, 4, 64]),
+            seed,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.sizes, reads_tokens=self.reads_tokens, headroom=self.headroom)
+
+    def at_once(self) -> Fit:
+        return self.plan.at_once(self.num_tokens, self.shape)
+
+    def to_the_end(self) -> Fit:
+        return self.plan.to_the_end(self.prompt_len, self.max_len, self.shape)
+
+    def arrival(self, request_id: int, accept_rate: float) -> Arrival:
+        return Arrival(
+            request_id=request_id,
+            turn=0,
+            prompt_len=self.prompt_len,
+            max_len=self.max_len,
+            shape=self.shape,
+            accept_rate=accept_rate,
+        )
+
+
+class Watched:
+    """A ledger that counts the steps for which it had no pages."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self.num_refused = ledger, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._ledger, name)
+
+    def prepare_decode(self, *args, **options) -> StepPlan:
+        return self._counting(self._ledger.prepare_decode, *args, **options)
+
+    def prepare_extend(self, *args, **options) -> StepPlan:
+        return self._counting(self._ledger.prepare_extend, *args, **options)
+
+    def _counting(self, verb, *args, **options) -> StepPlan:
+        try:
+            return verb(*args, **options)
+        except OutOfPages:
+            self.num_refused += 1
+            raise
+
+
+class Server:
+    """The real ledger and scheduler of a case, on the simulated device."""
+
+    def __init__(self, case: Case, max_batch: int | None = None) -> None:
+        sizes = self.sizes = case.sizes
+        self.ledger = Watched(sizes.ledger())
+        settings = Settings(
+            page_sizes=tuple(group.page_size for group in sizes.groups),
+            num_pages=tuple(group.num_pages for group in sizes.groups),
+            keeps_draft_kv=sizes.keeps_draft_kv,
+        )
+        self.device = SimDevice(self.ledger, settings, random.Random(0), has_memory=False)
+        self.scheduler = Scheduler(
+            self.ledger,
+            max_batch=max_batch or sizes.num_rows,
+            prefill_tokens=case.prefill_tokens,
+            keeps_draft_kv=sizes.keeps_draft_kv,
+            reads_tokens=case.reads_tokens,
+            headroom=case.headroom,
+        )
+        self.peak = [0] * len(sizes.groups)  # pages held, most at once
+        self.rounds = self.most_running = 0
+
+    def serve(self, arrivals: list[Arrival]) -> Server:
+        """As an engine does it; all come at once."""
+        texts = {arrival.request_id: Text(arrival) for arrival in arrivals}
+        requests = [arrival.request() for arrival in arrivals]
+        for request in requests:
+            assert self.scheduler.fits(request)
+            self.scheduler.submit(request)
+        flying: deque = deque()
+        while flying or self.scheduler.requests():
+            steps = self.scheduler.schedule()
+            self.most_running = max(self.most_running, self.scheduler.num_running)
+            for step in steps:
+                self.scheduler.launch(step)
+                self.rounds += step.is_decode
+                delta = self.ledger.take_delta(step.plan.step)
+                self.ledger.ack_delta(step.plan.step)
+                self.device.launch(step, [texts[r.request_id] for r in step.requests], delta)
+            for g, group in enumerate(self.sizes.groups):
+                held = group.num_pages - self.ledger.free_pages(g) - self.ledger.fenced_pages(g)
+                self.peak[g] = max(self.peak[g], held)
+            flying.append(steps)
+            while len(flying) > self.sizes.overlap_depth or (flying and not steps):
+                for step in flying.popleft():
+                    self.scheduler.finish(step, self.device.result(step.plan))
+        assert all(request.finish_reason == "length" for request in requests)
+        return self
+
+
+CASES = range(1000)
+
+
+def admitted(case: Case, num_requests: int) -> int:
+    """How many of so many requests the scheduler admits to an empty pool."""
+    server = Server(case)
+    asks = replace(case, prompt_len=case.num_tokens, max_len=case.sizes.max_context_len)
+    for number in range(num_requests):
+        server.scheduler.submit(asks.arrival(number + 1, 0.5).request())
+    server.scheduler.schedule()
+    return server.scheduler.num_running
+
+
+def grown(sizes: GroupSizes, names: list[str], pages: tuple[int, ...]) -> GroupSizes:
+    """The same, with the pages of one more request in these groups."""
+    groups = [
+        replace(group, num_pages=group.num_pages + (n if group.name in names else 0))
+        for group, n in zip(sizes.groups, pages, strict=True)
+    ]
+    return replace(sizes, groups=tuple(groups))
+
+
+def test_scenario_50_as_many_as_planned_are_admitted():
+    """More than fit are submitted; the scheduler admits as many as the plan said."""
+    limits = set()
+    for seed in CASES:
+        case = Case.of(seed)
+        fit = case.at_once()
+        n, sizes = fit.num_requests, case.sizes
+        assert admitted(case, n + 3) == n, (seed, fit)
+        limits.add(fit.limit)
+        # More of what binds lets one more in, more of all else does not.
+        names = [group.name for group in sizes.groups]
+        wider = replace(sizes, num_rows=n + 3)
+        if fit.limit.startswith("pages of "):
+            short = fit.limit.removeprefix("pages of ").split(" and ")
+            enough = grown(sizes, short, fit.pages)
+            in_vain = grown(wider, [name for name in names if name not in short], fit.pages)
+            enough = replace(enough, num_rows=n + 3)
+        else:
+            enough, in_vain = (grown(s, names, fit.pages) for s in (wider, sizes))
+        assert admitted(replace(case, sizes=enough), n + 3) > n, (seed, fit)
+        assert admitted(replace(case, sizes=in_vain), n + 3) == n, (seed, fit)
+    assert limits == {
+        "pages of kv",
+        "pages of target",
+        "pages of draft",
+        "pages of target and draft",
+        *(f"max_batch {n}" for n in MAX_BATCHES),
+    }
+
+
+def test_scenario_50_as_many_as_planned_never_wait_for_a_page():
+    """So many side by side; then with as many again behind them, which come as others end."""
+    num_beside = 0
+    for seed in CASES:
+        case, rng = Case.of(seed), random.Random(seed)
+        n = case.to_the_end().num_requests
+        arrivals = [case.arrival(i + 1, rng.choice([0.0, 0.5, 1.0])) for i in range(2 * n)]
+        server = Server(case).serve(arrivals[:n])
+        assert (server.ledger.num_refused, server.scheduler.num_retracted) == (0, 0), seed
+        assert server.most_running == n, seed
+        assert Server(case, max_batch=n).serve(arrivals).scheduler.num_retracted == 0, seed
+        num_beside += n > 1
+    assert num_beside > 300
+
+
+def test_scenario_50_one_more_waits_for_a_page():
+    """Where pages are what binds: it is not admitted, or some round finds no pages."""
+    num_waiting = num_refused = 0
+    for seed in CASES:
+        # In step with one another, a token a round: all are longest at once.
+        case = replace(Case.of(seed), prefill_tokens=1 << 14, headroom=0)
+        fit = case.to_the_end()
+        if not fit.limit.startswith("pages"):
+            continue
+        server = Server(case)
+        arrivals = [case.arrival(i + 1, 0.0) for i in range(fit.num_requests + 1)]
+        server.serve(arrivals)
+        is_waiting = server.most_running <= fit.num_requests
+        assert is_waiting or server.ledger.num_refused, (seed, fit)
+        if case.sizes.overlap_depth == 0 and not is_waiting:
+            assert server.scheduler.num_retracted, (seed, fit)
+        num_waiting += is_waiting
+        num_refused += not is_waiting
+    assert num_waiting > 100 and num_refused > 100
+
+
+def test_a_request_holds_as_many_pages_as_planned_and_no_more():
+    """Alone, a token a round: it passes every root."""
+    num_decoded = 0
+    for seed in CASES:
+        case = replace(Case.of(seed), headroom=0)
+        server = Server(case).serve([case.arrival(1, 0.0)])
+        if server.rounds:  # a prompt and one token may be all
+            assert tuple(server.peak) == case.to_the_end().pages, seed
+            num_decoded += 1
+    assert num_decoded > 700
+
+
+# --- The command --------------------------------------------------------------------------------
+
+NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--max-context-len", "4096")
+
+
+def ask(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["specpool", "plan", *args])
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def answer(monkeypatch, capsys, *args: str) -> dict:
+    code, out, err = ask(monkeypatch, capsys, *args, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_json_has_groups_and_fits(monkeypatch, capsys):
+    asked = ("--shape", "5x8x64", "--page-size", "64", "--prompt", "384", "--output", "256")
+    sizes = ("--memory", "24GiB", "--weights", "8GB", "--workspace", "1GiB")
+    found = answer(monkeypatch, capsys, *NUMBERS, *asked, *sizes, "--live", "1000")
+    assert found["kv_bytes"] == 23 * 2**30 - 8 * 10**9
+    target, draft = found["groups"]
+    assert (target["name"], draft["name"]) == ("target", "draft")
+    assert target["page_bytes"] == 64 * 32 * 4096 and draft["page_bytes"] == 64 * 4096
+    assert target["row_width"] == 4160 == 64 * target["pages_per_row"]  # 4095 + 64, whole pages
+    used = sum((g["num_pages"] + 1) * g["page_bytes"] for g in found["groups"])
+    page = target["page_bytes"] + draft["page_bytes"]
+    assert found["kv_bytes"] - page < used <= found["kv_bytes"]
+    fits = {fit["question"]: fit for fit in found["fits"]}
+    assert list(fits) == [
+        "at once, prompts of 384",
+        "at once, half-way: live 512",
+        "to the end, 384 + 256",
+        "at once, live 1000",
+        "to the end, full context of 4096",
+    ]
+    for fit in found["fits"]:
+        pages = [g["num_pages"] // n for g, n in zip(found["groups"], fit["pages"], strict=True)]
+        assert fit["num_requests"] == min(pages)
+        assert fit["limit"] == "pages of target and draft" and fit["shape"] == [5, 8, 64]
+    assert fits["at once, prompts of 384"]["pages"] == [7, 7]  # 384 + 64 slots
+
+
+def test_the_table_says_what_fit_means(monkeypatch, capsys):
+    code, out, err = ask(monkeypatch, capsys, *NUMBERS, "--memory", "16G", "--max-batch", "3")
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if "full context of 4096" in line]
+    assert " 3 " in line and "max_batch 3" in line
+    assert "an empty pool admits together" in " ".join(out.split())
+
+
+def test_int32_binds_where_memory_does_not(monkeypatch, capsys):
+    found = answer(monkeypatch, capsys, *NUMBERS, "--memory", "1PB", "--shape", "5x8x64")
+    width = max(group["row_width"] for group in found["groups"])
+    assert found["max_batch"] == ((1 << 31) - 1) // (8 * width)
+    assert {fit["limit"] for fit in found["fits"]} == {"int32 indices, 2^31"}
+    refused = str(found["max_batch"] + 1)
+    code, _, err = ask(
+        monkeypatch,
+        capsys,
+        *NUMBERS,
+        *("--memory", "1PB", "--shape", "5x8x64", "--max-batch", refused),
+    )
+    assert code == 2 and f"max_batch {refused} must be at most {found['max_batch']}" in err
+
+
+@pytest.mark.parametrize("draft", ["specpool/tiny-eagle3", "ngram", "none", None])
+def test_an_engine_has_the_pages_that_were_planned(monkeypatch, capsys, draft):
+    """From the config alone; the engine loads the model and looks."""
+    options = {"page_size": 4, "max_context_len": 128, "max_batch": 5, "overlap_depth": 1}
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    args = [arg.replace("--overlap-depth", "--depth") for arg in args]
+    args += [] if draft is None else ["--draft", draft]
+    how = (
+        "--target",
+        "specpool/tiny",
+        "--dtype",
+        "float32",
+        "--memory",
+        "5MB",
+        "--layout",
+        "holey",
+    )
+    found = answer(monkeypatch, capsys, *how, *args)
+    if draft is None:
+        draft = "specpool/tiny-eagle"
+    engine = Engine.from_pretrained(
+        "specpool/tiny",
+        draft=None if draft == "none" else draft,
+        layout="holey",
+        kv_bytes=found["kv_bytes"],
+        **options,
+    )
+    with engine:
+        planned = [
+            (g["name"], g["page_size"], g["num_pages"], g["pages_per_row"]) for g in found["groups"]
+        ]
+        ledger = engine.ledger
+        assert planned == [
+            (group.name, group.page_size, group.num_pages, ledger.pages_per_row(g))
+            for g, group in enumerate(ledger.groups)
+        ]
+        token_bytes = [g["page_bytes"] * (g["num_pages"] + 1) for g in found["groups"]]
+        assert sum(token_bytes) == engine.kv_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_states_what_the_model_keeps(family):
+    config = make_config(family)
+    if config is None:
+        pytest.skip("this transformers does not have it")
+    with TargetModel(make_model(config)) as target:
+        seen = tuple(replace(layer, window=None) for layer in target.layer_kv)
+    assert stated_layers(config) == seen
+
+
+def test_a_config_of_other_keys_is_not_guessed_at():
+    for config in (
+        transformers.GPTBigCodeConfig(multi_query=True),
+        transformers.PretrainedConfig(model_type="x"),
+    ):
+        with pytest.raises(ConfigError, match="give --layers, --kv-heads and --head-dim"):
+            stated_layers(config)
+
+
+def test_weights_are_counted_as_they_will_be_loaded(monkeypatch, capsys, tmp_path):
+    how = ("--target", "specpool/tiny", "--draft", "none", "--memory", "64MiB")
+    (file,) = Path(resolve("specpool/tiny")).glob("*.safetensors")
+    stored = answer(monkeypatch, capsys, *how)
+    assert (stored["weights"], stored["dtype"]) == (file.stat().st_size, "float16")
+    assert answer(monkeypatch, capsys, *how, "--dtype", "float32")["weights"] == (
+        2 * file.stat().st_size
+    )
+    config = Path(resolve("specpool/tiny")) / "config.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    index = {"metadata": {"total_size": 12_345_678}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shards = answer(monkeypatch, capsys, "--target", str(tmp_path), "--memory", "64MiB")
+    assert shards["weights"] == 12_345_678
+
+
+def test_numbers_need_no_torch():
+    code = (
+        "import sys; sys.argv[1:] = sys.argv[1].split()\n"
+        "import specpool.cli\n"
+        "try: specpool.cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'imported'"
+    )
+    args = " ".join(["plan", *NUMBERS, "--memory", "80GiB", "--json"])
+    run = subprocess.run([sys.executable, "-c", code, args], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["groups"][0]["num_pages"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--layers", "3"], "these lack --kv-heads, --head-dim"),
+        ([*NUMBERS[:6]], "plain numbers need --max-context-len"),
+        ([*NUMBERS, "--memory", "80 gigs"], "memory must be bytes, such as 80GiB"),
+        ([*NUMBERS, "--memory", "80EiB"], "memory must be bytes, such as 80GiB"),
+        ([*NUMBERS, "--weights", "-3"], "weights must be bytes"),
+        ([*NUMBERS, "--weights", "1GiB"], "memory 1073741824 holds no KV: the weights take 107374"),
+        ([*NUMBERS, "--memory", "1MiB"], "one row of 4096 tokens needs"),
+        ([*NUMBERS, "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16"),
+        ([*NUMBERS, "--kv-heads", "0"], "kv_heads must be an integer in [1, 65536], got 0"),
+        ([*NUMBERS, "--draft-layers", "0", "--shape", "3"], "there is no draft model"),
+        ([*NUMBERS, "--draft", "x/y"], "--draft is 'ngram' or 'none'"),
+        ([*NUMBERS, "--draft", "ngram", "--draft-layers", "1"], "leave out --draft-layers"),
+        ([*NUMBERS, "--prompt", "4096"], "tokens must be an integer in [1, 4095], got 4096"),
+        ([*NUMBERS, "--output", "5"], "--output needs --prompt"),
+        ([*NUMBERS, "--prompt", "5", "--output", "0"], "output must be an integer in [1, 4091]"),
+        ([*NUMBERS, "--shape", "3x2"], "a shape is SxKxN"),
+        ([*NUMBERS, "--depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
+        ([*NUMBERS, "--draft-head-dim", "0"], "draft_head_dim must be an integer in [1, 65536]"),
+        ([*NUMBERS, "--max-context-len", "0"], "max_context_len must be an integer in [2, "),
+        ([*NUMBERS, "--weights", ""], "weights must be bytes"),
+        ([*NUMBERS, "--max-batch", "0"], "max_batch must be an integer in [1, 65536], got 0"),
+        (["--target", "specpool/tiny", "--layers", "3"], "--target states it: leave out --layers"),
+        (["--target", "/no/such/folder"], "no such folder"),
+        (["--target", "specpool/tiny", "--draft", "/no/such"], "no such folder"),
+        (["--target", "specpool/tiny", "--max-context-len", "4096"], "above the model's 2048"),
+    ],
+)
+def test_a_bad_option_is_one_line(monkeypatch, capsys, args, message):
+    memory = [] if "--memory" in args else ["--memory", "1GiB"]
+    code, out, err = ask(monkeypatch, capsys, *args, *memory)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert "Traceback" not in err
+
+
+def test_bytes_are_read_as_written():
+    for text, num_bytes in {
+        "80GiB": 80 << 30,
+        "24G": 24 * 10**9,
+        "24GB": 24 * 10**9,
+        "24Gi": 24 << 30,
+        "1.5 MiB": 3 << 19,
+        "512k": 512_000,
+        "8589934592": 1 << 33,
+        "7B": 7,
+        "0": 0,
+    }.items():
+        assert parse_bytes("memory", text) == num_bytes, text
+    for text in ("", "G", "1e9", "-1", "1,000", "80GiBs", "2000P", "٣G"):
+        with pytest.raises(ConfigError, match="memory must be"):
+            parse_bytes("memory", text)
+    assert [show_bytes(n) for n in (0, 1023, 1024, 3 << 29)] == [
+        "0 B",
+        "1,023 B",
+        "1 KiB",
+        "1.5 GiB",
+    ]
