@@ -329,7 +329,7 @@ def test_the_json_has_groups_and_fits(monkeypatch, capsys):
         pages = [g["num_pages"] // n for g, n in zip(found["groups"], fit["pages"], strict=True)]
         assert fit["num_requests"] == min(pages)
         assert fit["limit"] == "pages of target and draft" and fit["shape"] == [5, 8, 64]
-    assert fits["at once, prompts of 384"]["pages"] == [7, 7]  # 384 + 64 slots
+        assert fits["at once, prompts of 384"]["pages"] == [8, 8]  # 384 + 16 + 64 slots
 
 
 def test_the_table_says_what_fit_means(monkeypatch, capsys):

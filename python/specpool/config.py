@@ -13,6 +13,8 @@ Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
 
+#: Tokens that a row is to have room for beyond its next round before another request is admitted.
+HEADROOM = 16
 #: Stop strings of one request at most.
 MAX_STOP_STRINGS = 64
 
@@ -66,6 +68,8 @@ class EngineConfig:
         overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
         prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
             which the running requests go on.
+        headroom: tokens that every row must have room for beyond its next round before another
+            request is admitted: with less, rows wait for each other's pages; with more, fewer run.
         mixed_chunks: a turn's prefill chunk and its round share one forward of the target.
         attention: back end that reads the pages: `torch`.
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
@@ -82,6 +86,7 @@ class EngineConfig:
     max_batch: int = 8
     overlap_depth: int = 0
     prefill_tokens: int = 1024
+    headroom: int = HEADROOM
     mixed_chunks: bool = False
     attention: str = "torch"
     max_context_len: int | None = None
@@ -99,6 +104,7 @@ class EngineConfig:
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
+        check_int("headroom", self.headroom, 0, 1 << 30)
         if not isinstance(self.mixed_chunks, bool):
             raise ConfigError(f"mixed_chunks must be True or False, got {self.mixed_chunks!r}")
         if self.max_context_len is not None:

@@ -140,6 +140,7 @@ class Engine:
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
+            headroom=config.headroom,
             reads_tokens=drafter is not None and drafter.reads_tokens,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,

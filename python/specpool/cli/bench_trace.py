@@ -24,7 +24,7 @@ from specpool._core import Shape
 from specpool.cli.machine import Result, check_plot, machine, print_json
 from specpool.cli.num_bytes import parse_bytes, show_bytes
 from specpool.cli.shapes import parse_shape
-from specpool.config import EngineConfig, Layout, Placement, Policy, check_int
+from specpool.config import HEADROOM, EngineConfig, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV
 from specpool.plan_groups import GroupSizes, size_groups
@@ -256,7 +256,7 @@ def trace(
     output: int = MEAN_OUTPUT_LEN,
     requests: int = NUM_REQUESTS,
     accept_rate: float = 0.7,
-    headroom: int = 0,
+    headroom: int = HEADROOM,
     seed: int = 0,
 ) -> None:
     """Simulate, then print.

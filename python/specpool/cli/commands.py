@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import specpool
-from specpool.config import Layout, Placement, Policy, check_int
+from specpool.config import HEADROOM, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 
 app = typer.Typer(
@@ -172,6 +172,9 @@ def plan(
     max_batch: Annotated[
         int | None, typer.Option(help="Requests that run at once. [default: all that int32 allows]")
     ] = None,
+    headroom: Annotated[
+        int, typer.Option(help="Tokens of growth that admission asks for beside the next round.")
+    ] = HEADROOM,
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
     output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None,
     live: Annotated[
@@ -211,6 +214,7 @@ def plan(
             layout=layout,
             overlap_depth=depth,
             max_batch=max_batch,
+            headroom=headroom,
             prompt=prompt,
             output=output,
             live=live or [],
@@ -372,7 +376,7 @@ def bench_reserve(
     ] = None,
     headroom: Annotated[
         int | None,
-        typer.Option(help="Tokens of growth that admission asks room for. [default: 0]"),
+        typer.Option(help=f"Tokens of growth that admission asks for. [default: {HEADROOM}]"),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None,
     json: Json = False,

@@ -53,6 +53,7 @@ class Question:
     layout: Layout
     overlap_depth: int
     max_batch: int | None
+    headroom: int
     prompt: int | None
     output: int | None
     live: list[int]
@@ -141,7 +142,7 @@ def answered(question: Question) -> Answer:
         )
     shapes = _shapes(question, model)
     sizes = _sizes(question, model, shapes, max_context_len, kv_bytes)
-    asked = Plan(sizes, reads_tokens=model.reads_tokens)
+    asked = Plan(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
     lines = []
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:

@@ -25,8 +25,10 @@ STOP = 1 << 20
 FaultKind = Literal["launch", "result", "not_finite", "interrupt"]
 
 _SHAPES = [(1, 1, 2), (3, 1, 4), (7, 1, 8), (2, 2, 4), (4, 4, 16), (5, 8, 32)]
-_WORDS = np.random.default_rng(0).integers(0, STOP, 1 << 16).tolist()
-_LOG_DICE = np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16))
+# Texts begin anywhere in the first part; what follows, for long ones, are the same words again.
+_NUM_STARTS = (1 << 16) - (1 << 12)
+_WORDS = 2 * np.random.default_rng(0).integers(0, STOP, 1 << 16).tolist()
+_LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16)), 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +208,7 @@ class Text:
 
 def _start(request_id: int) -> int:
     """Where a request's words begin among all."""
-    return request_id * 7919 % (len(_WORDS) - (1 << 12))
+    return request_id * 7919 % _NUM_STARTS
 
 
 @dataclass(frozen=True, slots=True)
