@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,17 +20,19 @@ import torch
 
 from specpool._core import Shape
 from specpool.assets import resolve
+from specpool.attention import BACK_ENDS, back_end
 from specpool.config import EngineConfig, SamplingParams, check_int
-from specpool.draft import Drafter, EagleDrafter, named_drafter
+from specpool.draft import Choosy, Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
+from specpool.pending import PendingStep
 from specpool.request import Request, RequestOutput, fresh_seed
 from specpool.scheduler import Pin, Scheduler, Step
 from specpool.tokens import TextStream, load_tokenizer
-from specpool.worker import EagleWorker, PendingStep
+from specpool.worker import EagleWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,6 +90,13 @@ class Engine:
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if drafter is None and self.shape.num_draft_tokens > 1:
             raise ConfigError(f"{self.shape} drafts, but there is no draft model")
+        attention = back_end(config.attention)
+        if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
+            able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
+            raise ConfigError(
+                f"mixed_chunks while drafting needs a back end that reads ragged masks "
+                f"({', '.join(able)}), attention is {attention.name!r}"
+            )
         limit = target.max_context_len
         self.max_context_len = config.max_context_len or limit
         if self.max_context_len > limit:
@@ -123,6 +133,7 @@ class Engine:
             target_groups=pools.target_groups,
             shapes=pools.ledger.shapes,
             max_context_len=self.max_context_len,
+            attention=attention,
         )
         self._scheduler = Scheduler(
             self.ledger,
@@ -130,6 +141,7 @@ class Engine:
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             reads_tokens=drafter is not None and drafter.reads_tokens,
+            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )
         self._turns = 0
@@ -550,8 +562,9 @@ class Engine:
             if not steps and not self._flying:
                 raise CorruptState("a request is neither waiting nor running")
             self._turns += 1
-            for step in steps:
-                self._launch(step)
+            together = len(steps) > 1 and self.config.mixed_chunks
+            for group in [steps] if together else [[step] for step in steps]:
+                self._launch(group)
             last = self._turns - (self.config.overlap_depth if steps else 1)
             while self._flying and self._flying[0].turn <= last:
                 self._take_over(self._flying.popleft())
@@ -561,25 +574,31 @@ class Engine:
             self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
             raise
 
-    def _launch(self, step: Step) -> None:
-        """Enqueue a step's forward."""
+    def _launch(self, steps: list[Step]) -> None:
+        """Enqueue the forward of one step, or of a prefill and a round side by side."""
         for group, num_pages in enumerate(self._num_pages):
             used = num_pages - self.ledger.free_pages(group)
             self.peak_pages[group] = max(self.peak_pages[group], used)
-        try:
-            self._scheduler.launch(step)
-        except StalePlan:  # a forward of this turn has failed, and took a row of it along
-            self._scheduler.cancel(step)
+        launched = []
+        for step in steps:
+            try:
+                self._scheduler.launch(step)
+            except StalePlan:  # a forward of this turn has failed, and took a row of it along
+                self._scheduler.cancel(step)
+            else:
+                launched.append(step)
+        if not launched:
             return
         try:
-            self.cache.apply_delta(step.plan.step)
-            self.cache.copy_pages(step.plan.page_copies)
-            forward = self._worker.decode if step.is_decode else self._worker.prefill
-            pending = forward(step.plan, step.requests)
+            for step in launched:
+                self.cache.apply_delta(step.plan.step)
+                self.cache.copy_pages(step.plan.page_copies)
+            pending = self._worker.run(launched)
         except Exception as error:
-            self._fail(step, error)
+            for step in launched:
+                self._fail(step, error)
         else:
-            self._flying.append(_Flying(self._turns, step, pending))
+            self._flying += map(_Flying, repeat(self._turns), launched, pending)
 
     def _take_over(self, flying: _Flying) -> None:
         """Wait for a step's results and give them to the scheduler."""
