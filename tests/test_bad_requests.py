@@ -281,16 +281,19 @@ class Gone:
 
 def failing(engine: Engine, phase: str, when: str) -> None:
     """The next forward of that phase fails."""
-    working = getattr(engine._worker, phase)
+    working = engine._worker.run
 
-    def forward(*args: Any) -> Any:
-        setattr(engine._worker, phase, working)
+    def run(steps: Any) -> Any:
+        hits = [step.is_decode == (phase == "decode") for step in steps]
+        if not any(hits):
+            return working(steps)
+        engine._worker.run = working
         if when == "launch":
             raise RuntimeError("the device is gone")
-        working(*args)
-        return Gone()
+        pending = working(steps)
+        return [Gone() if hit else each for hit, each in zip(hits, pending, strict=True)]
 
-    setattr(engine._worker, phase, forward)
+    engine._worker.run = run
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -160,15 +160,11 @@ def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
         expected = [output.token_ids for output in engine.generate(prompts, params)]
         events: list[tuple[str, int]] = []
         apply, launch = engine.cache.apply_delta, engine._scheduler.launch
-        worker = engine._worker
-        forwards = {"prefill": worker.prefill, "decode": worker.decode}
+        run = engine._worker.run
 
-        def noted(name):
-            def forward(plan, requests):
-                events.append(("forward", plan.step))
-                return forwards[name](plan, requests)
-
-            return forward
+        def noted(steps):
+            events.extend(("forward", step.plan.step) for step in steps)
+            return run(steps)
 
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -179,25 +175,21 @@ def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
             patch.setattr(
                 engine.cache, "apply_delta", lambda n: (events.append(("delta", n)), apply(n))
             )
-            for name in forwards:
-                patch.setattr(worker, name, noted(name))
+            patch.setattr(engine._worker, "run", noted)
             engine.generate(prompts, params)
         steps = [n for what, n in events if what == "forward"]
         assert len(steps) > 10 and steps == sorted(steps)
         assert events == [(what, n) for n in steps for what in ("launch", "delta", "forward")]
 
-        def behind(name):
-            def forward(plan, requests):
-                pending = forwards[name](plan, requests)
-                apply(plan.step)
-                return pending
-
-            return forward
+        def behind(steps):
+            pending = run(steps)
+            for step in steps:
+                apply(step.plan.step)
+            return pending
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.cache, "apply_delta", lambda n: None)
-            for name in forwards:
-                patch.setattr(worker, name, behind(name))
+            patch.setattr(engine._worker, "run", behind)
             wrong = [output.token_ids for output in engine.generate(prompts, params)]
         assert wrong != expected
         again = engine.generate(prompts, params)
