@@ -11,6 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CORE = "rust/specpool-core/src"
+# Its scenarios run through the scheduler and take their guards away themselves.
+THROUGH_THE_SCHEDULER = "test_scenarios_scheduler.py"
+
+
+def ledger_scenarios(tests: Path) -> list[Path]:
+    """The files with the scenarios of the ledger alone."""
+    paths = sorted(tests.glob("test_scenarios_*.py"))
+    return [path for path in paths if path.name != THROUGH_THE_SCHEDULER]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from guards import GUARDS, Guard
+from guards import GUARDS, Guard, ledger_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/ledger_kit.py", "tests/fake_device.py", "tests/reference.py"]
@@ -46,7 +46,7 @@ class Copy:
             else:
                 shutil.copy(source, root / name)
         (root / "tests").mkdir()
-        for path in [*map(ROOT.joinpath, TESTS), *ROOT.glob("tests/test_scenarios_*.py")]:
+        for path in [*map(ROOT.joinpath, TESTS), *ledger_scenarios(ROOT / "tests")]:
             shutil.copy(path, root / "tests" / path.name)
 
     def build(self) -> None:

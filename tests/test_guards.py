@@ -1,4 +1,4 @@
-"""The edits of `guards.py` fit the source, and every scenario of stage 2 has a test and a guard."""
+"""The edits of `guards.py` fit the source, and the scenarios of stages 2 and 4 have their tests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from guards import CORE, GUARDS, Guard
+from guards import CORE, GUARDS, THROUGH_THE_SCHEDULER, Guard, ledger_scenarios
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_2 = {*range(1, 12), *range(23, 27), 28, 30, 31, 33, 40, 41, 48, *range(51, 78)}
+STAGE_4 = {*range(23, 29), 30, 31, 51, 52, 59, 61, *range(63, 67), 69}  # and 50, of `plan`
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: f"{guard.number}: {guard.name}")
@@ -37,12 +38,15 @@ def test_an_edit_that_does_not_fit_is_refused(tmp_path):
             edit.apply(tmp_path)
 
 
+def numbers_in(path: Path) -> set[int]:
+    return set(map(int, re.findall(r"def test_scenario_(\d+)_", path.read_text("utf-8"))))
+
+
 def test_every_scenario_has_a_test_and_a_guard():
-    tests = set()
-    for path in (ROOT / "tests").glob("test_scenarios_*.py"):
-        tests |= set(map(int, re.findall(r"def test_scenario_(\d+)_", path.read_text("utf-8"))))
+    tests = set().union(*map(numbers_in, ledger_scenarios(ROOT / "tests")))
     assert tests == STAGE_2
     assert {guard.number for guard in GUARDS} == STAGE_2
+    assert numbers_in(ROOT / "tests" / THROUGH_THE_SCHEDULER) == STAGE_4
 
 
 @pytest.mark.parametrize(("only", "unknown"), [(["99"], "99"), (["33", "0", "99"], "0, 99")])

@@ -632,7 +632,9 @@ class Engine:
         with contextlib.suppress(Exception):
             for group in range(len(self.ledger.groups)):
                 pages = self.ledger.page_table(group)[request.row]
-                self.cache.scrub(group, pages[pages > 0])
+                _, _, num_holders = self.ledger.ownership_map(group)
+                # What others hold too was whole when they came to share it; the last one scrubs it.
+                self.cache.scrub(group, pages[num_holders[pages] == 1])
 
 
 @dataclass(frozen=True, slots=True)

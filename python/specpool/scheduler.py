@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
-from specpool.errors import OutOfPages, OutOfRows, ShapeError
+from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
 from specpool.request import Request, TokenLogprob
 
 Int32 = npt.NDArray[np.int32]
@@ -123,7 +123,14 @@ class Scheduler:
         """Queue a request that fits: `fits` says so.
 
         Its `siblings`, the same prompt to be gone on with otherwise, run on forks of its row.
+
+        Raises:
+            ConfigError: it has been submitted already, or another with its number.
         """
+        at = bisect.bisect_left(self._waiting, _order(request), key=_order)
+        rivals = [*self._running, *self._waiting[at : at + 1]]
+        if request.finish_reason or any(r.request_id == request.request_id for r in rivals):
+            raise ConfigError(f"request {request.request_id} has been submitted already")
         self._queue(request)
 
     def fits(self, request: Request) -> bool:
