@@ -20,7 +20,7 @@ class Pass:
 
     Attributes:
         tokens: int64 [T].
-        positions: int32 or int64 [T], of each; beyond the context they are clamped to its end.
+        positions: int64 [T], of each, none beyond the context's end.
         views: by group.
         logits_at: int64 [n], tokens whose logits are wanted; None = all.
         wants_features: a drafter reads what the captured layers had for inputs.
@@ -44,7 +44,6 @@ class Forward:
         cache: KVCache,
         target_groups: Sequence[int],
         *,
-        last_position: int,
         feature_layers: Sequence[int],
     ) -> None:
         """Run `target`.
@@ -53,12 +52,11 @@ class Forward:
             target: with its layers' KV in `cache`.
             cache: whose first layers are the target's.
             target_groups: the group of each of the target's layers.
-            last_position: greatest that the model knows.
             feature_layers: what the drafter wants to see, as in `Drafter.feature_layers`.
         """
         self._target, self._cache = target, cache
         self._groups = list(target_groups)
-        self._last_position, self._feature_layers = last_position, tuple(feature_layers)
+        self._feature_layers = tuple(feature_layers)
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
         """One forward for all passes, the first one's tokens first; then each is finished."""
@@ -76,7 +74,7 @@ class Forward:
             first += size
         output = self._output(
             torch.cat([each.tokens for each in passes]),
-            torch.cat([each.positions.long() for each in passes]),
+            torch.cat([each.positions for each in passes]),
             {g: JoinedView([each.views[g] for each in passes]) for g in passes[0].views},
             torch.cat(logits_at),
         )
@@ -102,7 +100,7 @@ class Forward:
         ]
         return self._target.forward(
             tokens,
-            positions.clamp(max=self._last_position).long(),
+            positions,
             AttentionBatch(list(views.values()), layers),
             logits_at,
         )

@@ -73,7 +73,7 @@ class RowState:
 
     def put(self, lanes: Lanes, seq_lens: Tensor, root_tokens: Tensor) -> None:
         """What the rows have come to: int32 [B], int64 [B]. Right after verify."""
-        rows = lanes.rows.long()
+        rows = lanes.index
         self.seq_lens.index_copy_(0, rows, seq_lens)
         self.root_tokens.index_copy_(0, rows, root_tokens)
         if self._copy is not None:  # on its way before draft-extend is launched
@@ -90,7 +90,7 @@ class RowState:
             np.array([p.top_k for p in params], np.int32),
             np.array([request.seed for request in requests], np.uint64).view(np.int64),
         )
-        rows = lanes.rows.long()
+        rows = lanes.index
         state = (self._temperature, self._top_p, self._top_k, self._seeds)
         for rows_state, value in zip(state, values, strict=True):
             rows_state.index_copy_(0, rows, value)

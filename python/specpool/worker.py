@@ -76,7 +76,6 @@ class EagleWorker:
             target,
             cache,
             target_groups,
-            last_position=max_context_len - 1,
             feature_layers=() if drafter is None else drafter.feature_layers,
         )
         self._last_position = max_context_len - 1
@@ -277,7 +276,10 @@ class EagleWorker:
     ) -> Pass:
         """Prefill or plain decode: every query sees all positions up to its own."""
         views = {group: causal_view(self._cache, group, lanes) for group in self._fields}
-        return Pass(tokens, lanes.positions, views, logits_at, wants_features, finish)
+        positions = lanes.positions
+        if lanes.most > self._last_position + 1:
+            positions = positions.clamp(max=self._last_position)
+        return Pass(tokens, positions, views, logits_at, wants_features, finish)
 
     def _tree_pass(
         self,
@@ -287,32 +289,29 @@ class EagleWorker:
         finish: Callable[[TargetOutput], PendingStep],
     ) -> Pass:
         """Verify: node i of a lane lies in cell start + i, at position start + depth."""
+        of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
         if len(parts) == 1:
-            tree, positions, lanes = parts[0].tree, parts[0].positions, parts[0].lanes
-            masks, by_lane, tokens = tree.mask, positions, tree.tokens.view(-1)
-            positions = positions.view(-1)
+            (by_lane,), lanes = of_parts, parts[0].lanes
+            masks, tokens = parts[0].tree.mask, parts[0].tree.tokens.view(-1)
         else:
-            widths = np.concatenate(
-                [np.full(len(part.tree.tokens), part.positions.shape[1]) for part in parts]
-            )
-            lanes = Lanes(lanes.rows, lanes.seq_lens, widths.astype(np.int32))
+            widths = np.concatenate([np.full(len(p), p.shape[1], np.int32) for p in of_parts])
+            lanes = Lanes(lanes.rows, lanes.seq_lens, widths)
             most, device = int(widths.max()), self._cache.device
             masks = torch.zeros(len(widths), most, most, dtype=torch.bool, device=device)
             by_lane = torch.zeros(len(widths), most, dtype=torch.int32, device=device)
             start = 0
-            for part in parts:
-                batch, num_nodes = part.positions.shape
+            for part, positions in zip(parts, of_parts, strict=True):
+                batch, num_nodes = positions.shape
                 masks[start : start + batch, :num_nodes, :num_nodes] = part.tree.mask
-                by_lane[start : start + batch, :num_nodes] = part.positions
+                by_lane[start : start + batch, :num_nodes] = positions
                 start += batch
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
-            positions = torch.cat([part.positions.view(-1) for part in parts])
-        clamped = by_lane.clamp(max=self._last_position)
         views = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
-            views[group] = own_view(self._cache, group, lanes, slots, masks, clamped, clamped)
-        return Pass(tokens, positions, views, None, wants_features, finish)
+            views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
+        flat = torch.cat([positions.view(-1) for positions in of_parts])
+        return Pass(tokens, flat.long(), views, None, wants_features, finish)
 
 
 def _features(output: TargetOutput) -> Tensor:

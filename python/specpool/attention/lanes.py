@@ -39,6 +39,11 @@ class Lanes:
         """int32 [B], on the device: the first position of each lane's tokens."""
         return self.seq_lens.on_device
 
+    @cached_property
+    def index(self) -> Tensor:
+        """int64 [B], the rows as torch's indexing wants them."""
+        return self.rows.long()
+
     def part(self, start: int, end: int, width: int) -> Lanes:
         """The lanes `[start, end)`, with `width` tokens each."""
         if start == 0 and end == len(self.seq_lens):

@@ -115,7 +115,7 @@ class EagleDrafter:
         All tokens get their KV, but only each lane's last one is followed to the end: its result
         is all that the next round wants.
         """
-        rows = lanes.rows.long()
+        rows = lanes.index
         views = [last_view(self._cache, self._group, lanes)]
         if len(self.layers) > 1:
             causal = causal_view(self._cache, self._group, lanes)
