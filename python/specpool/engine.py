@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import itertools
-import operator
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -18,23 +15,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.assets import resolve
-from specpool.config import EngineConfig, SamplingParams, check_int
-from specpool.draft import Drafter, EagleDrafter, named_drafter
+from specpool.config import EngineConfig, SamplingParams
+from specpool.draft import Drafter
 from specpool.errors import ConfigError, CorruptState, StalePlan
 from specpool.kv_cache import KVCache
+from specpool.loading import load
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
-from specpool.request import Request, RequestOutput, fresh_seed
+from specpool.prompts import Prompt, Prompts
+from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler, Step
-from specpool.tokens import TextStream, load_tokenizer
 from specpool.worker import EagleWorker, PendingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +131,16 @@ class Engine:
         self._submitted: dict[int, _Submitted] = {}
         self._lock = threading.Lock()  # between the threads of asynchronous streams
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
-        self._ids = itertools.count(1)
-        self._shapes = self.ledger.shapes
         self._num_pages = [group.num_pages for group in self.ledger.groups]
+        self._prompts = Prompts(
+            target,
+            tokenizer,
+            self._scheduler,
+            shape=self.shape,
+            shapes=self.ledger.shapes,
+            num_pages=self._num_pages,
+            max_context_len=self.max_context_len,
+        )
         self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
     @classmethod
@@ -175,40 +177,19 @@ class Engine:
         except TypeError as error:
             names = ", ".join(EngineConfig.__dataclass_fields__)
             raise ConfigError(f"{error}; the options are {names}") from None
-        if feature_layers is not None and not (
-            isinstance(feature_layers, Sequence)
-            and all(isinstance(layer, int) for layer in feature_layers)
-        ):
-            raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
-        source = resolve(target) if isinstance(target, str) else target
-        in_memory = not isinstance(source, str | PathLike)
-        if dtype is None and not in_memory:
-            dtype = "float32" if str(device) == "cpu" else "auto"
-        model = TargetModel.from_pretrained(
-            source, dtype=dtype, device=None if in_memory else device
+        parts = load(
+            target,
+            draft,
+            config=config,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            feature_layers=feature_layers,
         )
         try:
-            drafter: Drafter | None
-            if isinstance(draft, str):
-                draft = named_drafter(draft) or draft
-            if isinstance(draft, str | PathLike):
-                drafter = EagleDrafter.from_pretrained(
-                    resolve(draft) if isinstance(draft, str) else draft,
-                    model,
-                    ancestry=config.ancestry,
-                    feature_layers=feature_layers,
-                )
-            elif draft is None or hasattr(draft, "propose"):
-                drafter = draft
-            else:
-                raise ConfigError(
-                    f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
-                )
-            if tokenizer is None and isinstance(source, str | PathLike):
-                tokenizer = load_tokenizer(source)
-            return cls(model, drafter, config=config, tokenizer=tokenizer)
+            return cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
         except BaseException:
-            model.close()
+            parts.target.close()
             raise
 
     def generate(
@@ -230,7 +211,7 @@ class Engine:
         Raises:
             ConfigError: a prompt or a parameter that cannot work; nothing has run then.
         """
-        requests = self._requests(prompts, params, shape, priority)
+        requests = self._prompts.requests(prompts, params, shape, priority)
         for _ in self._run(requests):
             pass
         return [output_of(request, self.tokenizer) for request in requests]
@@ -248,7 +229,7 @@ class Engine:
         Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
         what is left.
         """
-        requests = self._requests(prompts, params, shape, priority)
+        requests = self._prompts.requests(prompts, params, shape, priority)
         return self._stream(requests)
 
     async def stream_async(
@@ -303,7 +284,7 @@ class Engine:
         """
         if params is not None and isinstance(params, SamplingParams) and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
-        (request,) = self._requests([prompt], params, shape, priority)
+        (request,) = self._prompts.requests([prompt], params, shape, priority)
         self._scheduler.submit(request)
         self._submitted[request.request_id] = _Submitted(
             request, Report(request, self.tokenizer), on_item
@@ -320,7 +301,7 @@ class Engine:
             ConfigError: the prompt is no prompt, or fills no page.
         """
         params = SamplingParams(max_new_tokens=1)
-        (request,) = self._requests([prompt], params, None, 0)
+        (request,) = self._prompts.requests([prompt], params, None, 0)
         request.wants_pin = True
         for _ in self._run([request]):
             pass
@@ -402,112 +383,6 @@ class Engine:
     ) -> None:
         """Close the engine."""
         self.close()
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        shape: Shape | None,
-        priority: int,
-    ) -> list[Request]:
-        """Check every prompt and parameter; nothing is queued yet."""
-        if self.target.closed:
-            raise ConfigError("the engine, or its target model, has been closed: make a new one")
-        several = _several(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(several)
-        if not isinstance(params, Sequence) or any(
-            not isinstance(p, SamplingParams) for p in params
-        ):
-            raise ConfigError(f"params must be SamplingParams or a list of it, got {params!r:.80}")
-        if len(params) != len(several):
-            raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
-        shape = shape or self.shape
-        if shape not in self._shapes:
-            raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
-        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
-        requests = []
-        for index, (prompt, p) in enumerate(zip(several, params, strict=True)):
-            first = self._request(index, prompt, p, shape, priority)
-            first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
-            requests += [first, *first.siblings]
-        return requests
-
-    def _sibling(self, first: Request, sample: int) -> Request:
-        """A further sample of the same prompt, with the seed that follows."""
-        return dataclasses.replace(
-            first,
-            request_id=next(self._ids),
-            sample=sample,
-            tokens=list(first.tokens),
-            seed=(first.seed + sample) % (1 << 64),
-            watch=TextStream(self.tokenizer, first.params.stop) if first.watch else None,
-            forwards=[],
-            logprobs=[],
-            siblings=[],
-        )
-
-    def _request(
-        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
-    ) -> Request:
-        ids = self._encode(index, prompt)
-        if not ids:
-            raise ConfigError(f"prompt {index} is empty")
-        vocab_size = self.target.vocab_size
-        for position, token in enumerate(ids):
-            if not 0 <= token < vocab_size:
-                raise ConfigError(
-                    f"prompt {index} has token id {token} at position {position}; "
-                    f"the vocabulary is [0, {vocab_size})"
-                )
-        if len(ids) >= self.max_context_len:
-            raise ConfigError(
-                f"prompt {index} has {len(ids)} tokens; with one new token at least, "
-                f"max_context_len {self.max_context_len} leaves room for {self.max_context_len - 1}"
-            )
-        watch = TextStream(self.tokenizer, params.stop) if params.stop else None
-        eos = frozenset[int]() if params.ignore_eos else self.target.eos_token_ids
-        request = Request(
-            request_id=next(self._ids),
-            index=index,
-            prompt_len=len(ids),
-            tokens=ids,
-            params=params,
-            shape=shape,
-            shape_index=self._shapes.index(shape),
-            max_len=min(len(ids) + params.max_new_tokens, self.max_context_len),
-            stop_ids=eos | frozenset(params.stop_token_ids),
-            seed=fresh_seed() if params.seed is None else params.seed,
-            priority=priority,
-            watch=watch,
-        )
-        if not self._scheduler.fits(request):
-            most = self._scheduler.pages_at_most(request).tolist()
-            raise ConfigError(
-                f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
-                f"groups have {self._num_pages}: lower max_new_tokens"
-            )
-        return request
-
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return [operator.index(token) for token in prompt]
-            except (TypeError, ValueError, RuntimeError):
-                raise ConfigError(
-                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
-                ) from None
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"prompt {index} is a string, but the target has no tokenizer: give token ids"
-            )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"prompt {index} is no valid text: a lone surrogate at position {error.start}"
-            ) from None
-        return list(self.tokenizer.encode(prompt))
 
     def _run(self, requests: list[Request]) -> Iterator[int]:
         """Run until these are done; yields which one has news."""
@@ -622,20 +497,3 @@ class _Submitted:
     request: Request
     report: Report
     on_item: Callable[[int, Chunk | RequestOutput], None] | None
-
-
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts; one prompt alone is a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        several = [prompts[i] for i in range(len(prompts))]
-    except (TypeError, KeyError, IndexError):
-        raise ConfigError(
-            f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
-        ) from None
-    # An array's items are arrays without a dimension, which know their index as integers do.
-    if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):
-        if getattr(several[0], "ndim", 0) == 0:
-            return [cast("Sequence[int]", several)]
-    return cast("Sequence[Prompt]", several)
