@@ -14,6 +14,7 @@ __all__ = [
     "KERNEL_FILES",
     "OP_BYTES",
     "Event",
+    "Finding",
     "Group",
     "Ledger",
     "Plan",
@@ -267,6 +268,23 @@ class Plan:
         """
     def __len__(self) -> int:
         """B, the number of lanes."""
+
+@final
+class Finding:
+    """One broken rule that an audit found, and what it is about as far as that is known."""
+
+    @property
+    def group(self) -> int | None:
+        """Index of the group."""
+    @property
+    def page(self) -> int | None:
+        """The page, of that group."""
+    @property
+    def row(self) -> int | None:
+        """The row; live or not, and row 0 too."""
+    @property
+    def text(self) -> str:
+        """The rule, with the numbers."""
 
 @final
 class Snapshot:
@@ -644,6 +662,8 @@ class Ledger:
     def __enter__(self) -> Ledger: ...
     def __exit__(self, *_error: object) -> None:
         """Closes the ledger."""
+    def audit(self) -> list[Finding]:
+        """Every broken invariant, O(pages + table cells); empty where all is well."""
     def check(self) -> None:
         """Full audit, O(pages + table cells).
 
