@@ -435,6 +435,8 @@ class Ledger:
         """Pages that can be handed out now."""
     def fenced_pages(self, group: int) -> int:
         """Pages given back that a launched step may still touch; free once it is complete."""
+    def pinned_pages(self, group: int) -> int:
+        """Pages that pinned prefixes hold, each counted once; rows may share them."""
     def reclaimable_pages(self, group: int) -> int:
         """Pages whose every holder is an idle row."""
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:

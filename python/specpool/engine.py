@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
+from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.config import EngineConfig, SamplingParams
 from specpool.draft import Drafter
-from specpool.errors import ConfigError, CorruptState, StalePlan
+from specpool.errors import ConfigError, CorruptState, SpecpoolError, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.loading import load
 from specpool.memory import plan_pools
@@ -26,26 +27,11 @@ from specpool.output import Chunk, Report, output_of
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler, Step
+from specpool.stats import Clock, EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.worker import EagleWorker, PendingStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Pages of one group."""
-
-    name: str
-    page_size: int
-    num_pages: int
-    free_pages: int
-    fenced_pages: int
-
-    @property
-    def used_pages(self) -> int:
-        """Pages that are neither free nor fenced."""
-        return self.num_pages - self.free_pages - self.fenced_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +113,14 @@ class Engine:
             reads_tokens=drafter is not None and drafter.reads_tokens,
             before_release=self._scrub,
         )
+        self._busy_check = BusyCheck(
+            self.ledger,
+            self._scheduler,
+            self.cache,
+            level=config.busy_check,
+            on_finding=config.on_finding,
+        )
+        self._clock = Clock()
         self._turns = 0
         self._submitted: dict[int, _Submitted] = {}
         self._lock = threading.Lock()  # between the threads of asynchronous streams
@@ -344,16 +338,16 @@ class Engine:
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""
-        return [
-            PoolStats(
-                group.name,
-                group.page_size,
-                group.num_pages,
-                self.ledger.free_pages(index),
-                self.ledger.fenced_pages(index),
-            )
-            for index, group in enumerate(self.ledger.groups)
-        ]
+        return pool_stats(self.ledger)
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now and has done since it was built."""
+        return engine_stats(self.ledger, self._scheduler, self._busy_check, self._clock)
+
+    @property
+    def findings(self) -> list[BusyFinding]:
+        """What the busy check has found, the oldest first; each once, the latest of many."""
+        return list(self._busy_check.findings)
 
     def close(self) -> None:
         """Abort what runs, give the target model its own attention back, write the event log out.
@@ -421,9 +415,14 @@ class Engine:
         A forward that fails ends the requests in it; anything else that goes wrong, all that run.
         """
         try:
-            steps = self._scheduler.schedule()
+            self._look()
+            with self._clock.schedule:
+                steps = self._scheduler.schedule()
+            if not self._scheduler.requests():  # the busy check has ended the last ones
+                return
             if not steps and not self._flying:
-                raise CorruptState("a request is neither waiting nor running")
+                out_of_use = f"{len(self._busy_check.rows)} of {self.ledger.num_rows} rows"
+                raise CorruptState(f"no request can run: {out_of_use} are out of use")
             self._turns += 1
             for step in steps:
                 self._launch(step)
@@ -436,6 +435,19 @@ class Engine:
             self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
             raise
 
+    def _look(self) -> None:
+        """The busy check, before anything else is prepared."""
+        found = self._busy_check.finding_ct
+        error = self._busy_check.look()
+        if error is None and self._busy_check.finding_ct == found:
+            return
+        try:
+            self._drain()  # no step that is under way has a row that is out of use
+        except SpecpoolError as failure:
+            raise (error or failure) from failure
+        if error is not None:
+            raise error
+
     def _launch(self, step: Step) -> None:
         """Enqueue a step's forward."""
         for group, num_pages in enumerate(self._num_pages):
@@ -447,10 +459,11 @@ class Engine:
             self._scheduler.cancel(step)
             return
         try:
-            self.cache.apply_delta(step.plan.step)
-            self.cache.copy_pages(step.plan.page_copies)
-            forward = self._worker.decode if step.is_decode else self._worker.prefill
-            pending = forward(step.plan, step.requests)
+            with self._clock.launch:
+                self._busy_check.apply_delta(step.plan.step)
+                self.cache.copy_pages(step.plan.page_copies)
+                forward = self._worker.decode if step.is_decode else self._worker.prefill
+                pending = forward(step.plan, step.requests)
         except Exception as error:
             self._fail(step, error)
         else:
@@ -459,13 +472,15 @@ class Engine:
     def _take_over(self, flying: _Flying) -> None:
         """Wait for a step's results and give them to the scheduler."""
         try:
-            result = flying.pending.result()
+            with self._clock.wait:
+                result = flying.pending.result()
         except Exception as error:
             self._fail(flying.step, error)
             return
-        for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
-            request.tainted |= not_finite
-        self._scheduler.finish(flying.step, result)
+        with self._clock.finish:
+            for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
+                request.tainted |= not_finite
+            self._scheduler.finish(flying.step, result)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""

@@ -255,6 +255,10 @@ impl Ledger {
         self.0.fenced_pages(self::group(group)?).map_err(to_py)
     }
 
+    fn pinned_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.pinned_pages(self::group(group)?).map_err(to_py)
+    }
+
     fn reclaimable_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.reclaimable_pages(self::group(group)?).map_err(to_py)
     }
