@@ -278,7 +278,7 @@ class Finding:
         """Index of the group."""
     @property
     def page(self) -> int | None:
-        """The page, of that group."""
+        """The page, of that group; 0 where a row holds the sink."""
     @property
     def row(self) -> int | None:
         """The row; live or not, and row 0 too."""

@@ -60,7 +60,7 @@ class BusyFinding:
     def __str__(self) -> str:
         """The report, in one line."""
         page = ""
-        if self.page is not None:
+        if self.state is not None:
             page = (
                 f"; page {self.page} of group {self.group}: {self.state}, taken by {self.owner} "
                 f"for step {self.birth_step}, last verb {self.last_verb}"
@@ -233,13 +233,17 @@ class BusyCheck:
             return fault.row in rows
         if fault.page is None or fault.group is None:
             return False
-        owner = self._ledger.page_record(fault.group, fault.page)[1]
-        return owner in rows or bool(self._holders(fault.group, fault.page) & set(rows))
+        return not self._holders(fault.group, fault.page).isdisjoint(rows)
 
     def _holders(self, group: int, page: int) -> set[int]:
-        """The rows whose tables name the page."""
-        names_it = (self._ledger.page_table(group) == page).any(axis=1)
-        return set(np.flatnonzero(names_it).tolist())
+        """The rows that took the page, or that name it where they hold one."""
+        ledger, P = self._ledger, self._groups[group].page_size
+        columns = np.arange(ledger.pages_per_row(group))
+        held = columns < ledger.allocated_len(group)[:, None] // P
+        held &= columns >= ledger.evicted_len(group)[:, None] // P
+        names_it = (held & (ledger.page_table(group) == page)).any(axis=1)
+        rows = set(np.flatnonzero(names_it).tolist())
+        return rows | {ledger.page_record(group, page)[1]} if page > 0 else rows
 
     def _report(self, fault: _Fault) -> BusyFinding:
         group, page, rows = fault.group, fault.page, set[int]()
@@ -250,9 +254,8 @@ class BusyCheck:
                 page = self._last_page(group, fault.row)
         elif page is not None and group is not None:
             rows = self._holders(group, page)
-            rows.add(self._ledger.page_record(group, page)[1])
         state = owner = birth_step = verb = None
-        if page is not None and group is not None:
+        if page and group is not None:  # page 0 has no record
             state, by, birth_step, verb = self._ledger.page_record(group, page)
             owner = self._name(by)
         return BusyFinding(
@@ -274,7 +277,8 @@ class BusyCheck:
         return int(pages[-1]) if len(pages) else None
 
     def _is_in_use(self, row: int) -> bool:
-        return self._ledger.is_live(row) or any(r.row == row for r in self._scheduler.requests())
+        has_request = row > 0 and any(r.row == row for r in self._scheduler.requests())
+        return has_request or self._ledger.is_live(row)
 
     def _name(self, row: int) -> str:
         tag = self._ledger.tag(row)

@@ -149,7 +149,8 @@ class Scheduler:
 
     def quarantine(self, row: int, why: str) -> None:
         """Take a row out of use, for good: what it holds is not given back, its request ends."""
-        self._quarantined[row] = int(self._ledger.epoch[row])
+        if self._ledger.is_live(row):
+            self._quarantined[row] = int(self._ledger.epoch[row])
         request = self._by_row.get(row)
         if request is not None:
             request.error = why

@@ -15,7 +15,7 @@ const MAX_LINES: usize = 20;
 pub struct Finding {
     /// Index of the group.
     pub group: Option<usize>,
-    /// The page, of that group.
+    /// The page, of that group; 0 where a row holds the sink.
     pub page: Option<Page>,
     /// The row; live or not, and row 0 too.
     pub row: Option<Row>,
@@ -221,6 +221,11 @@ impl Ledger {
                         "{row_name} column {column} of group {name} is page {cell}, which is shared, beyond protected_len {}",
                         group.protected[row.at()]
                     ));
+                } else if !is_shared && column < own {
+                    found(format!(
+                        "{row_name} column {column} of group {name} is page {cell}, which is owned, below protected_len {}",
+                        group.protected[row.at()]
+                    ));
                 }
                 count(page);
             }
@@ -316,7 +321,10 @@ mod tests {
     #[test]
     fn every_planted_fault_is_reported() {
         type Fault = fn(&mut Ledger, Row);
-        let faults: [(&str, Fault); 11] = [
+        let faults: [(&str, Fault); 12] = [
+            ("is page 1, which is owned, below protected_len 4", |ledger, row| {
+                ledger.groups[0].protected[row.at()] = 4;
+            }),
             ("kv_committed_len 17 allocated_len 16", |ledger, row| {
                 ledger.rows.resolved[row.at()] = 16;
                 ledger.rows.hi[row.at()] = 20;
