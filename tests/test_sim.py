@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
+import dataclasses
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
+from sim_plants import PLANTS, give_tokens_to_dropped_lanes, lie, overlook_stop_tokens
 from specpool.cli import main
 from specpool.cli.sim import SEEDS
-from specpool.request import Request
-from specpool.scheduler import Scheduler
 from specpool.sim import (
     Arrival,
     Scenario,
@@ -53,6 +51,7 @@ def test_everything_happens():
     assert seen >= {"D=0", "D=1", "reads True", "launch", "result", "not_finite", "interrupt"}
     assert "everybody is retracted" in seen
     assert min(tally.aborts, tally.device_errors, tally.retractions) > 10
+    assert min(tally.forks, tally.pins, tally.dropped_pins, tally.stop_strings) > 10
 
 
 def test_the_check_level_changes_nothing_that_happens():
@@ -142,247 +141,87 @@ def test_an_interrupt_right_behind_a_retraction_leaks_nothing(monkeypatch):
     assert interrupts
 
 
+def small(*arrivals: Arrival, **settings) -> Scenario:
+    """With pages for two rows."""
+    options = {"page_sizes": (4,), "num_pages": (20,), "max_batch": 3, "max_context_len": 40}
+    return Scenario(0, Settings(**{**options, **settings}), arrivals)
+
+
+def sample(first: Arrival, request_id: int, **changes) -> Arrival:
+    origins = (*first.origins, (first.request_id, first.prompt_len))
+    changes = {"sample_of": first.request_id, "origins": origins, **changes}
+    return dataclasses.replace(first, request_id=request_id, **changes)
+
+
+FIRST = Arrival(request_id=1, turn=0, prompt_len=9, max_len=20)
+
+
+@pytest.mark.parametrize("num_pages", [12, 20])
+@pytest.mark.parametrize("prefill_tokens", [1, 4, 8, 64])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_samples_of_a_prompt_share_it_however_it_is_chunked(depth, prefill_tokens, num_pages):
+    samples = [sample(FIRST, i, stop_at=9 + i) for i in (2, 3)]
+    options = {"overlap_depth": depth, "prefill_tokens": prefill_tokens, "num_pages": (num_pages,)}
+    tally = Simulation(small(FIRST, *samples, **options)).run()
+    assert tally.forks == 2 and tally.tokens == 11 + 3 + 4
+
+
+def test_a_sample_that_was_aborted_is_not_forked():
+    gone = sample(FIRST, 2, abort_after=2)
+    assert broken_law(small(FIRST, gone, prefill_tokens=1)) is None
+
+
+PIN = Arrival(request_id=1, turn=0, prompt_len=8, max_len=9, is_pin=True)
+
+
+@pytest.mark.parametrize("prompt_len", [3, 8, 9, 12])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_samples_of_a_prompt_that_is_pinned(depth, prompt_len):
+    """Where the pin has all but the last token, no prefill of the first one ends before it."""
+    origins = ((1, min(prompt_len, 8)),)
+    first = Arrival(request_id=2, turn=9, prompt_len=prompt_len, max_len=20, origins=origins)
+    tally = Simulation(small(PIN, first, sample(first, 3), overlap_depth=depth)).run()
+    assert tally.pins == 1 and tally.forks == (prompt_len > 9)
+
+
+def test_a_pool_full_of_pins_makes_room_for_who_waits():
+    """Nobody runs, and the only one that could has no page for the copy of its pin's tail."""
+    pins = [dataclasses.replace(PIN, request_id=i, turn=9 * i, prompt_len=4) for i in (1, 2)]
+    pins = [dataclasses.replace(pin, max_len=5) for pin in pins]
+    late = Arrival(request_id=3, turn=30, prompt_len=4, max_len=6, origins=((1, 4),))
+    tight = {"num_pages": (2,), "max_batch": 2, "max_context_len": 8}
+    assert Simulation(small(*pins, late, **tight)).run().dropped_pins == 2
+
+
+VERBS = ["admit", "fork", "pin_prefix", "release_prefix", "finish", "abort", "launch", "resolve"]
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "retract", "prepare_extend", "prepare_decode"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_at_a_shared_row_leaks_nothing(monkeypatch, verb, is_done):
+    """Before or after any of the ledger's verbs."""
+    calls, last = [], 1 if verb == "retract" else 2
+
+    def interrupted(self, *args, **options):
+        calls.append(verb)
+        if len(calls) == last and not is_done:
+            raise _Interrupted
+        result = getattr(self._ledger, verb)(*args, **options)
+        if len(calls) == last:
+            raise _Interrupted
+        return result
+
+    pins = [dataclasses.replace(PIN, request_id=i, turn=i, unpin_after=30) for i in (1, 2)]
+    first = Arrival(request_id=3, turn=12, prompt_len=12, max_len=40, origins=((1, 8),))
+    samples = [sample(first, 4), sample(first, 5, abort_after=5)]
+    others = [dataclasses.replace(first, request_id=i, abort_after=i) for i in (6, 7)]
+    lie(monkeypatch, **{verb: interrupted})
+    found = broken_law(small(*pins, first, *samples, *others, num_pages=(11,), max_batch=5))
+    assert found is None
+    assert len(calls) >= last
+
+
 # --- planted bugs: each is found ---
-
-
-class Lying:
-    """The ledger, but for what is overridden."""
-
-    def __init__(self, ledger):
-        self._ledger = ledger
-
-    def __getattr__(self, name):
-        return getattr(self._ledger, name)
-
-
-def lie(patch, **methods) -> None:
-    ledger = Settings.ledger
-    kind = type("Lying", (Lying,), methods)
-    patch.setattr(Settings, "ledger", lambda settings: kind(ledger(settings)))
-
-
-def drop_a_retracted_request(patch):
-    def requeue(self, request):
-        self._running.remove(request)
-        self._leave_row(request)
-        self.num_retracted += 1
-
-    patch.setattr(Scheduler, "_requeue", requeue)
-
-
-def admit_the_last_first(patch):
-    def submit(self, request):
-        bisect.insort(self._waiting, request, key=lambda r: (-r.priority, -r.request_id))
-
-    patch.setattr(Scheduler, "submit", submit)
-
-
-def put_the_retracted_behind(patch):
-    requeue = Scheduler._requeue
-
-    def behind(self, request):
-        requeue(self, request)
-        self._waiting.remove(request)
-        self._waiting.append(request)
-
-    patch.setattr(Scheduler, "_requeue", behind)
-
-
-def retract_the_first(patch):
-    def make_room(self):
-        victim = self._running[0]
-        if len(self._running) > 1:
-            self._before_release(victim)
-            self._ledger.retract(victim.row)
-            self._requeue(victim)
-
-    patch.setattr(Scheduler, "_make_room", make_room)
-
-
-def retract_without_draining(patch):
-    schedule = Scheduler.schedule
-
-    def hasty(self):
-        steps = schedule(self)
-        if not steps and self._in_flight and len(self._running) > 1 and self._is_starved:
-            self._make_room()
-        return steps
-
-    patch.setattr(Scheduler, "schedule", hasty)
-
-
-def keep_the_row_of_who_ended(patch):
-    end = Scheduler._end
-
-    def leaky(self, request, reason):
-        if reason == "stop":
-            request.finish_reason = reason
-            self._running.remove(request)
-            self._leave_row(request)
-        else:
-            end(self, request, reason)
-
-    patch.setattr(Scheduler, "_end", leaky)
-
-
-def give_tokens_to_dropped_lanes(patch):
-    finish = Scheduler.finish
-
-    def careless(self, step, result):
-        dropped = [
-            (request, tokens)
-            for i, (request, tokens) in enumerate(zip(step.requests, result.tokens, strict=True))
-            if self._ledger.epoch[step.plan.rows[i]] != step.plan.epochs[i]
-        ]
-        finish(self, step, result)
-        for request, tokens in dropped:
-            request.tokens += tokens
-
-    patch.setattr(Scheduler, "finish", careless)
-
-
-def forget_a_resolve(patch):
-    lie(patch, resolve=lambda self, step, lens: step % 16 and self._ledger.resolve(step, lens))
-
-
-def resolve_one_token_alone(patch):
-    lie(patch, resolve=lambda self, step, lens: self._ledger.resolve(step, np.ones_like(lens)))
-
-
-def hand_pages_out_early(patch):
-    def launch(self, step):
-        self._ledger.launch(step)
-        self._ledger.complete(step)
-
-    lie(patch, launch=launch, complete=lambda self, step: None)
-
-
-def lose_a_table_delta(patch):
-    def take_delta(self, step):
-        delta = self._ledger.take_delta(step)
-        return delta if step % 8 else [tuple(part[:0] for part in group) for group in delta]
-
-    lie(patch, take_delta=take_delta)
-
-
-def end_everybody_at_a_fault(patch):
-    fail = Scheduler.fail
-
-    def broad(self, step, error):
-        fail(self, step, error)
-        for request in list(self._running):
-            self._end(request, "error")
-
-    patch.setattr(Scheduler, "fail", broad)
-
-
-def forget_the_text_at_retraction(patch):
-    requeue = Scheduler._requeue
-
-    def forgetful(self, request):
-        del request.tokens[request.prompt_len :]
-        requeue(self, request)
-
-    patch.setattr(Scheduler, "_requeue", forgetful)
-
-
-def say_a_token_twice(patch):
-    append = Request.append
-
-    def stammer(self, tokens, *options):
-        append(self, tokens * 2 if len(tokens) > 3 else tokens, *options)
-
-    patch.setattr(Request, "append", stammer)
-
-
-def overlook_stop_tokens(patch):
-    append = Request.append
-
-    def deaf(self, tokens, *options):
-        self.stop_ids = frozenset()
-        append(self, tokens, *options)
-
-    patch.setattr(Request, "append", deaf)
-
-
-def draft_from_old_tokens(patch):
-    init = Scheduler.__init__
-
-    def blind(self, ledger, *, reads_tokens, **options):
-        init(self, ledger, reads_tokens=False, **options)
-
-    patch.setattr(Scheduler, "__init__", blind)
-
-
-def run_too_many(patch):
-    init = Scheduler.__init__
-
-    def greedy(self, ledger, *, max_batch, **options):
-        init(self, ledger, max_batch=max_batch, **options)
-        self._prefill_tokens += 1
-
-    patch.setattr(Scheduler, "__init__", greedy)
-
-
-def leave_a_row_out(patch):
-    decode = Scheduler._decode
-
-    def unfair(self):
-        row = self._running[-1].row if self._running else 0
-        kept, self._limits[row] = self._limits[row], 0
-        step = decode(self)
-        self._limits[row] = kept
-        return step
-
-    patch.setattr(Scheduler, "_decode", unfair)
-
-
-def admit_again_before_whom_it_made_room_for(patch):
-    requeue = Scheduler._requeue
-
-    def hurried(self, request):
-        requeue(self, request)
-        self._is_starved = False
-
-    patch.setattr(Scheduler, "_requeue", hurried)
-
-
-def keep_pages_for_nobody(patch):
-    def schedule(self):
-        while True:
-            if not self._is_starved:
-                self._admit()
-            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
-            self._in_flight += len(steps)
-            if steps or self._in_flight or not self._running:
-                return steps
-            self._make_room()
-
-    patch.setattr(Scheduler, "schedule", schedule)
-
-
-PLANTS = {
-    drop_a_retracted_request: "have not ended",
-    admit_the_last_first: "was admitted before request",
-    put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",
-    retract_the_first: "is retracted, not request",
-    retract_without_draining: "retracted while results are still to come",
-    keep_the_row_of_who_ended: "pages free, .* fenced, .* held by running|leak|livelock",
-    give_tokens_to_dropped_lanes: "went on after its end",
-    forget_a_resolve: "OrderError|left out|livelock|not all in",
-    resolve_one_token_alone: "the true roots .* are not all in|livelock",
-    hand_pages_out_early: "position .* slot .* holds|OrderError|not written",
-    lose_a_table_delta: "has no page|holds|not written",
-    end_everybody_at_a_fault: "by error",
-    forget_the_text_at_retraction: "had .* tokens, and has",
-    say_a_token_twice: "speaks otherwise than alone",
-    overlook_stop_tokens: "speaks otherwise|alone it would after .* by stop",
-    draft_from_old_tokens: "drafts from .* tokens",
-    run_too_many: "prefills .* tokens",
-    leave_a_row_out: "left out|livelock|kv_exhausted",
-    admit_again_before_whom_it_made_room_for: "has a row again",
-    keep_pages_for_nobody: "livelock|retracted, though|kv_exhausted",
-}
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

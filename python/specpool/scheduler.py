@@ -7,6 +7,7 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress, repeat
@@ -197,7 +198,7 @@ class Scheduler:
                 return steps
             if was_starved and not self._is_starved:
                 continue  # whoever the pages were kept for has ended
-            if not self._running:
+            if not self._running and not (self._waiting and self._pins):
                 return steps
             self._make_room()
 
@@ -243,8 +244,8 @@ class Scheduler:
             drawn = np.array([bool(new) for new in tokens], np.int32)
             self._lens[rows] += drawn
             self.counts.prefill(int((plan.new_len - plan.start).sum()), int(drawn.sum()))
-            for request in requests:
-                if request.siblings and request.prefilled_len == request.prefill_len - 1:
+            for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
+                if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
         of_lanes = repeat(None) if logprobs is None else logprobs
         for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
@@ -288,6 +289,8 @@ class Scheduler:
             if state == "launched":
                 self._ledger.abandon(number)
             self._ledger.complete(number)
+        for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
+            self._ledger.release_prefix(prefix)  # of a pin on its way in or out
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row.clear()
@@ -324,6 +327,8 @@ class Scheduler:
                 return
             del self._waiting[0]
             self._start(request, row, length)
+            if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
+                self._part(request)
 
     def _start(self, request: Request, row: int, prefilled_len: int) -> None:
         """The request has a row, with KV of its first tokens."""
@@ -347,17 +352,16 @@ class Scheduler:
 
     def _fork(self, request: Request) -> None:
         """All but the prompt's last token is there: the siblings share it, as far as rows go."""
-        siblings, request.siblings = request.siblings, []
-        for sibling in siblings:
-            if len(self._running) < self._max_batch:
-                try:
+        while request.siblings:
+            sibling, row = request.siblings[0], 0
+            if sibling.finish_reason is None and len(self._running) < self._max_batch:
+                with contextlib.suppress(OutOfRows, OutOfPages):
                     row = self._ledger.fork(request.row, str(sibling.request_id))
-                except (OutOfRows, OutOfPages):
-                    pass
-                else:
-                    self._start(sibling, row, request.prefilled_len)
-                    continue
-            self._queue(sibling)
+            if row:
+                self._start(sibling, row, request.prefilled_len)
+            else:
+                self._queue(sibling)
+            del request.siblings[0]
 
     def _pin(self, request: Request) -> None:
         """The text that was to be pinned is there; the row is not needed for it."""
@@ -484,11 +488,15 @@ class Scheduler:
         if siblings:
             request.siblings = []
 
-    def _end(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
+    def _part(self, request: Request) -> None:
+        """Its siblings wait by themselves."""
         for sibling in request.siblings:
             self._queue(sibling)
         request.siblings = []
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._part(request)
         if request in self._waiting:
             self._waiting.remove(request)
             self.counts.end(reason)

@@ -5,8 +5,9 @@
 
 from specpool.sim.device import BrokenLaw, SimDevice
 from specpool.sim.shrink import Failure, broken_law, shrink
-from specpool.sim.simulation import Simulation, Tally
+from specpool.sim.simulation import Simulation
 from specpool.sim.source import Arrival, Fault, Scenario, Settings, Text, scenario
+from specpool.sim.watch import Tally
 
 __all__ = [
     "Arrival",

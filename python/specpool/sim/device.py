@@ -1,7 +1,8 @@
-"""A device made of dice: slots that remember whose position they hold, and lengths that are true.
+"""A device made of dice: slots that remember which text they hold, and lengths that are true.
 
 A forward reads its row's prefix and writes every slot that a real round can touch. Where the ledger
-fences pages, rows run in any order, each in its own; else step behind step.
+fences pages, rows run in any order, each in its own; else step behind step. Rows that share pages
+find their own text in them; a page that is claimed anew holds nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Forward:
     roots: Ints  # [B], where each lane's round began
     accept_len: Ints  # [B]
     has_failed: bool = False
+    has_copied: bool = False  # its page copies have run
 
 
 class SimDevice:
@@ -61,12 +63,13 @@ class SimDevice:
         self._is_draft = [i == 1 for i in range(len(self._groups))]  # a group of the draft's alone
         num_rows = ledger.num_rows + 1
         self.tables = [ledger.full_table(g).astype(np.int64) for g in range(len(self._groups))]
-        # Per group, slot -> whose position it holds: epoch, row, position; negative = a draft.
+        # Per group, slot -> what it holds, as in `Text.words`; negative = a step's drafts.
         self._memory = [np.zeros((g.num_pages + 1) * g.page_size, np.int64) for g in self._groups]
         self._sizes = np.array(
             [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in ledger.shapes]
         )
         self.roots = np.zeros(num_rows, np.int64)  # tokens with KV, by row
+        self._epochs = np.full(num_rows, -1).astype(np.uint64)  # of the row's last forward
         self._is_broken = np.zeros(num_rows, bool)  # a forward of the row failed: all is garbage
         self._forwards: dict[int, _Forward] = {}  # launched and not taken over, by step
 
@@ -75,16 +78,16 @@ class SimDevice:
         plan = step.plan
         for table, (rows, columns, pages) in zip(self.tables, delta, strict=True):
             table[rows, columns] = pages
-        if len(plan.page_copies):
-            raise BrokenLaw(f"step {plan.step} copies pages, but nothing shares any")
         lines = [table[plan.rows] for table in self.tables] if self._has_memory else []
+        self._forget_new_pages(plan, lines)
         batch = len(plan)
         zeros = np.zeros((2, batch), np.int64)
         ends = zip(step.requests, plan.new_len.tolist(), strict=True)
         has_ended = [end >= request.prefill_len for request, end in ends]
         forward = _Forward(plan, texts, has_ended, lines, np.ones(batch, bool), *zeros)
-        for earlier in self._forwards.values():  # a row's forwards run in order
-            if earlier.waiting.any():
+        for earlier in self._forwards.values():
+            self._copy_pages(earlier)
+            if earlier.waiting.any():  # a row's forwards run in order
                 self._run(earlier, np.isin(earlier.plan.rows, plan.rows))
         self._forwards[plan.step] = forward
         if not self._may_wait:
@@ -117,6 +120,11 @@ class SimDevice:
         forward = self._forwards[step]
         forward.has_failed = True
         self._is_broken[forward.plan.rows] = True
+        for g, _, page, _ in forward.plan.page_copies.tolist():  # they may not have run either
+            rows, _ = (self.tables[g] == page).nonzero()
+            self._is_broken[rows] = True
+            self._page(g, page)[:] = 0
+        forward.has_copied = True
         self._wait(step)
 
     def reset(self) -> None:
@@ -131,8 +139,34 @@ class SimDevice:
                 raise BrokenLaw(f"step {step} is taken over before step {number}")
         return self._forwards.pop(step)
 
+    def _page(self, g: int, page: int) -> Ints:
+        """The slots of a page, a view."""
+        P = self._groups[g].page_size
+        return self._memory[g][page * P : (page + 1) * P]
+
+    def _forget_new_pages(self, plan: Plan, lines: list[Ints]) -> None:
+        """What lies in pages that the step claimed is an earlier owner's."""
+        before, after = plan.allocated_before, plan.allocated_after
+        for g, lane in np.argwhere(after > before).tolist() if lines else ():
+            P = self._groups[g].page_size
+            pages = lines[g][lane, before[g, lane] // P : after[g, lane] // P]
+            self._memory[g].reshape(-1, P)[pages] = 0
+
+    def _copy_pages(self, forward: _Forward) -> None:
+        """Before the step's forward, and before all that is launched after it."""
+        if forward.has_copied:
+            return
+        forward.has_copied = True
+        if not self._has_memory:
+            return
+        for g, src, dst, num_tokens in forward.plan.page_copies.tolist():
+            new = self._page(g, dst)
+            new[:num_tokens] = self._page(g, src)[:num_tokens]
+            new[num_tokens:] = 0
+
     def _run(self, forward: _Forward, lanes: npt.NDArray[np.bool_]) -> None:
         """Run these lanes, those that have not run yet."""
+        self._copy_pages(forward)
         (chosen,) = np.nonzero(lanes & forward.waiting)
         if not len(chosen):
             return
@@ -147,10 +181,13 @@ class SimDevice:
     def _run_extend(self, forward: _Forward, chosen: Ints, rows: npt.NDArray[np.int32]) -> None:
         plan = forward.plan
         starts, ends = plan.start[chosen].astype(np.int64), plan.new_len[chosen].astype(np.int64)
+        # A row taken anew has what it shares; whether that is its text, its reads will show.
+        is_new = self._epochs[rows] != plan.epochs[chosen]
+        self._epochs[rows] = plan.epochs[chosen]
         if not forward.has_failed:
-            self._is_broken[rows[starts == 0]] = False
+            self._is_broken[rows[is_new]] = False
         broken = self._is_broken[rows]
-        self.roots[rows[starts == 0]] = 0
+        self.roots[rows[is_new]] = starts[is_new]
         wrong = (self.roots[rows] != starts) & ~broken
         if wrong.any():
             raise BrokenLaw(
@@ -192,7 +229,8 @@ class SimDevice:
         plan = forward.plan
         rows = plan.rows[chosen]
         broken = self._is_broken[rows]
-        owners = plan.epochs[chosen].astype(np.int64) * len(self.roots) + rows << 20
+        lanes = zip(chosen.tolist(), keeps.tolist(), strict=True)
+        known = np.concatenate([forward.texts[lane].words[:n] for lane, n in lanes])
         for g, group in enumerate(self._groups):
             P, end = group.page_size, ends[g]
             beyond = end > plan.allocated_after[g][chosen]
@@ -205,7 +243,9 @@ class SimDevice:
             position = np.arange(len(lane)) - (np.cumsum(end) - end)[lane]
             page = forward.lines[g][chosen[lane], position // P]
             slot = page * P + position % P
-            words = owners[lane] + position
+            stays = position < keeps[lane]
+            words = np.full(len(lane), -plan.step)
+            words[stays] = known
             is_old = position < starts[lane]
             missing = page == 0
             reads = is_old & ~broken[lane]
@@ -215,10 +255,9 @@ class SimDevice:
             wrong = missing | (reads & (self._memory[g][slot] != words))
             if wrong.any():
                 self._report(forward, g, int(np.flatnonzero(wrong)[0]), lane, position, slot, rows)
-            stays = (position < keeps[lane]) & ~broken[lane]
+            words[broken[lane]] = -plan.step
             if self._is_draft[g] and not plan.writes_draft:
-                stays[:] = False
-            words[~stays] = -plan.step
+                words[:] = -plan.step
             self._memory[g][slot[~is_old]] = words[~is_old]
 
     def _report(
@@ -237,8 +276,8 @@ class SimDevice:
         elif found <= 0:
             what = f"slot {slot[at]} holds drafts of step {-found}" if found else "is not written"
         else:
-            epoch, row = divmod(found >> 20, len(self.roots))
-            what = f"slot {slot[at]} holds row {row}, epoch {epoch}, position {found % (1 << 20)}"
+            request_id, place = divmod(found, 1 << 20)
+            what = f"slot {slot[at]} holds position {place} of request {request_id}"
         raise BrokenLaw(
             f"step {forward.plan.step} ({forward.plan.kind}), row {rows[lane[at]]} of "
             f"{self._groups[g].name}: position {position[at]} {what}"

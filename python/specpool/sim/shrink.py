@@ -99,7 +99,15 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
 
 def _plainer(arrival: Arrival) -> Iterator[Arrival]:
     """The request without its abort, its stop, its priority, its drafts, half its output."""
-    for name, value in (("abort_after", None), ("stop_at", None), ("priority", 0), ("shape", 0)):
+    plain: dict[str, object] = {"abort_after": None, "stop_at": None, "priority": 0, "shape": 0}
+    plain |= {
+        "stop_text": None,
+        "unpin_after": None,
+        "sample_of": None,
+        "origins": (),
+        "is_pin": False,
+    }
+    for name, value in plain.items():
         if getattr(arrival, name) != value:
             yield replace(arrival, **{name: value})  # type: ignore[arg-type]
     half = (arrival.max_len - arrival.prompt_len) // 2

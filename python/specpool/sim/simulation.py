@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,46 +13,11 @@ from specpool.request import Request
 from specpool.scheduler import Scheduler, Step
 from specpool.sim.device import BrokenLaw, SimDevice
 from specpool.sim.source import Arrival, Scenario, Text
+from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 
 # Turns in which a row that could decode may be left out: its rounds in flight, a drain, a
 # retraction, and what lateness adds.
 _MOST_LEFT_OUT = 16
-
-
-@dataclass(slots=True)
-class Tally:
-    """What has happened; sums over simulations are sums of these."""
-
-    scenarios: int = 0
-    rounds: int = 0  # turns of the loop that launched a step
-    requests: int = 0
-    retractions: int = 0
-    aborts: int = 0
-    device_errors: int = 0
-    tokens: int = 0
-
-    def add(self, other: Tally) -> None:
-        """Count what the other has counted."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
-
-@dataclass(eq=False, slots=True)
-class _Watch:
-    """A request that has come, and what is known of it."""
-
-    arrival: Arrival
-    request: Request
-    text: Text
-    admission: int = 0  # the how manieth it was; 0 = without a row
-    num_tokens: int = 0  # when it was looked at last
-    last_step: int = 0  # the turn in which it was in a step, or could not yet be
-    may_end: set[str] = field(default_factory=set)  # finish reasons besides the planned one
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who is admitted first: the greater priority, then whoever came first."""
-        return -self.arrival.priority, self.arrival.request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +63,11 @@ class Simulation:
         self._flying: deque[_Flying] = deque()
         self._to_come = deque(scenario.arrivals)
         self._faults = {fault.step: fault.kind for fault in scenario.faults}
-        self._watches: dict[int, _Watch] = {}  # by request id: those that have not ended
-        self._ended: list[_Watch] = []
+        self._watches: dict[int, Watch] = {}  # by request id: those that have not ended
+        self._ended: list[Watch] = []
         self._admissions = 0
+        self._has_samples = any(arrival.sample_of for arrival in scenario.arrivals)
+        self._pins = Pins(self._ledger)
         self._idle_turns = 0  # since the last new token or end of a request
         self._P = np.array(settings.page_sizes)
 
@@ -123,9 +90,9 @@ class Simulation:
 
     def _one_turn(self) -> None:
         self._turn += 1
-        self._come_and_go()
         steps: list[Step] = []
         try:
+            self._come_and_go()
             steps = self._schedule()
             for step in steps:
                 self._launch(step)
@@ -142,19 +109,21 @@ class Simulation:
             self._flying.clear()
             self._device.reset()
             self._scheduler.recover("interrupted")
+            self._pins.look()
             self._is_empty("after an interrupt")
         self._look_around(bool(steps))
 
     def _come_and_go(self) -> None:
         while self._to_come and self._to_come[0].turn < self._turn:
             arrival = self._to_come.popleft()
-            request = arrival.request()
-            if not self._scheduler.fits(request):
-                raise BrokenLaw(f"{arrival} does not fit pools of a full row and more")
-            self._watches[arrival.request_id] = _Watch(arrival, request, Text(arrival))
+            request = self._watch(arrival)
+            while self._to_come and self._to_come[0].is_sample(arrival):
+                request.siblings.append(self._watch(self._to_come.popleft()))
             self._scheduler.submit(request)
-            self.tally.requests += 1
-            self._note(f"request {arrival.request_id} comes")
+        for pinned in list(self._pins.kept):
+            arrival = pinned.watch.arrival
+            if arrival.unpin_after is not None and self._turn > arrival.turn + arrival.unpin_after:
+                self._unpin(pinned)
         for watch in self._watches.values():
             after = watch.arrival.abort_after
             if after is not None and self._turn > watch.arrival.turn + after:
@@ -164,17 +133,36 @@ class Simulation:
                     self._scheduler.abort(watch.request)
                     self._scheduler.abort(watch.request)  # twice is once
 
+    def _watch(self, arrival: Arrival) -> Request:
+        """Somebody comes."""
+        request = arrival.request()
+        if not self._scheduler.fits(request):
+            raise BrokenLaw(f"{arrival} does not fit pools of a full row and more")
+        self._watches[arrival.request_id] = Watch(arrival, request, Text(arrival))
+        self.tally.requests += 1
+        self._note(f"request {arrival.request_id} comes")
+        return request
+
+    def _unpin(self, pinned: Pinned) -> None:
+        self._note(f"the text of request {pinned.watch.arrival.request_id} is pinned no longer")
+        self._pins.kept.remove(pinned)
+        self._scheduler.unpin(pinned.pin)
+        self._scheduler.unpin(pinned.pin)  # twice is once
+
     def _schedule(self) -> list[Step]:
         num_retracted = self._scheduler.num_retracted
         before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
         steps = self._scheduler.schedule()
+        pinned = self._pins.look()
+        if len(self._pins.kept) < len(pinned):
+            self._check_drop(pinned)
         if not steps and not self._flying and self._scheduler.requests():
             raise BrokenLaw("livelock: nothing can run, and nothing is in flight")
         self.tally.rounds += bool(steps)
         if self.check:
             if self._scheduler.num_retracted > num_retracted:
-                self._check_retraction(before)
-            self._check_admission()
+                self._check_retraction(before, steps)
+            self._check_admission(pinned)
         return steps
 
     def _launch(self, step: Step) -> None:
@@ -212,7 +200,21 @@ class Simulation:
             if not_finite and request.request_id in self._watches:
                 self._watches[request.request_id].may_end.add("error")
         self._note(f"step {step.plan.step} gives {[len(tokens) for tokens in result.tokens]}")
-        self._scheduler.finish(step, result)
+        pinning = [(r, self._pins.lines(r)) for r in step.requests if r.wants_pin and r.row]
+        samples = [sibling for request in step.requests for sibling in request.siblings]
+        try:
+            self._scheduler.finish(step, result)
+        finally:
+            for request, lines in pinning:
+                if request.pin is not None:
+                    self._note(f"request {request.request_id} is pinned")
+                    self._pins.add(self._watches[request.request_id], request.pin, lines)
+                    self.tally.pins += 1
+        for sibling in samples:
+            if sibling.row and sibling.request_id in self._watches:  # it has all but the last token
+                self._note(f"request {sibling.request_id} is forked (row {sibling.row})")
+                self._admit(self._watches[sibling.request_id], (sibling.prompt_len - 1,))
+                self.tally.forks += 1
 
     def _fail(self, step: Step) -> None:
         while self._flying and self._flying[0].step.plan.step < step.plan.step:
@@ -229,22 +231,35 @@ class Simulation:
 
     # --- the laws -------------------------------------------------------------------------------
 
-    def _check_admission(self) -> None:
-        """Nobody waits who comes before somebody admitted now; there are not too many."""
+    def _admit(self, watch: Watch, starts: tuple[int, ...]) -> None:
+        """It has got a row."""
+        self._admissions += 1
+        watch.admission = self._admissions
+        watch.taken = watch.request.row, watch.request.epoch
+        watch.last_step, watch.starts = self._turn, starts
+
+    def _check_admission(self, pinned: list[Pinned]) -> None:
+        """Nobody waits who comes before somebody admitted now; there are not too many.
+
+        `pinned` were so before; some may have been dropped since.
+        """
         admitted, waiting = [], []
         for watch in self._watches.values():
             if not watch.request.row:
-                watch.admission = 0
+                watch.admission, watch.taken = 0, None
                 if watch.request.finish_reason is None:
                     waiting.append(watch)
-            elif not watch.admission:
+            elif watch.taken != (watch.request.row, watch.request.epoch):
                 admitted.append(watch)
         if admitted:
-            admitted.sort(key=lambda watch: watch.request.epoch)
+            if self._has_samples:
+                forks = {r.request_id for w in self._watches.values() for r in w.request.siblings}
+                waiting = [w for w in waiting if w.arrival.request_id not in forks]
             admitted.sort(key=lambda watch: watch.order)
             for watch in admitted:
-                self._admissions += 1
-                watch.admission, watch.last_step = self._admissions, self._turn
+                tokens = watch.request.tokens
+                starts = {shared_len(tokens, pins) for pins in (pinned, self._pins.kept)}
+                self._admit(watch, tuple(starts))
             self._note(f"admitted: {[w.arrival.request_id for w in admitted]}")
             first = min(waiting, key=lambda watch: watch.order, default=None)
             if first is not None and first.order < admitted[-1].order:
@@ -255,16 +270,27 @@ class Simulation:
         if self._scheduler.num_running > self.scenario.settings.max_batch:
             raise BrokenLaw(f"{self._scheduler.num_running} requests run at once")
 
-    def _check_retraction(self, before: list[tuple[_Watch, int]]) -> None:
+    def _check_drop(self, pinned: list[Pinned]) -> None:
+        """Some of these pins were dropped to make room: the oldest, and nothing was in flight."""
+        num_gone = len(pinned) - len(self._pins.kept)
+        self.tally.dropped_pins += num_gone
+        self._note(f"{num_gone} pins are dropped")
+        if pinned[num_gone:] != self._pins.kept:
+            raise BrokenLaw(f"{num_gone} pins were dropped, but they are not the oldest")
+        if self._flying:
+            raise BrokenLaw("a pin is dropped while results are still to come")
+
+    def _check_retraction(self, before: list[tuple[Watch, int]], steps: list[Step]) -> None:
         """Whoever was retracted is the last admitted of the least priority; one at least stays.
 
-        `before` are those that ran, and the epochs of their rows.
+        `before` are those that ran, and the epochs of their rows; `steps` what runs now.
         """
         kept = [w for w, epoch in before if w.request.row and w.request.epoch == epoch]
         gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
         self._note(f"retracted: {[w.arrival.request_id for w in gone]}")
+        users = {id(request) for step in steps for request in step.requests}
         for victim in gone:
-            if victim.request.row:
+            if victim.request.row and users.isdisjoint(id(w.request) for w in kept):
                 raise BrokenLaw(
                     f"request {victim.arrival.request_id} was retracted, and has a row again "
                     "before anybody could use its pages"
@@ -280,6 +306,8 @@ class Simulation:
                     )
         if not kept and before:
             raise BrokenLaw("every running request was retracted")
+        if self._pins.kept:
+            raise BrokenLaw("a request is retracted, and a pinned text kept")
 
     def _check_need(self, victim: Request) -> None:
         """Whoever is retracted had to be: nothing is in flight, and what comes next has no room."""
@@ -295,7 +323,7 @@ class Simulation:
             need = slots // self._P
         else:
             first = running[0]
-            left = first.prefill_len - first.prefilled_len
+            left = first.prefill_len - first.prefilled_len - bool(first.siblings)
             end = first.prefilled_len + min(left, self.scenario.settings.prefill_tokens)
             held = np.array([ledger.allocated_len(g)[first.row] for g in range(len(self._P))])
             need = -(-np.maximum(end - held, 0) // self._P)
@@ -310,6 +338,7 @@ class Simulation:
         """A plan is of the rows that its requests have, within the limits."""
         plan, settings = step.plan, self.scenario.settings
         rows, epochs, los = plan.rows.tolist(), plan.epochs.tolist(), plan.lo.tolist()
+        begins = plan.start.tolist()
         shapes = plan.shapes.tolist()
         for i, request in enumerate(step.requests):
             if (request.row, request.epoch) != (rows[i], epochs[i]):
@@ -319,8 +348,15 @@ class Simulation:
                 )
             if request.request_id not in self._watches:
                 raise BrokenLaw(f"step {plan.step} has request {request.request_id}, which ended")
-            self._watches[request.request_id].last_step = self._turn
+            watch = self._watches[request.request_id]
+            watch.last_step = self._turn
             if plan.kind == "extend":
+                if watch.starts and begins[i] not in watch.starts:
+                    raise BrokenLaw(
+                        f"request {request.request_id} is prefilled from {begins[i]} on, it shares "
+                        f"{watch.starts} tokens"
+                    )
+                watch.starts = ()
                 continue
             if shapes[i] != request.shape_index:
                 raise BrokenLaw(f"request {request.request_id} runs with shape {shapes[i]}")
@@ -340,13 +376,15 @@ class Simulation:
         self._idle_turns += 1
         for watch in list(self._watches.values()):
             request = watch.request
-            if len(request.tokens) < watch.num_tokens:
-                raise BrokenLaw(
-                    f"request {request.request_id} had {watch.num_tokens} tokens, and has "
-                    f"{len(request.tokens)}"
-                )
-            if len(request.tokens) > watch.num_tokens:
-                watch.num_tokens, self._idle_turns = len(request.tokens), 0
+            num_tokens = len(request.tokens)
+            if num_tokens != watch.num_tokens:
+                is_cut = watch.arrival.stop_text is not None and request.finish_reason == "stop"
+                if num_tokens < watch.num_tokens and not is_cut:
+                    raise BrokenLaw(
+                        f"request {request.request_id} had {watch.num_tokens} tokens, and has "
+                        f"{num_tokens}"
+                    )
+                watch.num_tokens, self._idle_turns = num_tokens, 0
             if request.finish_reason is not None:
                 self._idle_turns = 0
                 self._check_ended(watch)
@@ -376,18 +414,23 @@ class Simulation:
             raise BrokenLaw(f"livelock: no new token for {self._idle_turns} turns")
 
     def _check_sums(self) -> None:
-        """Every page is free, fenced or a running row's; every request waits or runs."""
-        running = self._scheduler.num_running
-        if running + self._scheduler.num_waiting != len(self._watches):
+        """Every page is free, fenced, a running row's or a pin's; every request waits or runs."""
+        running, waiting = self._scheduler.num_running, self._scheduler.num_waiting
+        for watch in (
+            self._watches.values() if self._has_samples else ()
+        ):  # they wait with the first
+            waiting += sum(r.finish_reason is None for r in watch.request.siblings)
+        if running + waiting != len(self._watches):
             raise BrokenLaw(
-                f"{running} requests run and {self._scheduler.num_waiting} wait, "
-                f"{len(self._watches)} have not ended"
+                f"{running} requests run and {waiting} wait, {len(self._watches)} have not ended"
             )
         rows = [watch.request.row for watch in self._watches.values() if watch.request.row]
         if len(rows) != running or len(set(rows)) != running:
             raise BrokenLaw(f"{running} requests run in rows {rows}")
         for g, num_pages in enumerate(self.scenario.settings.num_pages):
             held = int(self._ledger.allocated_len(g)[rows].sum()) // int(self._P[g])
+            if self.tally.forks or self.tally.pins:
+                held = self._pins.num_held(g, rows)
             free, fenced = self._ledger.free_pages(g), self._ledger.fenced_pages(g)
             if free + fenced + held != num_pages:
                 raise BrokenLaw(
@@ -395,7 +438,7 @@ class Simulation:
                     f"requests, {num_pages} in all"
                 )
 
-    def _check_ended(self, watch: _Watch) -> None:
+    def _check_ended(self, watch: Watch) -> None:
         """It ended as it would alone, or by what was done to it; its text is its own."""
         request, reason = watch.request, watch.request.finish_reason
         name = f"request {watch.arrival.request_id}"
@@ -404,19 +447,32 @@ class Simulation:
         if request.tokens != watch.text.tokens[:num_tokens]:
             at = next(i for i in range(num_tokens) if request.tokens[i] != watch.text.tokens[i])
             raise BrokenLaw(f"{name} speaks otherwise than alone, from position {at} on")
+        if watch.arrival.is_pin and planned == reason and not self._fills_pages(watch.arrival):
+            raise BrokenLaw(f"{name} is pinned with {watch.arrival.prompt_len} tokens")
         if reason == planned and num_tokens == end and request.error is None:
+            self.tally.stop_strings += request.watch is not None and request.watch.hit is not None
             return
-        if reason in watch.may_end and num_tokens <= end:
+        if reason in watch.may_end and num_tokens <= watch.arrival.most_tokens:
+            return
+        if watch.arrival.is_pin and request.error == "interrupted":  # while it was being pinned
+            return
+        if watch.arrival.is_pin and not self._fills_pages(watch.arrival) and reason == "error":
             return
         raise BrokenLaw(
             f"{name} ended after {num_tokens} tokens by {reason} ({request.error}), alone it would "
             f"after {end} by {planned}; besides, {sorted(watch.may_end)} may end it"
         )
 
+    def _fills_pages(self, arrival: Arrival) -> bool:
+        """Whether the prompt fills a page in every group."""
+        return all(arrival.prompt_len >= P for P in self.scenario.settings.page_sizes)
+
     def _is_empty(self, when: str) -> None:
-        """Nothing is held and nothing fenced."""
+        """Nothing is held and nothing fenced but what is pinned."""
         ledger = self._ledger
         free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
+        if self._pins.kept:
+            free = tuple(n + self._pins.num_held(g, []) for g, n in enumerate(free))
         if free != self.scenario.settings.num_pages or ledger.num_free_rows != ledger.num_rows:
             raise BrokenLaw(
                 f"leak {when}: {free} of {self.scenario.settings.num_pages} pages and "
@@ -427,6 +483,9 @@ class Simulation:
 
     def _check_end(self) -> None:
         self._is_empty("at the end")
+        for pinned in list(self._pins.kept):
+            self._unpin(pinned)
+        self._is_empty("with nothing pinned")
         for watch in self._ended:
             if len(watch.request.tokens) != watch.num_tokens:
                 raise BrokenLaw(f"request {watch.arrival.request_id} went on after its end")

@@ -1,20 +1,23 @@
 """What comes to a simulated engine: its settings, requests, aborts and faults, all from one seed.
 
 A request's text, and how many drafts are accepted at each root, depend on its own seed and the
-position alone: what else runs beside it changes neither.
+position alone: what else runs beside it changes neither. Samples of one prompt have that prompt in
+common, and other requests the text of one that is pinned.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from specpool._core import Group, Ledger, Shape, sizing_row_width
 from specpool.config import Placement, Policy, SamplingParams
 from specpool.request import Request
+from specpool.tokens import StopHit, TextStream
 
 #: The token that ends a request; no other position of a text has it.
 STOP = 1 << 20
@@ -102,13 +105,34 @@ class Arrival:
     shape: int = 0
     priority: int = 0
     accept_rate: float = 0.0  # probability that a draft is right where those before it are
+    # Positions of the token whose text completes a stop string, and of the one that decides so.
+    stop_text: tuple[int, int] | None = None
+    sample_of: int | None = None  # the request whose prompt it has, and whose fork it may be
+    # Whose words it begins with, the request's own from 0 on: (request id, up to which position).
+    origins: tuple[tuple[int, int], ...] = ()
+    is_pin: bool = False  # its prompt is to be pinned
+    unpin_after: int | None = None  # turns from its coming on
 
     @property
     def end(self) -> tuple[int, str]:
         """Its number of tokens when nothing goes wrong, and its finish reason."""
+        end, reason = self.max_len, "length"
         if self.stop_at is not None and self.stop_at < self.max_len:
-            return self.stop_at + 1, "stop"
-        return self.max_len, "length"
+            end, reason = self.stop_at + 1, "stop"
+        if self.stop_text is not None and self.stop_text[0] < end - (reason == "stop"):
+            return self.stop_text[0] + 1, "stop"
+        return end, "stop" if self.is_pin else reason
+
+    @property
+    def most_tokens(self) -> int:
+        """What it may have for a while: a stop string is decided some tokens behind its end."""
+        return self.end[0] if self.stop_text is None else self.max_len
+
+    def is_sample(self, first: Arrival) -> bool:
+        """Whether it is another sample of that one's prompt."""
+        same = self.prompt_len == first.prompt_len and self.shape == first.shape
+        origins = (*first.origins, (first.request_id, first.prompt_len))
+        return same and self.sample_of == first.request_id and self.origins == origins
 
     def request(self) -> Request:
         """As the scheduler gets it."""
@@ -124,7 +148,33 @@ class Arrival:
             stop_ids=frozenset((STOP,)),
             seed=self.request_id,
             priority=self.priority,
+            sample=0 if self.sample_of is None else self.request_id - self.sample_of,
+            wants_pin=self.is_pin,
+            watch=None if self.stop_text is None else cast("TextStream", StopWatch(self)),
         )
+
+
+class StopWatch:
+    """In the place of a `TextStream`: finds the stop string where the arrival has it.
+
+    Attributes:
+        hit: as in `TextStream`.
+    """
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.hit: StopHit | None = None
+        assert arrival.stop_text is not None
+        ends, decides = arrival.stop_text
+        self._end_len = ends + 1 - arrival.prompt_len
+        self._decides_len = decides + 1 - arrival.prompt_len
+        self._num_tokens = 0
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Go on with these tokens."""
+        self._num_tokens += len(tokens)
+        if self._num_tokens >= (self._end_len if last else self._decides_len):
+            self.hit = self.hit or StopHit("stop", self._end_len)
+        return ""
 
 
 class Text:
@@ -132,18 +182,31 @@ class Text:
 
     Attributes:
         tokens: prompt and output.
+        words: int64 [positions]: whose words they are, and the position, in one number.
         correct_drafts: [positions]: at each root, how many drafts are right.
     """
 
     def __init__(self, arrival: Arrival) -> None:
         num_tokens = arrival.max_len + 2 * 64  # rounds in flight go beyond the end
-        start = arrival.request_id * 7919 % (len(_WORDS) - num_tokens)
+        start = _start(arrival.request_id)
         self.tokens: list[int] = _WORDS[start : start + num_tokens]
+        self.words = np.arange(num_tokens) + (arrival.request_id << 20)
+        begin = 0
+        for request_id, end in arrival.origins:
+            other = _start(request_id)
+            self.tokens[begin:end] = _WORDS[other + begin : other + end]
+            self.words[begin:end] = np.arange(begin, end) + (request_id << 20)
+            begin = end
         if arrival.stop_at is not None:
             self.tokens[arrival.stop_at] = STOP
         rate = min(max(arrival.accept_rate, 1e-9), 1 - 1e-9)
         correct = _LOG_DICE[start : start + num_tokens] / np.log(rate)
         self.correct_drafts: list[int] = np.minimum(correct, 64).astype(int).tolist()
+
+
+def _start(request_id: int) -> int:
+    """Where a request's words begin among all."""
+    return request_id * 7919 % (len(_WORDS) - (1 << 12))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +262,79 @@ def scenario(seed: int) -> Scenario:
     steps = sorted(rng.sample(range(1, 20 * num_requests), num_faults))
     kinds: list[FaultKind] = ["launch", "result", "result", "not_finite", "interrupt"]
     faults = tuple(Fault(step, rng.choice(kinds)) for step in steps)
+    arrivals = _share(random.Random(~seed), settings, arrivals)
     return Scenario(seed, settings, tuple(arrivals), faults)
+
+
+def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> list[Arrival]:
+    """In some scenarios: samples of one prompt, pinned texts, and stop strings."""
+    samples, pins = rng.choice([0.0, 0.0, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.5])
+    stops = rng.choice([0.0, 0.3])
+    shared: list[Arrival] = []
+    pinned: list[Arrival] = []
+    to_come = iter(arrivals)
+    for arrival in to_come:
+        if pinned and rng.random() < 0.7:
+            arrival = _begin_with(rng, rng.choice(pinned), arrival, settings)
+        if rng.random() < pins:
+            pinned.append(_pin(rng, arrival, settings))
+            shared.append(pinned[-1])
+            continue
+        shared.append(_stop(rng, arrival, stops))
+        if rng.random() < samples:
+            for _, other in zip(range(rng.choice([1, 3, 7])), to_come, strict=False):
+                shared.append(_stop(rng, _sample(rng, arrival, other), stops))
+    return shared
+
+
+def _begin_with(rng: random.Random, pin: Arrival, arrival: Arrival, settings: Settings) -> Arrival:
+    """The arrival with a prompt that begins with some of the pinned one, or is a part of it."""
+    own_len = min(arrival.prompt_len, settings.max_context_len - 1)
+    shared_len = rng.choice([pin.prompt_len, pin.prompt_len, rng.randint(1, pin.prompt_len)])
+    prompt_len = rng.choice([shared_len, min(shared_len + own_len, settings.max_context_len - 1)])
+    origins = tuple((n, min(end, shared_len)) for n, end in pin.origins)
+    num_new = arrival.max_len - arrival.prompt_len
+    max_len = min(prompt_len + num_new, settings.max_context_len)
+    return replace(
+        arrival,
+        prompt_len=prompt_len,
+        max_len=max_len,
+        stop_at=None if arrival.stop_at is None else rng.randint(prompt_len, max_len + 4),
+        origins=(*origins, (pin.request_id, shared_len)),
+    )
+
+
+def _pin(rng: random.Random, arrival: Arrival, settings: Settings) -> Arrival:
+    """The same prompt, to be pinned, with the shape that `Engine.pin` takes."""
+    return replace(
+        arrival,
+        max_len=arrival.prompt_len + 1,
+        stop_at=None,
+        shape=min(1, len(settings.shapes)),
+        is_pin=True,
+        unpin_after=rng.choice([None, rng.randint(0, 100)]),
+    )
+
+
+def _sample(rng: random.Random, first: Arrival, other: Arrival) -> Arrival:
+    """A further sample of the first one's prompt, under the other's number."""
+    stops = first.stop_at is not None
+    return replace(
+        first,
+        request_id=other.request_id,
+        stop_at=rng.randint(first.prompt_len, first.max_len + 4) if stops else None,
+        abort_after=other.abort_after,
+        sample_of=first.request_id,
+        origins=(*first.origins, (first.request_id, first.prompt_len)),
+    )
+
+
+def _stop(rng: random.Random, arrival: Arrival, rate: float) -> Arrival:
+    """With a stop string, perhaps."""
+    if rng.random() >= rate:
+        return arrival
+    ends = rng.randint(arrival.prompt_len, arrival.max_len + 4)
+    return replace(arrival, stop_text=(ends, ends + rng.choice([0, 0, 1, 5])))
 
 
 def _settings(rng: random.Random) -> Settings:

@@ -1,0 +1,440 @@
+"""Bugs of the scheduler and its engine, planted for a simulation to find."""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from specpool.request import Request
+from specpool.scheduler import Scheduler
+from specpool.sim import Settings, SimDevice
+
+
+class Lying:
+    """The ledger, but for what is overridden."""
+
+    def __init__(self, ledger):
+        self._ledger = ledger
+
+    def __getattr__(self, name):
+        return getattr(self._ledger, name)
+
+
+def lie(patch, **methods) -> None:
+    ledger = Settings.ledger
+    kind = type("Lying", (Lying,), methods)
+    patch.setattr(Settings, "ledger", lambda settings: kind(ledger(settings)))
+
+
+def drop_a_retracted_request(patch):
+    def requeue(self, request):
+        self._running.remove(request)
+        self._leave_row(request)
+        self.num_retracted += 1
+
+    patch.setattr(Scheduler, "_requeue", requeue)
+
+
+def admit_the_last_first(patch):
+    def submit(self, request):
+        bisect.insort(self._waiting, request, key=lambda r: (-r.priority, -r.request_id))
+
+    patch.setattr(Scheduler, "submit", submit)
+
+
+def put_the_retracted_behind(patch):
+    requeue = Scheduler._requeue
+
+    def behind(self, request):
+        requeue(self, request)
+        self._waiting.remove(request)
+        self._waiting.append(request)
+
+    patch.setattr(Scheduler, "_requeue", behind)
+
+
+def retract_the_first(patch):
+    def make_room(self):
+        victim = self._running[0]
+        if len(self._running) > 1:
+            self._before_release(victim)
+            self._ledger.retract(victim.row)
+            self._requeue(victim)
+
+    patch.setattr(Scheduler, "_make_room", make_room)
+
+
+def retract_without_draining(patch):
+    schedule = Scheduler.schedule
+
+    def hasty(self):
+        steps = schedule(self)
+        if not steps and self._in_flight and len(self._running) > 1 and self._is_starved:
+            self._make_room()
+        return steps
+
+    patch.setattr(Scheduler, "schedule", hasty)
+
+
+def keep_the_row_of_who_ended(patch):
+    end = Scheduler._end
+
+    def leaky(self, request, reason):
+        if reason == "stop":
+            request.finish_reason = reason
+            self._running.remove(request)
+            self._leave_row(request)
+        else:
+            end(self, request, reason)
+
+    patch.setattr(Scheduler, "_end", leaky)
+
+
+def give_tokens_to_dropped_lanes(patch):
+    finish = Scheduler.finish
+
+    def careless(self, step, result):
+        dropped = [
+            (request, tokens)
+            for i, (request, tokens) in enumerate(zip(step.requests, result.tokens, strict=True))
+            if self._ledger.epoch[step.plan.rows[i]] != step.plan.epochs[i]
+        ]
+        finish(self, step, result)
+        for request, tokens in dropped:
+            request.tokens += tokens
+
+    patch.setattr(Scheduler, "finish", careless)
+
+
+def forget_a_resolve(patch):
+    lie(patch, resolve=lambda self, step, lens: step % 16 and self._ledger.resolve(step, lens))
+
+
+def resolve_one_token_alone(patch):
+    lie(patch, resolve=lambda self, step, lens: self._ledger.resolve(step, np.ones_like(lens)))
+
+
+def hand_pages_out_early(patch):
+    def launch(self, step):
+        self._ledger.launch(step)
+        self._ledger.complete(step)
+
+    lie(patch, launch=launch, complete=lambda self, step: None)
+
+
+def lose_a_table_delta(patch):
+    def take_delta(self, step):
+        delta = self._ledger.take_delta(step)
+        return delta if step % 8 else [tuple(part[:0] for part in group) for group in delta]
+
+    lie(patch, take_delta=take_delta)
+
+
+def end_everybody_at_a_fault(patch):
+    fail = Scheduler.fail
+
+    def broad(self, step, error):
+        fail(self, step, error)
+        for request in list(self._running):
+            self._end(request, "error")
+
+    patch.setattr(Scheduler, "fail", broad)
+
+
+def forget_the_text_at_retraction(patch):
+    requeue = Scheduler._requeue
+
+    def forgetful(self, request):
+        del request.tokens[request.prompt_len :]
+        requeue(self, request)
+
+    patch.setattr(Scheduler, "_requeue", forgetful)
+
+
+def say_a_token_twice(patch):
+    append = Request.append
+
+    def stammer(self, tokens, *options):
+        append(self, tokens * 2 if len(tokens) > 3 else tokens, *options)
+
+    patch.setattr(Request, "append", stammer)
+
+
+def overlook_stop_tokens(patch):
+    append = Request.append
+
+    def deaf(self, tokens, *options):
+        self.stop_ids = frozenset()
+        append(self, tokens, *options)
+
+    patch.setattr(Request, "append", deaf)
+
+
+def draft_from_old_tokens(patch):
+    init = Scheduler.__init__
+
+    def blind(self, ledger, *, reads_tokens, **options):
+        init(self, ledger, reads_tokens=False, **options)
+
+    patch.setattr(Scheduler, "__init__", blind)
+
+
+def run_too_many(patch):
+    init = Scheduler.__init__
+
+    def greedy(self, ledger, *, max_batch, **options):
+        init(self, ledger, max_batch=max_batch, **options)
+        self._prefill_tokens += 1
+
+    patch.setattr(Scheduler, "__init__", greedy)
+
+
+def leave_a_row_out(patch):
+    decode = Scheduler._decode
+
+    def unfair(self):
+        row = self._running[-1].row if self._running else 0
+        kept, self._limits[row] = self._limits[row], 0
+        step = decode(self)
+        self._limits[row] = kept
+        return step
+
+    patch.setattr(Scheduler, "_decode", unfair)
+
+
+def admit_again_before_whom_it_made_room_for(patch):
+    requeue = Scheduler._requeue
+
+    def hurried(self, request):
+        requeue(self, request)
+        self._is_starved = False
+
+    patch.setattr(Scheduler, "_requeue", hurried)
+
+
+def keep_pages_for_nobody(patch):
+    def schedule(self):
+        while True:
+            if not self._is_starved:
+                self._admit()
+            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            self._in_flight += len(steps)
+            if steps or self._in_flight or not self._running:
+                return steps
+            self._make_room()
+
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+def lose_page_copies(patch):
+    patch.setattr(SimDevice, "_copy_pages", lambda self, forward: None)
+
+
+def copy_too_few_tokens(patch):
+    def copy(self, forward):
+        done = forward.has_copied
+        copy_pages(self, forward)
+        if not done and self._has_memory:
+            for g, _, page, num_tokens in forward.plan.page_copies.tolist():
+                self._page(g, page)[num_tokens - 1] = 0
+
+    copy_pages = SimDevice._copy_pages
+    patch.setattr(SimDevice, "_copy_pages", copy)
+
+
+def fork_somebody_else(patch):
+    def fork(self, row, tag):
+        live = [r for r in range(1, self._ledger.num_rows + 1) if self._ledger.is_live(r)]
+        fits = [r for r in live if self._ledger.resolved_len[r] == self._ledger.resolved_len[row]]
+        return self._ledger.fork(next((r for r in fits if r != row), row), tag)
+
+    lie(patch, fork=fork)
+
+
+def forget_samples_without_a_row(patch):
+    queue = Scheduler._queue
+
+    def forgetful(self, request):
+        if not (request.sample and request.num_retractions == 0):
+            queue(self, request)
+
+    patch.setattr(Scheduler, "_queue", forgetful)
+
+
+def give_samples_the_first_ones_tokens(patch):
+    start = Scheduler._start
+
+    def same(self, request, row, prefilled_len):
+        if request.sample and self._running:
+            request.watch = None
+            request.tokens = self._running[0].tokens
+        start(self, request, row, prefilled_len)
+
+    patch.setattr(Scheduler, "_start", same)
+
+
+def prefill_samples_anew(patch):
+    def fork(self, row, tag):
+        return self._ledger.admit(tag)
+
+    lie(patch, fork=fork)
+    start = Scheduler._start
+    patch.setattr(
+        Scheduler,
+        "_start",
+        lambda self, request, row, n: start(
+            self, request, row, min(n, int(self._ledger.resolved_len[row]))
+        ),
+    )
+
+
+def take_a_pin_for_what_it_is_not(patch):
+    def longest(self, tokens):
+        pin = max(self._pins, key=lambda pin: len(pin.tokens), default=None)
+        return pin, 0 if pin is None else min(len(pin.tokens), len(tokens) - 1)
+
+    patch.setattr(Scheduler, "_longest_pin", longest)
+
+
+def take_the_shortest_pin(patch):
+    longest = Scheduler._longest_pin
+
+    def shortest(self, tokens):
+        pins = self._pins
+        try:
+            for pin in sorted(pins, key=lambda pin: len(pin.tokens)):
+                self._pins = [pin]
+                found = longest(self, tokens)
+                if found[1]:
+                    return found
+        finally:
+            self._pins = pins
+        return None, 0
+
+    patch.setattr(Scheduler, "_longest_pin", shortest)
+
+
+def find_no_pin(patch):
+    patch.setattr(Scheduler, "_longest_pin", lambda self, tokens: (None, 0))
+
+
+def keep_the_pages_of_a_dropped_pin(patch):
+    def unpin(self, pin):
+        if pin in self._pins:
+            self._pins.remove(pin)
+
+    patch.setattr(Scheduler, "unpin", unpin)
+
+
+def drop_the_newest_pin(patch):
+    def make_room(self):
+        if self._pins:
+            self.unpin(self._pins[-1])
+        else:
+            room(self)
+
+    room = Scheduler._make_room
+    patch.setattr(Scheduler, "_make_room", make_room)
+
+
+def retract_before_a_pin_is_dropped(patch):
+    def make_room(self):
+        pins, self._pins = self._pins, [] if len(self._running) > 1 else self._pins
+        room(self)
+        self._pins = pins if self._pins == [] else self._pins
+
+    room = Scheduler._make_room
+    patch.setattr(Scheduler, "_make_room", make_room)
+
+
+def drop_pins_without_draining(patch):
+    schedule = Scheduler.schedule
+
+    def hasty(self):
+        if self._in_flight and self._pins and self._is_starved:
+            self.unpin(self._pins[0])
+        return schedule(self)
+
+    patch.setattr(Scheduler, "schedule", hasty)
+
+
+def pin_pages_that_another_takes(patch):
+    def pin_prefix(self, row, length):
+        prefix = self._ledger.pin_prefix(row, length)
+        self._ledger.release_prefix(prefix)
+        return prefix
+
+    lie(
+        patch,
+        pin_prefix=pin_prefix,
+        prefix_len=lambda self, prefix: 1,
+        release_prefix=lambda self, prefix: None,
+    )
+
+
+def run_on_behind_a_stop_string(patch):
+    patch.setattr(Request, "_look_for_stop", lambda self, watch, new: None)
+
+
+def keep_the_text_behind_a_stop_string(patch):
+    def look(self, watch, new):
+        num_tokens = len(self.tokens)
+        tokens = list(self.tokens)
+        look_for_stop(self, watch, new)
+        self.tokens += tokens[len(self.tokens) : num_tokens]
+
+    look_for_stop = Request._look_for_stop
+    patch.setattr(Request, "_look_for_stop", look)
+
+
+def search_in_dropped_tokens(patch):
+    def append(self, tokens, *options):
+        if self.watch is not None:
+            self.watch.push([])
+            self.watch._num_tokens += max(0, len(self.tokens) + len(tokens) - self.max_len)
+        append_(self, tokens, *options)
+
+    append_ = Request.append
+    patch.setattr(Request, "append", append)
+
+
+PLANTS = {
+    drop_a_retracted_request: "have not ended",
+    admit_the_last_first: "was admitted before request",
+    put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",
+    retract_the_first: "is retracted, not request",
+    retract_without_draining: "retracted while results are still to come",
+    keep_the_row_of_who_ended: "pages free, .* fenced, .* held by running|leak|livelock",
+    give_tokens_to_dropped_lanes: "went on after its end",
+    forget_a_resolve: "OrderError|left out|livelock|not all in",
+    resolve_one_token_alone: "the true roots .* are not all in|livelock",
+    hand_pages_out_early: "position .* slot .* holds|OrderError|not written",
+    lose_a_table_delta: "has no page|holds|not written",
+    end_everybody_at_a_fault: "by error",
+    forget_the_text_at_retraction: "had .* tokens, and has",
+    say_a_token_twice: "speaks otherwise than alone",
+    overlook_stop_tokens: "speaks otherwise|alone it would after .* by stop",
+    draft_from_old_tokens: "drafts from .* tokens",
+    run_too_many: "prefills .* tokens",
+    leave_a_row_out: "left out|livelock|kv_exhausted",
+    admit_again_before_whom_it_made_room_for: "has a row again",
+    keep_pages_for_nobody: "livelock|retracted, though|kv_exhausted",
+    lose_page_copies: "position .* (is not written|holds)",
+    copy_too_few_tokens: "position .* (is not written|holds)",
+    fork_somebody_else: "position .* slot .* holds|PageStateError|NotReady",
+    forget_samples_without_a_row: "have not ended",
+    give_samples_the_first_ones_tokens: "speaks otherwise|tokens, and has|alone it would",
+    prefill_samples_anew: "is prefilled from 0 on, it shares",
+    take_a_pin_for_what_it_is_not: "position .* slot .* holds|is prefilled from",
+    take_the_shortest_pin: "is prefilled from .* on, it shares",
+    find_no_pin: "is prefilled from 0 on, it shares",
+    keep_the_pages_of_a_dropped_pin: "is held by|leak",
+    drop_the_newest_pin: "they are not the oldest",
+    retract_before_a_pin_is_dropped: "and a pinned text kept",
+    drop_pins_without_draining: "a pin is dropped while results are still to come",
+    pin_pages_that_another_takes: "is held by|no such prefix|ShapeError",
+    run_on_behind_a_stop_string: "alone it would after .* by stop",
+    keep_the_text_behind_a_stop_string: "alone it would after .* by stop",
+    search_in_dropped_tokens: "alone it would after .* by length|IndexError",
+}
