@@ -228,7 +228,9 @@ class Scheduler:
         tokens, accept_len, logprobs = result.tokens, result.accept_len, result.logprobs
         is_decode = step.is_decode
         # Lanes whose row was given back since are dropped: their request may have another by now.
-        alive = self._alive(plan)
+        alive = self._ledger.epoch[rows] == plan.epochs
+        if self._quarantined:
+            alive &= self._in_use(rows)
         if is_decode:
             self._ledger.resolve(plan.step, accept_len)
         self._ledger.complete(plan.step)
@@ -243,7 +245,7 @@ class Scheduler:
         else:
             drawn = np.array([bool(new) for new in tokens], np.int32)
             self._lens[rows] += drawn
-            self.counts.prefill(int((plan.new_len - plan.start).sum()), int(drawn.sum()))
+            self.counts.prefill(plan.start, plan.new_len, drawn)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
@@ -262,7 +264,8 @@ class Scheduler:
         Call it once nothing of the step runs on the device any more.
         """
         plan = step.plan
-        for request, lives in zip(step.requests, self._alive(plan).tolist(), strict=True):
+        alive = (self._ledger.epoch[plan.rows] == plan.epochs) & self._in_use(plan.rows)
+        for request, lives in zip(step.requests, alive.tolist(), strict=True):
             if lives:
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
@@ -297,12 +300,9 @@ class Scheduler:
 
     # --- how it is done -------------------------------------------------------------------------
 
-    def _alive(self, plan: Plan) -> npt.NDArray[np.bool_]:
-        """[B]: the lanes whose row is still their request's."""
-        alive: npt.NDArray[np.bool_] = self._ledger.epoch[plan.rows] == plan.epochs
-        if self._quarantined:
-            alive &= np.array([not self.is_quarantined(row) for row in plan.rows.tolist()])
-        return alive
+    def _in_use(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """[B]: the rows that are not quarantined."""
+        return np.array([not self.is_quarantined(row) for row in rows.tolist()])
 
     def _admit(self) -> None:
         """Take rows for who is next, while what every row needs next fits beside them."""

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from specpool.busy_check import BusyCheck
     from specpool.scheduler import Scheduler
 
+Int32 = npt.NDArray[np.int32]
+
+# Steps whose arrays are kept before they are added up.
+_MOST_WAITING = 256
+
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
@@ -131,34 +136,63 @@ class EngineStats:
 
 
 class Counts:
-    """What a scheduler has done."""
+    """What a scheduler has done. Steps leave their arrays, which are added up when asked for."""
 
     def __init__(self, max_accept_len: int) -> None:
         """Nothing yet; no round accepts more than `max_accept_len` tokens."""
-        self.accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
         self.round_ct = self.prefill_ct = 0
-        self.prefilled_token_ct = self.first_token_ct = 0
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
+        self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
+        self._prefilled_token_ct = self._first_token_ct = 0
+        self._rounds: list[Int32] = []  # not added up yet, as are the prefills
+        self._prefills: list[tuple[Int32, Int32, Int32]] = []
 
-    def round(self, accept_len: npt.NDArray[np.int32]) -> None:
+    def round(self, accept_len: Int32) -> None:
         """A decode step is over; int32 [B], of the lanes that count."""
         self.round_ct += 1
-        self.accept_cts += np.bincount(accept_len, minlength=len(self.accept_cts))
+        self._rounds.append(accept_len)
+        if len(self._rounds) > _MOST_WAITING:
+            self._add_up()
 
-    def prefill(self, num_tokens: int, num_drawn: int) -> None:
-        """A prefill step of so many tokens is over; so many lanes drew their first one."""
+    def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
+        """A prefill step is over; int32 [B]: from where to where, and tokens drawn."""
         self.prefill_ct += 1
-        self.prefilled_token_ct += num_tokens
-        self.first_token_ct += num_drawn
+        self._prefills.append((start, new_len, drawn))
+        if len(self._prefills) > _MOST_WAITING:
+            self._add_up()
 
     def end(self, reason: str) -> None:
         """A request is over."""
         self.end_cts[reason] += 1
 
     @property
+    def accept_cts(self) -> list[int]:
+        """Rows' rounds by accept length, from 0."""
+        self._add_up()
+        cts: list[int] = self._accept_cts.tolist()
+        return cts
+
+    @property
+    def prefilled_token_ct(self) -> int:
+        """Tokens of prefill steps."""
+        self._add_up()
+        return self._prefilled_token_ct
+
+    @property
     def generated_token_ct(self) -> int:
         """Tokens that the steps gave."""
-        return self.first_token_ct + int(self.accept_cts @ np.arange(len(self.accept_cts)))
+        accepted = sum(length * ct for length, ct in enumerate(self.accept_cts))
+        return self._first_token_ct + accepted
+
+    def _add_up(self) -> None:
+        rounds, self._rounds = self._rounds, []
+        if rounds:
+            lens = np.concatenate(rounds)
+            self._accept_cts += np.bincount(lens, minlength=len(self._accept_cts))
+        prefills, self._prefills = self._prefills, []
+        for start, new_len, drawn in prefills:
+            self._prefilled_token_ct += int((new_len - start).sum())
+            self._first_token_ct += int(drawn.sum())
 
 
 class Stopwatch:
@@ -230,7 +264,7 @@ def engine_stats(
         prefill_ct=counts.prefill_ct,
         prefilled_token_ct=counts.prefilled_token_ct,
         generated_token_ct=counts.generated_token_ct,
-        accept_cts=tuple(counts.accept_cts.tolist()),
+        accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
     )
 
