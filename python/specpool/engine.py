@@ -24,6 +24,7 @@ from specpool.loading import load
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
+from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler, Step
@@ -193,21 +194,29 @@ class Engine:
         *,
         shape: Shape | None = None,
         priority: int = 0,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; returns the outputs in the prompts' order, samples together.
 
         Args:
-            prompts: strings, or token ids; one prompt or a list.
+            prompts: strings, token ids or the messages of a chat, `{"role": ..., "content": ...}`,
+                which the tokenizer's template makes a text of; one prompt or a list.
             params: one for all, or one per prompt.
             shape: None = the engine's; `Shape.none()` = plain decoding on the same pages.
             priority: the greater comes first; equal ones in the order of arrival.
+            progress: a bar on standard error; None = on a terminal, when it takes longer than a
+                second.
 
         Raises:
             ConfigError: a prompt or a parameter that cannot work; nothing has run then.
         """
         requests = self._prompts.requests(prompts, params, shape, priority)
-        for _ in self._run(requests):
-            pass
+        bar = ProgressBar(requests, progress)
+        try:
+            for index in self._run(requests):
+                bar.update(index)
+        finally:
+            bar.close()
         return [output_of(request, self.tokenizer) for request in requests]
 
     def stream(
@@ -263,7 +272,7 @@ class Engine:
         """Queue one request for `turn`, in a loop of your own.
 
         Args:
-            prompt: a string, or token ids.
+            prompt: a string, token ids or the messages of a chat.
             params: None = the defaults.
             shape: as in `generate`.
             priority: as in `generate`.

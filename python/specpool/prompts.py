@@ -144,6 +144,8 @@ class Prompts:
         return request
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if _is_chat(prompt):
+            return self._encode_chat(index, cast("Sequence[Message]", prompt))
         if not isinstance(prompt, str):
             try:
                 return [operator.index(token) for token in cast("Sequence[int]", prompt)]
@@ -158,6 +160,38 @@ class Prompts:
         _check_text(f"prompt {index}", prompt)
         return list(self._tokenizer.encode(prompt))
 
+    def _encode_chat(self, index: int, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a chat up to where the answer begins, as the tokenizer's template says."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"prompt {index} is a chat, but the target has no tokenizer: give token ids"
+            )
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"prompt {index} is a chat, but the tokenizer has no chat template: set its "
+                "chat_template, or give text"
+            )
+        for number, message in enumerate(messages):
+            name = f"message {number} of prompt {index}"
+            if not isinstance(message, Mapping):
+                raise ConfigError(f"{name} must be a dict, got {message!r:.80}")
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str):
+                    raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
+                _check_text(f"{key!r} of {name}", message[key])
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # a template is a program, and may refuse as it likes
+            raise ConfigError(
+                f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
+            ) from error
+        return list(cast("list[int]", ids))
+
 
 def _check_text(name: str, text: str) -> None:
     try:
@@ -166,6 +200,10 @@ def _check_text(name: str, text: str) -> None:
         raise ConfigError(
             f"{name} is no valid text: a lone surrogate at position {error.start}"
         ) from None
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -178,6 +216,8 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         raise ConfigError(
             f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
         ) from None
+    if _is_chat(several):
+        return [cast("Sequence[Message]", several)]
     # An array's items are arrays without a dimension, which know their index as integers do.
     if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):
         if getattr(several[0], "ndim", 0) == 0:
