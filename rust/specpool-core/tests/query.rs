@@ -37,6 +37,20 @@ fn busy() -> Ledger {
     ledger
 }
 
+/// Pages that two prefixes share are counted once.
+#[test]
+fn pinned_pages() {
+    let mut ledger = busy();
+    assert_eq!(ledger.pinned_pages(TARGET), Ok(2));
+    let second = ledger.pin_prefix(Row(1), 5).unwrap();
+    assert_eq!(ledger.pinned_pages(TARGET), Ok(2));
+    for (prefix, left) in [(second, 2), (1, 0)] {
+        ledger.release_prefix(prefix).unwrap();
+        assert_eq!((ledger.pinned_pages(TARGET), ledger.pinned_pages(WINDOW).is_ok()), (Ok(left), true));
+    }
+    assert!(ledger.pinned_pages(2).is_err());
+}
+
 #[test]
 fn what_it_was_built_from() {
     let ledger = busy();
