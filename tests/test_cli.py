@@ -189,7 +189,8 @@ def test_version_and_info(capsys):
 
 def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
     picture = tmp_path / "bench.png"
-    args = ("--tokens", "8", "--batch", "1", "--repeats", "1", "--plot", str(picture))
+    args = ("--tokens", "8", "--batch", "1", "--repeats", "1", "--requests", "3")
+    args += ("--plot", str(picture))
     code, out, err = call(capsys, "bench", "generate", "--json", *args)
     assert code == 0, err
     report = json.loads(out)
@@ -198,6 +199,8 @@ def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
         assert set(result) == {"name", "value", "unit", "reference", "reference_value", "ratio"}
         assert result["ratio"] == pytest.approx(result["value"] / result["reference_value"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+    names = [result["name"] for result in report["results"]]
+    assert sum("3 requests of about 8 tokens, 1 rows" in name for name in names) == 4
     assert call(capsys, "bench", "generate", "--repeats", "0")[0] == 2
 
 

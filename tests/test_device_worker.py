@@ -139,8 +139,7 @@ def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypa
             init(self, tensor)
 
         monkeypatch.setattr(transfer.Download, "__init__", counted)
-        for name in ("prefill", "decode"):
-            monkeypatch.setattr(worker, name, watched(getattr(worker, name), running, steps))
+        monkeypatch.setattr(worker, "run", watched(worker.run, running, steps))
         engine.generate(PROMPTS, PARAMS[kind])
     assert steps[0] > 4 and copies[0] == steps[0]
 
@@ -188,8 +187,7 @@ def test_a_step_never_waits_for_the_device_cuda(case, kind, monkeypatch):
     """CUDA itself reports every call that would wait, the results' own event aside."""
     with make(case, device="cuda", dtype="float32") as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS[kind])]
-        for name in ("prefill", "decode"):
-            monkeypatch.setattr(engine._worker, name, unsynchronised(getattr(engine._worker, name)))
+        monkeypatch.setattr(engine._worker, "run", unsynchronised(engine._worker.run))
         again = engine.generate(PROMPTS, PARAMS[kind])
         assert [o.token_ids for o in again] == expected
 
@@ -211,18 +209,17 @@ def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
     with kernels_run() as seen, make(case) as engine:
         worker, steps, news = engine._worker, [0], [0]
         last = [table.numpy().copy() for table in engine.cache.tables]
-        for name in ("prefill", "decode"):
-            method = getattr(worker, name)
+        run = worker.run
 
-            def checked(*args, method=method):
-                steps[0] += 1
-                for group, table in enumerate(engine.cache.tables):
-                    assert np.array_equal(table.numpy(), engine.ledger.full_table(group))
-                    news[0] += not np.array_equal(table.numpy(), last[group])
-                    last[group] = table.numpy().copy()
-                return method(*args)
+        def checked(launched):
+            steps[0] += 1
+            for group, table in enumerate(engine.cache.tables):
+                assert np.array_equal(table.numpy(), engine.ledger.full_table(group))
+                news[0] += not np.array_equal(table.numpy(), last[group])
+                last[group] = table.numpy().copy()
+            return run(launched)
 
-            monkeypatch.setattr(worker, name, checked)
+        monkeypatch.setattr(worker, "run", checked)
         engine.generate(PROMPTS, GREEDY)
     assert 0 < news[0] == seen["apply_table_delta"] <= steps[0] * len(last)
 
@@ -268,11 +265,12 @@ def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch)
     def draft_kv(budget):
         kept = {}
         with make(case, prefill_tokens=budget) as engine:
-            decode = engine._worker.decode
+            run = engine._worker.run
 
-            def first(plan, requests):
-                for row, request in zip(plan.rows, requests, strict=True):
-                    if request.index not in kept:
+            def first(steps):
+                (step,) = steps
+                for row, request in zip(step.plan.rows, step.requests, strict=True):
+                    if step.is_decode and request.index not in kept:
                         positions = np.arange(request.prompt_len - 1)
                         group = len(engine.cache.tables) - 1
                         size = engine.cache.page_sizes[group]
@@ -280,9 +278,9 @@ def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch)
                         slots = torch.from_numpy(pages * size + positions % size).long()
                         buffers = engine.cache.buffers([-1])
                         kept[request.index] = [buffer[slots].clone() for buffer in buffers]
-                return decode(plan, requests)
+                return run(steps)
 
-            monkeypatch.setattr(engine._worker, "decode", first)
+            monkeypatch.setattr(engine._worker, "run", first)
             engine.generate(longer, GREEDY)
         return kept[0] + kept[1]
 
@@ -346,9 +344,9 @@ def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
             expected = engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params)
         lanes = RowState.lanes
 
-        def vague(self, rows, lo, hi, width):
+        def vague(self, rows, lo, hi):
             less = (1 + np.arange(len(lo), dtype=np.int32)) % 3
-            return lanes(self, rows, lo - less, hi + 2 - less, width)
+            return lanes(self, rows, lo - less, hi + 2 - less)
 
         monkeypatch.setattr(RowState, "lanes", vague)
         with make(case) as engine:
@@ -362,7 +360,7 @@ def test_lengths_are_clamped_into_what_the_ledger_reserved():
     state = RowState(4, 3, torch.device("cpu"))
     state.seq_lens.copy_(torch.tensor([0, 7, 30, 2, 9]))
     rows = np.array([4, 2, 1, 3], np.int32)
-    lanes = state.lanes(rows, i32([5, 10, 7, 4]), i32([12, 20, 7, 9]), 3)
+    lanes = state.lanes(rows, i32([5, 10, 7, 4]), i32([12, 20, 7, 9])).part(0, 4, 3)
     assert lanes.starts.tolist() == [9, 20, 7, 4]
     assert lanes.positions.tolist() == [9, 10, 11, 20, 21, 22, 7, 8, 9, 4, 5, 6]
     assert lanes.most == 23 and lanes.lasts.tolist() == [2, 5, 8, 11]

@@ -15,6 +15,7 @@ from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
 from specpool.attention.lanes import Lanes
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.models import EagleHead
+from specpool.seq_lens import SeqLens
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 
@@ -158,7 +159,7 @@ def test_upstreams_reading_is_another_one():
 def lanes(*starts: int) -> Lanes:
     rows = torch.arange(1, len(starts) + 1, dtype=torch.int32)
     known = np.array(starts, np.int32)
-    return Lanes(rows, torch.from_numpy(known), known, known, np.ones_like(known))
+    return Lanes(rows, SeqLens(torch.from_numpy(known), known, known), np.ones_like(known))
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (4, 4, 16), (2, 2, 2), (5, 8, 64), (1, 8, 9)])

@@ -13,8 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.draft import NgramDrafter, named_drafter, ngram
+from specpool.assets import resolve
+from specpool.config import EngineConfig
+from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
 from specpool.draft.ngram import KEPT_CALLS, MAX_OCCURRENCES, TAIL_LEN
+from specpool.models import TargetModel
 
 CHAIN = Shape.eagle(3, 1, 4)
 SHAPES = [
@@ -94,7 +97,8 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
     """Rows that grow, are cut and grow again, come back in other lists, and end."""
     least = data.draw(st.integers(1, 3))
     most = data.draw(st.integers(least, 6))
-    drafter = NgramDrafter(max_ngram=most, min_ngram=least)
+    wanted = data.draw(st.integers(0, most))
+    drafter = NgramDrafter(max_ngram=most, min_ngram=least, min_match=wanted)
     rows = [data.draw(texts(min_size=1)) for _ in range(data.draw(st.integers(1, 3)))]
     for _ in range(data.draw(st.integers(1, 6))):
         shape = data.draw(st.sampled_from(SHAPES))
@@ -102,7 +106,8 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
             assert found == slow_paths(text, shape, most=most, least=least)
             lens = range(most, least - 1, -1)
             matches = [n for n in lens if next(continuations(text, [n], 1), None) is not None]
-            assert drafter.match_len(text) == max(matches, default=0)
+            if max(matches, default=0) < wanted or not wanted:
+                assert drafter.is_promising(text) == (not wanted)
         for at, text in enumerate(rows):
             what = data.draw(st.sampled_from(["grow", "cut", "copy", "end"]))
             if what == "cut":
@@ -316,3 +321,93 @@ def test_text_to_the_context_end_is_plain_decodings():
         plain = engine.generate(corpus.prompts(3, 40), params, shape=Shape.none())
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
     assert [len(o.token_ids) for o in drafted] == [110] * 3
+
+
+# --- rounds that are not worth drafting ----------------------------------------------------------
+
+
+class Sometimes:
+    """Another drafter that finds two rounds of three worth it."""
+
+    def __init__(self, drafter) -> None:
+        self._drafter, self._asked = drafter, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._drafter, name)
+
+    def is_promising(self, tokens) -> bool:
+        self._asked += 1
+        return self._asked % 3 > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", ["ngram", "specpool/tiny-eagle", "specpool/tiny-eagle3"])
+def test_rows_pass_rounds_beside_rows_that_draft(kind, depth):
+    """Rounds of both shapes side by side; draft KV stays current where it is kept."""
+    target = TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32")
+    if kind == "ngram":
+        inner = NgramDrafter()
+    else:
+        inner = EagleDrafter.from_pretrained(resolve(kind), target)
+        assert not isinstance(inner, Choosy)
+    drafter = Sometimes(inner)
+    config = EngineConfig(shape=CHAIN, overlap_depth=depth, max_batch=3, max_context_len=300)
+    with target, Engine(target, drafter, config=config) as engine:
+        shapes = []
+        prepare = engine._worker.run
+
+        def seen(steps):
+            shapes.extend(set(s.plan.shapes.tolist()) for s in steps if s.is_decode)
+            return prepare(steps)
+
+        engine._worker.run = seen
+        params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+        prompts = corpus.prompts(4, 50)
+        drafted = engine.generate(prompts, params)
+        assert {0, 1} in shapes and drafter._asked > 60
+        plain = engine.generate(prompts, params, shape=Shape.none())
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    assert max(max(o.accept_lens) for o in drafted) > 1
+
+
+def test_finds_that_do_not_come_true_end_the_drafting():
+    """And those that do bring it back, though nobody proposed in between."""
+    drafter = NgramDrafter(min_match=2)
+    text = [1, 2, 3]
+    assert not drafter.is_promising(text)
+    answers = []
+    for i in range(8):  # 1, 2 again and again, never followed by the same
+        text += [1, 2]
+        answers.append(drafter.is_promising(text))
+        text.append(10 + i)
+        drafter.is_promising(text)
+    assert answers[0] and not any(answers[3:])
+    for _ in range(8):
+        text += [1, 2]
+        answers.append(drafter.is_promising(text))
+        text.append(99)
+        drafter.is_promising(text)
+    assert answers[-1]
+
+
+def test_text_without_repeats_is_decoded_plainly():
+    """So it costs what plain decoding costs, but for the look-up."""
+    with Engine.from_pretrained(draft="ngram", shape=CHAIN) as engine:
+        params = SamplingParams(max_new_tokens=100, temperature=4.0, seed=1, ignore_eos=True)
+        outputs = engine.generate(corpus.prompts(4), params)
+        drafting = []
+        propose = engine.drafter.propose
+        engine.drafter.propose = lambda *a: (drafting.append(1), propose(*a))[1]
+        again = engine.generate(corpus.prompts(4), params)
+    assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+    assert len(drafting) < 30  # of 100 rounds
+
+
+def test_an_index_is_dropped_also_while_nobody_drafts():
+    drafter = NgramDrafter()
+    others = [list(range(i, i + 50)) for i in range(5)]
+    assert not any(drafter.is_promising(text) for text in others)
+    text = list(range(100))
+    for _ in range(KEPT_CALLS + 2):
+        assert not drafter.is_promising(text)
+    assert list(drafter._indexes) == [id(text)]

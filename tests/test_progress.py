@@ -77,15 +77,15 @@ def test_an_interrupt_leaves_the_terminal_in_order(engine, monkeypatch):
     """The bar hides the cursor: it comes back."""
     terminal = a_terminal(monkeypatch)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN", 0.0)
-    decode, calls = engine._worker.decode, []
+    forward, calls = engine._worker.run, []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return decode(*args)
+        return forward(*args)
 
-    monkeypatch.setattr(engine._worker, "decode", interrupted)
+    monkeypatch.setattr(engine._worker, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, PARAMS, progress=True)
     text = terminal.getvalue()

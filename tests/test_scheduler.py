@@ -59,6 +59,7 @@ class Workload:
             "prefill_tokens": rng.choice([5, 32, 1024]),
             "max_batch": rng.randint(1, 5),
             "max_context_len": longest + rng.randint(0, 9),
+            "mixed_chunks": rng.random() < 0.3,
         }
 
     def engine(self, target: TargetModel, heads: dict[str, EagleHead], pages: int | None) -> Engine:
@@ -271,6 +272,26 @@ def test_ctrl_c_while_prompts_are_submitted_ends_them_all(engine, monkeypatch, n
             engine.generate(PROMPTS, dataclasses.replace(PARAMS, n=n))
     assert not engine._scheduler.requests()
     assert len(engine.generate(PROMPTS[:1], PARAMS)[0].token_ids) == 40
+
+
+def test_overlap_runs_few_rounds_in_vain(target, heads):
+    """A row that is likely to end with what is in flight waits for it."""
+    lanes = []
+    for depth in (0, 1):
+        config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_batch=4, overlap_depth=depth)
+        engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
+        outputs = engine.generate(PROMPTS * 3, PARAMS)
+        run = engine._worker.run
+        counts = []
+        engine._worker.run = lambda steps, run=run, counts=counts: (
+            counts.extend(len(step.plan) for step in steps if step.is_decode),
+            run(steps),
+        )[1]
+        assert [o.token_ids for o in engine.generate(PROMPTS * 3, PARAMS)] == [
+            o.token_ids for o in outputs
+        ]
+        lanes.append(sum(counts))
+    assert lanes[0] <= lanes[1] <= lanes[0] + 5  # of 15 requests
 
 
 # --- sharing --------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ class EngineConfig:
         overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
         prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
             which the running requests go on.
+        mixed_chunks: a turn's prefill chunk and its round share one forward of the target.
+        attention: back end that reads the pages: `torch`.
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
         num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
@@ -101,6 +103,8 @@ class EngineConfig:
     max_batch: int = 8
     overlap_depth: int = 0
     prefill_tokens: int = 1024
+    mixed_chunks: bool = False
+    attention: str = "torch"
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None
@@ -118,6 +122,8 @@ class EngineConfig:
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
+        if not isinstance(self.mixed_chunks, bool):
+            raise ConfigError(f"mixed_chunks must be True or False, got {self.mixed_chunks!r}")
         if self.max_context_len is not None:
             check_int("max_context_len", self.max_context_len, 2, 1 << 30)
         if self.num_pages is not None:

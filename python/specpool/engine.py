@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -15,21 +16,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
+from specpool.attention import BACK_ENDS, back_end
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.config import EngineConfig, SamplingParams
-from specpool.draft import Drafter
+from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError, CorruptState, SpecpoolError, StalePlan
 from specpool.kv_cache import KVCache
 from specpool.loading import load
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
+from specpool.pending import PendingStep
 from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler, Step
 from specpool.stats import Clock, EngineStats, PoolStats, engine_stats, pool_stats
-from specpool.worker import EagleWorker, PendingStep
+from specpool.worker import EagleWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,6 +72,13 @@ class Engine:
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if drafter is None and self.shape.num_draft_tokens > 1:
             raise ConfigError(f"{self.shape} drafts, but there is no draft model")
+        attention = back_end(config.attention)
+        if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
+            able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
+            raise ConfigError(
+                f"mixed_chunks while drafting needs a back end that reads ragged masks "
+                f"({', '.join(able)}), attention is {attention.name!r}"
+            )
         limit = target.max_context_len
         self.max_context_len = config.max_context_len or limit
         if self.max_context_len > limit:
@@ -105,6 +115,7 @@ class Engine:
             target_groups=pools.target_groups,
             shapes=pools.ledger.shapes,
             max_context_len=self.max_context_len,
+            attention=attention,
         )
         self._scheduler = Scheduler(
             self.ledger,
@@ -112,6 +123,7 @@ class Engine:
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             reads_tokens=drafter is not None and drafter.reads_tokens,
+            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )
         self._busy_check = BusyCheck(
@@ -433,8 +445,9 @@ class Engine:
                 out_of_use = f"{len(self._busy_check.rows)} of {self.ledger.num_rows} rows"
                 raise CorruptState(f"no request can run: {out_of_use} are out of use")
             self._turns += 1
-            for step in steps:
-                self._launch(step)
+            together = len(steps) > 1 and self.config.mixed_chunks
+            for group in [steps] if together else [[step] for step in steps]:
+                self._launch(group)
             last = self._turns - (self.config.overlap_depth if steps else 1)
             while self._flying and self._flying[0].turn <= last:
                 self._take_over(self._flying.popleft())
@@ -457,26 +470,32 @@ class Engine:
         if error is not None:
             raise error
 
-    def _launch(self, step: Step) -> None:
-        """Enqueue a step's forward."""
+    def _launch(self, steps: list[Step]) -> None:
+        """Enqueue the forward of one step, or of a prefill and a round side by side."""
         for group, num_pages in enumerate(self._num_pages):
             used = num_pages - self.ledger.free_pages(group)
             self.peak_pages[group] = max(self.peak_pages[group], used)
-        try:
-            self._scheduler.launch(step)
-        except StalePlan:  # a forward of this turn has failed, and took a row of it along
-            self._scheduler.cancel(step)
+        launched = []
+        for step in steps:
+            try:
+                self._scheduler.launch(step)
+            except StalePlan:  # a forward of this turn has failed, and took a row of it along
+                self._scheduler.cancel(step)
+            else:
+                launched.append(step)
+        if not launched:
             return
         try:
             with self._clock.launch:
-                self._busy_check.apply_delta(step.plan.step)
-                self.cache.copy_pages(step.plan.page_copies)
-                forward = self._worker.decode if step.is_decode else self._worker.prefill
-                pending = forward(step.plan, step.requests)
+                for step in launched:
+                    self._busy_check.apply_delta(step.plan.step)
+                    self.cache.copy_pages(step.plan.page_copies)
+                pending = self._worker.run(launched)
         except Exception as error:
-            self._fail(step, error)
+            for step in launched:
+                self._fail(step, error)
         else:
-            self._flying.append(_Flying(self._turns, step, pending))
+            self._flying += map(_Flying, repeat(self._turns), launched, pending)
 
     def _take_over(self, flying: _Flying) -> None:
         """Wait for a step's results and give them to the scheduler."""

@@ -99,7 +99,6 @@ class Request:
         if not tokens:
             return
         n = len(tokens)
-        # Only near its end is there more to do: this runs for every row of every round.
         if (
             len(self.tokens) + n >= self.max_len
             or tokens[-1] < 0

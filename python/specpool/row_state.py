@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.attention.lanes import Int32, Lanes
+from specpool.attention.lanes import Lanes
 from specpool.kernels import device as kernels
-from specpool.kernels.transfer import upload
+from specpool.kernels.transfer import Download, upload
 from specpool.request import Request
+from specpool.seq_lens import Int32, SeqLens
 
 
 class RowState:
@@ -24,37 +25,59 @@ class RowState:
         root_tokens: int64 [num_rows + 1], the newest token, which has no KV yet.
     """
 
-    def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
-        """Nothing is known of any row; no step has more than `max_nodes` nodes in a row's tree."""
+    def __init__(
+        self,
+        num_rows: int,
+        max_nodes: int,
+        device: torch.device,
+        *,
+        needs_host_lengths: bool = False,
+    ) -> None:
+        """Nothing is known of any row.
+
+        Args:
+            num_rows: besides row 0.
+            max_nodes: of a row's tree in one step, at most.
+            device: of the state.
+            needs_host_lengths: before each round the host waits for the lengths (spec 8).
+        """
 
         def state(dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_rows + 1, dtype=dtype, device=device)
 
         self.device = device
         self.seq_lens, self.root_tokens = state(torch.int32), state(torch.int64)
+        self._copy = Download(self.seq_lens) if needs_host_lengths else None
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
         self._top_k, self._seeds = state(torch.int32), state(torch.int64)
         # Temperature, top_k, top_p and draw that take the likeliest token, for any step's nodes
         zeros = torch.zeros(num_rows * max_nodes, dtype=torch.float32, device=device)
         self._greedy = (zeros, zeros.int(), zeros + 1, zeros.double())
+        self._greedy_of: dict[int, tuple[Tensor, ...]] = {}  # the first of them, by their number
 
-    def lanes(self, rows: Int32, lo: Int32, hi: Int32, width: int) -> Lanes:
-        """Lanes that go on where their rows stand, `width` tokens each.
+    def lanes(self, rows: Int32, lo: Int32, hi: Int32) -> Lanes:
+        """Lanes that go on where their rows stand, one token each.
 
         The device's lengths are clamped into [lo, hi], which the ledger has reserved for.
         """
         if lo.tolist() == hi.tolist():  # the host knows
             on_device, starts = upload(self.device, rows, lo)
-            return Lanes(on_device, starts, lo, hi, width)
+            return Lanes(on_device, SeqLens(starts, lo, lo), 1)
         on_device, least, most = upload(self.device, rows, lo, hi)
         starts = torch.clamp(self.seq_lens.index_select(0, on_device), least, most)
-        return Lanes(on_device, starts, lo, hi, width)
+        copy = self._copy
+        lens = SeqLens(starts, lo, hi, None if copy is None else lambda: copy.array()[rows])
+        if copy is not None:
+            lens.refresh_seq_lens_cpu(sync=True)
+        return Lanes(on_device, lens, 1)
 
     def put(self, lanes: Lanes, seq_lens: Tensor, root_tokens: Tensor) -> None:
-        """What the rows have come to: int32 [B], int64 [B]."""
+        """What the rows have come to: int32 [B], int64 [B]. Right after verify."""
         rows = lanes.rows.long()
         self.seq_lens.index_copy_(0, rows, seq_lens)
         self.root_tokens.index_copy_(0, rows, root_tokens)
+        if self._copy is not None:  # on its way before draft-extend is launched
+            self._copy = Download(self.seq_lens)
 
     def put_params(self, lanes: Lanes, requests: Sequence[Request]) -> None:
         """How the tokens of these rows are drawn from now on."""
@@ -86,7 +109,10 @@ class RowState:
         """
         size = positions.numel()
         if greedy:
-            parameters = tuple(parameter[:size] for parameter in self._greedy)
+            parameters = self._greedy_of.get(size)
+            if parameters is None:
+                parameters = tuple(parameter[:size] for parameter in self._greedy)
+                self._greedy_of[size] = parameters
         else:
             each = lanes.rows.repeat_interleave(positions.shape[1], output_size=size)
             temperature, top_p, top_k, seeds = (

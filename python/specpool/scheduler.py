@@ -22,6 +22,10 @@ from specpool.stats import Counts
 
 Int32 = npt.NDArray[np.int32]
 
+# A row's place among the lanes: its shape, then the number of its admission.
+_ORDER_BITS = 48
+_ORDER = (1 << _ORDER_BITS) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -70,6 +74,7 @@ class Scheduler:
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
         headroom: int = 0,
+        is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Schedule on `ledger`.
@@ -83,13 +88,15 @@ class Scheduler:
                 flight at most.
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
+            is_promising: whether the next round of a row with these tokens is worth drafting; where
+                it is not, the row decodes plainly. None = it always is.
             before_release: called while the request still has its row.
         """
         self._ledger = ledger
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
-        self._headroom = headroom
+        self._headroom, self._is_promising = headroom, is_promising
         self._before_release = before_release
         self._waiting: list[Request] = []  # in the order in which they will be admitted
         self._running: list[Request] = []  # in the order in which they were
@@ -97,11 +104,13 @@ class Scheduler:
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
-        # it cannot decode), index of the shape.
-        self._by_row: dict[int, Request] = {}
-        self._lens, self._limits, self._shapes = np.zeros((3, ledger.num_rows + 1), np.int32)
+        # it cannot decode), index of its shape, and of its next round's.
+        num_rows = ledger.num_rows + 1
+        self._by_row = np.full(num_rows, None, object)
+        self._accept_len = np.ones(num_rows, np.float32)  # of its rounds of late, on average
+        self._lens, self._limits, self._shapes, self._next = np.zeros((4, num_rows), np.int32)
         # By row: lanes of one shape stand side by side, in the order of admission.
-        self._lane_order = np.zeros(ledger.num_rows + 1, np.int64)
+        self._lane_order = np.zeros(num_rows, np.int64)
         self._num_admitted = 0
         # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
         counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
@@ -152,7 +161,7 @@ class Scheduler:
         """Take a row out of use, for good: what it holds is not given back, its request ends."""
         if self._ledger.is_live(row):
             self._quarantined[row] = int(self._ledger.epoch[row])
-        request = self._by_row.get(row)
+        request: Request | None = self._by_row[row]
         if request is not None:
             request.error = why
             self._end(request, "error")
@@ -242,6 +251,7 @@ class Scheduler:
         if is_decode:
             self._lens[rows] += accept_len
             self.counts.round(accept_len)
+            self._accept_len[rows] += 0.25 * (accept_len - self._accept_len[rows])
         else:
             drawn = np.array([bool(new) for new in tokens], np.int32)
             self._lens[rows] += drawn
@@ -249,9 +259,24 @@ class Scheduler:
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
+        may_end = (self._lens[rows] >= self._limits[rows]).tolist()
         of_lanes = repeat(None) if logprobs is None else logprobs
-        for request, new, entries in zip(requests, tokens, of_lanes):  # noqa: B905 - no end
+        # This runs for every row of every round, and mostly there is nothing else to do.
+        is_plain = is_decode and logprobs is None and self._is_promising is None
+        for request, new, ends, entries in zip(requests, tokens, may_end, of_lanes):  # noqa: B905
+            if (
+                is_plain
+                and not ends
+                and new[-1] >= 0
+                and request.watch is None
+                and request.stop_ids.isdisjoint(new)
+            ):
+                request.tokens += new
+                request.forwards.append(len(new))
+                continue
             request.append(new, entries, is_decode)
+            if self._is_promising is not None and request.shape_index:
+                self._choose(request, self._is_promising(request.tokens))
             if request.finish_reason is not None:
                 if request.wants_pin and request.error is None:
                     self._pin(request)
@@ -296,7 +321,7 @@ class Scheduler:
             self._ledger.release_prefix(prefix)  # of a pin on its way in or out
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
-        self._by_row.clear()
+        self._by_row[:] = None
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -335,11 +360,17 @@ class Scheduler:
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
         self._by_row[row] = request
-        self._lens[row] = len(request.tokens)
-        self._shapes[row] = request.shape_index
-        self._lane_order[row] = request.shape_index << 48 | self._num_admitted
+        self._lens[row], self._accept_len[row] = len(request.tokens), 1
+        self._shapes[row] = self._next[row] = request.shape_index
+        self._lane_order[row] = request.shape_index << _ORDER_BITS | self._num_admitted
         self._num_admitted += 1
         self._running.append(request)
+
+    def _choose(self, request: Request, drafts: bool) -> None:
+        """The row's next round drafts, or not."""
+        row, shape = request.row, request.shape_index if drafts else 0
+        self._next[row] = shape
+        self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
 
     def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
         """The pinned text that most of `tokens` begin with, and how many; the last is left out."""
@@ -402,12 +433,14 @@ class Scheduler:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
             return None
-        if not ((self._lens > 0) & (self._limits == 0)).any():  # every row can decode
+        (rows,) = ((self._lens > 0) & (self._limits == 0)).nonzero()
+        if not len(rows):  # every row can decode
             return None
         budget = self._prefill_tokens
         chosen: list[Request] = []
         ends: list[int] = []
-        for request in self._running:
+        by_admission = (self._lane_order[rows] & _ORDER).argsort()
+        for request in self._by_row[rows[by_admission]].tolist():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
@@ -431,26 +464,27 @@ class Scheduler:
     def _decode(self) -> Step | None:
         """One round of every row that is ready for it."""
         in_flight = self._ledger.in_flight
-        # Each round in flight gives a token at least: who will be at the limit needs no other.
-        wanted = self._lens + in_flight < self._limits
+        # Who is likely to be at the limit with what is in flight needs no other round: it would be
+        # lost, while one left out of a round only comes a round later.
+        wanted = self._lens + in_flight * self._accept_len.round() < self._limits
         wanted &= in_flight <= self._ledger.overlap_depth
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | (self._shapes == 0)
+            wanted &= (in_flight == 0) & known | (self._next == 0)
         (rows,) = wanted.nonzero()
         if not len(rows):
             self._is_starved = False
             return None
         rows = rows[self._lane_order[rows].argsort()]
-        shapes = self._shapes[rows]
-        writes_draft = self._keeps_draft_kv and bool(shapes[-1])
+        shapes = self._next[rows]
+        writes_draft = self._keeps_draft_kv and bool(self._shapes[rows].any())
         try:
             plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
         except OutOfPages:
             self._is_starved = True
             return None
         self._is_starved = False
-        return Step(plan, [self._by_row[row] for row in rows.tolist()])
+        return Step(plan, self._by_row[rows].tolist())
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
@@ -516,7 +550,7 @@ class Scheduler:
 
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
-        del self._by_row[request.row]
+        self._by_row[request.row] = None
         self._lens[request.row] = self._limits[request.row] = request.row = 0
 
 

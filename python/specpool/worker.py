@@ -7,7 +7,7 @@ copied to it right after verify, while draft-extend still runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,19 +15,22 @@ import torch
 from torch import Tensor
 
 from specpool._core import Plan, Shape
-from specpool.attention import AttentionBatch, AttentionView
+from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.draft.base import Drafter, DraftTree
 from specpool.errors import ShapeError
+from specpool.forward import Forward, Pass
 from specpool.kernels import device as kernels
 from specpool.kernels.launch import runs_kernels
-from specpool.kernels.transfer import Download, upload
+from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
-from specpool.request import Request, TokenLogprob
+from specpool.pending import PendingStep
+from specpool.request import Request
 from specpool.row_state import RowState
-from specpool.scheduler import StepResult
-from specpool.verify import Logprobs, Verdict, verify
+from specpool.scheduler import Step
+from specpool.seq_lens import SeqLens
+from specpool.verify import Verdict, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,64 +45,6 @@ class _Part:
     first: int  # of its tokens, among all of the round
 
 
-class PendingStep:
-    """A forward that has been launched; its results are on their way to the host."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        tokens: Tensor,
-        logits: Tensor,
-        verdict: Verdict | None = None,
-        *,
-        done: Sequence[bool] | None = None,
-    ) -> None:
-        """Start the copies.
-
-        Args:
-            requests: the lanes.
-            tokens: int64 [B, A], the target's at the nodes that were accepted.
-            logits: [n, V], of the nodes that `verdict` names, or of the B lanes.
-            verdict: how many tokens count; None = one in each lane.
-            done: lanes whose tokens count; None = all.
-        """
-        self._done = done
-        self._wanted = [request.params.logprobs for request in requests]
-        self._counted = verdict is not None
-        if verdict is not None:
-            lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
-            self._packed = Download(torch.cat([tokens, lens, not_finite], 1))  # [B, A + 2]
-        else:
-            self._packed = Download(tokens)
-        self._logprobs = None
-        most = max((n for n in self._wanted if n is not None), default=None)
-        if most is not None:
-            chosen = logits if verdict is None else logits[verdict.nodes.view(-1)]
-            self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
-
-    def result(self) -> StepResult:
-        """Wait for the step's verify; the only thing that a step waits for."""
-        packed = self._packed.array()
-        if self._counted:
-            tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
-            not_finite = packed[:, -1].astype(bool).tolist()
-        else:
-            tokens, lens = packed.tolist(), np.ones(len(packed), np.int32)
-            not_finite = (packed[:, 0] < 0).tolist()
-        kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
-        if self._done is not None:
-            kept = [lane if done else [] for lane, done in zip(kept, self._done, strict=True)]
-        if self._logprobs is None:
-            return StepResult(kept, lens, not_finite)
-        logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)
-        entries, width = self._logprobs.entries(), len(tokens[0])
-        for i, num_top in enumerate(self._wanted):
-            if num_top is not None:
-                mine = entries[i * width : i * width + len(kept[i])]
-                logprobs[i] = [entry.first(num_top) for entry in mine]
-        return StepResult(kept, lens, not_finite, logprobs)
-
-
 class EagleWorker:
     """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12)."""
 
@@ -112,6 +57,7 @@ class EagleWorker:
         target_groups: Sequence[int],
         shapes: Sequence[Shape],
         max_context_len: int,
+        attention: BackEnd,
     ) -> None:
         """Work on `cache`, whose first layers are the target's.
 
@@ -122,26 +68,46 @@ class EagleWorker:
             target_groups: the group of each of the target's layers.
             shapes: the ledger's.
             max_context_len: positions beyond it are clamped.
+            attention: the back end, which says whether rounds wait for their lengths.
         """
-        self._target, self._drafter, self._cache = target, drafter, cache
-        self._target_groups = list(target_groups)
+        self._drafter, self._cache = drafter, cache
+        self._vocab_size = target.vocab_size
+        self._forward = Forward(
+            target,
+            cache,
+            target_groups,
+            last_position=max_context_len - 1,
+            feature_layers=() if drafter is None else drafter.feature_layers,
+        )
         self._last_position = max_context_len - 1
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
-        self._state = RowState(cache.tables[0].shape[0] - 1, most, cache.device)
+        self._state = RowState(
+            cache.tables[0].shape[0] - 1,
+            most,
+            cache.device,
+            # Where no kernel runs, nothing is late: to look costs no wait, and spares masked reads.
+            needs_host_lengths=attention.needs_host_lengths or not runs_kernels(cache.device),
+        )
         self._fields = {  # group -> all of the target's layers in it
             group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
             for group in sorted(set(target_groups))
         }
 
     @torch.inference_mode()
-    def prefill(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
-        """Run the next chunk of each prompt; the lanes whose prompt ends get their first token.
+    def run(self, steps: Sequence[Step]) -> list[PendingStep]:
+        """Run the forward of launched steps: of one, or of a prefill and a round side by side.
 
-        Args:
-            plan: of `prepare_extend`.
-            requests: the plan's lanes.
+        A prefill step runs the next chunk of each prompt; the lanes whose prompt ends get their
+        first token. A round is draft, verify, compact, draft-extend.
         """
+        passes = [
+            (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
+            for step in steps
+        ]
+        return self._forward.run(passes)
+
+    def _prefill(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         ends = plan.new_len.tolist()
         chunks = [r.tokens[s:e] for r, s, e in zip(requests, plan.start, ends, strict=True)]
         done = [end >= request.prefill_len for request, end in zip(requests, ends, strict=True)]
@@ -158,74 +124,92 @@ class EagleWorker:
             np.concatenate(chunks).astype(np.int64),
             np.array(following, np.int64),
         )
-        lanes = Lanes(rows, starts, plan.start, plan.start, plan.new_len - plan.start)
+        lens = SeqLens(starts, plan.start, plan.start)
+        lanes = Lanes(rows, lens, plan.new_len - plan.start)
         self._state.put_params(lanes, requests)
         drafts = self._drafter if _drafts(requests) else None
-        self._capture(drafts is not None)
-        output = self._forward_causal(lanes, tokens, lanes.lasts)
-        positions = new_lens.long().unsqueeze(1)
-        drawn = self._state.draw(lanes, output.logits, positions, greedy=_greedy(requests))
-        self._state.put(lanes, new_lens, drawn[:, 0])
-        pending = PendingStep(requests, drawn, output.logits, done=done)
-        if drafts is not None:
-            shifted = tokens.roll(-1)
-            shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
-            drafts.extend(lanes, shifted, _features(output))
-        return pending
+        if drafts is not None and drafts.reads_tokens:
+            drafts = None
+        greedy = _greedy(requests)
 
-    @torch.inference_mode()
-    def decode(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
-        """One round: draft, verify, compact, draft-extend.
+        def finish(output: TargetOutput) -> PendingStep:
+            positions = new_lens.long().unsqueeze(1)
+            drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            self._state.put(lanes, new_lens, drawn[:, 0])
+            pending = PendingStep(requests, drawn, output.logits, done=done)
+            if drafts is not None:
+                shifted = tokens.roll(-1)
+                shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
+                drafts.extend(lanes, shifted, _features(output))
+            return pending
 
-        Args:
-            plan: of `prepare_decode`; lanes of one shape stand side by side.
-            requests: the plan's lanes.
-        """
-        if self._drafter is None or not plan.shapes.any():
-            return self._decode_plainly(plan, requests)
-        parts = self._parts(plan, requests)
-        lanes = Lanes.joined([part.lanes for part in parts])
-        self._capture(True)
-        output = self._forward_trees(lanes, parts)
-        verdicts = []
-        for part in parts:
-            size = part.positions.numel()
-            logits = output.logits[part.first : part.first + size]
-            positions = part.positions.long() + 1
-            drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
-            verdicts.append(verify(part.tree, drawn, part.num_steps))
-        verdict = Verdict.joined(verdicts, [part.first for part in parts])
-        self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
-        pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
-        for part, accepted in zip(parts, verdicts, strict=True):
-            self._compact(part, accepted)
-        accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
-        features = _features(output).index_select(0, nodes)
-        if accepted_lanes.padding is not None:
-            # A NaN of some other lane must not reach the sink, which all lanes read (masked).
-            features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
-        self._drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
-        return pending
+        return self._causal_pass(lanes, tokens, lanes.lasts, drafts is not None, finish)
 
-    def _parts(self, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
+    def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
+        if self._drafter is None or not (plan.shapes.any() or plan.writes_draft):
+            return self._plain_round(plan, requests)
+        drafter = self._drafter
+        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
+        parts = self._parts(lanes, plan, requests)
+
+        def finish(output: TargetOutput) -> PendingStep:
+            verdicts = []
+            for part in parts:
+                size = part.positions.numel()
+                logits = output.logits[part.first : part.first + size]
+                positions = part.positions.long() + 1
+                drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
+                verdicts.append(verify(part.tree, drawn, part.num_steps))
+            verdict = Verdict.joined(verdicts, [part.first for part in parts])
+            self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
+            pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
+            for part, accepted in zip(parts, verdicts, strict=True):
+                self._compact(part, accepted)
+            if drafter.reads_tokens:  # it has all that it needs
+                return pending
+            accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
+            features = _features(output).index_select(0, nodes)
+            if accepted_lanes.padding is not None:
+                # A NaN of some other lane must not reach the sink, which all lanes read (masked).
+                features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
+            drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
+            return pending
+
+        return self._tree_pass(lanes, parts, not drafter.reads_tokens, finish)
+
+    def _plain_round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
+        """Shape 0 alone: the root goes through the target; no draft KV is kept."""
+        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
+        roots = self._state.root_tokens.index_select(0, lanes.rows)
+        greedy = _greedy(requests)
+
+        def finish(output: TargetOutput) -> PendingStep:
+            new_lens = lanes.starts + 1
+            positions = new_lens.long().unsqueeze(1)
+            drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            self._state.put(lanes, new_lens, drawn[:, 0])
+            return PendingStep(requests, drawn, output.logits)
+
+        return self._causal_pass(lanes, roots, None, False, finish)
+
+    def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
         """The runs of lanes that share a shape, each with its trees."""
         assert self._drafter is not None
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
-        rows, lo, hi = plan.rows, plan.lo, plan.hi
+        root_tokens = self._state.root_tokens.index_select(0, lanes.rows)
         parts: list[_Part] = []
         start = first = 0
         for end in ends:
             mine, shape = requests[start:end], self._shapes[shapes[start]]
             num_nodes = shape.num_draft_tokens
-            lanes = self._state.lanes(rows[start:end], lo[start:end], hi[start:end], num_nodes)
-            roots = self._state.root_tokens.index_select(0, lanes.rows)
+            part, roots = lanes.part(start, end, num_nodes), root_tokens[start:end]
             if num_nodes == 1:
                 tree = DraftTree.chain(roots.unsqueeze(1))
             else:
-                tree = self._propose(self._drafter, lanes, shape, roots, mine)
-            positions = lanes.starts.unsqueeze(1) + tree.depths
-            parts.append(_Part(lanes, tree, positions, shape.num_steps, _greedy(mine), first))
+                tree = self._propose(self._drafter, part, shape, roots, mine)
+            positions = part.starts.unsqueeze(1) + tree.depths
+            parts.append(_Part(part, tree, positions, shape.num_steps, _greedy(mine), first))
             first += (end - start) * num_nodes
             start = end
         return parts
@@ -260,29 +244,17 @@ class EagleWorker:
         tree.check(shape, len(requests))
         if texts is not None and tree.tokens.device.type == "cpu":
             last = np.array([text[-1] for text in texts])
-            tree.check_values(last, self._target.vocab_size)
+            tree.check_values(last, self._vocab_size)
         elif not runs_kernels(tree.tokens.device):
-            tree.check_tokens(self._target.vocab_size)
+            tree.check_tokens(self._vocab_size)
         return tree.to(self._cache.device)
-
-    def _decode_plainly(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
-        """Shape 0 alone: the root goes through the target; no draft KV is kept."""
-        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi, 1)
-        roots = self._state.root_tokens.index_select(0, lanes.rows)
-        self._capture(False)
-        output = self._forward_causal(lanes, roots, None)
-        new_lens = lanes.starts + 1
-        positions = new_lens.long().unsqueeze(1)
-        drawn = self._state.draw(lanes, output.logits, positions, greedy=_greedy(requests))
-        self._state.put(lanes, new_lens, drawn[:, 0])
-        return PendingStep(requests, drawn, output.logits)
 
     def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
         """The accepted nodes as lanes of their own: which nodes, int64 [T], and their tokens.
 
         On a CPU the lengths are known at once. A device pads every lane to S+1 instead of telling.
         """
-        where = (lanes.rows, lanes.starts, lanes.lo, lanes.hi)
+        where = (lanes.rows, lanes.seq_lens)
         width = verdict.tokens.shape[1]
         if runs_kernels(self._cache.device):
             padded = Lanes(*where, width, verdict.accept_len)
@@ -295,29 +267,38 @@ class EagleWorker:
         widths = int(lens[0]) if len(lens) == 1 else lens
         return Lanes(*where, widths), nodes, tokens
 
-    def _capture(self, wanted: bool) -> None:
-        """Features cost hooks in every forward: have them only while somebody drafts."""
-        layers = self._drafter.feature_layers if wanted and self._drafter is not None else ()
-        self._target.capture(layers)
-
-    def _forward_causal(
-        self, lanes: Lanes, tokens: Tensor, logits_at: Tensor | None
-    ) -> TargetOutput:
+    def _causal_pass(
+        self,
+        lanes: Lanes,
+        tokens: Tensor,
+        logits_at: Tensor | None,
+        wants_features: bool,
+        finish: Callable[[TargetOutput], PendingStep],
+    ) -> Pass:
         """Prefill or plain decode: every query sees all positions up to its own."""
         views = {group: causal_view(self._cache, group, lanes) for group in self._fields}
-        return self._forward(tokens, lanes.positions, views, logits_at)
+        return Pass(tokens, lanes.positions, views, logits_at, wants_features, finish)
 
-    def _forward_trees(self, lanes: Lanes, parts: Sequence[_Part]) -> TargetOutput:
+    def _tree_pass(
+        self,
+        lanes: Lanes,
+        parts: Sequence[_Part],
+        wants_features: bool,
+        finish: Callable[[TargetOutput], PendingStep],
+    ) -> Pass:
         """Verify: node i of a lane lies in cell start + i, at position start + depth."""
         if len(parts) == 1:
-            tree, positions = parts[0].tree, parts[0].positions
+            tree, positions, lanes = parts[0].tree, parts[0].positions, parts[0].lanes
             masks, by_lane, tokens = tree.mask, positions, tree.tokens.view(-1)
             positions = positions.view(-1)
         else:
-            most = max(part.positions.shape[1] for part in parts)
-            size, device = len(lanes.lo), self._cache.device
-            masks = torch.zeros(size, most, most, dtype=torch.bool, device=device)
-            by_lane = torch.zeros(size, most, dtype=torch.int32, device=device)
+            widths = np.concatenate(
+                [np.full(len(part.tree.tokens), part.positions.shape[1]) for part in parts]
+            )
+            lanes = Lanes(lanes.rows, lanes.seq_lens, widths.astype(np.int32))
+            most, device = int(widths.max()), self._cache.device
+            masks = torch.zeros(len(widths), most, most, dtype=torch.bool, device=device)
+            by_lane = torch.zeros(len(widths), most, dtype=torch.int32, device=device)
             start = 0
             for part in parts:
                 batch, num_nodes = part.positions.shape
@@ -331,25 +312,7 @@ class EagleWorker:
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
             views[group] = own_view(self._cache, group, lanes, slots, masks, clamped, clamped)
-        return self._forward(tokens, positions, views, None)
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        views: dict[int, AttentionView],
-        logits_at: Tensor | None,
-    ) -> TargetOutput:
-        layers = [
-            (self._cache.keys[i], self._cache.values[i], views[group])
-            for i, group in enumerate(self._target_groups)
-        ]
-        return self._target.forward(
-            tokens,
-            positions.clamp(max=self._last_position).long(),
-            AttentionBatch(list(views.values()), layers),
-            logits_at,
-        )
+        return Pass(tokens, positions, views, None, wants_features, finish)
 
 
 def _features(output: TargetOutput) -> Tensor:

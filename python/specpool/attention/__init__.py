@@ -1,6 +1,16 @@
 """Attention back ends: what one forward reads and writes on pages, and how it attends."""
 
+from specpool.attention.backend import BACK_ENDS, BackEnd, back_end
 from specpool.attention.torch_backend import attend
-from specpool.attention.view import AttentionBatch, AttentionView
+from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, View
 
-__all__ = ["AttentionBatch", "AttentionView", "attend"]
+__all__ = [
+    "BACK_ENDS",
+    "AttentionBatch",
+    "AttentionView",
+    "BackEnd",
+    "JoinedView",
+    "View",
+    "attend",
+    "back_end",
+]

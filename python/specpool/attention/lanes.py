@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,8 +13,7 @@ from specpool.attention.view import AttentionView
 from specpool.kernels import device as kernels
 from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
-
-Int32 = npt.NDArray[np.int32]
+from specpool.seq_lens import Int32, SeqLens
 
 
 @dataclass
@@ -25,9 +22,7 @@ class Lanes:
 
     Attributes:
         rows: int32 [B], on the device.
-        starts: int32 [B], on the device: positions below have KV already.
-        lo: int32 [B], on the host: least that `starts` can be.
-        hi: int32 [B], on the host: greatest that `starts` can be; known there where equal to `lo`.
+        seq_lens: of the rows: positions below have KV already.
         widths: tokens of each lane in this forward, at least 1: int32 [B], on the host, or one
             number for all.
         lens: int32 [B], on the device: how many of them count; the rest pads, and `widths` is one
@@ -35,35 +30,30 @@ class Lanes:
     """
 
     rows: Tensor
-    starts: Tensor
-    lo: Int32
-    hi: Int32
+    seq_lens: SeqLens
     widths: Int32 | int
     lens: Tensor | None = None
 
-    @classmethod
-    def joined(cls, parts: Sequence[Lanes]) -> Lanes:
-        """All lanes, one part after the other; without padding."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            torch.cat([part.rows for part in parts]),
-            torch.cat([part.starts for part in parts]),
-            np.concatenate([part.lo for part in parts]),
-            np.concatenate([part.hi for part in parts]),
-            np.concatenate([np.full_like(part.lo, part.widths) for part in parts]),
-        )
+    @property
+    def starts(self) -> Tensor:
+        """int32 [B], on the device: the first position of each lane's tokens."""
+        return self.seq_lens.on_device
+
+    def part(self, start: int, end: int, width: int) -> Lanes:
+        """The lanes `[start, end)`, with `width` tokens each."""
+        if start == 0 and end == len(self.seq_lens):
+            return Lanes(self.rows, self.seq_lens, width)
+        lanes = slice(start, end)
+        return Lanes(self.rows[lanes], self.seq_lens.filter(lanes), width)
 
     def ahead(self, step: int) -> Lanes:
         """The same rows with one token each, `step` positions further on."""
-        if step == 0:
-            return Lanes(self.rows, self.starts, self.lo, self.hi, 1)
-        return Lanes(self.rows, self.starts + step, self.lo + step, self.hi + step, 1)
+        return Lanes(self.rows, self.seq_lens.ahead(step) if step else self.seq_lens, 1)
 
     @property
     def most(self) -> int:
         """The least length that no lane's tokens reach beyond."""
-        return int((self.hi + self.widths).max())
+        return int((self.seq_lens.hi + self.widths).max())
 
     @property
     def counts(self) -> Tensor:
@@ -78,7 +68,7 @@ class Lanes:
     def lasts(self) -> Tensor:
         """int64 [B], the last token that counts of each lane."""
         if isinstance(self.widths, int):
-            size = len(self.hi) * self.widths
+            size = len(self.seq_lens) * self.widths
             firsts = torch.arange(0, size, self.widths, device=self.rows.device)
             return firsts + ((self.widths if self.lens is None else self.lens) - 1)
         return self._order[1]
@@ -120,7 +110,7 @@ class Lanes:
             slots = kernels.slots_at(*place, self.starts)
         else:
             counts = torch.full_like(self.starts, self.widths)
-            hi = np.full_like(self.hi, self.widths)
+            hi = np.full_like(self.seq_lens.hi, self.widths)
             slots = kernels.slot_ranges(*place, self.starts, counts, hi=hi)
         return (slots if self.padding is None else slots.masked_fill(self.padding, 0)).long()
 
@@ -141,13 +131,11 @@ def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
     """As `causal_view`, but only each lane's last token is a query; all tokens' KV is written."""
     pages = cache.pages_of(group, lanes.rows, lanes.most)
     less = lanes.widths - 1
-    if lanes.lens is not None:
-        last = Lanes(lanes.rows, lanes.starts + (lanes.lens - 1), lanes.lo, lanes.hi + less, 1)
-    elif isinstance(less, int):
+    if lanes.lens is None and isinstance(less, int):
         last = lanes.ahead(less)
     else:
-        starts = lanes.starts + (lanes.counts - 1)
-        last = Lanes(lanes.rows, starts, lanes.lo + less, lanes.hi + less, 1)
+        least = less if lanes.lens is None else 0
+        last = Lanes(lanes.rows, lanes.seq_lens.grown(lanes.counts - 1, least, less), 1)
     return _causal(cache, group, pages, last, lanes.slots(cache, group))
 
 
@@ -187,7 +175,7 @@ def own_view(
         q_positions: int32 [B, Q], the model position of each query. Windows go by position.
     """
     _, num_queries, num_cells = own_mask.shape
-    pages = cache.pages_of(group, lanes.rows, int(lanes.hi.max()) + num_cells)
+    pages = cache.pages_of(group, lanes.rows, int(lanes.seq_lens.hi.max()) + num_cells)
     num_columns = pages.shape[1] * cache.page_sizes[group]
 
     ragged = not isinstance(lanes.widths, int)
@@ -228,15 +216,13 @@ def _causal(
         )
 
     # Plain decoding at lengths that the host knows to be equal needs no mask.
-    single = isinstance(widths, int) and widths == 1
-    lengths = lanes.lo.tolist() if single else []
-    equal = lengths and lengths.count(lengths[0]) == len(lengths) and lengths == lanes.hi.tolist()
+    length = lanes.seq_lens.common if isinstance(widths, int) and widths == 1 else None
     return AttentionView(
         page_size=cache.page_sizes[group],
         write_slots=slots,
         read_pages=pages,
         q_lens=widths if isinstance(widths, int) else widths.tolist(),
         mask_for=bias_for,
-        decode_len=lengths[0] + 1 if equal else None,
+        decode_len=None if length is None else length + 1,
         reader=cache.reader,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specpool.attention.view import AttentionView, Reads
+from specpool.attention.view import JoinedView, Reads, View
 
 # Up to this many queries per lane, query heads are folded into the query axis (each K and V head
 # is read once); beyond it the mask would grow by the number of heads and nothing is saved.
@@ -18,7 +18,7 @@ _FOLD_MAX_QUERIES = 32
 
 
 def attend(
-    view: AttentionView,
+    view: View,
     k_buffer: Tensor,
     v_buffer: Tensor,
     q: Tensor,
@@ -47,6 +47,26 @@ def attend(
     Returns:
         [T, H, Dv] in the dtype of q.
     """
+    if isinstance(view, JoinedView):
+        outs, start = [], 0
+        for each in view.views:
+            mine = slice(start, start + each.num_tokens)
+            start = mine.stop
+            outs.append(
+                attend(
+                    each,
+                    k_buffer,
+                    v_buffer,
+                    q[mine],
+                    k[mine],
+                    v[mine],
+                    scaling=scaling,
+                    window=window,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
+            )
+        return torch.cat(outs)
     lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
     reads = view.reads(window, dtype)  # refuses a bad mask before anything is written
     if k.dtype != k_buffer.dtype:

@@ -148,6 +148,11 @@ class AttentionView:
         if not isinstance(q_lens, int):
             self._build_padding(q_lens)
 
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.write_slots.shape[0]
+
     def _build_padding(self, q_lens: Sequence[int]) -> None:
         """Ragged lanes are padded to Q queries each; index lists carry tokens there and back."""
         lens = np.asarray(q_lens, dtype=np.int64)
@@ -202,6 +207,25 @@ class AttentionView:
         return mask.to(dtype).unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedView:
+    """Views of one group that share a forward: the tokens of the first come first.
+
+    Attributes:
+        views: of prompts and trees, say. No lane of one may read what a lane of another writes.
+    """
+
+    views: Sequence[AttentionView]
+
+    @property
+    def num_tokens(self) -> int:
+        """T of all."""
+        return sum(view.num_tokens for view in self.views)
+
+
+View = AttentionView | JoinedView
+
+
 def _consecutive(pages: Tensor) -> int | None:
     """The first page if one lane's pages follow each other, as in a pool that is little used.
 
@@ -222,8 +246,5 @@ class AttentionBatch:
         kv: layer index -> (k_buffer [num_slots, Hkv, Dk], v_buffer [num_slots, Hkv, Dv], view).
     """
 
-    views: Sequence[AttentionView]
-    kv: (
-        Sequence[tuple[Tensor, Tensor, AttentionView]]
-        | Mapping[int, tuple[Tensor, Tensor, AttentionView]]
-    )
+    views: Sequence[View]
+    kv: Sequence[tuple[Tensor, Tensor, View]] | Mapping[int, tuple[Tensor, Tensor, View]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from specpool.cli.generate import mean_accept_len, quiet_loading
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
 from specpool.cli.shapes import parse_shape
 from specpool.config import SamplingParams, check_int
+from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.engine import Engine
 from specpool.errors import ConfigError
 
@@ -30,6 +32,7 @@ def generate(
     shape: str | None,
     num_tokens: Sequence[int],
     batch_sizes: Sequence[int],
+    num_requests: int,
     repeats: int,
     device: str,
     threads: int,
@@ -46,6 +49,7 @@ def generate(
             "repeats, tokens and batch must be at least 1, "
             f"got {repeats}, {num_tokens}, {batch_sizes}"
         )
+    check_int("requests", num_requests, 0, 1 << 10)
     if target == "specpool/tiny" and draft is None:
         drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
     elif draft in (None, "none"):
@@ -65,7 +69,7 @@ def generate(
     cases = list(itertools.product(batch_sizes, num_tokens))
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=len(drafts) * len(cases))
+        task = progress.add_task("measuring", total=len(drafts) * (len(cases) + 1))
         for name in drafts:
             with Engine.from_pretrained(
                 target,
@@ -81,6 +85,9 @@ def generate(
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, repeats)
                     progress.advance(task)
+                if num_requests:
+                    results += _traffic(engine, name, num_requests, min(num_tokens), repeats)
+                progress.advance(task)
     where = machine(device, threads, ("torch", "transformers"))
     report("bench generate", where, results, json_only=json, plot=plot)
 
@@ -141,6 +148,52 @@ def _case(
         Result(name, drafting, unit, "plain decoding on our pages", plain),
         Result(f"plain decoding, {where}", plain, unit, "transformers generate", transformers),
     ]
+
+
+def _traffic(
+    engine: Engine, draft: str, num_requests: int, tokens: int, repeats: int
+) -> list[Result]:
+    """Many requests at once beside one after another, and overlap beside synchronous rounds."""
+    batch = engine.config.max_batch
+    prompts = corpus.prompts(num_requests)
+    # Of half to one and a half times as many tokens, so that rows come and go.
+    lens = [tokens // 2 + 1 + i * 7 % (tokens + 1) for i in range(num_requests)]
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lens]
+    total = sum(lens)
+
+    def together(of: Engine) -> float:
+        start = time.perf_counter()
+        of.generate(prompts, params)
+        return total / (time.perf_counter() - start)
+
+    def one_by_one() -> float:
+        start = time.perf_counter()
+        for prompt, own in zip(prompts, params, strict=True):
+            engine.generate([prompt], own)
+        return total / (time.perf_counter() - start)
+
+    # The same target: two engines take turns on it.
+    depth = 1 - engine.config.overlap_depth
+    config = dataclasses.replace(engine.config, overlap_depth=depth)
+    other = Engine(engine.target, _second(engine, draft), config=config)
+    runs = [lambda: together(engine), lambda: together(other), one_by_one]
+    for run in runs[:2]:
+        run()  # warm up
+    synchronous, overlap, alone = interleaved(runs, repeats)
+    name, unit = f"{draft}, {num_requests} requests of about {tokens} tokens", "tokens/s"
+    return [
+        Result(f"{name}, {batch} rows", synchronous, unit, "one after another", alone),
+        Result(f"{name}, {batch} rows, overlap", overlap, unit, "without overlap", synchronous),
+    ]
+
+
+def _second(engine: Engine, draft: str) -> Drafter:
+    """Another drafter of the same kind, on the same head: one serves one engine."""
+    if isinstance(engine.drafter, EagleDrafter):
+        return EagleDrafter(engine.drafter.head)
+    named = named_drafter(draft)
+    assert named is not None
+    return named
 
 
 class _Transformers:

@@ -260,6 +260,9 @@ def bench_generate(
     shape: ShapeText = None,
     tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,
+    requests: Annotated[
+        int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
+    ] = 64,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     device: DeviceName = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
@@ -275,6 +278,7 @@ def bench_generate(
         shape=shape,
         num_tokens=tokens or [96, 400],
         batch_sizes=batch or [1, 8],
+        num_requests=requests,
         repeats=repeats,
         device=device,
         threads=threads,

@@ -2,17 +2,19 @@
 
 `EagleDrafter` runs an EAGLE head; `NgramDrafter` looks the text's end up in the text before it;
 `ScriptedDrafter` knows the text and errs at a rate that is dialled, for tests and benchmarks. One
-of your own needs the attributes and methods of `Drafter`.
+of your own needs the attributes and methods of `Drafter`; one that is also `Choosy` lets rounds
+pass that are not worth drafting.
 """
 
 from specpool.config import check_int
-from specpool.draft.base import Drafter, DraftTree
+from specpool.draft.base import Choosy, Drafter, DraftTree
 from specpool.draft.eagle import EagleDrafter
 from specpool.draft.ngram import MAX_NGRAM, NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
 from specpool.errors import ConfigError
 
 __all__ = [
+    "Choosy",
     "DraftTree",
     "Drafter",
     "EagleDrafter",

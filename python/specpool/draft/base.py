@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +144,10 @@ class Drafter(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether `propose` needs the rows' tokens on the host."""
+        """Whether `propose` needs the rows' tokens on the host; they are all that it gets then.
+
+        Nothing is given to `extend`, and a row waits for the tokens of its last round.
+        """
 
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
@@ -175,3 +178,11 @@ class Drafter(Protocol):
             root_tokens: int64 [B], on the device.
             tokens: prompt and output of each lane, the root last, if `reads_tokens`.
         """
+
+
+@runtime_checkable
+class Choosy(Protocol):
+    """A drafter that lets some rounds pass: where it expects little, the row decodes plainly."""
+
+    def is_promising(self, tokens: Sequence[int]) -> bool:
+        """Whether the next round of a row with these tokens, the root last, is worth drafting."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class DenseBranches:
             layout="dense",
         )
         # int32 [B, K, S]: whose cell of step j holds the j-th draft on a branch's path
-        size = (len(lanes.hi), shape.topk, shape.num_steps)
+        size = (len(lanes.seq_lens), shape.topk, shape.num_steps)
         self._ancestors = (
             torch.zeros(size, dtype=torch.int32, device=cache.device) if exact else None
         )
@@ -97,13 +96,8 @@ class HoleyBranches:
                 self._fields, *self._where, parents, num_steps=num_steps, step=step
             )
         pages = kernels.branch_pages(
-            *self._where, num_steps=num_steps, topk=topk, step=step, hi=lanes.hi
+            *self._where, num_steps=num_steps, topk=topk, step=step, hi=lanes.seq_lens.hi
         )
-        branches = Lanes(
-            lanes.rows,  # not read: the pages are at hand
-            (lanes.starts + step).repeat_interleave(topk, output_size=len(lanes.hi) * topk),
-            np.repeat(lanes.lo + step, topk),
-            np.repeat(lanes.hi + step, topk),
-            1,
-        )
+        # The rows are not read: the pages are at hand.
+        branches = Lanes(lanes.rows, lanes.seq_lens.ahead(step).repeat(topk), 1)
         return paged_view(self._cache, self._group, pages, branches, self._slots[:, :, step])

@@ -174,7 +174,7 @@ class EagleDrafter:
         hidden: Tensor,
     ) -> DraftTree:
         """Select level by level, then organize and build (spec 5.1 to 5.3)."""
-        num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.hi)
+        num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
         device = self._cache.device
         total = topk + (num_steps - 1) * topk * topk
         candidates = (

@@ -5,9 +5,9 @@ An index per text maps each n-gram to where it ended last; it grows with the tex
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 from torch import Tensor
@@ -22,10 +22,14 @@ from specpool.kv_cache import KVCache, LayerKV
 MAX_NGRAM = 32
 #: Earlier occurrences that are looked at for a tree, per length of the n-gram.
 MAX_OCCURRENCES = 16
-#: An index that was not used in so many calls of `propose` is dropped.
+#: An index that was not used in so many turns is dropped. One begins with each `propose`, and
+#: when a text is looked at again.
 KEPT_CALLS = 16
 #: Tokens at the end of an index that are compared before it is used again.
 TAIL_LEN = 64
+#: Whether finds came true: the share before there is any, what the newest one counts, and the share
+#: below which a row decodes plainly.
+FIRST_HIT_RATE, HIT_WEIGHT, MIN_HIT_RATE = 0.75, 0.25, 0.5
 
 
 class NgramDrafter:
@@ -47,14 +51,25 @@ class NgramDrafter:
     feature_layers: tuple[int, ...] = ()
     reads_tokens = True
 
-    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1) -> None:
+    def __init__(
+        self, *, max_ngram: int = 4, min_ngram: int = 1, min_match: int | None = None
+    ) -> None:
         """Look for ends of the text of `min_ngram` to `max_ngram` tokens.
 
+        Args:
+            max_ngram: longest end that is looked for.
+            min_ngram: shortest.
+            min_match: a row whose longest match is shorter decodes plainly (see `is_promising`);
+                0 = it always drafts, None = 2, or `max_ngram` if that is less.
+
         Raises:
-            ConfigError: not `1 <= min_ngram <= max_ngram <= MAX_NGRAM`.
+            ConfigError: not `1 <= min_ngram <= max_ngram <= MAX_NGRAM`, `0 <= min_match <=
+                max_ngram`.
         """
         check_int("max_ngram", max_ngram, 1, MAX_NGRAM)
         check_int("min_ngram", min_ngram, 1, max_ngram)
+        self._min_match = min(2, max_ngram) if min_match is None else min_match
+        check_int("min_match", self._min_match, 0, max_ngram)
         self._lens = range(max_ngram, min_ngram - 1, -1)
         self._indexes: dict[int, _NgramIndex] = {}  # by the id of the list that the index is of
         self._num_calls = 0
@@ -81,31 +96,38 @@ class NgramDrafter:
         """
         if tokens is None:
             raise ConfigError("an n-gram drafter needs the lanes' tokens")
-        self._num_calls += 1
+        self._drop_unused()
         trees = [_grow(self._index(text), shape) for text in tokens]
-        for key, index in list(self._indexes.items()):
-            if self._num_calls - index.last_call >= KEPT_CALLS:
-                del self._indexes[key]
         return DraftTree.from_parents(
             np.array([t for t, _ in trees], np.int64), np.array([p for _, p in trees], np.int32)
         )
 
-    def match_len(self, text: Sequence[int]) -> int:
-        """How many tokens of the text's end occurred before, `max_ngram` at most; 0 = nothing.
+    def is_promising(self, tokens: Sequence[int]) -> bool:
+        """Whether `min_match` tokens of the text's end occurred before, and such finds held lately.
 
-        Who may choose the shape of each row's round can let rows with short matches decode plainly:
-        the longer the match, the more of what followed it is accepted.
+        A round that accepts nothing costs more than one without drafts. So where less than half of
+        what followed earlier finds has come true, the row decodes plainly, and goes on being looked
+        at.
         """
-        return self._index(text).match_len()
+        return self._index(tokens).foresees(self._min_match)
 
     def _index(self, text: Sequence[int]) -> _NgramIndex:
         """The index of a text, up to date."""
         index = self._indexes.get(id(text))
         if index is None or not index.is_current():
             index = self._indexes[id(text)] = _NgramIndex(text, self._lens)
+        elif index.last_call == self._num_calls:  # all have had their turn
+            self._drop_unused()
         index.extend()
         index.last_call = self._num_calls
         return index
+
+    def _drop_unused(self) -> None:
+        """Drop the indexes of texts that nobody asks for any more."""
+        self._num_calls += 1
+        for key, index in list(self._indexes.items()):
+            if self._num_calls - index.last_call >= KEPT_CALLS:
+                del self._indexes[key]
 
 
 class _NgramIndex:
@@ -122,6 +144,8 @@ class _NgramIndex:
         self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lens}
         self._before = {n: array("q") for n in lens}
         self._num_indexed = 0
+        self._foreseen: int | None = None  # the token that is expected next
+        self._hit_rate = FIRST_HIT_RATE  # of such tokens lately
         self._tail: list[int] = []  # the last of the tokens that are indexed
 
     def is_current(self) -> bool:
@@ -135,6 +159,10 @@ class _NgramIndex:
 
     def extend(self) -> None:
         """Take over the tokens that are new."""
+        if self._foreseen is not None and len(self.text) > self._num_indexed:
+            is_hit = self.text[self._num_indexed] == self._foreseen
+            self._hit_rate += (is_hit - self._hit_rate) * HIT_WEIGHT
+            self._foreseen = None
         for n in self._lens:
             begin = max(0, self._num_indexed - n + 1)
             new, last, before = self.text[begin:], self._last[n], self._before[n]
@@ -148,11 +176,16 @@ class _NgramIndex:
     def occurrences(self) -> Iterator[int]:
         """Where the text's longest end ended before, most recent first; then shorter ends."""
         for n in self._lens:
-            yield from islice(self._occurrences_of(n), MAX_OCCURRENCES)
+            yield from itertools.islice(self._occurrences_of(n), MAX_OCCURRENCES)
 
-    def match_len(self) -> int:
-        """Tokens of the longest end that occurred before, 0 = none did."""
-        return next((n for n in self._lens if any(True for _ in self._occurrences_of(n))), 0)
+    def foresees(self, min_match: int) -> bool:
+        """Whether an end of so many tokens occurred before, and finds of late came true."""
+        ends = (self._occurrences_of(n) for n in self._lens if n >= min_match)
+        end = next(itertools.chain.from_iterable(ends), None)
+        if end is None:
+            return min_match == 0
+        self._foreseen = self.text[end + 1]
+        return min_match == 0 or self._hit_rate >= MIN_HIT_RATE
 
     def _occurrences_of(self, n: int) -> Iterator[int]:
         suffix, before = list(self.text[-n:]), self._before[n]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specpool.attention import AttentionBatch, AttentionView
+from specpool.attention import AttentionBatch, AttentionView, View
 from specpool.errors import ConfigError
 from specpool.kv_cache import LayerKV
 
@@ -180,7 +180,7 @@ _TOLERANCE_16_BIT = 0.2
 class ProbeBatch(AttentionBatch):
     """A batch that makes its buffers as layers ask for them, and notes what they ask."""
 
-    kv: dict[int, tuple[Tensor, Tensor, AttentionView]] = field(default_factory=dict)
+    kv: dict[int, tuple[Tensor, Tensor, View]] = field(default_factory=dict)
     calls: list[tuple[int, LayerKV]] = field(default_factory=list)
     objections: list[str] = field(default_factory=list)
 
@@ -296,7 +296,9 @@ def _probe_forward(
         q_lens=[len(lane) for lane in lanes],
         mask_for=mask_for,
     )
-    kv = {} if earlier is None else {i: (k, v, view) for i, (k, v, _) in earlier.kv.items()}
+    kv: dict[int, tuple[Tensor, Tensor, View]] = {}
+    if earlier is not None:
+        kv = {i: (k, v, view) for i, (k, v, _) in earlier.kv.items()}
     batch = ProbeBatch(views=(view,), kv=kv)
     tokens = torch.tensor([token for lane in lanes for token in lane], device=target.device)
     order = torch.tensor([p for positions in position_lists for p in positions])

@@ -270,10 +270,10 @@ class TargetModel:
         """
         num_tokens = token_ids.shape[0]
         for view in batch.views:
-            if not num_tokens == positions.shape[0] == view.write_slots.shape[0]:
+            if not num_tokens == positions.shape[0] == view.num_tokens:
                 raise ShapeError(
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
-                    f" {view.write_slots.shape[0]} write_slots"
+                    f" {view.num_tokens} write_slots"
                 )
         token = _BATCH.set(batch)
         try:

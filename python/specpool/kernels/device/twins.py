@@ -46,43 +46,45 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
             first: object = args[place]
             if runs_kernels(first.device if isinstance(first, Tensor | Fields) else _CPU):
                 return launcher(*args, **options)
-            given: dict[str, Any] = options
-            out = given.pop("out", None)
-            given.pop("hi", None)
-            if any(isinstance(value, np.ndarray) for value in (*args, *given.values())):
+            out = options.pop("out", None)
+            options.pop("hi", None)
+            given: dict[str, Any] = {}
+            for name, value in options.items():
+                given[name] = value if isinstance(value, int | str) else as_array(value)
+            if isinstance(first, Fields):
+                given["slot_dim"] = first.slot_dim
+                if names[2] == "page_size" and args[2] != first.page_size:
+                    raise ShapeError(
+                        f"page_size must be the fields' {first.page_size}, got {args[2]}"
+                    )
+            results = twin(*[as_array(arg) for arg in args], **given)
+            if out is None and isinstance(results, np.ndarray):
+                return torch.from_numpy(results)  # type: ignore[return-value]
+            return _into(out, results)  # type: ignore[no-any-return]
+
+        def as_array(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return _memory(value)
+            if isinstance(value, np.ndarray):
                 raise ShapeError(
                     f"{launcher.__name__} takes a tensor where it got an ndarray; arrays are for "
                     "the twins in specpool.kernels"
                 )
-            for name, value in given.items():
-                if isinstance(value, Tensor):
-                    given[name] = _as_array(value)
-            if isinstance(args[0], Fields):
-                given["slot_dim"] = args[0].slot_dim
-                if names[2] == "page_size" and args[2] != args[0].page_size:
-                    raise ShapeError(
-                        f"page_size must be the fields' {args[0].page_size}, got {args[2]}"
-                    )
-            results = twin(*[_as_array(arg) for arg in args], **given)
-            if out is None and isinstance(results, np.ndarray):
-                return torch.from_numpy(results)  # type: ignore[return-value]
-            return _into(out, results)  # type: ignore[no-any-return]
+            return value.source if isinstance(value, Fields) else value
 
         return run
 
     return decorate
 
 
-def _as_array(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        try:
-            return value.numpy()
-        except TypeError:
-            if value.device.type != "cpu":
-                where = f"one is on {value.device}"
-                raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
-            return value.float().numpy()  # NumPy knows no bfloat16; only logits come as such
-    return value.source if isinstance(value, Fields) else value
+def _memory(tensor: Tensor) -> Any:
+    try:
+        return tensor.numpy()
+    except TypeError:
+        if tensor.device.type != "cpu":
+            where = f"one is on {tensor.device}"
+            raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
+        return tensor.float().numpy()  # NumPy knows no bfloat16; only logits come as such
 
 
 def _into(out: Any, results: Any) -> Any:

@@ -1,0 +1,108 @@
+"""One forward of the target, for one step or for a prefill and a round side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpool.attention import AttentionBatch, AttentionView, JoinedView, View
+from specpool.kv_cache import KVCache
+from specpool.models.target import TargetModel, TargetOutput
+from specpool.pending import PendingStep
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one step wants of a forward, and what becomes of its results.
+
+    Attributes:
+        tokens: int64 [T].
+        positions: int32 or int64 [T], of each; beyond the context they are clamped to its end.
+        views: by group.
+        logits_at: int64 [n], tokens whose logits are wanted; None = all.
+        wants_features: a drafter reads what the captured layers had for inputs.
+        finish: is called with what the forward gave these tokens.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    views: dict[int, AttentionView]
+    logits_at: Tensor | None
+    wants_features: bool
+    finish: Callable[[TargetOutput], PendingStep]
+
+
+class Forward:
+    """Runs passes through the target, over the pages of its layers."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        cache: KVCache,
+        target_groups: Sequence[int],
+        *,
+        last_position: int,
+        feature_layers: Sequence[int],
+    ) -> None:
+        """Run `target`.
+
+        Args:
+            target: with its layers' KV in `cache`.
+            cache: whose first layers are the target's.
+            target_groups: the group of each of the target's layers.
+            last_position: greatest that the model knows.
+            feature_layers: what the drafter wants to see, as in `Drafter.feature_layers`.
+        """
+        self._target, self._cache = target, cache
+        self._groups = list(target_groups)
+        self._last_position, self._feature_layers = last_position, tuple(feature_layers)
+
+    def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
+        """One forward for all passes, the first one's tokens first; then each is finished."""
+        # Features cost hooks in every forward: have them only while somebody drafts.
+        wants_features = any(each.wants_features for each in passes)
+        self._target.capture(self._feature_layers if wants_features else ())
+        if len(passes) == 1:
+            (one,) = passes
+            return [one.finish(self._output(one.tokens, one.positions, one.views, one.logits_at))]
+        logits_at, first = [], 0
+        for each in passes:
+            size = len(each.tokens)
+            at = torch.arange(size, device=each.tokens.device)
+            logits_at.append(first + (at if each.logits_at is None else each.logits_at))
+            first += size
+        output = self._output(
+            torch.cat([each.tokens for each in passes]),
+            torch.cat([each.positions.long() for each in passes]),
+            {g: JoinedView([each.views[g] for each in passes]) for g in passes[0].views},
+            torch.cat(logits_at),
+        )
+        pending, token, row = [], 0, 0  # first of each pass
+        for each, at in zip(passes, logits_at, strict=True):
+            tokens, rows = slice(token, token + len(each.tokens)), slice(row, row + len(at))
+            token, row = tokens.stop, rows.stop
+            features = None if output.features is None else output.features[tokens]
+            part = TargetOutput(output.logits[rows], output.hidden[tokens], features)
+            pending.append(each.finish(part))
+        return pending
+
+    def _output(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        views: Mapping[int, View],
+        logits_at: Tensor | None,
+    ) -> TargetOutput:
+        layers = [
+            (self._cache.keys[i], self._cache.values[i], views[group])
+            for i, group in enumerate(self._groups)
+        ]
+        return self._target.forward(
+            tokens,
+            positions.clamp(max=self._last_position).long(),
+            AttentionBatch(list(views.values()), layers),
+            logits_at,
+        )

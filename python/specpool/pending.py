@@ -1,0 +1,72 @@
+"""The results of a launched step, on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpool.kernels.transfer import Download
+from specpool.request import Request, TokenLogprob
+from specpool.scheduler import StepResult
+from specpool.verify import Logprobs, Verdict
+
+
+class PendingStep:
+    """A forward that has been launched; its results are on their way to the host."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokens: Tensor,
+        logits: Tensor,
+        verdict: Verdict | None = None,
+        *,
+        done: Sequence[bool] | None = None,
+    ) -> None:
+        """Start the copies.
+
+        Args:
+            requests: the lanes.
+            tokens: int64 [B, A], the target's at the nodes that were accepted.
+            logits: [n, V], of the nodes that `verdict` names, or of the B lanes.
+            verdict: how many tokens count; None = one in each lane.
+            done: lanes whose tokens count; None = all.
+        """
+        self._done = done
+        self._wanted = [request.params.logprobs for request in requests]
+        self._counted = verdict is not None
+        if verdict is not None:
+            lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
+            self._packed = Download(torch.cat([tokens, lens, not_finite], 1))  # [B, A + 2]
+        else:
+            self._packed = Download(tokens)
+        self._logprobs = None
+        most = max((n for n in self._wanted if n is not None), default=None)
+        if most is not None:
+            chosen = logits if verdict is None else logits[verdict.nodes.view(-1)]
+            self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
+
+    def result(self) -> StepResult:
+        """Wait for the step's verify; the only thing that a step waits for."""
+        packed = self._packed.array()
+        if self._counted:
+            tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
+            not_finite = packed[:, -1].astype(bool).tolist()
+        else:
+            tokens, lens = packed.tolist(), np.ones(len(packed), np.int32)
+            not_finite = (packed[:, 0] < 0).tolist()
+        kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
+        if self._done is not None:
+            kept = [lane if done else [] for lane, done in zip(kept, self._done, strict=True)]
+        if self._logprobs is None:
+            return StepResult(kept, lens, not_finite)
+        logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)
+        entries, width = self._logprobs.entries(), len(tokens[0])
+        for i, num_top in enumerate(self._wanted):
+            if num_top is not None:
+                mine = entries[i * width : i * width + len(kept[i])]
+                logprobs[i] = [entry.first(num_top) for entry in mine]
+        return StepResult(kept, lens, not_finite, logprobs)
