@@ -372,6 +372,24 @@ def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch
     assert not engine.findings
 
 
+def test_a_delta_that_fails_half_way_raises_no_alarm(target, heads, texts, monkeypatch):
+    """What the device's tables hold is not known then, until the next one."""
+    engine = build(target, heads, busy_check=2)
+    working, calls = engine.cache.apply_delta, []
+
+    def failing(step: int) -> None:
+        working(step)
+        calls.append(step)
+        if len(calls) == 3:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.cache, "apply_delta", failing)
+    first = engine.generate(PROMPTS[:2], PARAMS)
+    assert {output.finish_reason for output in first} == {"error"}
+    assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == texts
+    assert not engine.findings
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ctrl_c_while_a_text_is_pinned_leaves_no_prefix_behind(target, heads, when):
     engine = build(target, heads, busy_check=1)
