@@ -408,7 +408,7 @@ def test_closing_an_engine_ends_samples_that_have_no_row_yet():
     stream = engine.stream(PROMPTS[0], dataclasses.replace(PARAMS, n=5))
     next(stream)
     late = engine.submit(PROMPTS[1], PARAMS)
-    held = engine._requests([PROMPTS[2]], dataclasses.replace(PARAMS, n=3), None, 0)
+    held = engine._prompts.requests([PROMPTS[2]], dataclasses.replace(PARAMS, n=3), None, 0)
     engine._scheduler.submit(held[0])
     engine.close()
     assert late and not engine._scheduler.requests()

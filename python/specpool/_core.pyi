@@ -14,6 +14,7 @@ __all__ = [
     "KERNEL_FILES",
     "OP_BYTES",
     "Event",
+    "Finding",
     "Group",
     "Ledger",
     "Plan",
@@ -287,6 +288,23 @@ class Plan:
         """B, the number of lanes."""
 
 @final
+class Finding:
+    """One broken rule that an audit found, and what it is about as far as that is known."""
+
+    @property
+    def group(self) -> int | None:
+        """Index of the group."""
+    @property
+    def page(self) -> int | None:
+        """The page, of that group; 0 where a row holds the sink."""
+    @property
+    def row(self) -> int | None:
+        """The row; live or not, and row 0 too."""
+    @property
+    def text(self) -> str:
+        """The rule, with the numbers."""
+
+@final
 class Snapshot:
     """The state of a ledger at a moment when nothing was in flight, for `Ledger.restore`."""
 
@@ -435,6 +453,8 @@ class Ledger:
         """Pages that can be handed out now."""
     def fenced_pages(self, group: int) -> int:
         """Pages given back that a launched step may still touch; free once it is complete."""
+    def pinned_pages(self, group: int) -> int:
+        """Pages that pinned prefixes hold, each counted once; rows may share them."""
     def reclaimable_pages(self, group: int) -> int:
         """Pages whose every holder is an idle row."""
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:
@@ -662,6 +682,8 @@ class Ledger:
     def __enter__(self) -> Ledger: ...
     def __exit__(self, *_error: object) -> None:
         """Closes the ledger."""
+    def audit(self) -> list[Finding]:
+        """Every broken invariant, O(pages + table cells); empty where all is well."""
     def check(self) -> None:
         """Full audit, O(pages + table cells).
 

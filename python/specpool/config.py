@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from specpool._core import Shape
@@ -12,6 +13,7 @@ Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
+OnFinding = Literal["raise", "quarantine"]
 
 #: Tokens that a row is to have room for beyond its next round before another request is admitted.
 HEADROOM = 16
@@ -51,6 +53,18 @@ def check_stop(stop: object) -> None:
             ) from None
 
 
+def busy_check_of_environment() -> int:
+    """The level in `SPECPOOL_BUSY_CHECK`; 0 where that is not set.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    text = os.environ.get("SPECPOOL_BUSY_CHECK", "")
+    if text not in ("", "0", "1", "2"):
+        raise ConfigError(f"SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got {text!r:.80}")
+    return int(text or "0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine lays out its memory and drafts.
@@ -75,6 +89,13 @@ class EngineConfig:
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
         num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
+        busy_check: what is looked at before each turn: 0 = nothing beyond what every call checks,
+            1 = sums and rows, 2 = every page, and the device's page tables. The default is the
+            environment's SPECPOOL_BUSY_CHECK, else 0.
+        on_finding: of a busy check. Requests whose rows are in a finding end with an error, and the
+            rows with their pages are out of use until the engine closes; `raise` also ends all
+            others that run, and raises CorruptState; `quarantine` goes on. A finding that concerns
+            no row raises in any case.
     """
 
     shape: Shape | None = None
@@ -92,6 +113,8 @@ class EngineConfig:
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None
+    busy_check: int = field(default_factory=busy_check_of_environment)
+    on_finding: OnFinding = "raise"
 
     def __post_init__(self) -> None:
         if self.shape is not None and not isinstance(self.shape, Shape):
@@ -113,6 +136,8 @@ class EngineConfig:
             check_int("num_pages", self.num_pages, 1, 1 << 31)
         if self.kv_bytes is not None:
             check_int("kv_bytes", self.kv_bytes, 1, 1 << 50)
+        check_int("busy_check", self.busy_check, 0, 2)
+        check_choice("on_finding", self.on_finding, get_args(OnFinding))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

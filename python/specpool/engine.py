@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import itertools
-import operator
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -19,41 +16,26 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.assets import resolve
 from specpool.attention import BACK_ENDS, back_end
-from specpool.config import EngineConfig, SamplingParams, check_int
-from specpool.draft import Choosy, Drafter, EagleDrafter, named_drafter
-from specpool.errors import ConfigError, CorruptState, StalePlan
+from specpool.busy_check import BusyCheck, BusyFinding
+from specpool.config import EngineConfig, SamplingParams
+from specpool.draft import Choosy, Drafter
+from specpool.errors import ConfigError, CorruptState, SpecpoolError, StalePlan
 from specpool.kv_cache import KVCache
+from specpool.loading import load
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
 from specpool.pending import PendingStep
-from specpool.request import Request, RequestOutput, fresh_seed
+from specpool.progress import ProgressBar
+from specpool.prompts import Prompt, Prompts
+from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler, Step
-from specpool.tokens import TextStream, load_tokenizer
+from specpool.stats import Clock, EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.worker import EagleWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Pages of one group."""
-
-    name: str
-    page_size: int
-    num_pages: int
-    free_pages: int
-    fenced_pages: int
-
-    @property
-    def used_pages(self) -> int:
-        """Pages that are neither free nor fenced."""
-        return self.num_pages - self.free_pages - self.fenced_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +127,28 @@ class Engine:
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )
+        self._busy_check = BusyCheck(
+            self.ledger,
+            self._scheduler,
+            self.cache,
+            level=config.busy_check,
+            on_finding=config.on_finding,
+        )
+        self._clock = Clock()
         self._turns = 0
         self._submitted: dict[int, _Submitted] = {}
         self._lock = threading.Lock()  # between the threads of asynchronous streams
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
-        self._ids = itertools.count(1)
-        self._shapes = self.ledger.shapes
         self._num_pages = [group.num_pages for group in self.ledger.groups]
+        self._prompts = Prompts(
+            target,
+            tokenizer,
+            self._scheduler,
+            shape=self.shape,
+            shapes=self.ledger.shapes,
+            num_pages=self._num_pages,
+            max_context_len=self.max_context_len,
+        )
         self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
     @classmethod
@@ -188,40 +185,19 @@ class Engine:
         except TypeError as error:
             names = ", ".join(EngineConfig.__dataclass_fields__)
             raise ConfigError(f"{error}; the options are {names}") from None
-        if feature_layers is not None and not (
-            isinstance(feature_layers, Sequence)
-            and all(isinstance(layer, int) for layer in feature_layers)
-        ):
-            raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
-        source = resolve(target) if isinstance(target, str) else target
-        in_memory = not isinstance(source, str | PathLike)
-        if dtype is None and not in_memory:
-            dtype = "float32" if str(device) == "cpu" else "auto"
-        model = TargetModel.from_pretrained(
-            source, dtype=dtype, device=None if in_memory else device
+        parts = load(
+            target,
+            draft,
+            config=config,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            feature_layers=feature_layers,
         )
         try:
-            drafter: Drafter | None
-            if isinstance(draft, str):
-                draft = named_drafter(draft) or draft
-            if isinstance(draft, str | PathLike):
-                drafter = EagleDrafter.from_pretrained(
-                    resolve(draft) if isinstance(draft, str) else draft,
-                    model,
-                    ancestry=config.ancestry,
-                    feature_layers=feature_layers,
-                )
-            elif draft is None or hasattr(draft, "propose"):
-                drafter = draft
-            else:
-                raise ConfigError(
-                    f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
-                )
-            if tokenizer is None and isinstance(source, str | PathLike):
-                tokenizer = load_tokenizer(source)
-            return cls(model, drafter, config=config, tokenizer=tokenizer)
+            return cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
         except BaseException:
-            model.close()
+            parts.target.close()
             raise
 
     def generate(
@@ -231,21 +207,29 @@ class Engine:
         *,
         shape: Shape | None = None,
         priority: int = 0,
+        progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; returns the outputs in the prompts' order, samples together.
 
         Args:
-            prompts: strings, or token ids; one prompt or a list.
+            prompts: strings, token ids or the messages of a chat, `{"role": ..., "content": ...}`,
+                which the tokenizer's template makes a text of; one prompt or a list.
             params: one for all, or one per prompt.
             shape: None = the engine's; `Shape.none()` = plain decoding on the same pages.
             priority: the greater comes first; equal ones in the order of arrival.
+            progress: a bar on standard error; None = on a terminal, when it takes longer than a
+                second.
 
         Raises:
             ConfigError: a prompt or a parameter that cannot work; nothing has run then.
         """
-        requests = self._requests(prompts, params, shape, priority)
-        for _ in self._run(requests):
-            pass
+        requests = self._prompts.requests(prompts, params, shape, priority)
+        bar = ProgressBar(requests, progress)
+        try:
+            for index in self._run(requests):
+                bar.update(index)
+        finally:
+            bar.close()
         return [output_of(request, self.tokenizer) for request in requests]
 
     def stream(
@@ -261,7 +245,7 @@ class Engine:
         Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
         what is left.
         """
-        requests = self._requests(prompts, params, shape, priority)
+        requests = self._prompts.requests(prompts, params, shape, priority)
         return self._stream(requests)
 
     async def stream_async(
@@ -301,7 +285,7 @@ class Engine:
         """Queue one request for `turn`, in a loop of your own.
 
         Args:
-            prompt: a string, or token ids.
+            prompt: a string, token ids or the messages of a chat.
             params: None = the defaults.
             shape: as in `generate`.
             priority: as in `generate`.
@@ -316,7 +300,7 @@ class Engine:
         """
         if params is not None and isinstance(params, SamplingParams) and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
-        (request,) = self._requests([prompt], params, shape, priority)
+        (request,) = self._prompts.requests([prompt], params, shape, priority)
         self._scheduler.submit(request)
         self._submitted[request.request_id] = _Submitted(
             request, Report(request, self.tokenizer), on_item
@@ -333,7 +317,7 @@ class Engine:
             ConfigError: the prompt is no prompt, or fills no page.
         """
         params = SamplingParams(max_new_tokens=1)
-        (request,) = self._requests([prompt], params, None, 0)
+        (request,) = self._prompts.requests([prompt], params, None, 0)
         request.wants_pin = True
         for _ in self._run([request]):
             pass
@@ -376,16 +360,16 @@ class Engine:
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""
-        return [
-            PoolStats(
-                group.name,
-                group.page_size,
-                group.num_pages,
-                self.ledger.free_pages(index),
-                self.ledger.fenced_pages(index),
-            )
-            for index, group in enumerate(self.ledger.groups)
-        ]
+        return pool_stats(self.ledger)
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now and has done since it was built."""
+        return engine_stats(self.ledger, self._scheduler, self._busy_check, self._clock)
+
+    @property
+    def findings(self) -> list[BusyFinding]:
+        """What the busy check has found, the oldest first; each once, the latest of many."""
+        return list(self._busy_check.findings)
 
     def close(self) -> None:
         """Abort what runs, give the target model its own attention back, write the event log out.
@@ -415,112 +399,6 @@ class Engine:
     ) -> None:
         """Close the engine."""
         self.close()
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        shape: Shape | None,
-        priority: int,
-    ) -> list[Request]:
-        """Check every prompt and parameter; nothing is queued yet."""
-        if self.target.closed:
-            raise ConfigError("the engine, or its target model, has been closed: make a new one")
-        several = _several(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(several)
-        if not isinstance(params, Sequence) or any(
-            not isinstance(p, SamplingParams) for p in params
-        ):
-            raise ConfigError(f"params must be SamplingParams or a list of it, got {params!r:.80}")
-        if len(params) != len(several):
-            raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
-        shape = shape or self.shape
-        if shape not in self._shapes:
-            raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
-        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
-        requests = []
-        for index, (prompt, p) in enumerate(zip(several, params, strict=True)):
-            first = self._request(index, prompt, p, shape, priority)
-            first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
-            requests += [first, *first.siblings]
-        return requests
-
-    def _sibling(self, first: Request, sample: int) -> Request:
-        """A further sample of the same prompt, with the seed that follows."""
-        return dataclasses.replace(
-            first,
-            request_id=next(self._ids),
-            sample=sample,
-            tokens=list(first.tokens),
-            seed=(first.seed + sample) % (1 << 64),
-            watch=TextStream(self.tokenizer, first.params.stop) if first.watch else None,
-            forwards=[],
-            logprobs=[],
-            siblings=[],
-        )
-
-    def _request(
-        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
-    ) -> Request:
-        ids = self._encode(index, prompt)
-        if not ids:
-            raise ConfigError(f"prompt {index} is empty")
-        vocab_size = self.target.vocab_size
-        for position, token in enumerate(ids):
-            if not 0 <= token < vocab_size:
-                raise ConfigError(
-                    f"prompt {index} has token id {token} at position {position}; "
-                    f"the vocabulary is [0, {vocab_size})"
-                )
-        if len(ids) >= self.max_context_len:
-            raise ConfigError(
-                f"prompt {index} has {len(ids)} tokens; with one new token at least, "
-                f"max_context_len {self.max_context_len} leaves room for {self.max_context_len - 1}"
-            )
-        watch = TextStream(self.tokenizer, params.stop) if params.stop else None
-        eos = frozenset[int]() if params.ignore_eos else self.target.eos_token_ids
-        request = Request(
-            request_id=next(self._ids),
-            index=index,
-            prompt_len=len(ids),
-            tokens=ids,
-            params=params,
-            shape=shape,
-            shape_index=self._shapes.index(shape),
-            max_len=min(len(ids) + params.max_new_tokens, self.max_context_len),
-            stop_ids=eos | frozenset(params.stop_token_ids),
-            seed=fresh_seed() if params.seed is None else params.seed,
-            priority=priority,
-            watch=watch,
-        )
-        if not self._scheduler.fits(request):
-            most = self._scheduler.pages_at_most(request).tolist()
-            raise ConfigError(
-                f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
-                f"groups have {self._num_pages}: lower max_new_tokens"
-            )
-        return request
-
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return [operator.index(token) for token in prompt]
-            except (TypeError, ValueError, RuntimeError):
-                raise ConfigError(
-                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
-                ) from None
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"prompt {index} is a string, but the target has no tokenizer: give token ids"
-            )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"prompt {index} is no valid text: a lone surrogate at position {error.start}"
-            ) from None
-        return list(self.tokenizer.encode(prompt))
 
     def _run(self, requests: list[Request]) -> Iterator[int]:
         """Run until these are done; yields which one has news."""
@@ -559,9 +437,14 @@ class Engine:
         A forward that fails ends the requests in it; anything else that goes wrong, all that run.
         """
         try:
-            steps = self._scheduler.schedule()
+            self._look()
+            with self._clock.schedule:
+                steps = self._scheduler.schedule()
+            if not self._scheduler.requests():  # the busy check has ended the last ones
+                return
             if not steps and not self._flying:
-                raise CorruptState("a request is neither waiting nor running")
+                out_of_use = f"{len(self._busy_check.rows)} of {self.ledger.num_rows} rows"
+                raise CorruptState(f"no request can run: {out_of_use} are out of use")
             self._turns += 1
             together = len(steps) > 1 and self.config.mixed_chunks
             for group in [steps] if together else [[step] for step in steps]:
@@ -574,6 +457,19 @@ class Engine:
             self._synchronize()
             self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
             raise
+
+    def _look(self) -> None:
+        """The busy check, before anything else is prepared."""
+        found = self._busy_check.finding_ct
+        error = self._busy_check.look()
+        if error is None and self._busy_check.finding_ct == found:
+            return
+        try:
+            self._drain()  # no step that is under way has a row that is out of use
+        except SpecpoolError as failure:
+            raise (error or failure) from failure
+        if error is not None:
+            raise error
 
     def _launch(self, steps: list[Step]) -> None:
         """Enqueue the forward of one step, or of a prefill and a round side by side."""
@@ -591,10 +487,11 @@ class Engine:
         if not launched:
             return
         try:
-            for step in launched:
-                self.cache.apply_delta(step.plan.step)
-                self.cache.copy_pages(step.plan.page_copies)
-            pending = self._worker.run(launched)
+            with self._clock.launch:
+                for step in launched:
+                    self._busy_check.apply_delta(step.plan.step)
+                    self.cache.copy_pages(step.plan.page_copies)
+                pending = self._worker.run(launched)
         except Exception as error:
             for step in launched:
                 self._fail(step, error)
@@ -604,13 +501,15 @@ class Engine:
     def _take_over(self, flying: _Flying) -> None:
         """Wait for a step's results and give them to the scheduler."""
         try:
-            result = flying.pending.result()
+            with self._clock.wait:
+                result = flying.pending.result()
         except Exception as error:
             self._fail(flying.step, error)
             return
-        for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
-            request.tainted |= not_finite
-        self._scheduler.finish(flying.step, result)
+        with self._clock.finish:
+            for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
+                request.tainted |= not_finite
+            self._scheduler.finish(flying.step, result)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""
@@ -644,20 +543,3 @@ class _Submitted:
     request: Request
     report: Report
     on_item: Callable[[int, Chunk | RequestOutput], None] | None
-
-
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts; one prompt alone is a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        several = [prompts[i] for i in range(len(prompts))]
-    except (TypeError, KeyError, IndexError):
-        raise ConfigError(
-            f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
-        ) from None
-    # An array's items are arrays without a dimension, which know their index as integers do.
-    if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):
-        if getattr(several[0], "ndim", 0) == 0:
-            return [cast("Sequence[int]", several)]
-    return cast("Sequence[Prompt]", several)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from specpool._core import Ledger, Plan
 from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
 from specpool.request import Request, TokenLogprob
+from specpool.stats import Counts
 
 Int32 = npt.NDArray[np.int32]
 
@@ -115,7 +116,9 @@ class Scheduler:
         counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
         self._page_counts = np.full(counts, -1, np.int32)
         self._pins: list[Pin] = []  # the oldest first
+        self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
         self.num_retracted = 0
+        self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
 
     # --- what comes in --------------------------------------------------------------------------
 
@@ -161,9 +164,27 @@ class Scheduler:
         if request.finish_reason is None:
             self._end(request, reason)
 
+    def quarantine(self, row: int, why: str) -> None:
+        """Take a row out of use, for good: what it holds is not given back, its request ends."""
+        if self._ledger.is_live(row):
+            self._quarantined[row] = int(self._ledger.epoch[row])
+        request: Request | None = self._by_row[row]
+        if request is not None:
+            request.error = why
+            self._end(request, "error")
+
+    def is_quarantined(self, row: int) -> bool:
+        """Whether the row is out of use."""
+        return self._quarantined.get(row) == self._ledger.epoch[row] and self._ledger.is_live(row)
+
     def requests(self) -> list[Request]:
         """All requests, running ones first."""
         return [*self._running, *self._waiting]
+
+    @property
+    def pins(self) -> list[Pin]:
+        """The pinned texts, the oldest first."""
+        return list(self._pins)
 
     @property
     def num_running(self) -> int:
@@ -224,6 +245,8 @@ class Scheduler:
         is_decode = step.is_decode
         # Lanes whose row was given back since are dropped: their request may have another by now.
         alive = self._ledger.epoch[rows] == plan.epochs
+        if self._quarantined:
+            alive &= self._in_use(rows)
         if is_decode:
             self._ledger.resolve(plan.step, accept_len)
         self._ledger.complete(plan.step)
@@ -234,9 +257,12 @@ class Scheduler:
             logprobs = None if logprobs is None else [*compress(logprobs, lives)]
         if is_decode:
             self._lens[rows] += accept_len
+            self.counts.round(accept_len)
             self._accept_len[rows] += 0.25 * (accept_len - self._accept_len[rows])
         else:
-            self._lens[rows] += np.array([bool(new) for new in tokens], np.int32)
+            drawn = np.array([bool(new) for new in tokens], np.int32)
+            self._lens[rows] += drawn
+            self.counts.prefill(plan.start, plan.new_len, drawn)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
@@ -270,8 +296,8 @@ class Scheduler:
         Call it once nothing of the step runs on the device any more.
         """
         plan = step.plan
-        alive = (self._ledger.epoch[plan.rows] == plan.epochs).tolist()
-        for request, lives in zip(step.requests, alive, strict=True):
+        alive = (self._ledger.epoch[plan.rows] == plan.epochs) & self._in_use(plan.rows)
+        for request, lives in zip(step.requests, alive.tolist(), strict=True):
             if lives:
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
@@ -288,7 +314,8 @@ class Scheduler:
             request.error, request.tainted = why, True
             self._end(request, request.finish_reason or "abort")
         for row in range(1, self._ledger.num_rows + 1):
-            if self._ledger.is_live(row):  # taken, but not yet given to its request
+            # Taken, but not yet given to its request
+            if self._ledger.is_live(row) and not self.is_quarantined(row):
                 self._ledger.abort(row)
         for number, _, state in reversed(self._ledger.steps()):
             if state in ("prepared", "stale"):
@@ -304,6 +331,10 @@ class Scheduler:
         self._by_row[:] = None
 
     # --- how it is done -------------------------------------------------------------------------
+
+    def _in_use(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """[B]: the rows that are not quarantined."""
+        return np.array([not self.is_quarantined(row) for row in rows.tolist()])
 
     def _admit(self) -> None:
         """Take rows for who is next, while what every row needs next fits beside them."""
@@ -509,10 +540,15 @@ class Scheduler:
         self._part(request)
         if request in self._waiting:
             self._waiting.remove(request)
+            self.counts.end(reason)
             return
         if request not in self._running:  # Ctrl-C came before it was queued
             return
         self._running.remove(request)
+        self.counts.end(reason)
+        if self.is_quarantined(request.row):
+            self._leave_row(request)
+            return
         self._before_release(request)
         if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
             give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort

@@ -88,10 +88,30 @@ def generate(
     top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampled text.")] = 0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 96,
+    samples: Annotated[int, typer.Option(help="Of each prompt, with seeds that follow.")] = 1,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text ends before this string; may be repeated."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are a user's messages, for the chat template.")
+    ] = False,
     batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
+    overlap_depth: Annotated[
+        int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
+    ] = 0,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="Of one prefill step at most; longer prompts come in chunks.")
+    ] = 1024,
     max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages per group. [default: what free memory holds]")
+    ] = None,
+    busy_check: Annotated[
+        int | None,
+        typer.Option(
+            help="Before each turn: 1 = sums, 2 = full audit. [default: SPECPOOL_BUSY_CHECK or 0]"
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     compare_ancestry: Annotated[
@@ -109,6 +129,7 @@ def generate(
             draft=draft,
             prompts=prompt or [],
             prompt_file=prompt_file,
+            chat=chat,
             shape=shape,
             dtype=dtype,
             device=device,
@@ -121,6 +142,8 @@ def generate(
                 "top_k": top_k,
                 "top_p": top_p,
                 "seed": seed,
+                "n": samples,
+                "stop": tuple(stop or ()),
             },
             options={
                 "page_size": page_size,
@@ -128,8 +151,11 @@ def generate(
                 "policy": policy,
                 "layout": layout,
                 "max_batch": batch,
+                "overlap_depth": overlap_depth,
+                "prefill_tokens": prefill_tokens,
                 "max_context_len": max_context_len,
                 "num_pages": num_pages,
+                **({} if busy_check is None else {"busy_check": busy_check}),
             },
         )
     )

@@ -35,6 +35,7 @@ from specpool.draft import named_drafter
 from specpool.engine import Engine
 from specpool.errors import ConfigError
 from specpool.output import Chunk
+from specpool.prompts import Prompt
 from specpool.request import RequestOutput
 
 NUM_BUILT_IN_PROMPTS = 3
@@ -53,6 +54,7 @@ class Job:
     draft: str | None
     prompts: list[str]
     prompt_file: str | None
+    chat: bool
     shape: str | None
     dtype: str | None
     device: str
@@ -98,6 +100,11 @@ def read_prompts(job: Job) -> list[str]:
     return [bytes(ids).decode() for ids in corpus.prompts(count)]
 
 
+def prompts_of(job: Job, texts: Sequence[str]) -> Sequence[Prompt]:
+    """What the engine is given: the texts, or chats of one message each."""
+    return [[{"role": "user", "content": text}] for text in texts] if job.chat else texts
+
+
 class Interrupt:
     """Ctrl-C asks to stop after the round; a second one stops at once."""
 
@@ -122,31 +129,35 @@ class Interrupt:
 class Printer:
     """Prints chunks as they come, one prompt after the other, accepted drafts marked."""
 
-    def __init__(self, console: Console, prompts: Sequence[str]) -> None:
-        self._console, self._prompts = console, prompts
-        self._waiting: list[list[tuple[str, bool]]] = [[] for _ in prompts]
-        self._done = [False] * len(prompts)
+    def __init__(self, console: Console, prompts: Sequence[str], num_samples: int = 1) -> None:
+        self._console, self._prompts, self._num_samples = console, prompts, num_samples
+        num_outputs = len(prompts) * num_samples
+        self._waiting: list[list[tuple[str, bool]]] = [[] for _ in range(num_outputs)]
+        self._done = [False] * num_outputs
         self._current = -1
         self._advance()
 
     def chunk(self, chunk: Chunk) -> None:
-        """Print a chunk, or keep it until the prompts before are done."""
-        self._waiting[chunk.index] += chunk.pieces
-        if chunk.index == self._current:
+        """Print a chunk, or keep it until the outputs before are done."""
+        place = chunk.index * self._num_samples + chunk.sample
+        self._waiting[place] += chunk.pieces
+        if place == self._current:
             self._flush()
 
     def done(self, output: RequestOutput) -> None:
-        """A prompt's output is complete."""
-        self._done[output.index] = True
-        while self._current < len(self._prompts) and self._done[self._current]:
+        """An output is complete."""
+        self._done[output.index * self._num_samples + output.sample] = True
+        while self._current < len(self._done) and self._done[self._current]:
             self._console.print()
             self._advance()
 
     def _advance(self) -> None:
         self._current += 1
-        if self._current < len(self._prompts):
-            self._console.rule(f"prompt {self._current + 1}")
-            self._print(self._prompts[self._current], "dim")
+        if self._current < len(self._done):
+            index, sample = divmod(self._current, self._num_samples)
+            self._console.rule(name_of(index, sample, self._num_samples))
+            if sample == 0:
+                self._print(self._prompts[index], "dim")
             self._flush()
 
     def _flush(self) -> None:
@@ -160,6 +171,11 @@ class Printer:
     def _print(self, text: str, style: str) -> None:
         """As it is: a `Text` is not searched for markup and names of emoji."""
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+def name_of(index: int, sample: int, num_samples: int) -> str:
+    """How an output is called."""
+    return f"prompt {index + 1}" + (f", sample {sample + 1}" if num_samples > 1 else "")
 
 
 @dataclass(slots=True)
@@ -182,7 +198,7 @@ class Timed:
 
 def timed(
     engine: Engine,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     interrupt: Interrupt,
     *,
@@ -191,7 +207,7 @@ def timed(
     on_output: Callable[[RequestOutput], None] = lambda output: None,
 ) -> Timed:
     """Run the prompts; the time is the engine's alone, without what is done with the chunks."""
-    outputs: dict[int, RequestOutput] = {}
+    outputs: dict[tuple[int, int], RequestOutput] = {}
     seconds = 0.0
     stream = engine.stream(prompts, params, shape=shape)
     try:
@@ -204,11 +220,11 @@ def timed(
             if isinstance(item, Chunk):
                 on_chunk(item)
             else:
-                outputs[item.index] = item
+                outputs[item.index, item.sample] = item
                 on_output(item)
     finally:
         stream.close()  # type: ignore[attr-defined]
-    return Timed([outputs[index] for index in sorted(outputs)], seconds)
+    return Timed([outputs[place] for place in sorted(outputs)], seconds)
 
 
 def accept_histogram(outputs: Sequence[RequestOutput]) -> dict[int, int]:
@@ -244,7 +260,7 @@ def run(job: Job) -> None:
     if shape is None and job.compare_ancestry:
         shape = ANCESTRY_SHAPE
     params = SamplingParams(**job.sampling)
-    prompts = read_prompts(job)
+    texts = read_prompts(job)
     draft = draft_of(job.target, job.draft)
     if job.compare_ancestry and (draft is None or named_drafter(draft) is not None):
         raise ConfigError("--compare-ancestry needs a draft model")
@@ -270,10 +286,10 @@ def run(job: Job) -> None:
     interrupt = Interrupt()
     with interrupt.handled():
         if job.compare_ancestry:
-            _compare_ancestry(job, load, prompts, params, interrupt, console)
+            _compare_ancestry(job, load, prompts_of(job, texts), params, interrupt, console)
         else:
             with load() as engine:
-                _generate(job, engine, prompts, params, interrupt, console)
+                _generate(job, engine, texts, params, interrupt, console)
     if interrupt.asked:
         console.print("interrupted: requests aborted, pages returned")
         raise SystemExit(130)
@@ -282,11 +298,12 @@ def run(job: Job) -> None:
 def _generate(
     job: Job,
     engine: Engine,
-    prompts: Sequence[str],
+    texts: Sequence[str],
     params: SamplingParams,
     interrupt: Interrupt,
     console: Console,
 ) -> None:
+    prompts = prompts_of(job, texts)
     if not job.json:
         pools = ", ".join(
             f"{p.name}: {p.num_pages} pages of {p.page_size} slots" for p in engine.pool_stats()
@@ -295,12 +312,12 @@ def _generate(
     warm_up = SamplingParams(max_new_tokens=8)
     for kind in (None, Shape.none()):
         timed(engine, prompts[:1], warm_up, interrupt, shape=kind)
-    total = len(prompts) * params.max_new_tokens
+    total = len(prompts) * params.n * params.max_new_tokens
     if job.json:
         with _bar(console, "generating", total) as on_chunk:
             drafted = timed(engine, prompts, params, interrupt, on_chunk=on_chunk)
     else:
-        printer = Printer(console, prompts)
+        printer = Printer(console, texts, params.n)
         drafted = timed(
             engine, prompts, params, interrupt, on_chunk=printer.chunk, on_output=printer.done
         )
@@ -317,7 +334,8 @@ def _generate(
         console.print(_table(report))
     for output in drafted.outputs:
         if output.error is not None:
-            print(f"error: prompt {output.index + 1}: {output.error}", file=sys.stderr)
+            name = name_of(output.index, output.sample, params.n)
+            print(f"error: {name}: {output.error}", file=sys.stderr)
     if report["errors"]:
         raise SystemExit(2)
 
@@ -390,7 +408,7 @@ def _table(report: dict[str, Any]) -> Table:
 def _compare_ancestry(
     job: Job,
     load: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     interrupt: Interrupt,
     console: Console,

@@ -1,7 +1,7 @@
 //! The full audit: every page and every row is counted, and the sums must meet (spec 4 and 11, level 2).
 
 use crate::error::{Error, Result};
-use crate::group::{GroupState, Kept};
+use crate::group::Kept;
 use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
 use crate::page_pool::PageState;
@@ -10,18 +10,41 @@ use crate::step::StepKind;
 /// Lines of a report before it is cut.
 const MAX_LINES: usize = 20;
 
+/// One broken rule, and what it is about as far as that is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// Index of the group.
+    pub group: Option<usize>,
+    /// The page, of that group; 0 where a row holds the sink.
+    pub page: Option<Page>,
+    /// The row; live or not, and row 0 too.
+    pub row: Option<Row>,
+    /// The rule, with the numbers.
+    pub text: String,
+}
+
+impl Finding {
+    /// Of the ledger, or of one group.
+    fn of(group: Option<usize>, text: String) -> Self {
+        Self { group, page: None, row: None, text }
+    }
+
+    fn of_row(at: usize, group: Option<usize>, text: String) -> Self {
+        Self { row: Some(Row(at as i32)), ..Self::of(group, text) }
+    }
+
+    fn of_page(at: usize, group: usize, text: String) -> Self {
+        Self { page: Some(Page(at as i32)), ..Self::of(Some(group), text) }
+    }
+}
+
 impl Ledger {
     /// Checks every invariant of the ledger, O(pages + table cells).
     ///
     /// # Errors
     /// [`Error::Corrupt`] with one line for each broken rule.
     pub fn check(&self) -> Result<()> {
-        let mut report = Vec::new();
-        self.audit_rows(&mut report);
-        self.audit_rounds(&mut report);
-        for group in 0..self.groups.len() {
-            self.audit_group(group, &mut report);
-        }
+        let mut report: Vec<String> = self.audit().into_iter().map(|finding| finding.text).collect();
         if report.is_empty() {
             return Ok(());
         }
@@ -33,46 +56,64 @@ impl Ledger {
         Err(Error::Corrupt(report.join("; ")))
     }
 
-    fn audit_rows(&self, report: &mut Vec<String>) {
+    /// Every broken invariant of the ledger, O(pages + table cells); empty where all is well.
+    #[must_use]
+    pub fn audit(&self) -> Vec<Finding> {
+        let mut report = Vec::new();
+        self.audit_rows(&mut report);
+        self.audit_rounds(&mut report);
+        for group in 0..self.groups.len() {
+            self.audit_group(group, &mut report);
+        }
+        report
+    }
+
+    fn audit_rows(&self, report: &mut Vec<Finding>) {
         let rows = &self.rows;
         let live = rows.live.iter().filter(|&&live| live).count();
         let (free, fenced) = (rows.free().len(), rows.fenced().len());
         if live + free + fenced != rows.num_rows() {
-            report.push(format!("{live} live + {free} free + {fenced} fenced rows are not {}", rows.num_rows()));
+            let all = rows.num_rows();
+            report.push(Finding::of(None, format!("{live} live + {free} free + {fenced} fenced rows are not {all}")));
         }
         let idle = rows.idle.iter().filter(|&&idle| idle).count();
         if idle != rows.num_idle {
-            report.push(format!("{idle} rows are idle, {} are counted", rows.num_idle));
+            report.push(Finding::of(None, format!("{idle} rows are idle, {} are counted", rows.num_idle)));
         }
         let mut listed = vec![false; rows.num_rows() + 1];
         for &row in rows.free().iter().chain(rows.fenced().iter().map(|(_, row)| row)) {
             if rows.live[row.at()] || std::mem::replace(&mut listed[row.at()], true) {
-                report.push(format!("row {} is given back, and live or given back twice", row.0));
+                let text = format!("row {} is given back, and live or given back twice", row.0);
+                report.push(Finding::of_row(row.at(), None, text));
             }
         }
         for at in 0..=rows.num_rows() {
             let (r, k, hi, drafted) = (rows.resolved[at], rows.in_flight[at], rows.hi[at], rows.drafted[at]);
             let name = || rows.describe(Row(at as i32));
             if !rows.live[at] && (r, k, hi, drafted) != (0, 0, 0, 0) {
-                report.push(format!("{} is not admitted but reads r={r} k={k} hi={hi} drafted={drafted}", name()));
+                let text = format!("{} is not admitted but reads r={r} k={k} hi={hi} drafted={drafted}", name());
+                report.push(Finding::of_row(at, None, text));
             }
             let checkpoint = rows.checkpoint(Row(at as i32)).unwrap_or(0);
             if !rows.live[at] && (rows.idle[at] || checkpoint != 0) || checkpoint > r {
-                report.push(format!("{}: r={r} idle={} checkpoint={checkpoint}", name(), rows.idle[at]));
+                let text = format!("{}: r={r} idle={} checkpoint={checkpoint}", name(), rows.idle[at]);
+                report.push(Finding::of_row(at, None, text));
             }
             if r < 0 || k < 0 || k > self.overlap_depth + 1 || hi < r + k || drafted < 0 || drafted > r {
-                report.push(format!("{}: r={r} k={k} hi={hi} drafted={drafted}", name()));
+                let text = format!("{}: r={r} k={k} hi={hi} drafted={drafted}", name());
+                report.push(Finding::of_row(at, None, text));
             }
-            for group in &self.groups {
+            for (number, group) in self.groups.iter().enumerate() {
                 let a = group.allocated[at];
                 let name_of_group = &group.spec.name;
                 if a < r.saturating_add(k) || i64::from(a) % group.page_size != 0 || i64::from(a) > group.row_width {
-                    report.push(format!(
+                    let text = format!(
                         "{} in group {name_of_group}: kv_committed_len {} allocated_len {a} row_width {}",
                         name(),
                         r.saturating_add(k),
                         group.row_width
-                    ));
+                    );
+                    report.push(Finding::of_row(at, Some(number), text));
                 }
                 let (e, p) = (group.evicted[at], group.protected[at]);
                 let is_whole = |len: i32| i64::from(len) % group.page_size == 0;
@@ -83,21 +124,23 @@ impl Ledger {
                     || p > r
                     || i64::from(e) > group.evict_to(rows.settled(Row(at as i32)))
                 {
-                    report.push(format!(
+                    let text = format!(
                         "{} in group {name_of_group}: r={r} protected_len {p} evicted_len {e}, at most {} is out of its window",
                         name(),
                         group.evict_to(rows.settled(Row(at as i32)))
-                    ));
+                    );
+                    report.push(Finding::of_row(at, Some(number), text));
                 }
                 if !rows.live[at] && a != 0 {
-                    report.push(format!("{} is not admitted but holds {a} slots in group {name_of_group}", name()));
+                    let text = format!("{} is not admitted but holds {a} slots in group {name_of_group}", name());
+                    report.push(Finding::of_row(at, Some(number), text));
                 }
             }
         }
     }
 
     /// The per-row counts of rounds must be those of the steps in flight.
-    fn audit_rounds(&self, report: &mut Vec<String>) {
+    fn audit_rounds(&self, report: &mut Vec<Finding>) {
         let rows = &self.rows;
         let len = rows.num_rows() + 1;
         let (mut hi, mut launched) = (rows.resolved.clone(), vec![0; len]);
@@ -118,11 +161,12 @@ impl Ledger {
             let row = Row(at as i32);
             let k = rows.in_flight[at].clamp(0, self.overlap_depth + 1);
             if rounds[at].len() != k as usize || rows.rounds_in_flight(row) != rounds[at] {
-                report.push(format!("{}: in_flight {k}, steps in flight {:?}", rows.describe(row), rounds[at]));
+                let text = format!("{}: in_flight {k}, steps in flight {:?}", rows.describe(row), rounds[at]);
+                report.push(Finding::of_row(at, None, text));
             } else if (rows.hi[at], rows.launched_rounds[at], rows.undrafted_rounds[at])
                 != (hi[at], launched[at], undrafted[at])
             {
-                report.push(format!(
+                let text = format!(
                     "{}: hi {} launched {} undrafted {}, the steps say {} {} {}",
                     rows.describe(row),
                     rows.hi[at],
@@ -131,14 +175,15 @@ impl Ledger {
                     hi[at],
                     launched[at],
                     undrafted[at]
-                ));
+                );
+                report.push(Finding::of_row(at, None, text));
             }
         }
     }
 
     /// Held pages and the cells, checkpoints, prefixes and copies that hold them must be the same thing seen from two
     /// sides.
-    fn audit_group(&self, at: usize, report: &mut Vec<String>) {
+    fn audit_group(&self, at: usize, report: &mut Vec<Finding>) {
         let group = &self.groups[at];
         let (name, pool) = (&group.spec.name, &group.pool);
         let mut holders = vec![(0_u32, 0_u32); pool.num_mapped()];
@@ -153,30 +198,38 @@ impl Ledger {
             let row_name = self.rows.describe(row);
             for (column, &cell) in group.table.row(row).iter().enumerate() {
                 let page = Page(cell);
+                let record = pool.record(page);
+                let mut found = |text: String| {
+                    let of_row = Finding::of_row(row.at(), Some(at), text);
+                    report.push(Finding { page: record.map(|record| record.page), ..of_row });
+                };
                 if !held.contains(&column) {
                     if cell != 0 {
-                        report
-                            .push(format!("{row_name} column {column} of group {name} is page {cell}, beyond its end"));
+                        found(format!("{row_name} column {column} of group {name} is page {cell}, beyond its end"));
                     }
                     continue;
                 }
-                let record = pool.record(page);
                 let is_shared = record.is_some_and(|record| record.state == PageState::Shared);
                 if let Err(record) = pool.check_held(page, row) {
-                    report.push(format!(
+                    found(format!(
                         "{row_name} column {column} of group {name} is page {cell}, which is {}, owner {}",
                         record.state,
                         self.rows.describe(record.owner)
                     ));
                 } else if is_shared && column >= own {
-                    report.push(format!(
+                    found(format!(
                         "{row_name} column {column} of group {name} is page {cell}, which is shared, beyond protected_len {}",
+                        group.protected[row.at()]
+                    ));
+                } else if !is_shared && column < own {
+                    found(format!(
+                        "{row_name} column {column} of group {name} is page {cell}, which is owned, below protected_len {}",
                         group.protected[row.at()]
                     ));
                 }
                 count(page);
             }
-            self.audit_checkpoint(group, row, report);
+            self.audit_checkpoint(at, row, report);
             group.kept(row).iter().for_each(|kept| count(kept.page));
         }
         self.prefix_holders(at).for_each(&mut count);
@@ -186,23 +239,30 @@ impl Ledger {
         }
         for (page, (found, marked)) in holders.iter().zip(pool.counts()).enumerate() {
             if *found != marked {
-                report.push(format!(
+                let text = format!(
                     "page {page} of group {name}: {} holders and {} copies, the pool counts {} and {}",
                     found.0, found.1, marked.0, marked.1
-                ));
+                );
+                report.push(Finding::of_page(page, at, text));
             }
         }
         let held = pool.counts().filter(|&(holders, _)| holders > 0).count();
         let (free, fenced, all) = (pool.num_free(), pool.num_fenced(), pool.num_pages());
         if held + free + fenced != all {
-            report.push(format!("group {name}: {held} pages held + {free} free + {fenced} fenced are not {all}"));
+            let text = format!("group {name}: {held} pages held + {free} free + {fenced} fenced are not {all}");
+            report.push(Finding::of(Some(at), text));
         }
-        let parts = pool.broken(self.steps.completed()).into_iter().chain(group.delta.broken());
-        report.extend(parts.map(|line| format!("group {name}: {line}")));
+        let of_delta = group.delta.broken().map(|line| (None, line));
+        let parts = pool.broken(self.steps.completed()).into_iter().chain(of_delta);
+        report.extend(parts.map(|(page, line)| {
+            let text = format!("group {name}: {line}");
+            Finding { page, ..Finding::of(Some(at), text) }
+        }));
     }
 
     /// A checkpoint's pages are all held, and what is kept outside the table is below e.
-    fn audit_checkpoint(&self, group: &GroupState, row: Row, report: &mut Vec<String>) {
+    fn audit_checkpoint(&self, at: usize, row: Row, report: &mut Vec<Finding>) {
+        let group = &self.groups[at];
         let needed = group.checkpoint_columns(self.rows.checkpoint(row));
         let below = group.held_columns(row).start;
         let is_right = |kept: &Kept| needed.contains(&(kept.column as usize)) && (kept.column as usize) < below;
@@ -211,11 +271,12 @@ impl Ledger {
         let kept_at = |column: usize| kept.iter().any(|kept| kept.column as usize == column);
         let is_complete = needed.clone().all(|column| held(column) || kept_at(column));
         if !kept.iter().all(is_right) || !is_complete || !kept.is_sorted_by_key(|kept| kept.column) {
-            report.push(format!(
+            let text = format!(
                 "{} in group {}: the checkpoint needs columns {needed:?}, e is at {below}, kept are {kept:?}",
                 self.rows.describe(row),
                 group.spec.name
-            ));
+            );
+            report.push(Finding::of_row(row.at(), Some(at), text));
         }
     }
 }
@@ -260,7 +321,10 @@ mod tests {
     #[test]
     fn every_planted_fault_is_reported() {
         type Fault = fn(&mut Ledger, Row);
-        let faults: [(&str, Fault); 11] = [
+        let faults: [(&str, Fault); 12] = [
+            ("is page 1, which is owned, below protected_len 4", |ledger, row| {
+                ledger.groups[0].protected[row.at()] = 4;
+            }),
             ("kv_committed_len 17 allocated_len 16", |ledger, row| {
                 ledger.rows.resolved[row.at()] = 16;
                 ledger.rows.hi[row.at()] = 20;
@@ -288,6 +352,40 @@ mod tests {
             plant(&mut ledger, row);
             let found = report(&ledger);
             assert!(found.contains(expected), "{expected:?} is not in {found:?}");
+        }
+    }
+
+    /// (group, page, row) of each finding: what can be taken out of use.
+    #[test]
+    fn a_finding_names_what_it_is_about() {
+        type Fault = fn(&mut Ledger, Row);
+        type About = (Option<usize>, Option<i32>, Option<i32>);
+        let faults: [(&[About], Fault); 5] = [
+            (&[(None, None, Some(1))], |ledger, row| ledger.rows.drafted[row.at()] = 11),
+            (&[(Some(0), Some(4), Some(1)), (Some(0), Some(4), None)], |ledger, row| {
+                ledger.groups[0].allocated[row.at()] = 12; // a page less than it holds
+            }),
+            (&[(Some(0), Some(1), None), (Some(0), Some(4), None)], |ledger, row| {
+                let cell = ledger.groups[0].table.cell(row, 3);
+                ledger.groups[0].table.set(cell, Page(1)); // twice in the row
+            }),
+            (&[(Some(0), Some(5), None)], |ledger, row| {
+                ledger.groups[0].pool.take(row, 1, Verb::Trim).unwrap();
+            }),
+            (&[(None, None, None)], |ledger, _| ledger.rows.num_idle = 1),
+        ];
+        assert_eq!(busy().0.audit(), []);
+        for (expected, plant) in faults {
+            let (mut ledger, row) = busy();
+            plant(&mut ledger, row);
+            let found: Vec<About> = ledger
+                .audit()
+                .into_iter()
+                .map(|finding| (finding.group, finding.page.map(|page| page.0), finding.row.map(|row| row.0)))
+                .collect();
+            for about in expected {
+                assert!(found.contains(about), "{about:?} is not in {found:?}");
+            }
         }
     }
 

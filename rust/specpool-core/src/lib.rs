@@ -43,6 +43,7 @@ pub mod step;
 pub mod tree;
 pub mod verify;
 
+pub use audit::Finding;
 pub use call::Call;
 pub use config::LedgerConfig;
 pub use delta::DeltaEntries;

@@ -343,42 +343,42 @@ impl PagePool {
         digest.ints(&returned.iter().map(|page| page.0).collect::<Vec<_>>());
     }
 
-    /// Every broken rule of the pool itself, with the numbers (for the audit).
-    pub(crate) fn broken(&self, completed: u64) -> Vec<String> {
+    /// Every broken rule of the pool itself, with the numbers, and the page if it is one's (for the audit).
+    pub(crate) fn broken(&self, completed: u64) -> Vec<(Option<Page>, String)> {
         let mut report = Vec::new();
         let marked = |state| self.map[1..].iter().filter(|line| line.state == state).count();
         let (free, fenced) = (marked(PageState::Free), marked(PageState::Fenced));
         if free != self.returned.len() || fenced != self.fenced.len() {
-            report.push(format!(
+            let text = format!(
                 "{free} returned pages are marked free and {fenced} fenced, the lists hold {} and {}",
                 self.returned.len(),
                 self.fenced.len()
-            ));
+            );
+            report.push((None, text));
         }
         let mut listed = vec![false; self.map.len()];
         let lists = (self.returned.iter().map(|&page| (PageState::Free, page)))
             .chain(self.fenced.iter().map(|&page| (PageState::Fenced, page)));
         for (state, page) in lists {
             if std::mem::replace(&mut listed[page.at()], true) {
-                report.push(format!("page {} is listed twice", page.0));
+                report.push((Some(page), format!("page {} is listed twice", page.0)));
             }
             if self.map[page.at()].state != state {
-                report.push(format!("page {} is listed {state}, marked {}", page.0, self.map[page.at()].state));
+                let text = format!("page {} is listed {state}, marked {}", page.0, self.map[page.at()].state);
+                report.push((Some(page), text));
             }
         }
         for (page, line) in self.map.iter().enumerate() {
+            let mut found = |text: String| report.push((Some(Page(page as i32)), text));
             let is_held = matches!(line.state, PageState::Owned | PageState::Shared);
             if is_held != (line.holders > 0) || (line.state == PageState::Owned && line.holders != 1) {
-                report.push(format!("page {page} is {} with {} holders", line.state, line.holders));
+                found(format!("page {page} is {} with {} holders", line.state, line.holders));
             }
             if line.state == PageState::Fenced && line.fence <= completed && line.copies == 0 {
-                report.push(format!("page {page} is fenced behind step {}, complete is {completed}", line.fence));
+                found(format!("page {page} is fenced behind step {}, complete is {completed}", line.fence));
             }
             if line.state == PageState::Free && (line.fence > completed || line.copies > 0) {
-                report.push(format!(
-                    "page {page} is free, but step {} and {} copies may touch it",
-                    line.fence, line.copies
-                ));
+                found(format!("page {page} is free, but step {} and {} copies may touch it", line.fence, line.copies));
             }
         }
         report
@@ -424,7 +424,7 @@ mod tests {
         for (page, fence) in [(2, 5), (3, 0), (5, 4), (4, 0)] {
             pool.release(pages[page], ROW, fence, 4, Verb::Trim).unwrap();
         }
-        assert_eq!(pool.broken(4), [""; 0]);
+        assert_eq!(pool.broken(4), []);
         assert_eq!([pool.copies_of(pages[3]), pool.copies_of(pages[0])], [1, 0]);
         assert_eq!([pool.holders_if_unfenced(pages[1], 4), pool.holders_if_unfenced(pages[0], 4)], [Some(2), Some(1)]);
         assert_eq!([pool.holders_if_unfenced(pages[2], 4), pool.holders_if_unfenced(pages[3], 4)], [None; 2]);
@@ -458,7 +458,7 @@ mod tests {
             let mut pool = busy();
             plant(&mut pool);
             let report = pool.broken(4);
-            assert!(report.iter().any(|line| line == expected), "{expected:?} is not in {report:?}");
+            assert!(report.iter().any(|(_, line)| line == expected), "{expected:?} is not in {report:?}");
         }
     }
 

@@ -37,6 +37,25 @@ fn busy() -> Ledger {
     ledger
 }
 
+/// Pages that two prefixes share are counted once.
+#[test]
+fn pinned_pages() {
+    let mut ledger = Ledger::new(config()).unwrap();
+    let row = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend(&[row.0], &[10], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    assert_eq!(ledger.pinned_pages(TARGET), Ok(0));
+    let first = ledger.pin_prefix(row, 9).unwrap();
+    let second = ledger.pin_prefix(row, 8).unwrap();
+    assert_eq!(ledger.pinned_pages(TARGET), Ok(2));
+    for (prefix, left) in [(second, 2), (first, 0)] {
+        ledger.release_prefix(prefix).unwrap();
+        assert_eq!((ledger.pinned_pages(TARGET), ledger.pinned_pages(WINDOW).is_ok()), (Ok(left), true));
+    }
+    assert!(ledger.pinned_pages(2).is_err());
+}
+
 #[test]
 fn what_it_was_built_from() {
     let ledger = busy();

@@ -28,6 +28,37 @@ impl Snapshot {
     }
 }
 
+/// One broken rule that an audit found.
+#[pyclass(frozen, module = "specpool._core")]
+pub struct Finding(specpool_core::Finding);
+
+#[pymethods]
+impl Finding {
+    #[getter]
+    fn group(&self) -> Option<usize> {
+        self.0.group
+    }
+
+    #[getter]
+    fn page(&self) -> Option<i32> {
+        self.0.page.map(|page| page.0)
+    }
+
+    #[getter]
+    fn row(&self) -> Option<i32> {
+        self.0.row.map(|row| row.0)
+    }
+
+    #[getter]
+    fn text(&self) -> &str {
+        &self.0.text
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Finding({:?})", self.0.text)
+    }
+}
+
 /// Where `SPECPOOL_RECORD` has a ledger recorded: `%p` is the process; the second ledger of a process and those after it
 /// put their number behind the name, so that none writes over another.
 fn path_of_environment() -> Option<PathBuf> {
@@ -222,6 +253,10 @@ impl Ledger {
 
     fn fenced_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.fenced_pages(self::group(group)?).map_err(to_py)
+    }
+
+    fn pinned_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.pinned_pages(self::group(group)?).map_err(to_py)
     }
 
     fn reclaimable_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
@@ -449,6 +484,10 @@ impl Ledger {
     #[pyo3(signature = (*_error))]
     fn __exit__(&mut self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
         self.close()
+    }
+
+    fn audit(&self) -> Vec<Finding> {
+        self.0.audit().into_iter().map(Finding).collect()
     }
 
     fn check(&self) -> PyResult<()> {

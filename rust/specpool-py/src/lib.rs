@@ -26,7 +26,7 @@ mod _core {
     #[pymodule_export]
     use super::kernels::kernel_source;
     #[pymodule_export]
-    use super::ledger::{Ledger, Snapshot};
+    use super::ledger::{Finding, Ledger, Snapshot};
     #[pymodule_export]
     use super::mask::{attention_bias, attention_mask};
     #[pymodule_export]

@@ -113,6 +113,18 @@ impl Ledger {
         Ok(self.group(group)?.pool.num_fenced())
     }
 
+    /// Pages of the group that pinned prefixes hold, each counted once.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn pinned_pages(&self, group: usize) -> Result<usize> {
+        self.group(group)?;
+        let mut pages: Vec<Page> = self.prefix_holders(group).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        Ok(pages.len())
+    }
+
     /// The ownership map's line for a page: state, owner, birth step, last verb.
     ///
     /// # Errors

@@ -1,0 +1,136 @@
+"""`Engine.stats` for Prometheus: read when scraped, at no cost between scrapes.
+
+Needs `prometheus-client` (`pip install 'specpool[metrics]'`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from specpool.errors import ConfigError
+from specpool.stats import EngineStats, PhaseSeconds
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector, CollectorRegistry
+
+    from specpool.engine import Engine
+
+# Field -> metric, without the prefix; a counter's name gets `_total` behind it.
+GROUP_GAUGES = {
+    "page_size": ("page_size_slots", "Slots of a page."),
+    "num_pages": ("pages", "Pages in all."),
+    "free_pages": ("free_pages", "Pages that can be handed out."),
+    "fenced_pages": ("fenced_pages", "Freed pages that a launched step may still touch."),
+    "used_pages": ("used_pages", "Pages that are neither free nor fenced."),
+    "pinned_pages": ("pinned_pages", "Pages of pinned texts."),
+    "quarantined_pages": ("quarantined_pages", "Pages that the busy check took out of use."),
+    "used_tokens": ("used_tokens", "Slots with KV of a token."),
+    "unused_slots": ("unused_slots", "Slots reserved beyond the tokens with KV."),
+}
+GAUGES = {
+    "num_rows": ("rows", "Rows in all."),
+    "num_free_rows": ("free_rows", "Rows that can be taken."),
+    "num_quarantined_rows": ("quarantined_rows", "Rows that the busy check took out of use."),
+    "num_running": ("running_requests", "Requests with a row."),
+    "num_waiting": ("waiting_requests", "Requests without a row."),
+    "accept_len": ("accept_len", "Mean tokens of a row's round, bonus included."),
+}
+COUNTERS = {
+    "retracted_ct": ("retractions", "Retractions."),
+    "finished_ct": ("finished_requests", "Requests that ended by a stop or their length."),
+    "failed_ct": ("failed_requests", "Requests that ended with an error."),
+    "aborted_ct": ("aborted_requests", "Requests that were given up."),
+    "finding_ct": ("busy_check_findings", "What the busy check has found."),
+    "round_ct": ("rounds", "Decode steps."),
+    "prefill_ct": ("prefills", "Prefill steps."),
+    "prefilled_token_ct": ("prefilled_tokens", "Tokens of prefill steps."),
+    "generated_token_ct": ("generated_tokens", "Tokens that the steps gave."),
+    "verify_ct": ("row_rounds", "Rounds of single rows."),
+    "correct_draft_ct": ("correct_drafts", "Drafts that were accepted."),
+}
+
+
+def register(
+    engine: Engine,
+    registry: CollectorRegistry | None = None,
+    *,
+    labels: Mapping[str, str] | None = None,
+    prefix: str = "specpool",
+) -> Collector:
+    """Export the engine's numbers with every scrape of the registry.
+
+    Args:
+        engine: read at each scrape; while the collector is registered, it is kept alive.
+        registry: None = the client's default one.
+        labels: fixed labels of every sample; engines that share a registry need different
+            prefixes, since a name belongs to one collector.
+        prefix: of every name.
+
+    Returns:
+        What `registry.unregister` takes.
+
+    Raises:
+        ConfigError: prometheus-client is not installed, a label is called `group`, `phase` or
+            `accept_len`, or the names are taken in this registry.
+    """
+    try:
+        from prometheus_client import REGISTRY
+        from prometheus_client.registry import Collector
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "metrics need prometheus-client: pip install 'specpool[metrics]'"
+        ) from None
+    taken = sorted({"group", "phase", "accept_len"} & set(labels or ()))
+    if taken:
+        raise ConfigError(f"labels must not be called {', '.join(taken)}: specpool has its own")
+
+    class EngineCollector(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return metrics(engine.stats(), prefix, dict(labels or {}))
+
+        def describe(self) -> Iterator[Metric]:  # by which the registry knows names that are taken
+            return self.collect()
+
+    registry, collector = registry or REGISTRY, EngineCollector()
+    try:
+        registry.register(collector)
+    except ValueError as error:
+        raise ConfigError(f"{error}; choose another prefix than {prefix!r}") from None
+    return collector
+
+
+def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
+    """Every number of `stats`."""
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+    names, values = [*labels], [*labels.values()]
+
+    def family(kind: Any, name: str, text: str, *more: str) -> Any:
+        return kind(f"{prefix}_{name}", text, labels=[*names, *more])
+
+    for field, (name, text) in GROUP_GAUGES.items():
+        gauge = family(GaugeMetricFamily, f"group_{name}", text, "group")
+        for group in stats.groups:
+            gauge.add_metric([*values, group.name], getattr(group, field))
+        yield gauge
+    for field, (name, text) in GAUGES.items():
+        gauge = family(GaugeMetricFamily, name, text)
+        gauge.add_metric(values, getattr(stats, field))
+        yield gauge
+    for field, (name, text) in COUNTERS.items():
+        counter = family(CounterMetricFamily, name, text)
+        counter.add_metric(values, getattr(stats, field))
+        yield counter
+    accepts = family(
+        CounterMetricFamily, "accepts", "Rounds of single rows by accept length.", "accept_len"
+    )
+    for length, ct in enumerate(stats.accept_cts[1:], 1):
+        accepts.add_metric([*values, str(length)], ct)
+    yield accepts
+    seconds = family(CounterMetricFamily, "phase_seconds", "Seconds by phase.", "phase")
+    for each in fields(PhaseSeconds):
+        seconds.add_metric([*values, each.name], getattr(stats.seconds, each.name))
+    yield seconds

@@ -1,0 +1,225 @@
+"""From prompts and parameters to requests: everything is checked before anything is queued."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from specpool._core import Shape
+from specpool.config import SamplingParams, check_int
+from specpool.errors import ConfigError
+from specpool.models import TargetModel
+from specpool.request import Request, fresh_seed
+from specpool.scheduler import Scheduler
+from specpool.tokens import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+#: A text, token ids, or the messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class Prompts:
+    """Makes requests that fit the engine."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        scheduler: Scheduler,
+        *,
+        shape: Shape,
+        shapes: Sequence[Shape],
+        num_pages: Sequence[int],
+        max_context_len: int,
+    ) -> None:
+        """Check against these.
+
+        Args:
+            target: knows its vocabulary and when a text ends.
+            tokenizer: None = prompts are token ids.
+            scheduler: knows what fits.
+            shape: of a request that names none.
+            shapes: the ledger's.
+            num_pages: of each group.
+            max_context_len: tokens of a sequence at most.
+        """
+        self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
+        self._shape, self._shapes = shape, list(shapes)
+        self._num_pages, self._max_context_len = list(num_pages), max_context_len
+        self._ids = itertools.count(1)
+
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        shape: Shape | None,
+        priority: int,
+    ) -> list[Request]:
+        """A request for each sample of each prompt; nothing is queued yet.
+
+        Raises:
+            ConfigError: a prompt or a parameter that cannot work.
+        """
+        if self._target.closed:
+            raise ConfigError("the engine, or its target model, has been closed: make a new one")
+        several = _several(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(several)
+        if not isinstance(params, Sequence) or any(
+            not isinstance(p, SamplingParams) for p in params
+        ):
+            raise ConfigError(f"params must be SamplingParams or a list of it, got {params!r:.80}")
+        if len(params) != len(several):
+            raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
+        shape = shape or self._shape
+        if shape not in self._shapes:
+            raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
+        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
+        requests = []
+        for index, (prompt, p) in enumerate(zip(several, params, strict=True)):
+            first = self._request(index, prompt, p, shape, priority)
+            first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
+            requests += [first, *first.siblings]
+        return requests
+
+    def _sibling(self, first: Request, sample: int) -> Request:
+        """A further sample of the same prompt, with the seed that follows."""
+        return dataclasses.replace(
+            first,
+            request_id=next(self._ids),
+            sample=sample,
+            tokens=list(first.tokens),
+            seed=(first.seed + sample) % (1 << 64),
+            watch=TextStream(self._tokenizer, first.params.stop) if first.watch else None,
+            forwards=[],
+            logprobs=[],
+            siblings=[],
+        )
+
+    def _request(
+        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
+    ) -> Request:
+        ids = self._encode(index, prompt)
+        if not ids:
+            raise ConfigError(f"prompt {index} is empty")
+        vocab_size, longest = self._target.vocab_size, self._max_context_len
+        for position, token in enumerate(ids):
+            if not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"prompt {index} has token id {token} at position {position}; "
+                    f"the vocabulary is [0, {vocab_size})"
+                )
+        if len(ids) >= longest:
+            raise ConfigError(
+                f"prompt {index} has {len(ids)} tokens; with one new token at least, "
+                f"max_context_len {longest} leaves room for {longest - 1}"
+            )
+        eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
+        request = Request(
+            request_id=next(self._ids),
+            index=index,
+            prompt_len=len(ids),
+            tokens=ids,
+            params=params,
+            shape=shape,
+            shape_index=self._shapes.index(shape),
+            max_len=min(len(ids) + params.max_new_tokens, longest),
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            seed=fresh_seed() if params.seed is None else params.seed,
+            priority=priority,
+            watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
+        )
+        if not self._scheduler.fits(request):
+            most = self._scheduler.pages_at_most(request).tolist()
+            raise ConfigError(
+                f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
+                f"groups have {self._num_pages}: lower max_new_tokens"
+            )
+        return request
+
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if _is_chat(prompt):
+            return self._encode_chat(index, cast("Sequence[Message]", prompt))
+        if not isinstance(prompt, str):
+            try:
+                return [operator.index(token) for token in cast("Sequence[int]", prompt)]
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigError(
+                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
+                ) from None
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"prompt {index} is a string, but the target has no tokenizer: give token ids"
+            )
+        _check_text(f"prompt {index}", prompt)
+        return list(self._tokenizer.encode(prompt))
+
+    def _encode_chat(self, index: int, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a chat up to where the answer begins, as the tokenizer's template says."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"prompt {index} is a chat, but the target has no tokenizer: give token ids"
+            )
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"prompt {index} is a chat, but the tokenizer has no chat template: set its "
+                "chat_template, or give text"
+            )
+        for number, message in enumerate(messages):
+            name = f"message {number} of prompt {index}"
+            if not isinstance(message, Mapping):
+                raise ConfigError(f"{name} must be a dict, got {message!r:.80}")
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str):
+                    raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
+                _check_text(f"{key!r} of {name}", message[key])
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # a template is a program, and may refuse as it likes
+            raise ConfigError(
+                f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
+            ) from error
+        return list(cast("list[int]", ids))
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name} is no valid text: a lone surrogate at position {error.start}"
+        ) from None
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts; one prompt alone is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        several = [prompts[i] for i in range(len(prompts))]
+    except (TypeError, KeyError, IndexError):
+        raise ConfigError(
+            f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
+        ) from None
+    if _is_chat(several):
+        return [cast("Sequence[Message]", several)]
+    # An array's items are arrays without a dimension, which know their index as integers do.
+    if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):
+        if getattr(several[0], "ndim", 0) == 0:
+            return [cast("Sequence[int]", several)]
+    return cast("Sequence[Prompt]", several)

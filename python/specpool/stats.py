@@ -1,0 +1,288 @@
+"""What an engine holds and has done, in numbers: `Engine.stats`.
+
+Counters (`x_ct`) only ever grow. They are kept by the step, with sums over whole arrays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Ledger
+
+if TYPE_CHECKING:
+    from specpool.busy_check import BusyCheck
+    from specpool.scheduler import Scheduler
+
+Int32 = npt.NDArray[np.int32]
+
+# Steps whose arrays are kept before they are added up.
+_MOST_WAITING = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of one group."""
+
+    name: str
+    page_size: int
+    num_pages: int
+    free_pages: int
+    fenced_pages: int
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that are neither free nor fenced."""
+        return self.num_pages - self.free_pages - self.fenced_pages
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats(PoolStats):
+    """Pages of one group, and what lies in them.
+
+    Attributes:
+        pinned_pages: pages of pinned texts, each counted once; rows may share them.
+        quarantined_pages: pages of rows that the busy check took out of use.
+        used_tokens: slots with KV of a token, one on a shared page counted once.
+        unused_slots: reserved but unused: slots of the rows beyond their tokens with KV.
+    """
+
+    pinned_pages: int
+    quarantined_pages: int
+    used_tokens: int
+    unused_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Seconds that the loop has spent, by phase.
+
+    Attributes:
+        schedule: deciding what runs, and the ledger's prepare.
+        launch: table deltas and forwards; on a CPU a forward runs here, on a device it is enqueued.
+        wait: until a step's results are on the host.
+        finish: giving them to the requests.
+    """
+
+    schedule: float
+    launch: float
+    wait: float
+    finish: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds now and has done since it was built.
+
+    Attributes:
+        groups: the groups' pages.
+        num_rows: rows in all.
+        num_free_rows: rows that can be taken now.
+        num_quarantined_rows: rows that the busy check took out of use.
+        num_running: requests with a row.
+        num_waiting: requests without one.
+        retracted_ct: retractions.
+        finished_ct: requests that ended by a stop or their length, those of `pin` among them.
+        failed_ct: requests that ended with an error.
+        aborted_ct: requests that were given up.
+        finding_ct: what the busy check has found.
+        round_ct: decode steps.
+        prefill_ct: prefill steps.
+        prefilled_token_ct: tokens of prefill steps, once more after a retraction.
+        generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
+        accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
+        seconds: by phase.
+    """
+
+    groups: tuple[GroupStats, ...]
+    num_rows: int
+    num_free_rows: int
+    num_quarantined_rows: int
+    num_running: int
+    num_waiting: int
+    retracted_ct: int
+    finished_ct: int
+    failed_ct: int
+    aborted_ct: int
+    finding_ct: int
+    round_ct: int
+    prefill_ct: int
+    prefilled_token_ct: int
+    generated_token_ct: int
+    accept_cts: tuple[int, ...]
+    seconds: PhaseSeconds
+
+    @property
+    def verify_ct(self) -> int:
+        """Rounds of single rows."""
+        return sum(self.accept_cts)
+
+    @property
+    def accept_len(self) -> float:
+        """Mean tokens of a row's round, the bonus included; 0 without rounds."""
+        tokens = sum(length * ct for length, ct in enumerate(self.accept_cts))
+        return tokens / self.verify_ct if self.verify_ct else 0.0
+
+    @property
+    def correct_draft_ct(self) -> int:
+        """Drafts that were accepted."""
+        return sum((length - 1) * ct for length, ct in enumerate(self.accept_cts))
+
+
+class Counts:
+    """What a scheduler has done. Steps leave their arrays, which are added up when asked for."""
+
+    def __init__(self, max_accept_len: int) -> None:
+        """Nothing yet; no round accepts more than `max_accept_len` tokens."""
+        self.round_ct = self.prefill_ct = 0
+        self.end_cts: Counter[str] = Counter()  # requests by finish reason
+        self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
+        self._prefilled_token_ct = self._first_token_ct = 0
+        self._rounds: list[Int32] = []  # not added up yet, as are the prefills
+        self._prefills: list[tuple[Int32, Int32, Int32]] = []
+
+    def round(self, accept_len: Int32) -> None:
+        """A decode step is over; int32 [B], of the lanes that count."""
+        self.round_ct += 1
+        self._rounds.append(accept_len)
+        if len(self._rounds) > _MOST_WAITING:
+            self._add_up()
+
+    def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
+        """A prefill step is over; int32 [B]: from where to where, and tokens drawn."""
+        self.prefill_ct += 1
+        self._prefills.append((start, new_len, drawn))
+        if len(self._prefills) > _MOST_WAITING:
+            self._add_up()
+
+    def end(self, reason: str) -> None:
+        """A request is over."""
+        self.end_cts[reason] += 1
+
+    @property
+    def accept_cts(self) -> list[int]:
+        """Rows' rounds by accept length, from 0."""
+        self._add_up()
+        cts: list[int] = self._accept_cts.tolist()
+        return cts
+
+    @property
+    def prefilled_token_ct(self) -> int:
+        """Tokens of prefill steps."""
+        self._add_up()
+        return self._prefilled_token_ct
+
+    @property
+    def generated_token_ct(self) -> int:
+        """Tokens that the steps gave."""
+        accepted = sum(length * ct for length, ct in enumerate(self.accept_cts))
+        return self._first_token_ct + accepted
+
+    def _add_up(self) -> None:
+        rounds, self._rounds = self._rounds, []
+        if rounds:
+            lens = np.concatenate(rounds)
+            self._accept_cts += np.bincount(lens, minlength=len(self._accept_cts))
+        prefills, self._prefills = self._prefills, []
+        for start, new_len, drawn in prefills:
+            self._prefilled_token_ct += int((new_len - start).sum())
+            self._first_token_ct += int(drawn.sum())
+
+
+class Stopwatch:
+    """Adds up the seconds of its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+class Clock:
+    """A stopwatch for each phase."""
+
+    def __init__(self) -> None:
+        self.schedule, self.launch = Stopwatch(), Stopwatch()
+        self.wait, self.finish = Stopwatch(), Stopwatch()
+
+    def seconds(self) -> PhaseSeconds:
+        """What they show."""
+        return PhaseSeconds(*(getattr(self, each.name).seconds for each in fields(PhaseSeconds)))
+
+
+def pool_stats(ledger: Ledger) -> list[PoolStats]:
+    """Pages of each group now."""
+    return [
+        PoolStats(
+            group.name,
+            group.page_size,
+            group.num_pages,
+            ledger.free_pages(index),
+            ledger.fenced_pages(index),
+        )
+        for index, group in enumerate(ledger.groups)
+    ]
+
+
+def engine_stats(
+    ledger: Ledger, scheduler: Scheduler, busy_check: BusyCheck, clock: Clock
+) -> EngineStats:
+    """What an engine of these parts holds and has done."""
+    counts, ends = scheduler.counts, scheduler.counts.end_cts
+    return EngineStats(
+        groups=tuple(
+            _group_stats(ledger, index, pool, busy_check)
+            for index, pool in enumerate(pool_stats(ledger))
+        ),
+        num_rows=ledger.num_rows,
+        num_free_rows=ledger.num_free_rows,
+        num_quarantined_rows=len(busy_check.rows),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        retracted_ct=scheduler.num_retracted,
+        finished_ct=ends["stop"] + ends["length"],
+        failed_ct=ends["error"],
+        aborted_ct=ends["abort"],
+        finding_ct=busy_check.finding_ct,
+        round_ct=counts.round_ct,
+        prefill_ct=counts.prefill_ct,
+        prefilled_token_ct=counts.prefilled_token_ct,
+        generated_token_ct=counts.generated_token_ct,
+        accept_cts=tuple(counts.accept_cts),
+        seconds=clock.seconds(),
+    )
+
+
+def _group_stats(ledger: Ledger, index: int, pool: PoolStats, busy_check: BusyCheck) -> GroupStats:
+    committed = ledger.kv_committed_len
+    spare = ledger.allocated_len(index) - committed
+    spare[list(busy_check.rows)] = 0  # their lengths say nothing
+    unused, quarantined = int(spare.sum()), busy_check.num_pages[index]
+    return GroupStats(
+        pool.name,
+        pool.page_size,
+        pool.num_pages,
+        pool.free_pages,
+        pool.fenced_pages,
+        pinned_pages=ledger.pinned_pages(index),
+        quarantined_pages=quarantined,
+        # A shared page is full, a page of one row's own is full but for what that row has to spare.
+        used_tokens=(pool.used_pages - quarantined) * pool.page_size - unused,
+        unused_slots=unused,
+    )

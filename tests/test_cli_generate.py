@@ -1,0 +1,96 @@
+"""Laws of `specpool generate`'s further options: each reaches the engine, and is printed right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from specpool.assets import resolve
+from test_cli import call
+
+PROMPT = "seq: 1, 2, 3,"
+JSON = ("generate", "--json", "-p", PROMPT, "-n", "24")
+
+
+def outputs(capsys, *options: str) -> list[dict]:
+    code, out, err = call(capsys, *JSON, *options)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["identical_to_plain"] and not report["errors"]
+    return report["outputs"]
+
+
+def test_samples_are_printed_one_after_the_other(capsys):
+    """Each in full under a heading of its own, as the JSON has them."""
+    options = ["--samples", "3", "--temperature", "1", "-p", "[min]", "--overlap-depth", "1"]
+    expected = outputs(capsys, *options)
+    places = [(o["index"], o["sample"]) for o in expected]
+    assert places == [(i, s) for i in range(2) for s in range(3)]
+    assert [o["seed"] for o in expected] == [0, 1, 2] * 2
+    assert len({o["text"] for o in expected}) > 3
+    args = [arg for arg in JSON if arg != "--json"]
+    code, out, err = call(capsys, *args, *options)
+    assert code == 0, err
+    plain = out.replace("\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "")
+    plain = plain.replace("\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}", "")
+    at = 0
+    for output in expected:
+        at = plain.index(f" prompt {output['index'] + 1}, sample {output['sample'] + 1} ", at)
+        heading_end = plain.index("\n", at) + 1
+        prompt = [PROMPT, "[min]"][output["index"]] if output["sample"] == 0 else ""
+        assert plain[heading_end:].startswith(prompt + output["text"])
+
+
+def test_a_stop_string_ends_the_text(capsys):
+    (whole,) = outputs(capsys)
+    stop = whole["text"][9:11]
+    (cut,) = outputs(capsys, "--stop", stop, "--stop", "never")
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--overlap-depth", "1"],
+        ["--prefill-tokens", "3"],
+        ["--busy-check", "2", "--overlap-depth", "1"],
+    ],
+)
+def test_options_of_the_loop_change_no_text(capsys, options):
+    (text,), (same,) = outputs(capsys), outputs(capsys, *options)
+    assert same["token_ids"] == text["token_ids"]
+
+
+def test_a_prompt_may_be_a_users_message(capsys, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("specpool/tiny"), folder)
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+    (folder / "chat_template.jinja").write_text(template)
+    (output,) = outputs(capsys, "--target", str(folder), "--draft", "ngram", "--chat")
+    assert bytes(output["prompt_ids"]).decode() == f"<user>{PROMPT}<answer>"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--chat"], "the tokenizer has no chat template"),
+        (["--samples", "0"], "n must be an integer in [1, 65536], got 0"),
+        (["--overlap-depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
+        (["--prefill-tokens", "0"], "prefill_tokens must be"),
+        (["--busy-check", "3"], "busy_check must be an integer in [0, 2], got 3"),
+        (["--stop", ""], "stop must hold strings that are not empty"),
+    ],
+)
+def test_bad_options_are_refused(capsys, options, message):
+    code, out, err = call(capsys, *JSON, *options)
+    assert (code, out) == (2, "") and message in err
+
+
+def test_the_environment_sets_the_busy_check(capsys, monkeypatch):
+    monkeypatch.setenv("SPECPOOL_BUSY_CHECK", "often")
+    code, _, err = call(capsys, *JSON)
+    assert code == 2 and "SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got 'often'" in err
+    outputs(capsys, "--busy-check", "1")  # asked for: the variable does not count
