@@ -197,7 +197,7 @@ def test_a_request_is_queued_once(when):
 def test_engine_numbers_are_unique_and_an_unknown_one_is_refused(target):
     engine = engine_of(target)
     numbers = [engine.submit(p, PARAMS) for p in PROMPTS]
-    streamed = engine._requests([PROMPTS[0]], dataclasses.replace(PARAMS, n=3), None, 0)
+    streamed = engine._prompts.requests([PROMPTS[0]], dataclasses.replace(PARAMS, n=3), None, 0)
     assert len({*numbers, *(r.request_id for r in streamed)}) == 7
     for number in (0, -1, numbers[-1] + 100, "1", None, 1.0 + numbers[-1] + 9, streamed[0]):
         with pytest.raises(ConfigError, match="no request"):

@@ -16,6 +16,7 @@ import reference
 from scheduler_loop import Loop, arrival
 from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draining
 from specpool import Engine, NotReady, OrderError, SamplingParams, StalePlan, corpus
+from specpool.page_needs import PageNeeds
 from specpool.request import Request
 from specpool.scheduler import Scheduler, Step
 from specpool.sim import (
@@ -264,10 +265,8 @@ def test_scenario_31_a_round_may_need_several_pages(monkeypatch, guarded):
     Law: Admission counts the pages of every row's next round, it is no boolean.
     """
     if not guarded:
-        pages = Scheduler._pages
-        monkeypatch.setattr(
-            Scheduler, "_pages", lambda self, length, shape: pages(self, length, shape) * 0 + 1
-        )
+        needs = PageNeeds.of
+        monkeypatch.setattr(PageNeeds, "of", lambda self, *of: needs(self, *of) * 0 + 1)
     settings = Settings(
         page_sizes=(4,), num_pages=(13,), placement="shared", layout="dense",
         shapes=((8, 1, 9),), max_batch=6, max_context_len=20,

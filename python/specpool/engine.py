@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -20,31 +18,22 @@ from specpool.attention import BACK_ENDS, back_end
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.config import EngineConfig, SamplingParams
 from specpool.draft import Choosy, Drafter
-from specpool.errors import ConfigError, CorruptState, SpecpoolError, StalePlan
+from specpool.errors import ConfigError
 from specpool.kv_cache import KVCache
 from specpool.loading import load
+from specpool.loop import Loop
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
-from specpool.pending import PendingStep
 from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
-from specpool.scheduler import Pin, Scheduler, Step
-from specpool.stats import Clock, EngineStats, PoolStats, engine_stats, pool_stats
+from specpool.scheduler import Pin, Scheduler
+from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.worker import EagleWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True)
-class _Flying:
-    """A step that was launched in a turn of the loop, and its results to come."""
-
-    turn: int
-    step: Step
-    pending: PendingStep
 
 
 class Engine:
@@ -134,22 +123,26 @@ class Engine:
             level=config.busy_check,
             on_finding=config.on_finding,
         )
-        self._clock = Clock()
-        self._turns = 0
+        self._loop = Loop(
+            self.ledger,
+            self._scheduler,
+            self._worker,
+            self.cache,
+            self._busy_check,
+            overlap_depth=config.overlap_depth,
+            mixed_chunks=config.mixed_chunks,
+        )
         self._submitted: dict[int, _Submitted] = {}
         self._lock = threading.Lock()  # between the threads of asynchronous streams
-        self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
-        self._num_pages = [group.num_pages for group in self.ledger.groups]
         self._prompts = Prompts(
             target,
             tokenizer,
             self._scheduler,
             shape=self.shape,
             shapes=self.ledger.shapes,
-            num_pages=self._num_pages,
+            num_pages=[group.num_pages for group in self.ledger.groups],
             max_context_len=self.max_context_len,
         )
-        self.peak_pages = [0] * len(self._num_pages)  # most pages ever taken, per group
 
     @classmethod
     def from_pretrained(
@@ -226,7 +219,7 @@ class Engine:
         requests = self._prompts.requests(prompts, params, shape, priority)
         bar = ProgressBar(requests, progress)
         try:
-            for index in self._run(requests):
+            for index in self._loop.run(requests):
                 bar.update(index)
         finally:
             bar.close()
@@ -319,7 +312,7 @@ class Engine:
         params = SamplingParams(max_new_tokens=1)
         (request,) = self._prompts.requests([prompt], params, None, 0)
         request.wants_pin = True
-        for _ in self._run([request]):
+        for _ in self._loop.run([request]):
             pass
         if request.pin is None:
             raise ConfigError(f"the prompt cannot be pinned: {request.error}")
@@ -341,22 +334,24 @@ class Engine:
 
     def turn(self) -> bool:
         """Run one turn for all requests; False when nothing is left to do."""
-        if self._scheduler.requests():
-            self._turn()
-        else:
-            self._drain()
+        self._loop.turn()
         for number, submitted in list(self._submitted.items()):
             for item in submitted.report.news():
                 if isinstance(item, RequestOutput):
                     del self._submitted[number]
                 if submitted.on_item is not None:
                     submitted.on_item(number, item)
-        return bool(self._scheduler.requests() or self._flying or self._submitted)
+        return bool(self._scheduler.requests() or self._loop.num_flying or self._submitted)
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
         reports = [Report(request, self.tokenizer) for request in requests]
-        for index in self._run(requests):
+        for index in self._loop.run(requests):
             yield from reports[index].news()
+
+    @property
+    def peak_pages(self) -> list[int]:
+        """Most pages of each group that were ever taken at once."""
+        return list(self._loop.peak_pages)
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""
@@ -364,7 +359,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now and has done since it was built."""
-        return engine_stats(self.ledger, self._scheduler, self._busy_check, self._clock)
+        return engine_stats(self.ledger, self._scheduler, self._busy_check, self._loop.clock)
 
     @property
     def findings(self) -> list[BusyFinding]:
@@ -381,7 +376,7 @@ class Engine:
         while requests := self._scheduler.requests():  # the end of one may queue its siblings
             for request in requests:
                 self._scheduler.abort(request)
-        self._drain()
+        self._loop.drain()
         if not self.ledger.closed:
             self._scheduler.unpin_all()
         self.target.close()
@@ -399,129 +394,6 @@ class Engine:
     ) -> None:
         """Close the engine."""
         self.close()
-
-    def _run(self, requests: list[Request]) -> Iterator[int]:
-        """Run until these are done; yields which one has news."""
-        seen = [0] * len(requests)
-        pending = set(range(len(requests)))
-        try:
-            for request in requests:
-                if request.sample == 0:  # it brings its siblings along
-                    self._scheduler.submit(request)
-            while pending:
-                # Another iterator's turns may have moved ours on, so look before each turn.
-                for index in sorted(pending):
-                    request, before = requests[index], seen[index]
-                    seen[index] = request.num_output_tokens
-                    if request.finish_reason is not None:
-                        pending.discard(index)
-                    if seen[index] > before or index not in pending:
-                        yield index
-                # While we waited at a yield, another iterator may have finished all of ours.
-                if any(requests[index].finish_reason is None for index in pending):
-                    self._turn()
-        finally:
-            for request in requests:
-                self._scheduler.abort(request)
-            if not self._scheduler.requests():
-                self._drain()
-
-    def _drain(self) -> None:
-        """Take over all that is on its way; nothing is fenced then."""
-        while self._flying:
-            self._take_over(self._flying.popleft())
-
-    def _turn(self) -> None:
-        """Launch what can run now, and take over the oldest results when more are not allowed.
-
-        A forward that fails ends the requests in it; anything else that goes wrong, all that run.
-        """
-        try:
-            self._look()
-            with self._clock.schedule:
-                steps = self._scheduler.schedule()
-            if not self._scheduler.requests():  # the busy check has ended the last ones
-                return
-            if not steps and not self._flying:
-                out_of_use = f"{len(self._busy_check.rows)} of {self.ledger.num_rows} rows"
-                raise CorruptState(f"no request can run: {out_of_use} are out of use")
-            self._turns += 1
-            together = len(steps) > 1 and self.config.mixed_chunks
-            for group in [steps] if together else [[step] for step in steps]:
-                self._launch(group)
-            last = self._turns - (self.config.overlap_depth if steps else 1)
-            while self._flying and self._flying[0].turn <= last:
-                self._take_over(self._flying.popleft())
-        except BaseException as error:
-            self._flying.clear()
-            self._synchronize()
-            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
-            raise
-
-    def _look(self) -> None:
-        """The busy check, before anything else is prepared."""
-        found = self._busy_check.finding_ct
-        error = self._busy_check.look()
-        if error is None and self._busy_check.finding_ct == found:
-            return
-        try:
-            self._drain()  # no step that is under way has a row that is out of use
-        except SpecpoolError as failure:
-            raise (error or failure) from failure
-        if error is not None:
-            raise error
-
-    def _launch(self, steps: list[Step]) -> None:
-        """Enqueue the forward of one step, or of a prefill and a round side by side."""
-        for group, num_pages in enumerate(self._num_pages):
-            used = num_pages - self.ledger.free_pages(group)
-            self.peak_pages[group] = max(self.peak_pages[group], used)
-        launched = []
-        for step in steps:
-            try:
-                self._scheduler.launch(step)
-            except StalePlan:  # a forward of this turn has failed, and took a row of it along
-                self._scheduler.cancel(step)
-            else:
-                launched.append(step)
-        if not launched:
-            return
-        try:
-            with self._clock.launch:
-                for step in launched:
-                    self._busy_check.apply_delta(step.plan.step)
-                    self.cache.copy_pages(step.plan.page_copies)
-                pending = self._worker.run(launched)
-        except Exception as error:
-            for step in launched:
-                self._fail(step, error)
-        else:
-            self._flying += map(_Flying, repeat(self._turns), launched, pending)
-
-    def _take_over(self, flying: _Flying) -> None:
-        """Wait for a step's results and give them to the scheduler."""
-        try:
-            with self._clock.wait:
-                result = flying.pending.result()
-        except Exception as error:
-            self._fail(flying.step, error)
-            return
-        with self._clock.finish:
-            for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
-                request.tainted |= not_finite
-            self._scheduler.finish(flying.step, result)
-
-    def _fail(self, step: Step, error: Exception) -> None:
-        """End the requests of a forward that failed, after everything launched before it."""
-        self._synchronize()
-        while self._flying and self._flying[0].step.plan.step < step.plan.step:
-            self._take_over(self._flying.popleft())
-        self._scheduler.fail(step, error)
-
-    def _synchronize(self) -> None:
-        if self.target.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device that is gone runs nothing more
-                torch.cuda.synchronize(self.target.device)
 
     def _scrub(self, request: Request) -> None:
         """No NaN outlives its request: a masked one would still spoil whoever gets the page."""

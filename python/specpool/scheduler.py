@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
 from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
+from specpool.page_needs import PageNeeds
 from specpool.request import Request, TokenLogprob
 from specpool.stats import Counts
 
@@ -96,7 +97,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
-        self._headroom, self._is_promising = headroom, is_promising
+        self._is_promising = is_promising
         self._before_release = before_release
         self._waiting: list[Request] = []  # in the order in which they will be admitted
         self._running: list[Request] = []  # in the order in which they were
@@ -112,9 +113,7 @@ class Scheduler:
         # By row: lanes of one shape stand side by side, in the order of admission.
         self._lane_order = np.zeros(num_rows, np.int64)
         self._num_admitted = 0
-        # Pages that a request needs for its next round, by shape and tokens; -1 = not reckoned yet.
-        counts = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
-        self._page_counts = np.full(counts, -1, np.int32)
+        self._needs = PageNeeds(ledger, headroom)
         self._pins: list[Pin] = []  # the oldest first
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
         self.num_retracted = 0
@@ -341,10 +340,11 @@ class Scheduler:
         claimed = None
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting[0]
-            need = self._need(request)
+            need = self._needs.of(len(request.tokens), request.shape_index)
             if claimed is None:
                 free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
-                claimed = self._needs(np.flatnonzero(self._lens))
+                rows = np.flatnonzero(self._lens)
+                claimed = self._needs.of_all(self._lens[rows], self._shapes[rows])
             claimed = claimed + need
             if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
@@ -414,28 +414,6 @@ class Scheduler:
         self._pins.append(request.pin)
         self._end(request, "stop")
 
-    def _need(self, request: Request) -> Int32:
-        """Pages of each group that the request holds or needs for its next round, and headroom."""
-        return self._pages(len(request.tokens), request.shape_index)
-
-    def _needs(self, rows: npt.NDArray[np.intp]) -> Int32:
-        """The same of all these rows together."""
-        lens, shapes = self._lens[rows], self._shapes[rows]
-        counts: Int32 = self._page_counts[shapes, lens]
-        for i in np.flatnonzero(counts[:, 0] < 0).tolist():
-            counts[i] = self._pages(int(lens[i]), int(shapes[i]))
-        total: Int32 = counts.sum(axis=0, dtype=np.int32)
-        return total
-
-    def _pages(self, length: int, shape: int) -> Int32:
-        """[num_groups]: what a request of so many tokens needs; reckoned once."""
-        counts: Int32 = self._page_counts[shape, length]
-        if counts[0] < 0:
-            last = self._ledger.max_context_len - 1
-            lo, hi = min(length, last), min(length + self._headroom, last)
-            counts[:] = self._ledger.pages_needed(lo, hi, shape)
-        return counts
-
     def _prefill(self) -> Step | None:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
@@ -504,7 +482,7 @@ class Scheduler:
             self._ledger.retract(victim.row)
             self._requeue(victim)
         else:
-            needs = self._need(victim).tolist()
+            needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
             victim.error = (
                 f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
                 f"{self._num_pages.tolist()}"

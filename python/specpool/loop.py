@@ -1,0 +1,201 @@
+"""The turns of an engine: prepare, launch, take over; what fails ends alone.
+
+Under overlap (D = 1) a turn's steps are launched before the last turn's results are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+
+from specpool._core import Ledger
+from specpool.busy_check import BusyCheck
+from specpool.errors import CorruptState, SpecpoolError, StalePlan
+from specpool.kv_cache import KVCache
+from specpool.pending import PendingStep
+from specpool.request import Request
+from specpool.scheduler import Scheduler, Step
+from specpool.stats import Clock
+from specpool.worker import EagleWorker
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step that was launched in a turn of the loop, and its results to come."""
+
+    turn: int
+    step: Step
+    pending: PendingStep
+
+
+class Loop:
+    """Runs the steps of a scheduler on a worker.
+
+    Attributes:
+        clock: seconds by phase.
+        peak_pages: most pages of each group that were taken at once.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        scheduler: Scheduler,
+        worker: EagleWorker,
+        cache: KVCache,
+        busy_check: BusyCheck,
+        *,
+        overlap_depth: int,
+        mixed_chunks: bool,
+    ) -> None:
+        """Nothing is on its way; see `EngineConfig` for the options."""
+        self._ledger, self._scheduler, self._worker = ledger, scheduler, worker
+        self._cache, self._busy_check = cache, busy_check
+        self._overlap_depth, self._mixed_chunks = overlap_depth, mixed_chunks
+        self._turns = 0
+        self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
+        self._num_pages = [group.num_pages for group in ledger.groups]
+        self.clock = Clock()
+        self.peak_pages = [0] * len(self._num_pages)
+
+    @property
+    def num_flying(self) -> int:
+        """Steps whose results are still to come."""
+        return len(self._flying)
+
+    def run(self, requests: list[Request]) -> Iterator[int]:
+        """Run until these are done; yields which one has news."""
+        seen = [0] * len(requests)
+        pending = set(range(len(requests)))
+        try:
+            for request in requests:
+                if request.sample == 0:  # it brings its siblings along
+                    self._scheduler.submit(request)
+            while pending:
+                # Another iterator's turns may have moved ours on, so look before each turn.
+                for index in sorted(pending):
+                    request, before = requests[index], seen[index]
+                    seen[index] = request.num_output_tokens
+                    if request.finish_reason is not None:
+                        pending.discard(index)
+                    if seen[index] > before or index not in pending:
+                        yield index
+                # While we waited at a yield, another iterator may have finished all of ours.
+                if any(requests[index].finish_reason is None for index in pending):
+                    self._run_turn()
+        finally:
+            for request in requests:
+                self._scheduler.abort(request)
+            if not self._scheduler.requests():
+                self.drain()
+
+    def turn(self) -> None:
+        """One turn, if a request is there; else take over what is on its way."""
+        if self._scheduler.requests():
+            self._run_turn()
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Take over all that is on its way; nothing is fenced then."""
+        while self._flying:
+            self._take_over(self._flying.popleft())
+
+    def _run_turn(self) -> None:
+        """Launch what can run now, and take over the oldest results when more are not allowed.
+
+        A forward that fails ends the requests in it; anything else that goes wrong, all that run.
+        """
+        try:
+            self._look()
+            with self.clock.schedule:
+                steps = self._scheduler.schedule()
+            if not self._scheduler.requests():  # the busy check has ended the last ones
+                return
+            if not steps and not self._flying:
+                out_of_use = f"{len(self._busy_check.rows)} of {self._ledger.num_rows} rows"
+                raise CorruptState(f"no request can run: {out_of_use} are out of use")
+            self._turns += 1
+            together = len(steps) > 1 and self._mixed_chunks
+            for group in [steps] if together else [[step] for step in steps]:
+                self._launch(group)
+            last = self._turns - (self._overlap_depth if steps else 1)
+            while self._flying and self._flying[0].turn <= last:
+                self._take_over(self._flying.popleft())
+        except BaseException as error:
+            self._flying.clear()
+            self._synchronize()
+            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
+            raise
+
+    def _look(self) -> None:
+        """The busy check, before anything else is prepared."""
+        found = self._busy_check.finding_ct
+        error = self._busy_check.look()
+        if error is None and self._busy_check.finding_ct == found:
+            return
+        try:
+            self.drain()  # no step that is under way has a row that is out of use
+        except SpecpoolError as failure:
+            raise (error or failure) from failure
+        if error is not None:
+            raise error
+
+    def _launch(self, steps: list[Step]) -> None:
+        """Enqueue the forward of one step, or of a prefill and a round side by side."""
+        for group, num_pages in enumerate(self._num_pages):
+            used = num_pages - self._ledger.free_pages(group)
+            self.peak_pages[group] = max(self.peak_pages[group], used)
+        launched = []
+        for step in steps:
+            try:
+                self._scheduler.launch(step)
+            except StalePlan:  # a forward of this turn has failed, and took a row of it along
+                self._scheduler.cancel(step)
+            else:
+                launched.append(step)
+        if not launched:
+            return
+        try:
+            with self.clock.launch:
+                for step in launched:
+                    self._busy_check.apply_delta(step.plan.step)
+                    self._cache.copy_pages(step.plan.page_copies)
+                pending = self._worker.run(launched)
+        except Exception as error:
+            for step in launched:
+                self._fail(step, error)
+        else:
+            self._flying += map(_Flying, repeat(self._turns), launched, pending)
+
+    def _take_over(self, flying: _Flying) -> None:
+        """Wait for a step's results and give them to the scheduler."""
+        try:
+            with self.clock.wait:
+                result = flying.pending.result()
+        except Exception as error:
+            self._fail(flying.step, error)
+            return
+        with self.clock.finish:
+            if any(result.not_finite):
+                for request, not_finite in zip(
+                    flying.step.requests, result.not_finite, strict=True
+                ):
+                    request.tainted |= not_finite
+            self._scheduler.finish(flying.step, result)
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        """End the requests of a forward that failed, after everything launched before it."""
+        self._synchronize()
+        while self._flying and self._flying[0].step.plan.step < step.plan.step:
+            self._take_over(self._flying.popleft())
+        self._scheduler.fail(step, error)
+
+    def _synchronize(self) -> None:
+        if self._cache.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that is gone runs nothing more
+                torch.cuda.synchronize(self._cache.device)
