@@ -23,6 +23,8 @@ from specpool.stats import Counts
 
 Int32 = npt.NDArray[np.int32]
 
+_Lane = tuple[Request, list[int], list[TokenLogprob] | None]
+
 # A row's place among the lanes: its shape, then the number of its admission.
 _ORDER_BITS = 48
 _ORDER = (1 << _ORDER_BITS) - 1
@@ -108,11 +110,12 @@ class Scheduler:
         # it cannot decode), index of its shape, and of its next round's.
         num_rows = ledger.num_rows + 1
         self._by_row = np.full(num_rows, None, object)
-        self._accept_len = np.ones(num_rows, np.float32)  # of its rounds of late, on average
+        self._accept_len = np.ones(num_rows, np.int32)  # of its latest round
         self._lens, self._limits, self._shapes, self._next = np.zeros((4, num_rows), np.int32)
         # By row: lanes of one shape stand side by side, in the order of admission.
         self._lane_order = np.zeros(num_rows, np.int64)
         self._num_admitted = 0
+        self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
         self._needs = PageNeeds(ledger, headroom)
         self._pins: list[Pin] = []  # the oldest first
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
@@ -224,6 +227,7 @@ class Scheduler:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
                     self._limits[request.row] = request.max_len
+                    self._prompts.pop(request.row, None)
 
     def cancel(self, step: Step) -> None:
         """The newest step is not to be launched after all."""
@@ -250,36 +254,33 @@ class Scheduler:
             self._ledger.resolve(plan.step, accept_len)
         self._ledger.complete(plan.step)
         self._in_flight -= 1
+        lens = self._lens[rows]
         if not alive.all():
+            lens = lens[alive]
             rows, accept_len, lives = rows[alive], accept_len[alive], alive.tolist()
             requests, tokens = [*compress(requests, lives)], [*compress(tokens, lives)]
             logprobs = None if logprobs is None else [*compress(logprobs, lives)]
         if is_decode:
-            self._lens[rows] += accept_len
+            lens += accept_len
             self.counts.round(accept_len)
-            self._accept_len[rows] += 0.25 * (accept_len - self._accept_len[rows])
+            if self._ledger.overlap_depth:
+                self._accept_len[rows] = accept_len
         else:
             drawn = np.array([bool(new) for new in tokens], np.int32)
-            self._lens[rows] += drawn
+            lens += drawn
             self.counts.prefill(plan.start, plan.new_len, drawn)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 if request.siblings and end == request.prefill_len - 1:
                     self._fork(request)
-        may_end = (self._lens[rows] >= self._limits[rows]).tolist()
-        of_lanes = repeat(None) if logprobs is None else logprobs
-        # This runs for every row of every round, and mostly there is nothing else to do.
-        is_plain = is_decode and logprobs is None and self._is_promising is None
-        for request, new, ends, entries in zip(requests, tokens, may_end, of_lanes):  # noqa: B905
-            if (
-                is_plain
-                and not ends
-                and new[-1] >= 0
-                and request.watch is None
-                and request.stop_ids.isdisjoint(new)
-            ):
-                request.tokens += new
-                request.forwards.append(len(new))
-                continue
+        self._lens[rows] = lens
+        may_end = (lens >= self._limits[rows]).tolist()
+        lanes: list[_Lane]
+        if is_decode and logprobs is None and self._is_promising is None:
+            lanes = self._append(requests, tokens, may_end)
+        else:
+            entries_of = logprobs or repeat(None, len(requests))
+            lanes = list(zip(requests, tokens, entries_of, strict=True))
+        for request, new, entries in lanes:
             request.append(new, entries, is_decode)
             if self._is_promising is not None and request.shape_index:
                 self._choose(request, self._is_promising(request.tokens))
@@ -288,6 +289,27 @@ class Scheduler:
                     self._pin(request)
                 else:
                     self._end(request, request.finish_reason)
+
+    def _append(
+        self, requests: list[Request], tokens: list[list[int]], may_end: list[bool]
+    ) -> list[_Lane]:
+        """Take over a round's tokens where there is nothing else to do; returns the other lanes.
+
+        This runs for every row of every round, and mostly for all of them.
+        """
+        others: list[_Lane] = []
+        for request, new, ends in zip(requests, tokens, may_end, strict=True):
+            if (
+                ends
+                or new[-1] < 0
+                or request.watch is not None
+                or not request.stop_ids.isdisjoint(new)
+            ):
+                others.append((request, new, None))
+            else:
+                request.tokens += new
+                request.forwards.append(len(new))
+        return others
 
     def fail(self, step: Step, error: BaseException) -> None:
         """A launched step's forward has failed: its requests end, all others go on.
@@ -328,6 +350,7 @@ class Scheduler:
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
+        self._prompts.clear()
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -369,6 +392,7 @@ class Scheduler:
         self._by_row[row] = request
         self._lens[row], self._accept_len[row] = len(request.tokens), 1
         self._shapes[row] = self._next[row] = request.shape_index
+        self._prompts[row] = request
         self._lane_order[row] = request.shape_index << _ORDER_BITS | self._num_admitted
         self._num_admitted += 1
         self._running.append(request)
@@ -418,14 +442,12 @@ class Scheduler:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved:
             return None
-        (rows,) = ((self._lens > 0) & (self._limits == 0)).nonzero()
-        if not len(rows):  # every row can decode
+        if not self._prompts:  # every row can decode
             return None
         budget = self._prefill_tokens
         chosen: list[Request] = []
         ends: list[int] = []
-        by_admission = (self._lane_order[rows] & _ORDER).argsort()
-        for request in self._by_row[rows[by_admission]].tolist():
+        for request in self._prompts.values():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
@@ -449,10 +471,13 @@ class Scheduler:
     def _decode(self) -> Step | None:
         """One round of every row that is ready for it."""
         in_flight = self._ledger.in_flight
-        # Who is likely to be at the limit with what is in flight needs no other round: it would be
-        # lost, while one left out of a round only comes a round later.
-        wanted = self._lens + in_flight * self._accept_len.round() < self._limits
-        wanted &= in_flight <= self._ledger.overlap_depth
+        # Who will be at the limit if what is in flight gives as much as the latest round did needs
+        # no other: it would be lost, while who is left out of a round only comes a round later.
+        if self._ledger.overlap_depth:
+            wanted = self._lens + in_flight * self._accept_len < self._limits
+            wanted &= in_flight <= self._ledger.overlap_depth
+        else:
+            wanted = (self._lens < self._limits) & (in_flight == 0)
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | (self._next == 0)
@@ -536,6 +561,7 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
         self._by_row[request.row] = None
+        self._prompts.pop(request.row, None)
         self._lens[request.row] = self._limits[request.row] = request.row = 0
 
 
