@@ -55,7 +55,7 @@ class Lanes:
         """The same rows with one token each, `step` positions further on."""
         return Lanes(self.rows, self.seq_lens.ahead(step) if step else self.seq_lens, 1)
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The least length that no lane's tokens reach beyond."""
         return int((self.seq_lens.hi + self.widths).max())
