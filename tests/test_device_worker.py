@@ -102,7 +102,7 @@ def test_the_text_is_the_twins(case, kind, reference):
             expected |= set() if options.get("ancestry") else {"copy_parent_drafts"}
         else:
             expected |= set() if options.get("ancestry") else {"advance_ancestors"}
-    else:
+    if not shape:
         expected |= {"slots_at"}
     if kind == "sampled":
         expected |= {"uniform"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -142,6 +142,43 @@ def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
         least = less if lanes.lens is None else 0
         last = Lanes(lanes.rows, lanes.seq_lens.grown(lanes.counts - 1, least, less), 1)
     return _causal(cache, group, pages, last, lanes.slots(cache, group))
+
+
+def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]:
+    """Of `widths` forwards with one token of each lane, one position further on each time.
+
+    Args:
+        cache: whose page tables are read.
+        group: of the layers that will use the views.
+        lanes: B of them, all of one width.
+    """
+    assert isinstance(lanes.widths, int)
+    num_views = lanes.widths
+    pages = cache.pages_of(group, lanes.rows, lanes.most)
+    num_columns = pages.shape[1] * cache.page_sizes[group]
+    slots = lanes.slots(cache, group).view(-1, num_views)
+    length = lanes.seq_lens.common
+    biases: dict[int | None, Tensor] = {}  # of all forwards, by window
+
+    def bias_for(window: int | None, step: int) -> Tensor:
+        if window not in biases:
+            biases[window] = kernels.attention_bias(
+                lanes.starts, lanes.counts, num_columns, num_queries=num_views, window=window
+            )
+        return biases[window][:, step : step + 1]
+
+    return [
+        AttentionView(
+            page_size=cache.page_sizes[group],
+            write_slots=slots[:, step],
+            read_pages=pages,
+            q_lens=1,
+            mask_for=partial(bias_for, step=step),
+            decode_len=None if length is None else length + 1 + step,
+            reader=cache.reader,
+        )
+        for step in range(num_views)
+    ]
 
 
 def paged_view(

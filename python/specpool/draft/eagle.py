@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specpool._core import Shape
 from specpool.attention import AttentionView, attend
-from specpool.attention.lanes import Lanes, causal_view, last_view
+from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
 from specpool.draft.base import DraftTree, Links, chain_links
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
 from specpool.errors import ConfigError
@@ -156,10 +156,12 @@ class EagleDrafter:
     def _chain(self, lanes: Lanes, num_steps: int, token: Tensor, hidden: Tensor) -> list[Tensor]:
         """One branch: each step decodes the next position, there is nothing to select."""
         drafts = [token]
-        for step in range(num_steps - 1):
-            here = lanes.ahead(step)
-            views = self._each_layer(causal_view(self._cache, self._group, here))
-            hidden = self._forward(token, hidden, here.positions, views)
+        if num_steps == 1:
+            return drafts
+        ahead = Lanes(lanes.rows, lanes.seq_lens, num_steps - 1)
+        positions = ahead.positions.view(-1, num_steps - 1)
+        for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
+            hidden = self._forward(token, hidden, positions[:, step], self._each_layer(view))
             token = self.head.best(hidden)
             drafts.append(token)
         return drafts
