@@ -56,6 +56,7 @@ def test_a_stop_string_ends_the_text(capsys):
     [
         ["--overlap-depth", "1"],
         ["--prefill-tokens", "3"],
+        ["--prefill-tokens", "3", "--mixed-chunks"],
         ["--busy-check", "2", "--overlap-depth", "1"],
     ],
 )

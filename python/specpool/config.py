@@ -71,6 +71,7 @@ class EngineConfig:
 
     Attributes:
         shape: what a drafting round does; None = a chain of 3 with a drafter, else no drafting.
+        shapes: further shapes that requests may ask for; memory is laid out for all of them.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -99,6 +100,7 @@ class EngineConfig:
     """
 
     shape: Shape | None = None
+    shapes: tuple[Shape, ...] = ()
     page_size: int = 16
     placement: Placement = "split"
     policy: Policy = "exact"
@@ -119,6 +121,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.shape is not None and not isinstance(self.shape, Shape):
             raise ConfigError(f"shape must be a specpool.Shape or None, got {self.shape!r}")
+        if not isinstance(self.shapes, tuple | list) or not all(
+            isinstance(shape, Shape) for shape in self.shapes
+        ):
+            raise ConfigError(f"shapes must be a tuple of specpool.Shape, got {self.shapes!r:.80}")
         check_int("page_size", self.page_size, 1, 1 << 20)
         check_choice("placement", self.placement, get_args(Placement))
         check_choice("policy", self.policy, get_args(Policy))

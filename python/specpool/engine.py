@@ -59,8 +59,10 @@ class Engine:
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
-        if drafter is None and self.shape.num_draft_tokens > 1:
-            raise ConfigError(f"{self.shape} drafts, but there is no draft model")
+        shapes = [self.shape, *config.shapes]
+        for each in shapes if drafter is None else ():
+            if each.num_draft_tokens > 1:
+                raise ConfigError(f"{each} drafts, but there is no draft model")
         attention = back_end(config.attention)
         if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
             able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
@@ -79,7 +81,7 @@ class Engine:
             config,
             target.layer_kv,
             draft_layers,
-            shape=self.shape,
+            shapes=shapes,
             max_context_len=self.max_context_len,
             dtype=target.dtype,
             device=target.device,
@@ -96,7 +98,7 @@ class Engine:
         if drafter is not None:
             target.capture(drafter.feature_layers)
             layout = pools.ledger.groups[pools.draft_group].layout
-            drafter.attach(self.cache, target.num_layers, pools.draft_group, layout, self.shape)
+            drafter.attach(self.cache, target.num_layers, pools.draft_group, layout, shapes)
         self._worker = EagleWorker(
             target,
             drafter,
@@ -198,7 +200,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        shape: Shape | None = None,
+        shape: Shape | Sequence[Shape] | None = None,
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -208,7 +210,8 @@ class Engine:
             prompts: strings, token ids or the messages of a chat, `{"role": ..., "content": ...}`,
                 which the tokenizer's template makes a text of; one prompt or a list.
             params: one for all, or one per prompt.
-            shape: None = the engine's; `Shape.none()` = plain decoding on the same pages.
+            shape: one for all, or one per prompt. None = the engine's; `Shape.none()` = plain
+                decoding on the same pages; or one of `EngineConfig.shapes`.
             priority: the greater comes first; equal ones in the order of arrival.
             progress: a bar on standard error; None = on a terminal, when it takes longer than a
                 second.
@@ -230,7 +233,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        shape: Shape | None = None,
+        shape: Shape | Sequence[Shape] | None = None,
         priority: int = 0,
     ) -> Iterator[Chunk | RequestOutput]:
         """As `generate`, round by round: chunks as they come, and each output when it is done.
@@ -246,7 +249,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        shape: Shape | None = None,
+        shape: Shape | Sequence[Shape] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[Chunk | RequestOutput]:
         """As `stream`, for asyncio: the forwards run in a thread, one at a time.
@@ -280,7 +283,7 @@ class Engine:
         Args:
             prompt: a string, token ids or the messages of a chat.
             params: None = the defaults.
-            shape: as in `generate`.
+            shape: None = the engine's, or one of its shapes.
             priority: as in `generate`.
             on_item: called in a turn with the request's number and what came new: chunks, and the
                 output when it is done. It may submit and abort.

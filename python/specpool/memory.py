@@ -50,7 +50,7 @@ def plan_pools(
     target_layers: Sequence[LayerKV],
     draft_layers: Sequence[LayerKV],
     *,
-    shape: Shape,
+    shapes: Sequence[Shape],
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -61,7 +61,7 @@ def plan_pools(
         config: placement, policy, layout, page size, and `num_pages` or `kv_bytes` if given.
         target_layers: of the target model.
         draft_layers: of the drafter; empty if it keeps no KV.
-        shape: the shape that will run beside shape 0.
+        shapes: those that will run beside shape 0.
         max_context_len: tokens of a sequence at most.
         dtype: of the KV.
         device: where the KV lives.
@@ -80,7 +80,7 @@ def plan_pools(
         config,
         target_bytes,
         draft_bytes,
-        shapes=[shape],
+        shapes=shapes,
         max_context_len=max_context_len,
         kv_bytes=budget,
     )

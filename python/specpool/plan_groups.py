@@ -175,7 +175,7 @@ def size_groups(
             for name, size, hosts in zip(names, token_bytes, hosts_drafts, strict=True)
         ),
         draft_group=len(names) - 1,
-        shapes=(Shape.none(), *(shape for shape in shapes if shape != Shape.none())),
+        shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
         num_rows=config.max_batch,
         max_context_len=max_context_len,
         overlap_depth=config.overlap_depth,

@@ -58,7 +58,7 @@ class Prompts:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        shape: Shape | None,
+        shape: Shape | Sequence[Shape] | None,
         priority: int,
     ) -> list[Request]:
         """A request for each sample of each prompt; nothing is queued yet.
@@ -77,16 +77,29 @@ class Prompts:
             raise ConfigError(f"params must be SamplingParams or a list of it, got {params!r:.80}")
         if len(params) != len(several):
             raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
-        shape = shape or self._shape
-        if shape not in self._shapes:
-            raise ConfigError(f"{shape} is not among the engine's shapes {self._shapes}")
+        shapes = self._shapes_of(shape, len(several))
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         requests = []
-        for index, (prompt, p) in enumerate(zip(several, params, strict=True)):
-            first = self._request(index, prompt, p, shape, priority)
+        for index, (prompt, p, own) in enumerate(zip(several, params, shapes, strict=True)):
+            first = self._request(index, prompt, p, own, priority)
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
         return requests
+
+    def _shapes_of(self, shape: Shape | Sequence[Shape] | None, num_prompts: int) -> list[Shape]:
+        """One for each prompt."""
+        if shape is None or isinstance(shape, Shape):
+            shapes = [shape or self._shape] * num_prompts
+        elif isinstance(shape, Sequence) and len(shape) == num_prompts:
+            shapes = list(shape)
+        else:
+            raise ConfigError(
+                f"shape must be a Shape, or one for each of {num_prompts} prompts: {shape!r:.80}"
+            )
+        for one in shapes:
+            if one not in self._shapes:
+                raise ConfigError(f"{one} is not among the engine's shapes {self._shapes}")
+        return shapes
 
     def _sibling(self, first: Request, sample: int) -> Request:
         """A further sample of the same prompt, with the seed that follows."""

@@ -103,6 +103,9 @@ def generate(
     prefill_tokens: Annotated[
         int, typer.Option(help="Of one prefill step at most; longer prompts come in chunks.")
     ] = 1024,
+    mixed_chunks: Annotated[
+        bool, typer.Option("--mixed-chunks", help="Chunks share the round's forward of the target.")
+    ] = False,
     max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages per group. [default: what free memory holds]")
@@ -153,6 +156,7 @@ def generate(
                 "max_batch": batch,
                 "overlap_depth": overlap_depth,
                 "prefill_tokens": prefill_tokens,
+                "mixed_chunks": mixed_chunks,
                 "max_context_len": max_context_len,
                 "num_pages": num_pages,
                 **({} if busy_check is None else {"busy_check": busy_check}),

@@ -150,9 +150,9 @@ class Drafter(Protocol):
         """
 
     def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
-        """Its layers are `first_layer, ...` of `cache`, in `group`; `shape` is the largest."""
+        """Its layers are `first_layer, ...` of `cache`, in `group`; `shapes` may run."""
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """Take over tokens whose target KV is final.

@@ -79,20 +79,25 @@ class EagleDrafter:
         return cls(head, ancestry=ancestry)
 
     def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
         """See `Drafter.attach`. What it keeps per row is one engine's, so it serves only one.
 
         Raises:
-            ConfigError: it is attached already, or the head knows fewer tokens than topk.
+            ConfigError: it is attached already, the head knows fewer tokens than topk, or EAGLE
+                cannot build a shape.
         """
         if self._attached:
             raise ConfigError(
                 "this drafter is attached to another engine: make a new one of the same head"
             )
-        if shape.topk > self.head.draft_vocab_size:
+        for shape in shapes:
+            if shape.num_draft_tokens > 1:
+                Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
+        topk = max(shape.topk for shape in shapes)
+        if topk > self.head.draft_vocab_size:
             raise ConfigError(
-                f"topk {shape.topk} is above the {self.head.draft_vocab_size} tokens that the draft"
+                f"topk {topk} is above the {self.head.draft_vocab_size} tokens that the draft"
                 " head knows"
             )
         self._attached = True
@@ -102,9 +107,9 @@ class EagleDrafter:
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
         self._fields = cache.fields(self._layer_ids)
         num_rows = cache.tables[group].shape[0]
-        self._topk = shape.topk
-        self._topk_p = torch.zeros(num_rows, shape.topk, dtype=torch.float32, device=cache.device)
-        self._topk_ids = torch.zeros(num_rows, shape.topk, dtype=torch.int64, device=cache.device)
+        self._topk = topk
+        self._topk_p = torch.zeros(num_rows, topk, dtype=torch.float32, device=cache.device)
+        self._topk_ids = torch.zeros(num_rows, topk, dtype=torch.int64, device=cache.device)
         self._hidden = torch.zeros(
             num_rows, self.head.hidden_size, dtype=cache.dtype, device=cache.device
         )

@@ -75,7 +75,7 @@ class NgramDrafter:
         self._num_calls = 0
 
     def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
         """Nothing to attach: it keeps no KV."""
 

@@ -51,7 +51,7 @@ class ScriptedDrafter:
         self._rng = np.random.default_rng(seed)
 
     def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shape: Shape
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
         """Nothing to attach: it keeps no KV."""
 
