@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from specpool.config import SamplingParams, check_int
 from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.engine import Engine
 from specpool.errors import ConfigError
+from specpool.request import RequestOutput
+
+#: Lines that a model goes on with.
+REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
 
 
 def generate(
@@ -85,6 +90,8 @@ def generate(
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, repeats)
                     progress.advance(task)
+                if named_drafter(name) is not None:
+                    results += _lookup(engine, name, max(num_tokens), repeats)
                 if num_requests:
                     results += _traffic(engine, name, num_requests, min(num_tokens), repeats)
                 progress.advance(task)
@@ -185,6 +192,44 @@ def _traffic(
         Result(f"{name}, {batch} rows", synchronous, unit, "one after another", alone),
         Result(f"{name}, {batch} rows, overlap", overlap, unit, "without overlap", synchronous),
     ]
+
+
+def _lookup(engine: Engine, draft: str, tokens: int, repeats: int) -> list[Result]:
+    """Prompt lookup where it pays, and where there is nothing to be found."""
+    batch = engine.config.max_batch
+    greedy = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    # So hot that the model hardly counts: its text repeats nothing.
+    random = dataclasses.replace(greedy, temperature=4.0, seed=0)
+    results = []
+    for kind, prompts, params in (
+        ("a text that repeats itself", [list(REPETITIVE.encode())] * batch, greedy),
+        ("a text without repeats", corpus.prompts(batch), random),
+    ):
+        outputs: list[RequestOutput] = []
+        run = partial(_run_lookup, engine, prompts, params, outputs)
+        runs = [partial(run, None), partial(run, Shape.none())]
+        for each in runs:
+            each()  # warm up
+        drafting, plain = interleaved(runs, repeats)
+        name = f"{draft}, batch {batch}, {kind} (accept length {mean_accept_len(outputs):.2f})"
+        results.append(Result(name, drafting, "tokens/s", "plain decoding on our pages", plain))
+    return results
+
+
+def _run_lookup(
+    engine: Engine,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    outputs: list[RequestOutput],
+    shape: Shape | None,
+) -> float:
+    """Tokens per second; `outputs` becomes what drafting gave."""
+    start = time.perf_counter()
+    found = engine.generate(prompts, params, shape=shape)
+    seconds = time.perf_counter() - start
+    if shape is None:
+        outputs[:] = found
+    return sum(len(output.token_ids) for output in found) / seconds
 
 
 def _second(engine: Engine, draft: str) -> Drafter:
