@@ -61,6 +61,8 @@ class Workload:
             "max_context_len": longest + rng.randint(0, 9),
             "mixed_chunks": rng.random() < 0.3,
         }
+        if self.draft and rng.random() < 0.5:
+            self.options["shapes"] = (Shape.eagle(*rng.choice(SHAPES)),)
 
     def engine(self, target: TargetModel, heads: dict[str, EagleHead], pages: int | None) -> Engine:
         drafter = None
@@ -125,8 +127,9 @@ def test_sampled_workloads_speak_as_alone(seed, target, heads):
 def run_mixed(engine: Engine, work: Workload, params: list[SamplingParams]):
     """Streams side by side, some plain, some given up half-way."""
     rng = work.rng
+    shapes = [None, None, Shape.none(), *work.options.get("shapes", ())]
     streams = {
-        i: engine.stream(p, q, shape=Shape.none() if rng.random() < 0.3 else None)
+        i: engine.stream(p, q, shape=rng.choice(shapes))
         for i, (p, q) in enumerate(zip(work.prompts, params, strict=True))
     }
     outputs = [None] * len(streams)
