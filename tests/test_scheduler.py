@@ -48,8 +48,11 @@ class Workload:
         self.draft = rng.choice([*HEADS, *HEADS, "ngram", None])
         self.shape = Shape.eagle(*rng.choice(SHAPES)) if self.draft else None
         page_size = rng.choice([1, 3, 4, 16])
-        self.prompts = [p[: rng.randint(1, 60)] for p in corpus.prompts(rng.randint(2, 7), 80)]
-        self.news = [rng.randint(1, 40) for _ in self.prompts]
+        # Half of them grow from little to much, so that all but the first are retracted.
+        self.grows = rng.random() < 0.5
+        most, (less, more) = (12, (40, 70)) if self.grows else (60, (1, 40))
+        self.prompts = [p[: rng.randint(1, most)] for p in corpus.prompts(rng.randint(2, 7), 80)]
+        self.news = [rng.randint(less, more) for _ in self.prompts]
         longest = max(len(p) + n for p, n in zip(self.prompts, self.news, strict=True))
         self.options = {
             "page_size": page_size,
@@ -57,7 +60,8 @@ class Workload:
             "layout": rng.choice(["dense", "holey"]),
             "overlap_depth": rng.randint(0, 1),
             "prefill_tokens": rng.choice([5, 32, 1024]),
-            "max_batch": rng.randint(1, 5),
+            "max_batch": rng.randint(3, 7) if self.grows else rng.randint(1, 5),
+            "headroom": 0 if self.grows else rng.choice([0, 16]),
             "max_context_len": longest + rng.randint(0, 9),
             "mixed_chunks": rng.random() < 0.3,
         }
@@ -122,6 +126,35 @@ def test_sampled_workloads_speak_as_alone(seed, target, heads):
     work.options["max_batch"] = 1
     alone = work.engine(target, heads, None).generate(work.prompts, params)
     assert texts == [o.token_ids for o in alone]
+
+
+@pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_everyone_is_retracted_and_speaks_as_alone(target, heads, reference, draft, depth):
+    """A pool of little more than one row, and whoever comes later counts more."""
+    shape = Shape.eagle(3, 1, 4) if draft else None
+    drafter = NgramDrafter() if draft == "ngram" else draft and EagleDrafter(heads[draft])
+    options = {"page_size": 4, "max_context_len": 100, "max_batch": 6, "overlap_depth": depth}
+    engine = Engine(
+        target, drafter, config=EngineConfig(shape=shape, num_pages=32, headroom=0, **options)
+    )
+    params = SamplingParams(max_new_tokens=70, ignore_eos=True)
+    outputs, requests = {}, []
+    for i, prompt in enumerate(corpus.prompts(6, 12)):
+        number = engine.submit(
+            prompt, params, priority=i, on_item=lambda n, item: outputs.__setitem__(n, item)
+        )
+        requests.append(engine._submitted[number].request)
+        for _ in range(3):
+            engine.turn()
+    while engine.turn():
+        pass
+    assert all(request.num_retractions for request in requests[:-1])
+    comparison = Comparison()
+    for output in outputs.values():
+        assert len(output.token_ids) == 70, output.error
+        comparison.add(reference, output.prompt_ids, output.token_ids)
+    comparison.finish()
 
 
 def run_mixed(engine: Engine, work: Workload, params: list[SamplingParams]):
