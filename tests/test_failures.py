@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
 import json
+import random
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ from conftest import assert_no_page_leaked
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
-from specpool.models import TargetModel
+from specpool.models import EagleHead, TargetModel
 from specpool.output import Chunk
+from specpool.request import RequestOutput
 
 PROMPTS = corpus.prompts(3, 30)
 PARAMS = SamplingParams(max_new_tokens=30)
@@ -373,3 +377,74 @@ def test_a_device_that_cannot_even_scrub_gives_every_row_back(monkeypatch):
         assert engine.ledger.num_free_rows == engine.ledger.num_rows
         outputs = engine.generate([[5, 6, 7]] * 3, SamplingParams(max_new_tokens=4))
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+class Interrupter:
+    """Ctrl-C at the nth line that the scheduler and the loop run."""
+
+    FILES = ("scheduler.py", "loop.py")
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.count = at, 0
+
+    def __enter__(self) -> Interrupter:
+        sys.settrace(self._frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _frame(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.endswith(self.FILES) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
+    """Requests that grow in a tight pool, samples, a pinned text; the lines that it all took."""
+    config = EngineConfig(
+        shape=Shape.eagle(3, 1, 4), page_size=4, num_pages=16, max_context_len=40, max_batch=4,
+        headroom=0, overlap_depth=1, prefill_tokens=8,
+    )  # fmt: skip
+    engine = Engine(target, EagleDrafter(head), config=config)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    told: dict[int, Any] = {}
+    prompts = corpus.prompts(4, 10)
+    with Interrupter(at) as lines, contextlib.suppress(KeyboardInterrupt):
+        numbers = [
+            engine.submit(prompt, params, on_item=lambda n, item: told.__setitem__(n, item))
+            for prompt in prompts
+        ]
+        engine.turn()
+        engine.pin(prompts[0])
+        engine.generate(prompts[0] + [1], dataclasses.replace(params, n=3))
+    for _ in range(200):
+        if not engine.turn():
+            break
+    else:
+        raise AssertionError(f"Ctrl-C at line {at}: requests are lost, {engine.stats()}")
+    engine._scheduler.unpin_all()
+    assert {item.finish_reason for item in told.values()} <= {"length", "abort", "error"}
+    assert all(isinstance(item, RequestOutput) for item in told.values()), at
+    if at is None:
+        assert sorted(told) == numbers and engine.stats().retracted_ct > 0
+    engine.ledger.check()
+    assert all(pool.used_pages == 0 for pool in engine.pool_stats()), at
+    stats = engine.stats()
+    assert stats.num_free_rows == stats.num_rows and not stats.num_running + stats.num_waiting
+    return lines.count
+
+
+def test_ctrl_c_at_any_line_loses_no_request(target):
+    """Not only between the ledger's verbs; what is neither running nor waiting would be lost."""
+    head = eagle(target).head
+    lines = interrupted(target, head, None)
+    rng = random.Random(0)
+    for at in rng.sample(range(1, lines), 60):
+        interrupted(target, head, at)

@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from specpool.engine import Engine
     from specpool.output import Chunk
     from specpool.request import RequestOutput
+    from specpool.stats import EngineStats
 
 _LAZY = {
     "Chunk": "specpool.output",
     "Engine": "specpool.engine",
+    "EngineStats": "specpool.stats",
     "RequestOutput": "specpool.request",
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "DraftLag",
     "Engine",
     "EngineConfig",
+    "EngineStats",
     "Group",
     "Ledger",
     "NotReady",

@@ -323,7 +323,8 @@ class Engine:
 
     def unpin(self, pin: Pin) -> None:
         """Keep a pinned text no longer; requests that run on it go on."""
-        self._scheduler.unpin(pin)
+        with self._loop.recovering():
+            self._scheduler.unpin(pin)
 
     def abort(self, number: int) -> None:
         """End a submitted request, wherever it is; its output comes with the next turn.
@@ -333,7 +334,8 @@ class Engine:
         """
         if number not in self._submitted:
             raise ConfigError(f"no request {number!r} is running or waiting")
-        self._scheduler.abort(self._submitted[number].request)
+        with self._loop.recovering():
+            self._scheduler.abort(self._submitted[number].request)
 
     def turn(self) -> bool:
         """Run one turn for all requests; False when nothing is left to do."""

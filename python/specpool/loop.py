@@ -88,10 +88,22 @@ class Loop:
                 if any(requests[index].finish_reason is None for index in pending):
                     self._run_turn()
         finally:
-            for request in requests:
-                self._scheduler.abort(request)
-            if not self._scheduler.requests():
-                self.drain()
+            with self.recovering():
+                for request in requests:
+                    self._scheduler.abort(request)
+                if not self._scheduler.requests():
+                    self.drain()
+
+    @contextlib.contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Whatever stops the block, Ctrl-C above all: what runs ends, and nothing stays behind."""
+        try:
+            yield
+        except BaseException as error:
+            self._flying.clear()
+            self._synchronize()
+            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
+            raise
 
     def turn(self) -> None:
         """One turn, if a request is there; else take over what is on its way."""
@@ -102,15 +114,16 @@ class Loop:
 
     def drain(self) -> None:
         """Take over all that is on its way; nothing is fenced then."""
-        while self._flying:
-            self._take_over(self._flying.popleft())
+        with self.recovering():
+            while self._flying:
+                self._take_over(self._flying.popleft())
 
     def _run_turn(self) -> None:
         """Launch what can run now, and take over the oldest results when more are not allowed.
 
         A forward that fails ends the requests in it; anything else that goes wrong, all that run.
         """
-        try:
+        with self.recovering():
             self._look()
             with self.clock.schedule:
                 steps = self._scheduler.schedule()
@@ -126,11 +139,6 @@ class Loop:
             last = self._turns - (self._overlap_depth if steps else 1)
             while self._flying and self._flying[0].turn <= last:
                 self._take_over(self._flying.popleft())
-        except BaseException as error:
-            self._flying.clear()
-            self._synchronize()
-            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
-            raise
 
     def _look(self) -> None:
         """The busy check, before anything else is prepared."""

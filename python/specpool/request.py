@@ -105,10 +105,11 @@ class Request:
             or not self.stop_ids.isdisjoint(tokens)
         ):
             tokens = self._end(tokens)
-        self.tokens += tokens
+        # Tokens last: Ctrl-C may come between, and what is known of them must not be less.
         self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
             self.logprobs += logprobs[: len(tokens)]
+        self.tokens += tokens
         if self.watch is not None:
             self._look_for_stop(self.watch, tokens)
 

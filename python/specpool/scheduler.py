@@ -307,8 +307,8 @@ class Scheduler:
             ):
                 others.append((request, new, None))
             else:
+                request.forwards.append(len(new))  # first: see `Request.append`
                 request.tokens += new
-                request.forwards.append(len(new))
         return others
 
     def fail(self, step: Step, error: BaseException) -> None:
@@ -351,6 +351,8 @@ class Scheduler:
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
         self._prompts.clear()
+        for request in self._waiting:
+            request.row = 0
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -380,8 +382,8 @@ class Scheduler:
                 )
             except (OutOfRows, OutOfPages):  # rows or pages are fenced
                 return
-            del self._waiting[0]
             self._start(request, row, length)
+            del self._waiting[0]
             if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
                 self._part(request)
 
@@ -516,18 +518,18 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """A request without its row any more waits again; its text goes on where it was."""
-        self._running.remove(request)
         self._leave_row(request)
         request.num_retractions += 1
         self.num_retracted += 1
-        self._queue(request)
+        self._queue(request)  # first: whoever is in neither list when Ctrl-C comes would be lost
+        self._running.remove(request)
 
     def _queue(self, request: Request) -> None:
         """Wait, and let siblings that share nothing yet wait beside it."""
         shares = len(request.tokens) > 1 and request.finish_reason is None
         siblings = [] if shares else request.siblings
         for waiting in [request, *siblings]:
-            if waiting.finish_reason is None:
+            if waiting.finish_reason is None and waiting not in self._waiting:
                 bisect.insort(self._waiting, waiting, key=_order)
         if siblings:
             request.siblings = []
@@ -541,22 +543,21 @@ class Scheduler:
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         self._part(request)
-        if request in self._waiting:
-            self._waiting.remove(request)
-            self.counts.end(reason)
+        is_running, is_waiting = request in self._running, request in self._waiting
+        if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
-        if request not in self._running:  # Ctrl-C came before it was queued
-            return
-        self._running.remove(request)
         self.counts.end(reason)
-        if self.is_quarantined(request.row):
-            self._leave_row(request)
+        if is_waiting:  # in both lists if Ctrl-C has stopped it between them
+            self._waiting.remove(request)
+        if not is_running:
             return
-        self._before_release(request)
-        if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
-            give_back = self._ledger.finish if reason in ("stop", "length") else self._ledger.abort
-            give_back(request.row)
+        if request.row and not self.is_quarantined(request.row):
+            self._before_release(request)
+            if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
+                normal = reason in ("stop", "length")
+                (self._ledger.finish if normal else self._ledger.abort)(request.row)
         self._leave_row(request)
+        self._running.remove(request)
 
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
