@@ -105,3 +105,29 @@ def question():
 def test_plan_checks_its_headroom(question):
     with pytest.raises(ConfigError, match="headroom must be an integer in"):
         plan(question(headroom=-1), as_json=True)
+
+
+@pytest.mark.parametrize("at", ["_start", "_queue"])
+def test_ctrl_c_between_the_queues_loses_no_request(at, monkeypatch):
+    """Admission and retraction move a request from one queue to the other: it is in neither."""
+    with Engine.from_pretrained(max_context_len=256, num_pages=16, headroom=0) as engine:
+        scheduler, told = engine._scheduler, []
+        for prompt in ("a" * 40, "b" * 40):
+            params = SamplingParams(max_new_tokens=120, ignore_eos=True)
+            engine.submit(prompt, params, on_item=lambda number, item: told.append(item))
+        method = getattr(scheduler, at)
+
+        def interrupted(*args):
+            monkeypatch.setattr(scheduler, at, method)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(scheduler, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while engine.turn():
+                pass
+        for _ in range(300):
+            if not engine.turn():
+                break
+        else:
+            pytest.fail("turn never says that nothing is left")
+        assert [isinstance(item, Chunk) for item in told].count(False) == 2
