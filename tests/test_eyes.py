@@ -54,7 +54,7 @@ def test_a_turn_within_a_callback_tells_everything_once(engine):
 
 
 def test_samples_of_a_submitted_request_are_refused_in_a_list_too(engine):
-    with pytest.raises(ConfigError, match="a submitted request has one sample, got n=2"):
+    with pytest.raises(ConfigError, match="params must be SamplingParams or None"):
         engine.submit("abc", [SamplingParams(n=2)])
 
 
