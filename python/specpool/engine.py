@@ -294,7 +294,9 @@ class Engine:
         Raises:
             ConfigError: as in `generate`.
         """
-        if params is not None and isinstance(params, SamplingParams) and params.n > 1:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+        if params is not None and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         (request,) = self._prompts.requests([prompt], params, shape, priority)
         self._scheduler.submit(request)

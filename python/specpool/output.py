@@ -54,7 +54,7 @@ class Report:
             return
         if request.num_output_tokens <= start and request.finish_reason is None:
             return
-        done = self._is_done = request.finish_reason is not None
+        done = request.finish_reason is not None
         self._num_told = max(start, request.num_output_tokens)
         new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))
         pieces = []
@@ -66,7 +66,9 @@ class Report:
         pieces = [piece for piece in pieces if piece[0]]
         if new or pieces:
             yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
-        if done:
+        # Who took the chunk may have raised, or asked for news in between.
+        if done and not self._is_done:
+            self._is_done = True
             yield output_of(request, self._tokenizer)
 
 

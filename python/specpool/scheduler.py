@@ -43,9 +43,9 @@ class Step:
         return self.plan.kind == "decode"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A text whose KV is kept for requests that begin with it."""
+    """A text whose KV is kept for requests that begin with it; another engine's is another."""
 
     prefix: int  # the ledger's number
     tokens: list[int]  # of whole pages

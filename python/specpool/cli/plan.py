@@ -135,6 +135,7 @@ def answered(question: Question) -> Answer:
     if max_context_len is None:
         raise ConfigError("plain numbers need --max-context-len")
     check_int("max_context_len", max_context_len, 2, 1 << 30)
+    check_int("headroom", question.headroom, 0, 1 << 30)
     if model.max_context_len is not None and max_context_len > model.max_context_len:
         raise ConfigError(
             f"max_context_len {max_context_len} is above the model's {model.max_context_len} "

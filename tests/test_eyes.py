@@ -1,0 +1,133 @@
+"""Laws that a second look found broken; each belongs beside its module's other tests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+
+import pytest
+
+from specpool import ConfigError, Engine, SamplingParams
+from specpool.cli.plan import Question, plan
+from specpool.output import Chunk
+
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=1.0, seed=1)
+
+
+@pytest.fixture
+def engine():
+    with Engine.from_pretrained(max_context_len=256) as engine:
+        yield engine
+
+
+def test_a_callback_that_raises_on_the_last_chunk_still_hears_the_output(engine):
+    told = []
+
+    def on_item(number, item):
+        told.append(item)
+        if len(told) == 1:
+            raise RuntimeError("the user's own")
+
+    engine.submit("abc", SamplingParams(max_new_tokens=1), on_item=on_item)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        engine.turn()
+    turns = 0
+    while engine.turn():
+        turns += 1
+        assert turns < 10, "turn never says that nothing is left"
+    assert [isinstance(item, Chunk) for item in told] == [True, False]
+
+
+def test_a_turn_within_a_callback_tells_everything_once(engine):
+    told = []
+
+    def on_item(number, item):
+        told.append(item)
+        engine.turn()
+
+    engine.submit("abc", PARAMS, on_item=on_item)
+    while engine.turn():
+        pass
+    assert [isinstance(item, Chunk) for item in told].count(False) == 1
+    assert sum(len(item.token_ids) for item in told if isinstance(item, Chunk)) == 8
+
+
+def test_samples_of_a_submitted_request_are_refused_in_a_list_too(engine):
+    with pytest.raises(ConfigError, match="params must be SamplingParams or None"):
+        engine.submit("abc", [SamplingParams(n=2)])
+
+
+def test_a_pin_of_another_engine_releases_nothing(engine):
+    with Engine.from_pretrained(max_context_len=256) as other:
+        engine.pin("a" * 40)
+        engine.unpin(other.pin("a" * 40))
+        assert [group.pinned_pages for group in engine.stats().groups] == [2]
+    engine.unpin(engine._scheduler.pins[0])
+
+
+def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):
+    """Its forwards run in a thread: what the event loop calls must wait for its turn."""
+
+    async def stream():
+        items = [item async for item in engine.stream_async("abc", SAMPLED)]
+        return items[-1].finish_reason
+
+    async def both():
+        task = asyncio.create_task(stream())
+        for _ in range(40):
+            await asyncio.sleep(0.001)
+            engine.unpin(engine.pin("a" * 60))
+        return await task
+
+    assert asyncio.run(both()) == "length"
+
+
+@pytest.fixture
+def question():
+    known = {
+        "memory": "1GiB",
+        "target": "specpool/tiny",
+        "workspace": "0",
+        "shapes": [],
+        "page_size": 16,
+        "placement": "split",
+        "policy": "exact",
+        "layout": "auto",
+        "overlap_depth": 0,
+        "prompt": 100,
+        "live": [],
+    }
+    names = [field.name for field in fields(Question)]
+    return lambda **more: Question(**{**dict.fromkeys(names), **known, **more})
+
+
+def test_plan_checks_its_headroom(question):
+    with pytest.raises(ConfigError, match="headroom must be an integer in"):
+        plan(question(headroom=-1), as_json=True)
+
+
+@pytest.mark.parametrize("at", ["_start", "_queue"])
+def test_ctrl_c_between_the_queues_loses_no_request(at, monkeypatch):
+    """Admission and retraction move a request from one queue to the other: it is in neither."""
+    with Engine.from_pretrained(max_context_len=256, num_pages=16, headroom=0) as engine:
+        scheduler, told = engine._scheduler, []
+        for prompt in ("a" * 40, "b" * 40):
+            params = SamplingParams(max_new_tokens=120, ignore_eos=True)
+            engine.submit(prompt, params, on_item=lambda number, item: told.append(item))
+        method = getattr(scheduler, at)
+
+        def interrupted(*args):
+            monkeypatch.setattr(scheduler, at, method)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(scheduler, at, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while engine.turn():
+                pass
+        for _ in range(300):
+            if not engine.turn():
+                break
+        else:
+            pytest.fail("turn never says that nothing is left")
+        assert [isinstance(item, Chunk) for item in told].count(False) == 2
