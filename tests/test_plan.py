@@ -504,3 +504,14 @@ def test_bytes_are_read_as_written():
         "1 KiB",
         "1.5 GiB",
     ]
+
+
+@pytest.mark.parametrize("headroom", ["-1", "1e9"])
+def test_a_headroom_that_cannot_be_is_one_line(monkeypatch, capsys, headroom):
+    monkeypatch.setattr(
+        "sys.argv", ["specpool", "plan", "--memory", "1GiB", "--headroom", headroom]
+    )
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "headroom" in capsys.readouterr().err

@@ -135,7 +135,8 @@ class Engine:
             mixed_chunks=config.mixed_chunks,
         )
         self._submitted: dict[int, _Submitted] = {}
-        self._lock = threading.Lock()  # between the threads of asynchronous streams
+        # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
+        self._lock = threading.RLock()
         self._prompts = Prompts(
             target,
             tokenizer,
@@ -222,7 +223,7 @@ class Engine:
         requests = self._prompts.requests(prompts, params, shape, priority)
         bar = ProgressBar(requests, progress)
         try:
-            for index in self._loop.run(requests):
+            for index, _ in self._news(requests):
                 bar.update(index)
         finally:
             bar.close()
@@ -262,12 +263,30 @@ class Engine:
             while (item := await asyncio.to_thread(self._next, stream)) is not None:
                 yield item
         finally:
-            with self._lock:
+            with self._lock:  # a task that was cancelled leaves its thread at work
                 cast("Generator[Any]", stream).close()
 
     def _next(self, stream: Iterator[Chunk | RequestOutput]) -> Chunk | RequestOutput | None:
         with self._lock:
             return next(stream, None)
+
+    def _news(
+        self, requests: list[Request], tell: bool = False
+    ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
+        """Run until these are done: which one has news, and the news if asked for."""
+        reports = [Report(request, self.tokenizer) for request in requests] if tell else []
+        run = self._loop.run(requests)
+        try:
+            while True:
+                with self._lock:
+                    index = next(run, None)
+                    news = list(reports[index].news()) if tell and index is not None else []
+                if index is None:
+                    return
+                yield index, news
+        finally:
+            with self._lock:
+                run.close()
 
     def submit(
         self,
@@ -298,11 +317,12 @@ class Engine:
             raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
         if params is not None and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
-        (request,) = self._prompts.requests([prompt], params, shape, priority)
-        self._scheduler.submit(request)
-        self._submitted[request.request_id] = _Submitted(
-            request, Report(request, self.tokenizer), on_item
-        )
+        with self._lock:
+            (request,) = self._prompts.requests([prompt], params, shape, priority)
+            self._scheduler.submit(request)
+            self._submitted[request.request_id] = _Submitted(
+                request, Report(request, self.tokenizer), on_item
+            )
         return request.request_id
 
     def pin(self, prompt: Prompt) -> Pin:
@@ -317,7 +337,7 @@ class Engine:
         params = SamplingParams(max_new_tokens=1)
         (request,) = self._prompts.requests([prompt], params, None, 0)
         request.wants_pin = True
-        for _ in self._loop.run([request]):
+        for _ in self._news([request]):
             pass
         if request.pin is None:
             raise ConfigError(f"the prompt cannot be pinned: {request.error}")
@@ -325,7 +345,7 @@ class Engine:
 
     def unpin(self, pin: Pin) -> None:
         """Keep a pinned text no longer; requests that run on it go on."""
-        with self._loop.recovering():
+        with self._lock, self._loop.recovering():
             self._scheduler.unpin(pin)
 
     def abort(self, number: int) -> None:
@@ -336,24 +356,24 @@ class Engine:
         """
         if number not in self._submitted:
             raise ConfigError(f"no request {number!r} is running or waiting")
-        with self._loop.recovering():
+        with self._lock, self._loop.recovering():
             self._scheduler.abort(self._submitted[number].request)
 
     def turn(self) -> bool:
         """Run one turn for all requests; False when nothing is left to do."""
-        self._loop.turn()
-        for number, submitted in list(self._submitted.items()):
-            for item in submitted.report.news():
-                if isinstance(item, RequestOutput):
-                    del self._submitted[number]
-                if submitted.on_item is not None:
-                    submitted.on_item(number, item)
-        return bool(self._scheduler.requests() or self._loop.num_flying or self._submitted)
+        with self._lock:
+            self._loop.turn()
+            for number, submitted in list(self._submitted.items()):
+                for item in submitted.report.news():
+                    if isinstance(item, RequestOutput):
+                        del self._submitted[number]
+                    if submitted.on_item is not None:
+                        submitted.on_item(number, item)
+            return bool(self._scheduler.requests() or self._loop.num_flying or self._submitted)
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        reports = [Report(request, self.tokenizer) for request in requests]
-        for index in self._loop.run(requests):
-            yield from reports[index].news()
+        for _, news in self._news(requests, tell=True):
+            yield from news
 
     @property
     def peak_pages(self) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -67,7 +67,7 @@ class Loop:
         """Steps whose results are still to come."""
         return len(self._flying)
 
-    def run(self, requests: list[Request]) -> Iterator[int]:
+    def run(self, requests: list[Request]) -> Generator[int]:
         """Run until these are done; yields which one has news."""
         seen = [0] * len(requests)
         pending = set(range(len(requests)))

@@ -1,14 +1,12 @@
-"""Laws that a second look found broken; each belongs beside its module's other tests."""
+"""Laws of a loop of one's own: submit, turn, callbacks, pins; each item is told once."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
 
 import pytest
 
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.cli.plan import Question, plan
 from specpool.output import Chunk
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -81,30 +79,6 @@ def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):
         return await task
 
     assert asyncio.run(both()) == "length"
-
-
-@pytest.fixture
-def question():
-    known = {
-        "memory": "1GiB",
-        "target": "specpool/tiny",
-        "workspace": "0",
-        "shapes": [],
-        "page_size": 16,
-        "placement": "split",
-        "policy": "exact",
-        "layout": "auto",
-        "overlap_depth": 0,
-        "prompt": 100,
-        "live": [],
-    }
-    names = [field.name for field in fields(Question)]
-    return lambda **more: Question(**{**dict.fromkeys(names), **known, **more})
-
-
-def test_plan_checks_its_headroom(question):
-    with pytest.raises(ConfigError, match="headroom must be an integer in"):
-        plan(question(headroom=-1), as_json=True)
 
 
 @pytest.mark.parametrize("at", ["_start", "_queue"])
