@@ -448,3 +448,76 @@ def test_ctrl_c_at_any_line_loses_no_request(target):
     rng = random.Random(0)
     for at in rng.sample(range(1, lines), 60):
         interrupted(target, head, at)
+
+
+def failing_worker(engine: Engine, fails: Callable[[Any], bool]) -> None:
+    """The first forward for which `fails(step)` does."""
+    run, failed = engine._worker.run, []
+
+    def once(steps: Any) -> Any:
+        if not failed and any(map(fails, steps)):
+            failed.append(steps)
+            raise RuntimeError("the device says no")
+        return run(steps)
+
+    engine._worker.run = once  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_sample_whose_page_copy_was_lost_with_a_step_comes_back(target, texts, depth):
+    """The copy rides on a step of another row; that step's requests alone end."""
+    options = {"page_size": 4, "prefill_tokens": 1, "max_context_len": 64, "max_batch": 3}
+    engine = Engine(target, config=EngineConfig(overlap_depth=depth, **options))
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=4, ignore_eos=True, n=2)
+    expected = engine.generate(PROMPTS[0][:6], params)
+    failing_worker(engine, lambda step: len(step.plan.page_copies) > 0)
+    outputs = engine.generate(PROMPTS[0][:6], params)
+    assert [o.finish_reason for o in outputs] == ["error", "length"]
+    assert outputs[1].token_ids == expected[1].token_ids
+    assert engine.stats().retracted_ct == 1
+
+
+def test_a_failed_prefill_makes_the_round_behind_it_stale(target, texts):
+    """Under overlap its failure brings older results in, and those may end a row of the round."""
+    cancelled = []
+    for turns in range(2, 12):
+        config = EngineConfig(overlap_depth=1, max_context_len=128, max_batch=3)
+        engine = Engine(target, config=config)
+        (whole,) = engine.generate([PROMPTS[0]], PARAMS)
+        stop = whole.token_ids[8]
+        first = whole.token_ids.index(stop)
+        outputs: dict[int, Any] = {}
+        params = dataclasses.replace(PARAMS, stop_token_ids=(stop,))
+        cancel = engine._scheduler.cancel
+        engine._scheduler.cancel = lambda step, cancel=cancel: (
+            cancelled.append(step),
+            cancel(step),
+        )  # type: ignore[method-assign]
+        on_item = outputs.__setitem__
+        for prompt, own in ((PROMPTS[0], params), (PROMPTS[1], PARAMS)):
+            engine.submit(prompt, own, on_item=on_item)
+        for _ in range(turns):
+            engine.turn()
+        failing_worker(engine, lambda step: not step.is_decode)
+        engine.submit(PROMPTS[2], PARAMS, on_item=on_item)
+        while engine.turn():
+            pass
+        stopped, other, failed = (outputs[n] for n in sorted(outputs))
+        assert stopped.token_ids == whole.token_ids[: first + 1]
+        assert other.finish_reason in ("stop", "length") and failed.finish_reason == "error"
+    assert cancelled
+
+
+@pytest.mark.parametrize("number", [3, 6])
+def test_what_came_before_a_failed_round_is_not_lost(target, texts, number):
+    """Results that are on their way when a later forward fails are taken over first."""
+    lens = []
+    for depth in (0, 1):
+        config = EngineConfig(overlap_depth=depth, max_context_len=128)
+        engine = Engine(target, config=config)
+        rounds = itertools.count(1)
+        failing_worker(engine, lambda step, r=rounds: step.is_decode and next(r) == number)
+        (output,) = engine.generate([PROMPTS[0]], PARAMS)
+        assert output.finish_reason == "error" and "the device says no" in output.error
+        lens.append(len(output.token_ids))
+    assert lens == [number, number]  # the prefill's token, and one of each round before

@@ -105,3 +105,15 @@ def test_ctrl_c_between_the_queues_loses_no_request(at, monkeypatch):
         else:
             pytest.fail("turn never says that nothing is left")
         assert [isinstance(item, Chunk) for item in told].count(False) == 2
+
+
+def test_what_is_no_callback_is_refused(engine):
+    with pytest.raises(ConfigError, match="on_item must be a function, got 5"):
+        engine.submit("abc", PARAMS, on_item=5)
+
+
+def test_a_stream_that_is_read_after_the_close_says_so():
+    with Engine.from_pretrained(max_context_len=64) as engine:
+        stream = engine.stream("abc", PARAMS)
+    with pytest.raises(ConfigError, match="has been closed"):
+        next(stream)

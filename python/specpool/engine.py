@@ -275,6 +275,7 @@ class Engine:
     ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
         """Run until these are done: which one has news, and the news if asked for."""
         reports = [Report(request, self.tokenizer) for request in requests] if tell else []
+        self._prompts.check_open()  # a stream may be read late
         run = self._loop.run(requests)
         try:
             while True:
@@ -315,6 +316,8 @@ class Engine:
         """
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+        if on_item is not None and not callable(on_item):
+            raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
         if params is not None and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         with self._lock:

@@ -23,12 +23,12 @@ class PageNeeds:
         self._counts = np.full(size, -1, np.int32)  # by shape and tokens; -1 = not reckoned yet
 
     def of(self, length: int, shape: int) -> Int32:
-        """int32 [num_groups], of a request of so many tokens, with a shape of that index."""
+        """int32 [num_groups], of a request that goes on from so many tokens; index of its shape."""
         counts: Int32 = self._counts[shape, length]
         if counts[0] < 0:
             last = self._ledger.max_context_len - 1
-            lo, hi = min(length, last), min(length + self._headroom, last)
-            counts[:] = self._ledger.pages_needed(lo, hi, shape)
+            hi = min(length + self._headroom, last)
+            counts[:] = self._ledger.pages_needed(length, hi, shape)
         return counts
 
     def of_all(self, lens: Int32, shapes: Int32) -> Int32:

@@ -66,8 +66,7 @@ class Prompts:
         Raises:
             ConfigError: a prompt or a parameter that cannot work.
         """
-        if self._target.closed:
-            raise ConfigError("the engine, or its target model, has been closed: make a new one")
+        self.check_open()
         several = _several(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(several)
@@ -85,6 +84,11 @@ class Prompts:
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
         return requests
+
+    def check_open(self) -> None:
+        """Raise `ConfigError` where nothing can run any more."""
+        if self._target.closed:
+            raise ConfigError("the engine, or its target model, has been closed: make a new one")
 
     def _shapes_of(self, shape: Shape | Sequence[Shape] | None, num_prompts: int) -> list[Shape]:
         """One for each prompt."""

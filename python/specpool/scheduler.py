@@ -442,9 +442,7 @@ class Scheduler:
 
     def _prefill(self) -> Step | None:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
-        if self._is_starved:
-            return None
-        if not self._prompts:  # every row can decode
+        if self._is_starved or not self._prompts:  # or every row can decode
             return None
         budget = self._prefill_tokens
         chosen: list[Request] = []
