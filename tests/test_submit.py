@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 
 import pytest
 
@@ -117,3 +119,32 @@ def test_a_stream_that_is_read_after_the_close_says_so():
         stream = engine.stream("abc", PARAMS)
     with pytest.raises(ConfigError, match="has been closed"):
         next(stream)
+
+
+def test_an_engine_is_closed_while_an_asynchronous_stream_runs():
+    """The close waits for the forward that runs in a thread."""
+    engine = Engine.from_pretrained(max_context_len=256)
+    started, closed = [], []
+    run = engine._worker.run
+
+    def slow(steps):
+        started.append(steps)
+        time.sleep(0.2)
+        closed.append(engine.ledger.closed)
+        return run(steps)
+
+    engine._worker.run = slow
+
+    async def both():
+        stream = engine.stream_async("abc", SAMPLED)
+        task = asyncio.create_task(stream.__anext__())
+        while not started:
+            await asyncio.sleep(0.001)
+        engine.close()
+        with contextlib.suppress(ConfigError, StopAsyncIteration):
+            await task
+        await stream.aclose()
+
+    asyncio.run(both())
+    assert closed and not any(closed)
+    assert all(pool.used_pages == 0 for pool in engine.pool_stats())

@@ -357,10 +357,11 @@ class Engine:
         Raises:
             ConfigError: there is no such request, or it has been done for longer than a turn.
         """
-        if number not in self._submitted:
-            raise ConfigError(f"no request {number!r} is running or waiting")
-        with self._lock, self._loop.recovering():
-            self._scheduler.abort(self._submitted[number].request)
+        with self._lock:
+            if number not in self._submitted:
+                raise ConfigError(f"no request {number!r} is running or waiting")
+            with self._loop.recovering():
+                self._scheduler.abort(self._submitted[number].request)
 
     def turn(self) -> bool:
         """Run one turn for all requests; False when nothing is left to do."""
@@ -403,14 +404,15 @@ class Engine:
             RecordError: the event log cannot be written; all else is done, a further call tries
                 again.
         """
-        while requests := self._scheduler.requests():  # the end of one may queue its siblings
-            for request in requests:
-                self._scheduler.abort(request)
-        self._loop.drain()
-        if not self.ledger.closed:
-            self._scheduler.unpin_all()
-        self.target.close()
-        self.ledger.close()
+        with self._lock:  # a forward of an asynchronous stream may run
+            while requests := self._scheduler.requests():  # the end of one may queue its siblings
+                for request in requests:
+                    self._scheduler.abort(request)
+            self._loop.drain()
+            if not self.ledger.closed:
+                self._scheduler.unpin_all()
+            self.target.close()
+            self.ledger.close()
 
     def __enter__(self) -> Engine:
         """Return the engine itself."""

@@ -180,8 +180,7 @@ def _traffic(
         return total / (time.perf_counter() - start)
 
     # The same target: two engines take turns on it.
-    depth = 1 - engine.config.overlap_depth
-    config = dataclasses.replace(engine.config, overlap_depth=depth)
+    config = dataclasses.replace(engine.config, overlap_depth=1)
     other = Engine(engine.target, _second(engine, draft), config=config)
     runs = [lambda: together(engine), lambda: together(other), one_by_one]
     for run in runs[:2]:
