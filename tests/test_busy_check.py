@@ -228,7 +228,7 @@ def test_a_row_that_nobody_asked_for_is_left_alone(target, heads, texts, level):
     assert [o.token_ids for o in engine.generate(PROMPTS, PARAMS)] == texts
     assert [o.token_ids for o in done] == texts
     (finding,) = engine.findings
-    assert finding.text == f"row {intruder} (intruder) is live, but no request has it"
+    assert finding.text == f"row {intruder} (intruder) is live, but nobody has it"
     assert finding.rows == (intruder,) and engine.stats().num_quarantined_rows == 1
 
 

@@ -80,6 +80,10 @@ class EngineConfig:
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
         max_batch: requests that run at once.
+        max_sessions: sessions that keep KV between their turns, at most; the one whose turn ended
+            longest ago gives way. Others keep their tokens, and are prefilled anew.
+        session_pages: pages of each group that they may keep for themselves between turns; None =
+            all that nobody else needs.
         overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
         prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
             which the running requests go on.
@@ -107,6 +111,8 @@ class EngineConfig:
     layout: Layout = "auto"
     ancestry: Ancestry = "exact"
     max_batch: int = 8
+    max_sessions: int = 16
+    session_pages: int | None = None
     overlap_depth: int = 0
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
@@ -131,6 +137,9 @@ class EngineConfig:
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
         check_int("max_batch", self.max_batch, 1, 1 << 16)
+        check_int("max_sessions", self.max_sessions, 0, 1 << 16)
+        if self.session_pages is not None:
+            check_int("session_pages", self.session_pages, 0, 1 << 31)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         check_int("headroom", self.headroom, 0, 1 << 30)

@@ -91,8 +91,12 @@ class Loop:
             with self.recovering():
                 for request in requests:
                     self._scheduler.abort(request)
-                if not self._scheduler.requests():
-                    self.drain()
+                self.rest()
+
+    def rest(self) -> None:
+        """With nobody left to run, leave nothing on its way either."""
+        if not self._scheduler.requests():
+            self.drain()
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
+from specpool.conversation import Conversations
 from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
 from specpool.page_needs import PageNeeds
 from specpool.request import Request, TokenLogprob
@@ -77,6 +78,8 @@ class Scheduler:
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
         headroom: int = 0,
+        max_idle: int = 0,
+        idle_pages: int | None = None,
         is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
@@ -91,6 +94,8 @@ class Scheduler:
                 flight at most.
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
+            max_idle: rows that conversations keep between their turns, at most.
+            idle_pages: pages of each group that these rows may keep for themselves; None = all.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
                 it is not, the row decodes plainly. None = it always is.
             before_release: called while the request still has its row.
@@ -118,6 +123,9 @@ class Scheduler:
         self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
         self._needs = PageNeeds(ledger, headroom)
         self._pins: list[Pin] = []  # the oldest first
+        self.conversations = Conversations(
+            ledger, max_idle=max_idle, max_pages=idle_pages, keeps_draft_kv=keeps_draft_kv
+        )
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
         self.num_retracted = 0
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
@@ -170,6 +178,7 @@ class Scheduler:
         """Take a row out of use, for good: what it holds is not given back, its request ends."""
         if self._ledger.is_live(row):
             self._quarantined[row] = int(self._ledger.epoch[row])
+        self.conversations.forget(row)
         request: Request | None = self._by_row[row]
         if request is not None:
             request.error = why
@@ -328,6 +337,7 @@ class Scheduler:
         self._in_flight -= 1
         for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
             self._requeue(request)  # a page copy into its row was lost with the step
+        self.conversations.forget_lost()
 
     def recover(self, why: str) -> None:
         """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
@@ -335,8 +345,9 @@ class Scheduler:
             request.error, request.tainted = why, True
             self._end(request, request.finish_reason or "abort")
         for row in range(1, self._ledger.num_rows + 1):
-            # Taken, but not yet given to its request
-            if self._ledger.is_live(row) and not self.is_quarantined(row):
+            # Taken, but not yet given to its request, or its conversation
+            is_owned = self.is_quarantined(row) or self.conversations.owns(row)
+            if self._ledger.is_live(row) and not is_owned:
                 self._ledger.abort(row)
         for number, _, state in reversed(self._ledger.steps()):
             if state in ("prepared", "stale"):
@@ -347,6 +358,7 @@ class Scheduler:
             self._ledger.complete(number)
         for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
             self._ledger.release_prefix(prefix)  # of a pin on its way in or out
+        self.conversations.forget_lost()
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
@@ -367,30 +379,51 @@ class Scheduler:
             request = self._waiting[0]
             need = self._needs.of(len(request.tokens), request.shape_index)
             if claimed is None:
-                free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
+                free = [
+                    self._ledger.free_pages(g) + self._ledger.reclaimable_pages(g)
+                    for g in range(len(self._num_pages))
+                ]
                 rows = np.flatnonzero(self._lens)
                 claimed = self._needs.of_all(self._lens[rows], self._shapes[rows])
             claimed = claimed + need
             if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
-            pin, length = self._longest_pin(request.tokens)
+            place = self.conversations.take(request) or self._take_row(request)
+            if place is None:
+                return
+            row, length = place
+            self._start(request, row, length)
+            del self._waiting[0]
+            if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
+                self._part(request)
+
+    def _take_row(self, request: Request) -> tuple[int, int] | None:
+        """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
+        pin, length = self._longest_pin(request.tokens)
+        while True:
             try:
                 row = self._ledger.admit(
                     str(request.request_id),
                     prefix=None if pin is None else pin.prefix,
                     length=None if pin is None else length,
                 )
-            except (OutOfRows, OutOfPages):  # rows or pages are fenced
-                return
-            self._start(request, row, length)
-            del self._waiting[0]
-            if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
-                self._part(request)
+            except OutOfRows:  # they are fenced
+                return None
+            except OutOfPages as shortage:
+                if not self._reclaim(shortage):
+                    return None
+            else:
+                return row, length
 
     def _start(self, request: Request, row: int, prefilled_len: int) -> None:
         """The request has a row, with KV of its first tokens."""
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
+        if not request.num_retractions:
+            request.num_reused = prefilled_len
+        if request.conversation is not None:
+            request.conversation.reused_token_ct += prefilled_len
+            request.conversation.computed_token_ct += len(request.tokens) - prefilled_len
         self._by_row[row] = request
         self._lens[row], self._accept_len[row] = len(request.tokens), 1
         self._shapes[row] = self._next[row] = request.shape_index
@@ -460,8 +493,9 @@ class Scheduler:
                 plan = self._ledger.prepare_extend(
                     [r.row for r in chosen], ends, writes_draft=writes_draft
                 )
-            except OutOfPages:
-                chosen.pop(), ends.pop()
+            except OutOfPages as shortage:
+                if not self._reclaim(shortage):
+                    chosen.pop(), ends.pop()
                 continue
             for request, end in zip(chosen, ends, strict=True):
                 request.prefilled_len = end
@@ -488,13 +522,22 @@ class Scheduler:
         rows = rows[self._lane_order[rows].argsort()]
         shapes = self._next[rows]
         writes_draft = self._keeps_draft_kv and bool(self._shapes[rows].any())
-        try:
-            plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
-        except OutOfPages:
-            self._is_starved = True
-            return None
-        self._is_starved = False
-        return Step(plan, self._by_row[rows].tolist())
+        while True:
+            try:
+                plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+            except OutOfPages as shortage:
+                if self._reclaim(shortage):
+                    continue
+                self._is_starved = True
+                return None
+            self._is_starved = False
+            return Step(plan, self._by_row[rows].tolist())
+
+    def _reclaim(self, shortage: OutOfPages) -> bool:
+        """Take an idle row's pages, unless enough of them are on their way back anyway."""
+        if self._in_flight and shortage.need <= shortage.free + shortage.fenced:
+            return False
+        return self.conversations.reclaim(shortage)
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
@@ -504,7 +547,8 @@ class Scheduler:
         victim = min(reversed(self._running), key=lambda request: request.priority)
         if len(self._running) > 1:
             self._before_release(victim)
-            self._ledger.retract(victim.row)
+            if not self.conversations.fall_back(victim):
+                self._ledger.retract(victim.row)
             self._requeue(victim)
         else:
             needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
@@ -519,6 +563,8 @@ class Scheduler:
         self._leave_row(request)
         request.num_retractions += 1
         self.num_retracted += 1
+        if request.conversation is not None:
+            request.conversation.retraction_ct += 1
         self._queue(request)  # first: whoever is in neither list when Ctrl-C comes would be lost
         self._running.remove(request)
 
@@ -540,6 +586,10 @@ class Scheduler:
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        is_whole = reason in ("stop", "length")
+        if is_whole and request.conversation is not None:
+            request.conversation.tokens = list(request.tokens)
+            request.conversation.turn_ct += 1
         self._part(request)
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
@@ -552,10 +602,18 @@ class Scheduler:
         if request.row and not self.is_quarantined(request.row):
             self._before_release(request)
             if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
-                normal = reason in ("stop", "length")
-                (self._ledger.finish if normal else self._ledger.abort)(request.row)
+                self._give_back(request, is_whole)
         self._leave_row(request)
         self._running.remove(request)
+
+    def _give_back(self, request: Request, is_whole: bool) -> None:
+        """The row of a request that is over goes back, or to its conversation."""
+        if is_whole and request.conversation is not None:
+            self.conversations.keep(request.conversation, request.row, len(request.tokens))
+        elif is_whole:
+            self._ledger.finish(request.row)
+        elif not self.conversations.fall_back(request):
+            self._ledger.abort(request.row)
 
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
