@@ -275,7 +275,8 @@ def test_a_pinned_texts_page_concerns_the_rows_that_share_it(target, heads, text
 
 
 def test_without_rows_left_it_says_so(target, heads):
-    run = Run(engine := build(target, heads, busy_check=1, on_finding="quarantine"))
+    options = {"busy_check": 1, "on_finding": "quarantine", "max_sessions": 0}
+    run = Run(engine := build(target, heads, **options))
     for row in run.rows:
         stray(engine.ledger.epoch, row, 1 << 40)
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
-from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Session, Shape, corpus
+from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corpus
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter

@@ -72,6 +72,7 @@ class Conversations:
         self._idle: dict[int, Conversation] = {}  # by row
         self._numbers = itertools.count(1)
         self.open: dict[int, Conversation] = {}  # by number
+        self.drop_ct = 0  # of all that were ever open
 
     def new(self, tokens: list[int]) -> Conversation:
         """A further conversation, with what has been said in it."""
@@ -136,8 +137,8 @@ class Conversations:
         length = min(length, len(request.tokens) - 1)  # the last one gives the first root
         if self._keeps_draft_kv and request.shape_index:
             length = min(length, int(self._ledger.drafted_len[row]))
-        if length < kept_len:
-            length = self._ledger.trim(row, length)
+        if length < kept_len:  # an aborted turn falls back to it
+            length = self._ledger.end_turn(row, length)
         self._forget(conversation)
         return row, length
 
@@ -182,7 +183,7 @@ class Conversations:
         for row, conversation in list(self._idle.items()):
             if not self.owns(row):
                 self._forget(conversation)
-                conversation.drop_ct += 1
+                self._count_drop(conversation)
 
     def _is_over(self) -> bool:
         """Whether idle rows keep more pages than they may."""
@@ -194,7 +195,11 @@ class Conversations:
     def _drop_oldest(self) -> None:
         conversation = next(iter(self._idle.values()))
         self._give_back(conversation)
+        self._count_drop(conversation)
+
+    def _count_drop(self, conversation: Conversation) -> None:
         conversation.drop_ct += 1
+        self.drop_ct += 1
 
     def _give_back(self, conversation: Conversation) -> None:
         row = conversation.row
