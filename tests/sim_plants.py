@@ -512,7 +512,7 @@ PLANTS = {
     put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",
     retract_the_first: "is retracted, not request",
     retract_without_draining: "retracted while results are still to come",
-    keep_the_row_of_who_ended: "its client has|its client [0-9]|pages free, .* fenced, .* held by running|leak|livelock",
+    keep_the_row_of_who_ended: "its client|pages free, .* held by running|leak|livelock",
     give_tokens_to_dropped_lanes: "went on after its end",
     forget_a_resolve: "OrderError|left out|livelock|not all in",
     resolve_one_token_alone: "keeps KV of|the true roots .* are not all in|livelock",

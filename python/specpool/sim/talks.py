@@ -217,8 +217,8 @@ class Talks:
         if not conversation.row:
             if why == "abort" and talk.start and conversation.drop_ct == talk.drop_ct:
                 raise BrokenLaw(
-                    f"session {conversation.number} found KV of {talk.start} tokens for a turn that "
-                    "was aborted, and has none now"
+                    f"session {conversation.number} found KV of {talk.start} tokens for a turn "
+                    "that was aborted, and has none now"
                 )
             return
         kept_len, num_tokens = self._kept_len(conversation), len(talk.tokens)
