@@ -18,17 +18,16 @@ TREE = Shape.eagle(2, 3, 6)
 WIDTHS = [(2, 3, 5), (1, 4, 4), (1, 2, 6), (3, 1, 2)]
 
 
-def groups(*page_sizes: int, num_pages: int = 40, windows=()) -> list[Group]:
-    """Full groups of these page sizes, then window groups (page_size, window), the draft's last."""
-    full = [
-        Group(
-            f"full{i}", page_size=size, num_pages=num_pages, hosts_drafts=i == len(page_sizes) - 1
-        )
-        for i, size in enumerate(page_sizes)
-    ]
+def groups(*page_sizes: int, num_slots: int = 128, windows=()) -> list[Group]:
+    """Window groups (page_size, window), then full groups of these page sizes, the draft's last."""
+    last = len(page_sizes) - 1
     sliding = [
-        Group(f"window{i}", page_size=size, num_pages=num_pages, window=window)
+        Group(f"window{i}", page_size=size, num_pages=num_slots // size, window=window)
         for i, (size, window) in enumerate(windows)
+    ]
+    full = [
+        Group(f"full{i}", page_size=size, num_pages=num_slots // size, hosts_drafts=i == last)
+        for i, size in enumerate(page_sizes)
     ]
     return [*sliding, *full]
 
@@ -136,7 +135,7 @@ class World:
         """Launch a round; its plan."""
         plan = self.ledger.prepare_decode([row], [shape], writes_draft=writes_draft)
         self.launch(plan)
-        start = int(self.ledger.resolved_len[row])
+        start = int(plan.lo[0])
         self.write(row, start, start + (TREE.num_draft_tokens if shape else 1))
         return plan
 

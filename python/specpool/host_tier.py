@@ -380,7 +380,7 @@ class HostTier:
 
     @contextmanager
     def _watched(self, cost: CopyCost, pages: Sequence[Pages]) -> Iterator[None]:
-        """Tell how long a copy of these host pages took, where the host waits for it in any case."""
+        """Tell how long a copy of these host pages took, where the host waits for it anyway."""
         start = time.perf_counter()
         yield
         num_bytes = self._num_bytes([len(each) for each in pages])
