@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from specpool import Group, Ledger, NotReady, OutOfPages, Shape
+from specpool.host_memory import HostMemory, reload
 from specpool.host_tier import Handle, HostTier
 from specpool.kv_cache import KVCache, LayerKV
 
@@ -58,7 +59,8 @@ class World:
         self.cache = KVCache(self.ledger, layers, layer_groups, dtype=dtype, device=self.device)
         self.random = torch.Generator().manual_seed(0)
         row_bytes = self.row_bytes()
-        self.tier = HostTier(self.ledger, self.cache, int(host_rows * row_bytes))
+        self.memory = HostMemory(self.ledger, self.cache, int(host_rows * row_bytes))
+        self.tier = HostTier(self.ledger, self.memory)
         self.kv: dict[int, list[torch.Tensor]] = {}  # by row: [context + N, ...] of each buffer
         self.away: dict[Handle, list[torch.Tensor]] = {}
 
@@ -162,7 +164,7 @@ class World:
         return handle
 
     def reload(self, handle: Handle) -> int | None:
-        row = self.tier.reload(handle)
+        row = reload(self.tier, self.cache, handle)
         kv = self.away.pop(handle)
         if row is not None:
             self.kv[row] = kv
@@ -214,5 +216,5 @@ class World:
 
     def state(self) -> tuple:
         """Everything that decides what ledger and host tier will do."""
-        owners = [group._owners.tolist() for group in self.tier._groups]
+        owners = [pages._owners.tolist() for pages in self.tier._pages]
         return self.ledger.state_hash(), owners, self.tier.handles

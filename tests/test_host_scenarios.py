@@ -10,7 +10,7 @@ import pytest
 
 from host_kit import World, groups
 from specpool import ConfigError, NotReady
-from specpool.host_group import HostGroup
+from specpool.host_memory import HostMemory
 from specpool.host_tier import HostTier
 
 
@@ -30,7 +30,7 @@ class Hasty:
 def refused(world: World, row: int, *, guarded: bool) -> bool:
     """Whether the row is not taken over, as it should; unguarded it is."""
     if not guarded:
-        world.tier._ledger = Hasty(world.ledger)
+        world.tier.ledger = Hasty(world.ledger)
     state = world.state()
     try:
         handle = world.tier.offload(row)
@@ -38,7 +38,7 @@ def refused(world: World, row: int, *, guarded: bool) -> bool:
         assert world.state() == state
         return True
     world.away[handle] = world.kv.pop(row)
-    world.tier._ledger = world.ledger
+    world.tier.ledger = world.ledger
     return False
 
 
@@ -100,13 +100,13 @@ class Late:
 
     def __init__(self, monkeypatch) -> None:
         self.waiting = []
-        save = HostGroup.save
+        save = HostMemory.save
 
-        def later(group, device_pages, pages) -> None:
-            held = device_pages.copy()
-            self.waiting.append(lambda: save(group, held, pages))
+        def later(memory, moves) -> None:
+            held = [(device_pages.copy(), pages) for device_pages, pages in moves]
+            self.waiting.append(lambda: save(memory, held))
 
-        monkeypatch.setattr(HostGroup, "save", later)
+        monkeypatch.setattr(HostMemory, "save", later)
 
     def run(self) -> None:
         while self.waiting:
@@ -179,7 +179,7 @@ def test_scenario_46_groups_of_two_page_sizes_are_counted_in_their_own_pages(
     """
     world = World(groups(16, 4, num_slots=256), host_rows=2)
     row = world.admit(40)
-    need, pool = [3, 10][short], world.tier._groups[short]
+    need, pool = [3, 10][short], world.tier._pages[short]
     pool.take(pool.num_free - need + 1, 99)  # one too few
     state, stats = world.state(), world.tier.stats()
     if guarded:
@@ -193,7 +193,7 @@ def test_scenario_46_groups_of_two_page_sizes_are_counted_in_their_own_pages(
         monkeypatch.setattr(
             HostTier,
             "_fits",
-            lambda self, num_pages: num_pages[ample] <= self._groups[ample].num_free,
+            lambda self, num_pages: num_pages[ample] <= self._pages[ample].num_free,
         )
         world.offload(row)
         assert world.tier.stats().groups[short].free_pages < 0
@@ -209,9 +209,8 @@ def test_scenario_47_the_host_holds_a_whole_generation(monkeypatch, guarded):
     prompt_len, context = 12, 48
     if not guarded:
         monkeypatch.setattr(
-            HostTier,
-            "_row_pages",
-            lambda self: [-(-prompt_len // group.page_size) for group in self._ledger.groups],
+            "specpool.host_memory.row_pages",
+            lambda ledger: [-(-prompt_len // group.page_size) for group in ledger.groups],
         )
     rows = prompt_len / context
     if guarded:

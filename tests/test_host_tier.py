@@ -28,9 +28,10 @@ from specpool import (
     ShapeError,
     SpecpoolError,
     corpus,
+    host_memory,
 )
 from specpool.copy_cost import CopyCost
-from specpool.host_group import HostGroup
+from specpool.host_memory import HostMemory, reload
 from specpool.host_tier import HostTier
 
 SETTINGS = settings(
@@ -250,7 +251,7 @@ def test_the_nth_host_page_refused_changes_nothing(group):
     num_free, taken = 0, False
     while not taken:
         world = World(groups(4, 1, **THREE), max_chunk=16)
-        row, pool = world.admit(21), world.tier._groups[group]
+        row, pool = world.admit(21), world.tier._pages[group]
         pool.take(pool.num_free - num_free, 99)
         state = world.state()
         taken = world.tier.offload(row) is not None
@@ -284,7 +285,7 @@ def test_the_nth_device_page_refused_changes_nothing(length):
     of = groups(4, 1, **THREE)
     alone = World(of, max_chunk=16)
     handle = alone.offload(alone.admit(length))
-    alone.tier._ledger = peaks = Peaks(alone.ledger)
+    alone.tier.ledger = peaks = Peaks(alone.ledger)
     alone.reload(handle)
     outcomes = Counter()
     for num_others in range(1, 60):
@@ -300,7 +301,7 @@ def test_the_nth_device_page_refused_changes_nothing(length):
             world.reload(handle)
         else:
             with pytest.raises(OutOfPages, match=r"needs \d+ pages, \d+ free") as refusal:
-                world.tier.reload(handle)
+                reload(world.tier, world.cache, handle)
             assert refusal.value.need > refusal.value.free
             assert world.state() == state
         world.check()
@@ -315,7 +316,7 @@ def test_no_row_for_a_reload():
         world.admit(3)
     state = world.state()
     with pytest.raises(OutOfRows):
-        world.tier.reload(handle)
+        reload(world.tier, world.cache, handle)
     assert world.state() == state
     world.give_back(1)
     assert world.reload(handle) == 1
@@ -419,7 +420,7 @@ def test_a_reload_goes_on_behind_a_shared_prefix():
 
 def failing(monkeypatch, way: str, nth: int, error: type[BaseException] = RuntimeError) -> None:
     """The n-th copy of that way fails."""
-    copy, calls = getattr(HostGroup, way), Counter()
+    copy, calls = getattr(host_memory._Group, way), Counter()
 
     def run(self, *args):
         calls[way] += 1
@@ -427,7 +428,7 @@ def failing(monkeypatch, way: str, nth: int, error: type[BaseException] = Runtim
             raise error("the copy is lost")
         copy(self, *args)
 
-    monkeypatch.setattr(HostGroup, way, run)
+    monkeypatch.setattr(host_memory._Group, way, run)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -472,12 +473,28 @@ def test_ctrl_c_in_a_copy_loses_nothing(monkeypatch, way):
     with monkeypatch.context() as patch:
         failing(patch, way, 2, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
-            world.offload(row) if handle is None else world.tier.reload(handle)
+            world.offload(row) if handle is None else reload(world.tier, world.cache, handle)
     for step, _, _ in world.ledger.steps():
         world.ledger.complete(step)
     for row in range(1, world.ledger.num_rows + 1):
         if world.ledger.is_live(row):
             world.ledger.abort(row)
+    world.is_clean()
+
+
+def test_after_ctrl_c_only_what_a_request_has_is_kept():
+    """Whatever line it came at: pages of handles that nobody has are free."""
+    world = World(groups(4, 1))
+    handles = [world.offload(world.admit(n)) for n in (5, 9, 7)]
+    dropped, lost, kept = handles
+    world.tier.drop(dropped)
+    world.tier._pages[0].take(2, 4)  # of an offload that has not come to its end
+    assert world.tier.recover([dropped, kept]) == [kept] == world.tier.handles
+    for handle in (dropped, lost):
+        del world.away[handle]
+    world.reload(kept)
+    world.check()
+    world.give_back(next(iter(world.kv)))
     world.is_clean()
 
 
@@ -487,10 +504,11 @@ def test_a_handle_is_good_once():
     world.tier.drop(gone)
     world.reload(back)
     plan = world.ledger.prepare_extend([world.ledger.admit()], [5])
+    world.ledger.cancel(plan.step)
     for handle in (gone, back):
         for call in (
             lambda handle=handle: world.tier.drop(handle),
-            lambda handle=handle: world.tier.reload(handle),
+            lambda handle=handle: reload(world.tier, world.cache, handle),
             lambda handle=handle: world.tier.next_extend(handle, 0),
             lambda handle=handle: world.tier.restore(plan, [handle]),
         ):
@@ -510,7 +528,7 @@ def test_what_cannot_be_offloaded_or_reloaded_is_said():
         world.tier.next_extend(handle, 5)
     plan = world.decode(world.admit(5))
     with pytest.raises(NotReady, match=f"step {plan.step} is not over"):
-        world.tier.reload(handle)
+        reload(world.tier, world.cache, handle)
     world.finish(plan, 1)
     world.reload(handle)
 
@@ -534,7 +552,7 @@ def test_host_memory_that_is_not_there_is_refused():
 
 def test_the_kernels_carry_it(kit, monkeypatch):
     """The way of a CUDA device: through space that holds a few pages, any width, any page size."""
-    monkeypatch.setattr("specpool.host_group._STAGED_BYTES", 200)
+    monkeypatch.setattr("specpool.host_memory._STAGED_BYTES", 200)
     world = World(groups(4, 1, windows=[(2, 5)]), max_chunk=16, context=24, device=kit.device)
     handles = [world.offload(world.admit(n)) for n in (18, 7)]
     world.tier.drop(handles.pop(0))  # a hole in the host pages
@@ -566,7 +584,10 @@ def test_a_copy_costs_a_fixed_part_and_each_byte():
 def test_it_pays_where_a_prefill_takes_longer():
     world = World(groups(4, 1))
     row = world.admit(20)
-    world.tier._out, world.tier._back = CopyCost((1, 0.5), (2, 0.5)), CopyCost((1, 0.5), (2, 0.5))
+    world.memory._out, world.memory._back = (
+        CopyCost((1, 0.5), (2, 0.5)),
+        CopyCost((1, 0.5), (2, 0.5)),
+    )
     assert world.tier.pays(row, token_seconds=0.06)
     assert not world.tier.pays(row, token_seconds=0.04)
 
@@ -575,7 +596,7 @@ def test_it_pays_by_bytes_of_every_group():
     world = World(groups(4, 1))
     row = world.admit(20)
     per_byte = CopyCost((1, 1.0), (2, 2.0))
-    world.tier._out = world.tier._back = per_byte
+    world.memory._out = world.memory._back = per_byte
     num_bytes = sum(
         20 * buffer[0].numel() * buffer.element_size() for buffer in world.buffers
     )  # whole pages
@@ -586,7 +607,7 @@ def test_it_pays_by_bytes_of_every_group():
 @pytest.mark.parametrize(("policy", "pays"), [("always", True), ("never", False)])
 def test_an_option_says_what_pays(policy, pays):
     world = World(groups(4))
-    tier = HostTier(world.ledger, world.cache, 1 << 20, policy=policy)
+    tier = HostTier(world.ledger, world.memory, policy=policy)
     row = world.admit(20)
     assert {tier.pays(row, seconds) for seconds in (0.0, 1e9)} == {pays}
 
@@ -596,7 +617,7 @@ def test_copies_are_watched_on_a_cpu():
     for _ in range(9):
         world.reload(world.offload(world.admit(20)))
         world.give_back(next(iter(world.kv)))
-    assert len(world.tier._out._ratios) == len(world.tier._back._ratios) == 9
+    assert len(world.memory._out._ratios) == len(world.memory._back._ratios) == 9
 
 
 # --- through an engine ---------------------------------------------------------------------------
@@ -612,7 +633,7 @@ def bring_back(engine: Engine, tier: HostTier, handle, row: int) -> None:
         new_len, writes_draft = tier.next_extend(handle, start)
         plan = engine.ledger.prepare_extend([row], [new_len], writes_draft=writes_draft)
         engine.ledger.launch(plan.step)
-        engine.cache.apply_delta(plan.step)
+        engine._busy_check.apply_delta(plan.step)
         engine.cache.copy_pages(plan.page_copies)
         tier.restore(plan, [handle])
         engine.ledger.complete(plan.step)
@@ -636,7 +657,7 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
     prompts = corpus.prompts(3, 40)
     with Engine.from_pretrained("specpool/tiny", draft=draft, **options) as engine:
         wanted = [output.token_ids for output in engine.generate(prompts, params)]
-        tier = HostTier(engine.ledger, engine.cache, 1 << 24)
+        tier = HostTier(engine.ledger, HostMemory(engine.ledger, engine.cache, 1 << 24))
         scheduler, away, kept = engine._scheduler, {}, []
         start = scheduler._start
 
