@@ -19,6 +19,7 @@ from specpool import (
     ConfigError,
     CorruptState,
     Engine,
+    EngineConfig,
     NotReady,
     OrderError,
     OutOfPages,
@@ -35,7 +36,7 @@ from specpool.host_memory import HostMemory, reload
 from specpool.host_tier import HostTier
 
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=140,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -618,6 +619,19 @@ def test_copies_are_watched_on_a_cpu():
         world.reload(world.offload(world.admit(20)))
         world.give_back(next(iter(world.kv)))
     assert len(world.memory._out._ratios) == len(world.memory._back._ratios) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_bytes": -1}, r"host_bytes must be an integer in \[0, \d+\], got -1"),
+        ({"host_bytes": 1.5}, "host_bytes must be an integer .* got 1.5"),
+        ({"offload": "maybe"}, "offload must be one of cost, always, never, got 'maybe'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
 
 
 # --- through an engine ---------------------------------------------------------------------------
