@@ -14,6 +14,7 @@ Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
 OnFinding = Literal["raise", "quarantine"]
+Offload = Literal["cost", "always", "never"]
 
 #: Tokens that a row is to have room for beyond its next round before another request is admitted.
 HEADROOM = 16
@@ -94,6 +95,10 @@ class EngineConfig:
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
         num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
+        host_bytes: bytes of host memory for the KV of requests that had to give way; 0 = they are
+            prefilled again.
+        offload: who goes there: `cost` = whose copies there and back take less time than a prefill,
+            `always` = whoever fits, `never` = nobody.
         busy_check: what is looked at before each turn: 0 = nothing beyond what every call checks,
             1 = sums and rows, 2 = every page, and the device's page tables. The default is the
             environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -121,6 +126,8 @@ class EngineConfig:
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None
+    host_bytes: int = 0
+    offload: Offload = "cost"
     busy_check: int = field(default_factory=busy_check_of_environment)
     on_finding: OnFinding = "raise"
 
@@ -151,6 +158,8 @@ class EngineConfig:
             check_int("num_pages", self.num_pages, 1, 1 << 31)
         if self.kv_bytes is not None:
             check_int("kv_bytes", self.kv_bytes, 1, 1 << 50)
+        check_int("host_bytes", self.host_bytes, 0, 1 << 50)
+        check_choice("offload", self.offload, get_args(Offload))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 
