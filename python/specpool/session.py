@@ -179,10 +179,12 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy, or `offset` is not in [0, num_tokens].
         """
-        with self._engine._lock, self._engine._loop.recovering():
+        engine = self._engine
+        with engine._lock:
             self._check_idle("rewind")
             check_int("offset", offset, 0, self.num_tokens)
-            return self._engine._scheduler.conversations.cut(self._conversation, offset)
+            with engine._loop.recovering():
+                return engine._scheduler.conversations.cut(self._conversation, offset)
 
     def fork(self) -> Session:
         """A further session with the same tokens, on the same pages as far as there is room.
@@ -191,10 +193,11 @@ class Session:
             ConfigError: the session is closed or busy.
         """
         engine = self._engine
-        with engine._lock, engine._loop.recovering():
+        with engine._lock:
             self._check_idle("fork")
             engine._loop.drain()  # a round of the last turn may be under way
-            copy = engine._scheduler.conversations.fork(self._conversation)
+            with engine._loop.recovering():
+                copy = engine._scheduler.conversations.fork(self._conversation)
             return Session(engine, copy, self.max_tokens)
 
     def abort(self) -> None:
