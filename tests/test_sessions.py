@@ -15,6 +15,7 @@ from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corp
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.host_memory import HostMemory
 from specpool.models import EagleHead, TargetModel
 from specpool.output import Chunk
 
@@ -147,6 +148,7 @@ class Talks:
         self.outputs.append(item)
 
 
+HOST = {"host_bytes": 1 << 24, "offload": "always"}
 # page size, shape, options: what other engines have stumbled over
 CASES = [
     pytest.param(None, None, {}, id="plain"),
@@ -156,6 +158,9 @@ CASES = [
     pytest.param(HEADS[1], TREE, {"placement": "shared", "page_size": 16}, id="shared tree"),
     pytest.param(HEADS[1], CHAIN, {"prefill_tokens": 7, "mixed_chunks": True}, id="mixed chunks"),
     pytest.param("ngram", CHAIN, {"shapes": (TREE,)}, id="n-gram"),
+    pytest.param(HEADS[0], CHAIN, HOST, id="host, chain"),
+    pytest.param(HEADS[1], TREE, {**HOST, "prefill_tokens": 11}, id="host, tree in chunks"),
+    pytest.param(None, None, {**HOST, "page_size": 1, "mixed_chunks": True}, id="host, plain"),
 ]
 
 
@@ -167,7 +172,7 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
 ):
     """Concurrent sessions with aborts, rewinds, forks; in a tight pool also with retractions."""
     if is_tight:
-        options = {**options, "max_sessions": 3}
+        options = {**options, "max_sessions": 1 if "host_bytes" in options else 3}
         ledger = build(draft, shape, overlap_depth=depth, **options).ledger
         least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
         options |= {"num_pages": least + least // 8, "headroom": 0}
@@ -186,3 +191,54 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
     assert stats.finding_ct == 0
     if is_tight:
         assert stats.retracted_ct or any(o.num_reused == 0 for o in talks.outputs)
+    if stats.host is not None:
+        assert stats.host.num_handles == 0
+        assert (stats.host.reload_ct > 0) == is_tight
+        for pool in stats.host.groups:
+            assert pool.free_pages == pool.num_pages
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("draft", "shape"), [(None, None), (HEADS[0], CHAIN), ("ngram", TREE)])
+def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth, temperature):
+    """Its text is what it is with room for everybody, drawn tokens too; little is computed anew."""
+    options = {"overlap_depth": depth, "headroom": 0, "max_context_len": 160, "max_batch": 5}
+    params = [
+        SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=temperature, seed=i)
+        for i in range(5)
+    ]
+    prompts = [prompt[: 8 + i] for i, prompt in enumerate(PROMPTS[:5])]
+    wanted = build(draft, shape, **options).generate(prompts, params)
+    prefilled = {}
+    for host_bytes in (0, 1 << 24):
+        more = {"host_bytes": host_bytes, "offload": "always"}
+        engine = build(draft, shape, num_pages=50, **options, **more)
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+        stats = engine.stats()
+        assert stats.retracted_ct > 0
+        prefilled[host_bytes] = stats.prefilled_token_ct
+    assert stats.host.reload_ct == stats.host.offload_ct == stats.retracted_ct
+    assert stats.host.num_handles == 0
+    assert prefilled[1 << 24] < prefilled[0]
+
+
+def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
+    options = {"headroom": 0, "max_context_len": 160, "max_batch": 5, "num_pages": 50}
+    params = SamplingParams(max_new_tokens=90, ignore_eos=True)
+    wanted = build(**options).generate(PROMPTS[:5], params)
+
+    def failing(self, moves):
+        raise RuntimeError("the bus is gone")
+
+    for way, depth in (("save", 0), ("load", 0), ("load", 1)):
+        with monkeypatch.context() as patch:
+            more = {"host_bytes": 1 << 24, "offload": "always", "overlap_depth": depth}
+            engine = build(**options, **more)
+            patch.setattr(HostMemory, way, failing)
+            outputs = engine.generate(PROMPTS[:5], params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+        stats = engine.stats()
+        assert stats.host.failed_ct > 0 and stats.host.reload_ct == 0
+        assert stats.host.num_handles == stats.failed_ct == 0

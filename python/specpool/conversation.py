@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
-from specpool.errors import OutOfPages, OutOfRows
+from specpool.errors import NotReady, OutOfPages, OutOfRows
 
 if TYPE_CHECKING:
+    from specpool.host_tier import Handle, HostTier
     from specpool.request import Request
 
 
@@ -28,6 +29,7 @@ class Conversation:
         turn: the latest request of it.
         row: idle, with KV of the first tokens; 0 = none, or the turn's request has it.
         epoch: of the row when it became idle.
+        handle: KV of the first tokens on the host; None = none, or the turn's request has it.
         turn_ct: turns that have ended by a stop or their length.
         computed_token_ct: tokens of prefills.
         reused_token_ct: tokens whose KV a turn found.
@@ -40,6 +42,7 @@ class Conversation:
     turn: Request | None = None
     row: int = 0
     epoch: int = 0
+    handle: Handle | None = None
     turn_ct: int = 0
     computed_token_ct: int = 0
     reused_token_ct: int = 0
@@ -56,7 +59,14 @@ class Conversations:
     """The conversations of a scheduler, and the idle rows, those idle the longest first."""
 
     def __init__(
-        self, ledger: Ledger, *, max_idle: int, max_pages: int | None, keeps_draft_kv: bool
+        self,
+        ledger: Ledger,
+        *,
+        max_idle: int,
+        max_pages: int | None,
+        keeps_draft_kv: bool,
+        host: HostTier | None = None,
+        token_seconds: Callable[[], float] = float,
     ) -> None:
         """No conversation is open.
 
@@ -65,8 +75,10 @@ class Conversations:
             max_idle: idle rows at most.
             max_pages: of each group that idle rows may keep for themselves; None = all.
             keeps_draft_kv: a turn that drafts needs the draft's KV too.
+            host: where KV goes that is worth it; None = nowhere.
+            token_seconds: what the prefill of a token takes, 0 = not known.
         """
-        self._ledger = ledger
+        self._ledger, self._host, self._token_seconds = ledger, host, token_seconds
         self._max_idle, self._max_pages = max_idle, max_pages
         self._keeps_draft_kv = keeps_draft_kv
         self._idle: dict[int, Conversation] = {}  # by row
@@ -84,6 +96,7 @@ class Conversations:
         """Forget one between turns, and give back what it keeps; twice is once."""
         self.open.pop(conversation.number, None)
         self._give_back(conversation)
+        self.drop_handle(conversation)
 
     def close_all(self) -> None:
         """Forget all of them."""
@@ -118,7 +131,12 @@ class Conversations:
             False where nothing was kept: the row is the caller's to give back.
         """
         conversation, checkpoint = request.conversation, self._ledger.checkpoint_len(request.row)
-        if conversation is None or not checkpoint or request.tainted:
+        if conversation is None:
+            return False
+        if request.handle is not None:  # on its way back
+            self.return_handle(request)
+            return False
+        if not checkpoint or request.tainted:
             return False
         self.keep(conversation, request.row, checkpoint)
         return True
@@ -132,19 +150,56 @@ class Conversations:
         if conversation is None or not conversation.row:
             return None
         row = conversation.row
-        kept_len = self.kept_len(conversation)
-        length = min(kept_len, _common_len(conversation.tokens, request.tokens))
-        length = min(length, len(request.tokens) - 1)  # the last one gives the first root
-        if self._keeps_draft_kv and request.shape_index:
-            length = min(length, int(self._ledger.drafted_len[row]))
-        if length < kept_len:  # an aborted turn falls back to it
-            length = self._ledger.end_turn(row, length)
+        length = self.start(request, row)
         self._forget(conversation)
         return row, length
+
+    def start(self, request: Request, row: int) -> int:
+        """Cut the row, which has KV of the request's conversation or its own, to what is of use.
+
+        Returns:
+            From where the request is to be prefilled; an aborted turn falls back to it.
+        """
+        conversation, kept_len = request.conversation, int(self._ledger.resolved_len[row])
+        length = min(kept_len, len(request.tokens) - 1)  # the last one gives the first root
+        if self._keeps_draft_kv and request.shape_index:
+            length = min(length, int(self._ledger.drafted_len[row]))
+        if conversation is None:
+            return length if length == kept_len else self._ledger.trim(row, length)
+        length = min(length, _common_len(conversation.tokens, request.tokens))
+        if length < kept_len or self._ledger.checkpoint_len(row) is None:
+            return self._ledger.end_turn(row, length)
+        return length
+
+    def release(self, row: int) -> Handle | None:
+        """Give a row back whose KV would be of use again: to the host, if that is worth it."""
+        host = self._host
+        if host is not None and host.pays(row, self._token_seconds()):
+            with contextlib.suppress(NotReady):  # a step of it is under way
+                if (handle := host.offload(row)) is not None:
+                    return handle
+        self._ledger.retract(row)
+        return None
+
+    def return_handle(self, request: Request) -> None:
+        """A request gives up what it has on the host: its conversation keeps it."""
+        handle, conversation = request.handle, request.conversation
+        if conversation is None:
+            self.drop_handle(request)
+        elif handle is not None and self._host is not None and handle in self._host.handles:
+            conversation.handle, request.handle = handle, None
+
+    def drop_handle(self, owner: Conversation | Request) -> None:
+        """Keep nothing for it on the host."""
+        handle, owner.handle = owner.handle, None
+        if handle is not None and self._host is not None and handle in self._host.handles:
+            self._host.drop(handle)
 
     def cut(self, conversation: Conversation, num_tokens: int) -> int:
         """Leave that many tokens; returns how many of them have KV."""
         del conversation.tokens[num_tokens:]
+        if num_tokens == 0:
+            self.drop_handle(conversation)
         if not conversation.row:
             return 0
         if num_tokens == 0:
@@ -194,8 +249,11 @@ class Conversations:
 
     def _drop_oldest(self) -> None:
         conversation = next(iter(self._idle.values()))
-        self._give_back(conversation)
-        self._count_drop(conversation)
+        if self.owns(conversation.row):
+            conversation.handle = self.release(conversation.row)
+        self._forget(conversation)
+        if conversation.handle is None:
+            self._count_drop(conversation)
 
     def _count_drop(self, conversation: Conversation) -> None:
         conversation.drop_ct += 1

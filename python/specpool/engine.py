@@ -19,6 +19,8 @@ from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
+from specpool.host_memory import HostMemory
+from specpool.host_tier import HostTier
 from specpool.kv_cache import KVCache
 from specpool.loading import load
 from specpool.loop import Loop
@@ -109,6 +111,10 @@ class Engine:
             max_context_len=self.max_context_len,
             attention=attention,
         )
+        self._host = None
+        if config.host_bytes:
+            memory = HostMemory(self.ledger, self.cache, config.host_bytes)
+            self._host = HostTier(self.ledger, memory, policy=config.offload)
         self._scheduler = Scheduler(
             self.ledger,
             max_batch=config.max_batch,
@@ -117,6 +123,8 @@ class Engine:
             headroom=config.headroom,
             max_idle=config.max_sessions,
             idle_pages=config.session_pages,
+            host=self._host,
+            token_seconds=lambda: self._loop.token_seconds,
             reads_tokens=drafter is not None and drafter.reads_tokens,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
@@ -136,6 +144,7 @@ class Engine:
             self._busy_check,
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
+            host=self._host,
         )
         self._submitted: dict[int, _Submitted] = {}
         # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
@@ -414,7 +423,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now and has done since it was built."""
-        return engine_stats(self.ledger, self._scheduler, self._busy_check, self._loop.clock)
+        return engine_stats(
+            self.ledger, self._scheduler, self._busy_check, self._loop.clock, self._host
+        )
 
     @property
     def findings(self) -> list[BusyFinding]:
@@ -436,6 +447,8 @@ class Engine:
             if not self.ledger.closed:
                 self._scheduler.unpin_all()
                 self._scheduler.conversations.close_all()
+                if self._host is not None:
+                    self._host.close()
             self.target.close()
             self.ledger.close()
 

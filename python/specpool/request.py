@@ -12,6 +12,7 @@ from specpool.tokens import TextStream
 
 if TYPE_CHECKING:
     from specpool.conversation import Conversation
+    from specpool.host_tier import Handle
     from specpool.scheduler import Pin
 
 
@@ -66,6 +67,7 @@ class Request:
     pin: Pin | None = None
     conversation: Conversation | None = None  # whose turn it is
     num_reused: int = 0  # prompt tokens with KV when it got its first row
+    handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
 
     @property
     def num_output_tokens(self) -> int:

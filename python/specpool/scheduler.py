@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
-from specpool.conversation import Conversations
+from specpool.conversation import Conversation, Conversations
 from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
+from specpool.host_tier import Handle, HostTier
 from specpool.page_needs import PageNeeds
 from specpool.request import Request, TokenLogprob
 from specpool.stats import Counts
@@ -37,6 +38,7 @@ class Step:
 
     plan: Plan
     requests: list[Request]  # the plan's lanes
+    handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
 
     @property
     def is_decode(self) -> bool:
@@ -80,6 +82,8 @@ class Scheduler:
         headroom: int = 0,
         max_idle: int = 0,
         idle_pages: int | None = None,
+        host: HostTier | None = None,
+        token_seconds: Callable[[], float] = float,
         is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
@@ -96,6 +100,8 @@ class Scheduler:
                 request is admitted.
             max_idle: rows that conversations keep between their turns, at most.
             idle_pages: pages of each group that these rows may keep for themselves; None = all.
+            host: keeps KV of retracted requests and of conversations; None = nobody does.
+            token_seconds: what the prefill of a token takes, 0 = not known.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
                 it is not, the row decodes plainly. None = it always is.
             before_release: called while the request still has its row.
@@ -124,8 +130,14 @@ class Scheduler:
         self._needs = PageNeeds(ledger, headroom)
         self._pins: list[Pin] = []  # the oldest first
         self.conversations = Conversations(
-            ledger, max_idle=max_idle, max_pages=idle_pages, keeps_draft_kv=keeps_draft_kv
+            ledger,
+            max_idle=max_idle,
+            max_pages=idle_pages,
+            keeps_draft_kv=keeps_draft_kv,
+            host=host,
+            token_seconds=token_seconds,
         )
+        self._host = host
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
         self.num_retracted = 0
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
@@ -210,7 +222,7 @@ class Scheduler:
     # --- a turn of the loop ---------------------------------------------------------------------
 
     def schedule(self) -> list[Step]:
-        """Prepare what can run now: a prefill step, a decode step, both or none.
+        """Prepare what can run now: a reload, a prefill step, a decode step, any of them or none.
 
         They are to be launched in this order. None, and steps in flight: finish those first. None
         and nothing in flight: there is nothing to do.
@@ -219,7 +231,8 @@ class Scheduler:
             was_starved = self._is_starved
             if not was_starved:
                 self._admit()
-            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            prepared = self._reload(), self._prefill(), self._decode()
+            steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight:
                 return steps
@@ -232,7 +245,7 @@ class Scheduler:
     def launch(self, step: Step) -> None:
         """The step's forward is about to be enqueued."""
         self._ledger.launch(step.plan.step)
-        if not step.is_decode:
+        if not step.is_decode and step.handles is None:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
                     self._limits[request.row] = request.max_len
@@ -269,6 +282,10 @@ class Scheduler:
             rows, accept_len, lives = rows[alive], accept_len[alive], alive.tolist()
             requests, tokens = [*compress(requests, lives)], [*compress(tokens, lives)]
             logprobs = None if logprobs is None else [*compress(logprobs, lives)]
+        if step.handles is not None:
+            for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
+                self._come_back(request, end)
+            return
         if is_decode:
             lens += accept_len
             self.counts.round(accept_len)
@@ -328,7 +345,7 @@ class Scheduler:
         plan = step.plan
         alive = (self._ledger.epoch[plan.rows] == plan.epochs) & self._in_use(plan.rows)
         for request, lives in zip(step.requests, alive.tolist(), strict=True):
-            if lives:
+            if lives and step.handles is None:  # the others are prefilled
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
                 self._end(request, "error")
@@ -338,6 +355,7 @@ class Scheduler:
         for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
             self._requeue(request)  # a page copy into its row was lost with the step
         self.conversations.forget_lost()
+        self._forget_handles()
 
     def recover(self, why: str) -> None:
         """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
@@ -365,6 +383,10 @@ class Scheduler:
         self._prompts.clear()
         for request in self._waiting:
             request.row = 0
+        if self._host is not None:
+            kept = [owner.handle for owner in self._owners() if owner.handle is not None]
+            self._host.recover(kept)
+            self._forget_handles()
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -400,6 +422,11 @@ class Scheduler:
     def _take_row(self, request: Request) -> tuple[int, int] | None:
         """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
         pin, length = self._longest_pin(request.tokens)
+        conversation = request.conversation
+        if conversation is not None and conversation.handle is not None:
+            request.handle, conversation.handle = conversation.handle, None
+        if request.handle is not None:
+            pin, length = None, 0
         while True:
             try:
                 row = self._ledger.admit(
@@ -419,11 +446,8 @@ class Scheduler:
         """The request has a row, with KV of its first tokens."""
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
-        if not request.num_retractions:
-            request.num_reused = prefilled_len
-        if request.conversation is not None:
-            request.conversation.reused_token_ct += prefilled_len
-            request.conversation.computed_token_ct += len(request.tokens) - prefilled_len
+        if request.handle is None:
+            self._count_start(request)
         self._by_row[row] = request
         self._lens[row], self._accept_len[row] = len(request.tokens), 1
         self._shapes[row] = self._next[row] = request.shape_index
@@ -431,6 +455,15 @@ class Scheduler:
         self._lane_order[row] = request.shape_index << _ORDER_BITS | self._num_admitted
         self._num_admitted += 1
         self._running.append(request)
+
+    def _count_start(self, request: Request) -> None:
+        """It is prefilled from here on: what is before has KV."""
+        if not request.num_retractions:
+            request.num_reused = request.prefilled_len
+        if request.conversation is not None:
+            request.conversation.reused_token_ct += request.prefilled_len
+            num_computed = request.prefill_len - request.prefilled_len
+            request.conversation.computed_token_ct += num_computed
 
     def _choose(self, request: Request, drafts: bool) -> None:
         """The row's next round drafts, or not."""
@@ -473,6 +506,50 @@ class Scheduler:
         self._pins.append(request.pin)
         self._end(request, "stop")
 
+    def _reload(self) -> Step | None:
+        """The next chunks of what comes back from the host; as many as pages allow."""
+        if self._host is None or self._is_starved:
+            return None
+        chosen: list[Request] = []
+        handles: list[Handle] = []
+        ends: list[int] = []
+        writes_draft = False
+        for request in self._prompts.values():
+            handle = request.handle
+            if handle is None or request.prefilled_len >= handle.length:
+                continue
+            end, writes = self._host.next_extend(handle, request.prefilled_len)
+            if not chosen:
+                writes_draft = writes
+            if writes == writes_draft and len(chosen) < self._ledger.max_batch:
+                chosen.append(request)
+                handles.append(handle)
+                ends.append(end)
+        plan = self._extend(chosen, ends, writes_draft)
+        return None if plan is None else Step(plan, chosen, handles[: len(chosen)])
+
+    def _come_back(self, request: Request, length: int) -> None:
+        """A reload has come to so many tokens; from the last of them on, the rest is prefilled."""
+        if request.handle is not None and length == request.handle.length:
+            request.handle = None
+            request.prefilled_len = self.conversations.start(request, request.row)
+            request.epoch = int(self._ledger.epoch[request.row])
+            self._count_start(request)
+            if request.prefilled_len == request.prefill_len - 1:  # no prefill ends there
+                self._part(request)
+
+    def _owners(self) -> list[Request | Conversation]:
+        """Whoever may have something on the host."""
+        return [*self.requests(), *self.conversations.open.values()]
+
+    def _forget_handles(self) -> None:
+        """Some copies failed: what they were to bring back is prefilled."""
+        if self._host is not None:
+            held = self._host.handles
+            for owner in self._owners():
+                if owner.handle not in held:
+                    owner.handle = None
+
     def _prefill(self) -> Step | None:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved or not self._prompts:  # or every row can decode
@@ -483,11 +560,21 @@ class Scheduler:
         for request in self._prompts.values():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
+            if (
+                request.handle is None
+                and left > 0
+                and budget > 0
+                and len(chosen) < self._ledger.max_batch
+            ):
                 chosen.append(request)
                 ends.append(request.prefilled_len + min(left, budget))
                 budget -= min(left, budget)
         writes_draft = self._keeps_draft_kv and any(r.shape_index for r in chosen)
+        plan = self._extend(chosen, ends, writes_draft)
+        return None if plan is None else Step(plan, chosen)
+
+    def _extend(self, chosen: list[Request], ends: list[int], writes_draft: bool) -> Plan | None:
+        """Prepare the extends of these requests, but for the last ones that find no pages."""
         while chosen:
             try:
                 plan = self._ledger.prepare_extend(
@@ -499,7 +586,7 @@ class Scheduler:
                 continue
             for request, end in zip(chosen, ends, strict=True):
                 request.prefilled_len = end
-            return Step(plan, chosen)
+            return plan
         return None
 
     def _decode(self) -> Step | None:
@@ -548,7 +635,10 @@ class Scheduler:
         if len(self._running) > 1:
             self._before_release(victim)
             if not self.conversations.fall_back(victim):
-                self._ledger.retract(victim.row)
+                if victim.handle is None and not victim.tainted and victim.conversation is None:
+                    victim.handle = self.conversations.release(victim.row)
+                else:
+                    self._ledger.retract(victim.row)
             self._requeue(victim)
         else:
             needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
@@ -595,6 +685,7 @@ class Scheduler:
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
         self.counts.end(reason)
+        self.conversations.return_handle(request)
         if is_waiting:  # in both lists if Ctrl-C has stopped it between them
             self._waiting.remove(request)
         if not is_running:

@@ -15,13 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger
+from specpool.host_tier import HostStats
 
 if TYPE_CHECKING:
     from specpool.busy_check import BusyCheck
     from specpool.conversation import Conversation
+    from specpool.host_tier import HostTier
     from specpool.scheduler import Scheduler
 
 Int32 = npt.NDArray[np.int32]
+SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
 
 # Steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256
@@ -85,9 +88,10 @@ class SessionStats:
 
     Attributes:
         number: which of the engine's, from 1.
-        state: `waiting` or `running`, of a turn; `idle`, with KV; `dropped`, with its tokens alone.
+        state: `waiting` or `running`, of a turn; `idle`, with KV; `host`, with KV there; `dropped`,
+            with its tokens alone.
         num_tokens: prompts and outputs of the turns that have ended.
-        kept_tokens: those of them with KV, between turns.
+        kept_tokens: those of them with KV, between turns; on the host, what had KV.
         turn_ct: turns that have ended by a stop or their length.
         computed_token_ct: tokens of prefills, once more where the KV had to give way.
         reused_token_ct: tokens that a turn found with KV.
@@ -96,7 +100,7 @@ class SessionStats:
     """
 
     number: int
-    state: Literal["waiting", "running", "idle", "dropped"]
+    state: SessionState
     num_tokens: int
     kept_tokens: int
     turn_ct: int
@@ -129,6 +133,7 @@ class EngineStats:
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
         seconds: by phase.
         sessions: those that are open.
+        host: of the host tier; None = there is none.
     """
 
     groups: tuple[GroupStats, ...]
@@ -149,6 +154,7 @@ class EngineStats:
     accept_cts: tuple[int, ...]
     seconds: PhaseSeconds
     sessions: tuple[SessionStats, ...]
+    host: HostStats | None
 
     @property
     def num_sessions(self) -> int:
@@ -283,7 +289,11 @@ def pool_stats(ledger: Ledger) -> list[PoolStats]:
 
 
 def engine_stats(
-    ledger: Ledger, scheduler: Scheduler, busy_check: BusyCheck, clock: Clock
+    ledger: Ledger,
+    scheduler: Scheduler,
+    busy_check: BusyCheck,
+    clock: Clock,
+    host: HostTier | None,
 ) -> EngineStats:
     """What an engine of these parts holds and has done."""
     counts, ends = scheduler.counts, scheduler.counts.end_cts
@@ -312,19 +322,20 @@ def engine_stats(
             _session_stats(ledger, conversation)
             for conversation in list(scheduler.conversations.open.values())
         ),
+        host=None if host is None else host.stats(),
     )
 
 
 def _session_stats(ledger: Ledger, conversation: Conversation) -> SessionStats:
-    turn, row = conversation.turn, conversation.row
-    state: Literal["waiting", "running", "idle", "dropped"] = "idle" if row else "dropped"
+    turn, row, handle = conversation.turn, conversation.row, conversation.handle
+    state: SessionState = "idle" if row else "dropped" if handle is None else "host"
     if turn is not None and conversation.is_busy:
         state = "running" if turn.row else "waiting"
     return SessionStats(
         number=conversation.number,
         state=state,
         num_tokens=len(conversation.tokens),
-        kept_tokens=int(ledger.resolved_len[row]) if row else 0,
+        kept_tokens=int(ledger.resolved_len[row]) if row else handle.length if handle else 0,
         turn_ct=conversation.turn_ct,
         computed_token_ct=conversation.computed_token_ct,
         reused_token_ct=conversation.reused_token_ct,
