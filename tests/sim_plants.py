@@ -10,6 +10,7 @@ from specpool.conversation import Conversations
 from specpool.request import Request
 from specpool.scheduler import Scheduler
 from specpool.sim import Settings, SimDevice
+from specpool.sim.device import SimHost
 
 
 class Lying:
@@ -506,6 +507,38 @@ def resume_behind_what_was_rewound(patch):
     patch.setattr(Conversations, "cut", cut)
 
 
+def reload_too_little(patch):
+    """The last page of what was on the host does not come back."""
+    load = SimHost.load
+    patch.setattr(
+        SimHost, "load", lambda self, moves: load(self, [(a[:-1], b[:-1]) for a, b in moves])
+    )
+
+
+def go_on_before_a_reload_has_come(patch):
+    come_back = Scheduler._come_back
+
+    def hasty(self, request, length):
+        request.handle and come_back(self, request, request.handle.length)
+
+    patch.setattr(Scheduler, "_come_back", hasty)
+
+
+def keep_the_host_pages_of_who_ended(patch):
+    return_handle = Conversations.return_handle
+
+    def forget(self, request):
+        if request.conversation is None:
+            request.handle = None
+        return_handle(self, request)
+
+    patch.setattr(Conversations, "return_handle", forget)
+
+
+def trust_a_copy_that_failed(patch):
+    patch.setattr(Scheduler, "_forget_handles", lambda self: None)
+
+
 PLANTS = {
     drop_a_retracted_request: "have not ended",
     admit_the_last_first: "was admitted before request",
@@ -556,5 +589,9 @@ PLANTS = {
     leave_a_closed_session_its_row: "is kept, and the session is closed",
     give_idle_rows_back_at_an_interrupt: "leak after an interrupt|is not what it was",
     trust_a_row_that_was_abandoned: "is not what it was when|keeps KV of 0",
+    reload_too_little: "position .* (is not written|holds)",
+    go_on_before_a_reload_has_come: "came back with|OrderError",
+    keep_the_host_pages_of_who_ended: "at the end the host keeps|OrderError",
+    trust_a_copy_that_failed: "OrderError|at the end the host keeps",
     resume_behind_what_was_rewound: "leaves KV of|is prefilled from",
 }

@@ -55,6 +55,7 @@ def test_everything_happens():
     assert min(tally.aborts, tally.device_errors, tally.retractions) > 10
     assert min(tally.forks, tally.pins, tally.dropped_pins, tally.stop_strings) > 10
     assert min(tally.turns, tally.rewinds, tally.session_forks, tally.dropped_sessions) > 10
+    assert min(tally.offloads, tally.reloads) > 10 and tally.failed_copies > 0
 
 
 def test_the_check_level_changes_nothing_that_happens():

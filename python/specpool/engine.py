@@ -350,6 +350,8 @@ class Engine:
             raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
         if params is not None and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
+        if session is not None and not (isinstance(session, Session) and session.is_of(self)):
+            raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
         with self._lock:
             if session is None:
                 (request,) = self._prompts.requests([prompt], params, shape, priority)

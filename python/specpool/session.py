@@ -96,6 +96,10 @@ class Session:
         self._open = engine._scheduler.conversations.open
         self.max_tokens = max_tokens
 
+    def is_of(self, engine: Engine) -> bool:
+        """Whether it is this engine's."""
+        return self._engine is engine
+
     @property
     def number(self) -> int:
         """Which of the engine's sessions, from 1."""

@@ -8,13 +8,14 @@ find their own text in them; a page that is claimed anew holds nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
+from specpool.host_tier import Moves
 from specpool.scheduler import Step, StepResult
 from specpool.sim.source import Settings, Text
 
@@ -39,6 +40,39 @@ class _Forward:
     accept_len: Ints  # [B]
     has_failed: bool = False
     has_copied: bool = False  # its page copies have run
+
+
+class SimHost:
+    """The host's pages, as `HostTier` wants them; some copies fail."""
+
+    def __init__(self, device: SimDevice, settings: Settings, rng: random.Random) -> None:
+        self._device, self._rng, self._faults = device, rng, settings.copy_faults
+        self.num_pages = list(settings.host_pages)
+        self.page_bytes = list(settings.page_sizes)
+        self._memory = [
+            np.zeros((n, size), np.int64)
+            for n, size in zip(self.num_pages, self.page_bytes, strict=True)
+        ]
+
+    def save(self, moves: Moves) -> None:
+        """See `Copies`."""
+        self._check()
+        for g, (device_pages, pages) in enumerate(moves):
+            self._memory[g][pages] = self._device.pages(g)[device_pages]
+
+    def load(self, moves: Moves) -> None:
+        """See `Copies`."""
+        self._check()
+        for g, (device_pages, pages) in enumerate(moves):
+            self._device.pages(g)[device_pages] = self._memory[g][pages]
+
+    def seconds(self, num_pages: Sequence[int]) -> float:
+        """See `Copies`."""
+        return float(sum(num_pages))
+
+    def _check(self) -> None:
+        if self._faults and self._rng.random() < self._faults:
+            raise RuntimeError("a simulated fault of a copy")
 
 
 class SimDevice:
@@ -73,8 +107,17 @@ class SimDevice:
         self._is_broken = np.zeros(num_rows, bool)  # a forward of the row failed: all is garbage
         self._forwards: dict[int, _Forward] = {}  # launched and not taken over, by step
 
-    def launch(self, step: Step, texts: list[Text], delta: Delta) -> None:
-        """Enqueue a step's forward, behind its table delta; `texts` are its lanes'."""
+    def launch(
+        self,
+        step: Step,
+        texts: list[Text],
+        delta: Delta,
+        load: Callable[[], None] | None = None,
+    ) -> None:
+        """Enqueue a step's forward, behind its table delta; `texts` are its lanes'.
+
+        A reload's forward is `load`, which copies from the host.
+        """
         plan = step.plan
         for table, (rows, columns, pages) in zip(self.tables, delta, strict=True):
             table[rows, columns] = pages
@@ -83,14 +126,16 @@ class SimDevice:
         batch = len(plan)
         zeros = np.zeros((2, batch), np.int64)
         ends = zip(step.requests, plan.new_len.tolist(), strict=True)
-        has_ended = [end >= request.prefill_len for request, end in ends]
+        has_ended = [load is None and end >= request.prefill_len for request, end in ends]
         forward = _Forward(plan, texts, has_ended, lines, np.ones(batch, bool), *zeros)
         for earlier in self._forwards.values():
             self._copy_pages(earlier)
             if earlier.waiting.any():  # a row's forwards run in order
                 self._run(earlier, np.isin(earlier.plan.rows, plan.rows))
         self._forwards[plan.step] = forward
-        if not self._may_wait:
+        if load is not None:
+            self._run_reload(forward, load)
+        elif not self._may_wait:
             self._run(forward, forward.waiting)
         elif self._rng.random() < 0.5:
             coins = self._rng.getrandbits(batch)
@@ -126,6 +171,10 @@ class SimDevice:
             self._page(g, page)[:] = 0
         forward.has_copied = True
         self._wait(step)
+
+    def pages(self, g: int) -> Ints:
+        """A group's memory by pages, a view."""
+        return self._memory[g].reshape(-1, self._groups[g].page_size)
 
     def reset(self) -> None:
         """Forget what is on its way: the device is still, and the table is read anew."""
@@ -177,6 +226,15 @@ class SimDevice:
             self._run_extend(forward, chosen, rows)
         else:
             self._run_decode(forward, chosen, rows)
+
+    def _run_reload(self, forward: _Forward, load: Callable[[], None]) -> None:
+        self._copy_pages(forward)
+        forward.waiting[:] = False
+        rows = forward.plan.rows
+        self._epochs[rows] = forward.plan.epochs
+        self._is_broken[rows] = False
+        self.roots[rows] = forward.plan.new_len
+        load()
 
     def _run_extend(self, forward: _Forward, chosen: Ints, rows: npt.NDArray[np.int32]) -> None:
         plan = forward.plan

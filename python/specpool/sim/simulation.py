@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from specpool.errors import StalePlan
+from specpool.host_tier import Handle, HostTier
 from specpool.request import Request
 from specpool.scheduler import Scheduler, Step
-from specpool.sim.device import BrokenLaw, SimDevice
+from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
 from specpool.sim.source import Arrival, Scenario, Text
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
@@ -50,6 +51,9 @@ class Simulation:
         rng = self._rng = random.Random(scenario.seed)
         self._ledger = settings.ledger()
         self._device = SimDevice(self._ledger, settings, rng, has_memory=check >= 2)
+        self._host = None
+        if settings.host_pages:
+            self._host = HostTier(self._ledger, SimHost(self._device, settings, rng))
         self._scheduler = Scheduler(
             self._ledger,
             max_batch=settings.max_batch,
@@ -59,6 +63,8 @@ class Simulation:
             headroom=settings.headroom,
             max_idle=settings.max_sessions,
             idle_pages=settings.session_pages,
+            host=self._host,
+            token_seconds=lambda: 0.3,
             before_release=self._check_need,
         )
         self.tally = Tally(scenarios=1)
@@ -202,8 +208,21 @@ class Simulation:
         delta = self._ledger.take_delta(number)
         self._ledger.ack_delta(number)
         texts = [self._watches[request.request_id].text for request in step.requests]
+        if step.handles is not None:
+            self._reload(step, texts, delta)
+            return
         self._device.launch(step, texts, delta)
         if self._faults.get(number) == "launch":
+            self._fail(step)
+        else:
+            self._flying.append(_Flying(self._turn, step))
+
+    def _reload(self, step: Step, texts: list[Text], delta: Delta) -> None:
+        host, handles = self._host, step.handles
+        assert host is not None and handles is not None
+        try:
+            self._device.launch(step, texts, delta, lambda: host.restore(step.plan, handles))
+        except RuntimeError:
             self._fail(step)
         else:
             self._flying.append(_Flying(self._turn, step))
@@ -212,6 +231,9 @@ class Simulation:
         fault = self._faults.get(step.plan.step)
         if fault == "interrupt":
             raise _Interrupted
+        if step.handles is not None:
+            self._come_back(step, step.handles)
+            return
         if fault == "result":
             self._fail(step)
             return
@@ -235,6 +257,25 @@ class Simulation:
                 self._note(f"request {sibling.request_id} is forked (row {sibling.row})")
                 self._admit(self._watches[sibling.request_id], (sibling.prompt_len - 1,))
                 self.tally.forks += 1
+
+    def _come_back(self, step: Step, handles: list[Handle]) -> None:
+        self._note(f"step {step.plan.step} brings {[r.request_id for r in step.requests]} back")
+        lanes = [*zip(step.requests, handles, step.plan.epochs.tolist(), strict=True)]
+        stand = [r.epoch == epoch and bool(r.row) for r, _, epoch in lanes]
+        self._scheduler.finish(step, self._device.result(step.plan))
+        for (request, handle, _), stands in zip(lanes, stand, strict=True):
+            if not stands or request.handle is not None:
+                continue
+            watch, length = self._watches[request.request_id], handle.length
+            if self.scenario.settings.keeps_draft_kv and request.shape_index:
+                length = min(length, handle.drafted_len)
+            length = min(length, len(request.tokens) - 1, self._talks.common_len(watch))
+            if request.prefilled_len != length:
+                raise BrokenLaw(
+                    f"request {request.request_id} came back with {handle.length} tokens, and is "
+                    f"prefilled from {request.prefilled_len} on, not {length}"
+                )
+            watch.taken, watch.starts = (request.row, request.epoch), (length,)
 
     def _drain(self) -> None:
         while self._flying:
@@ -285,6 +326,8 @@ class Simulation:
                 tokens = watch.request.tokens
                 starts = {shared_len(tokens, pins) for pins in (pinned, self._pins.kept)}
                 found = self._talks.start(watch)
+                if watch.request.handle is not None:
+                    found = 0
                 self._admit(watch, tuple(starts) if found is None else (found,))
             self._note(f"admitted: {[w.arrival.request_id for w in admitted]}")
             first = min(waiting, key=lambda watch: watch.order, default=None)
@@ -400,7 +443,7 @@ class Simulation:
                         f"{request.request_id}, its root is in {los[i]} .. {plan.hi[i]}"
                     )
         num_tokens = int((plan.new_len - plan.start).sum()) if plan.kind == "extend" else 0
-        if num_tokens > settings.prefill_tokens:
+        if num_tokens > settings.prefill_tokens and step.handles is None:
             raise BrokenLaw(f"step {plan.step} prefills {num_tokens} tokens")
 
     def _look_around(self, has_launched: bool) -> None:
@@ -437,6 +480,8 @@ class Simulation:
         self._talks.check()
         if self.check >= 2:
             self._ledger.check()
+            if self._host is not None:
+                self._host.check()
         if self.check:
             self._check_sums()
 
@@ -525,6 +570,13 @@ class Simulation:
 
     def _check_end(self) -> None:
         self.tally.dropped_sessions += self._scheduler.conversations.drop_ct
+        if self._host is not None:
+            stats = self._host.stats()
+            self.tally.offloads += stats.offload_ct
+            self.tally.reloads += stats.reload_ct
+            self.tally.failed_copies += stats.failed_ct
+            if stats.num_handles:
+                raise BrokenLaw(f"at the end the host keeps {self._host.handles}")
         if self._scheduler.conversations.open:
             raise BrokenLaw(f"sessions are open: {[*self._scheduler.conversations.open]}")
         self._is_empty("at the end")

@@ -48,6 +48,8 @@ class Settings:
     max_batch: int = 4
     max_sessions: int = 0
     session_pages: int | None = None
+    host_pages: tuple[int, ...] = ()  # of each group; () = there is no host tier
+    copy_faults: float = 0.0  # share of copies to the host and back that fail
     prefill_tokens: int = 64
     headroom: int = 0
     max_context_len: int = 128
@@ -286,6 +288,11 @@ def scenario(seed: int) -> Scenario:
             session_pages=talks.choice([None, None, 0, 8]),
         )
         arrivals = _talk(talks, arrivals)
+    if talks.random() < 0.4:
+        room = talks.choice([1.0, 1.0, 2.0, 8.0])
+        host_pages = tuple(int(room * n) for n in settings.pages_per_row())
+        copy_faults = talks.choice([0.0, 0.0, 0.3])
+        settings = replace(settings, host_pages=host_pages, copy_faults=copy_faults)
     return Scenario(seed, settings, tuple(arrivals), faults)
 
 

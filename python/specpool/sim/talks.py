@@ -134,6 +134,11 @@ class Talks:
         for talk in self._talks.values():
             talk.start = 0
 
+    def common_len(self, watch: Watch) -> int:
+        """How much of what has been said the turn goes on from; all of it for no turn."""
+        talk = next((each for each in self._talks.values() if each.watch is watch), None)
+        return len(watch.request.tokens if talk is None else talk.tokens)
+
     @property
     def idle_rows(self) -> list[int]:
         """The rows of all sessions between turns."""

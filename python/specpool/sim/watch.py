@@ -34,6 +34,9 @@ class Tally:
     rewinds: int = 0
     session_forks: int = 0  # with KV
     dropped_sessions: int = 0  # that had to give their KV up between turns
+    offloads: int = 0  # of retracted requests and of sessions, to the host
+    reloads: int = 0
+    failed_copies: int = 0
 
     def add(self, other: Tally) -> None:
         """Count what the other has counted."""
