@@ -242,6 +242,20 @@ FAULTY = [
 ]
 
 
+# Two rows do not fit to their ends: the second one waits on the host, and is given up there.
+ON_HOST = small(
+    Arrival(request_id=1, turn=0, prompt_len=4, max_len=40),
+    Arrival(request_id=2, turn=0, prompt_len=4, max_len=40, abort_after=30),
+    num_pages=(11,),
+    host_pages=(20,),
+)
+
+
+def test_a_request_that_waits_on_the_host_is_aborted():
+    tally = Simulation(ON_HOST).run()
+    assert (tally.offloads, tally.reloads, tally.aborts) == (1, 0, 1)
+
+
 @pytest.mark.parametrize("faulty", FAULTY)
 def test_a_fault_between_turns_takes_no_more_than_its_own(faulty):
     simulation = Simulation(faulty, keeps_trace=True)
@@ -257,7 +271,7 @@ def test_a_fault_between_turns_takes_no_more_than_its_own(faulty):
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)
-    scenarios = itertools.chain([TIGHT, *FAULTY], map(scenario, range(400)))
+    scenarios = itertools.chain([TIGHT, ON_HOST, *FAULTY], map(scenario, range(400)))
     found = next(filter(None, map(broken_law, scenarios)))
     with pytest.raises(AssertionError, match=PLANTS[plant]):
         raise AssertionError(found)

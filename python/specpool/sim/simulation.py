@@ -398,7 +398,9 @@ class Simulation:
             need = -(-np.maximum(end - held, 0) // self._P)
         free = [ledger.free_pages(g) for g in range(len(self._P))]
         reclaimable = np.array([ledger.reclaimable_pages(g) for g in range(len(self._P))])
-        if (reclaimable[need > free] > 0).any():
+        # A row that a turn has taken is idle in the ledger up to its first step.
+        is_taken = ledger.idle[[r.row for r in running]].any()
+        if (reclaimable[need > free] > 0).any() and not is_taken:
             raise BrokenLaw(
                 f"request {victim.request_id} is retracted, and sessions keep "
                 f"{reclaimable.tolist()} pages between their turns"
