@@ -186,8 +186,11 @@ impl World {
             }
             (Op::Cancel { .. }, _) => drop(self.flights.pop_back()),
             (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len)) => {
-                self.resets.insert(*row, len);
-                self.reset_lengths();
+                // Where the root stands, the device comes to this length by itself, and a round may go beyond it.
+                if !self.ledger.has_root(specpool_core::Row(*row)) {
+                    self.resets.insert(*row, len);
+                    self.reset_lengths();
+                }
             }
             _ => {}
         }
