@@ -13,6 +13,7 @@ Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
+Worker = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 
 #: Tokens that a row is to have room for beyond its next round before another request is admitted.
@@ -81,6 +82,9 @@ class EngineConfig:
             own slots, whatever they hold (SGLang's reading, for comparison).
         max_batch: requests that run at once.
         overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
+        worker: `v2` keeps what a round has reserved for the rounds that follow; `v1`, which needs
+            overlap_depth 0, gives it back after each. The text is the same. `auto` = v2, but v1
+            for a model with recurrent state.
         prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
             which the running requests go on.
         headroom: tokens that every row must have room for beyond its next round before another
@@ -108,6 +112,7 @@ class EngineConfig:
     ancestry: Ancestry = "exact"
     max_batch: int = 8
     overlap_depth: int = 0
+    worker: Worker = "auto"
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
     mixed_chunks: bool = False
@@ -132,6 +137,11 @@ class EngineConfig:
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
+        check_choice("worker", self.worker, get_args(Worker))
+        if self.worker == "v1" and self.overlap_depth:
+            raise ConfigError(
+                f"worker 'v1' is synchronous: it needs overlap_depth 0, got {self.overlap_depth}"
+            )
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         check_int("headroom", self.headroom, 0, 1 << 30)
         if not isinstance(self.mixed_chunks, bool):

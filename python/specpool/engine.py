@@ -115,6 +115,7 @@ class Engine:
             keeps_draft_kv=bool(draft_layers),
             headroom=config.headroom,
             reads_tokens=drafter is not None and drafter.reads_tokens,
+            trims_rounds=config.worker == "v1",
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )

@@ -76,6 +76,7 @@ class Scheduler:
         prefill_tokens: int,
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
+        trims_rounds: bool = False,
         headroom: int = 0,
         is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
@@ -89,6 +90,7 @@ class Scheduler:
             keeps_draft_kv: the drafter writes draft KV of what a step keeps.
             reads_tokens: the drafter reads the rows' tokens: a row that drafts has one round in
                 flight at most.
+            trims_rounds: each row gives back, after a round, what that had reserved (v1).
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
@@ -99,6 +101,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
+        self._trims_rounds = trims_rounds
         self._is_promising = is_promising
         self._before_release = before_release
         self._waiting: list[Request] = []  # in the order in which they will be admitted
@@ -289,6 +292,12 @@ class Scheduler:
                     self._pin(request)
                 else:
                     self._end(request, request.finish_reason)
+        if self._trims_rounds and is_decode:
+            for request in requests:
+                # A NaN in the reserve stays with its row, which is scrubbed when it ends.
+                if request.finish_reason is None and not request.tainted:
+                    self._ledger.trim(request.row, int(self._ledger.resolved_len[request.row]))
+                    request.epoch = int(self._ledger.epoch[request.row])
 
     def _append(
         self, requests: list[Request], tokens: list[list[int]], may_end: list[bool]
