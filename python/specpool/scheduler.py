@@ -294,8 +294,7 @@ class Scheduler:
                     self._end(request, request.finish_reason)
         if self._trims_rounds and is_decode:
             for request in requests:
-                # A NaN in the reserve stays with its row, which is scrubbed when it ends.
-                if request.finish_reason is None and not request.tainted:
+                if request.finish_reason is None:
                     self._ledger.trim(request.row, int(self._ledger.resolved_len[request.row]))
                     request.epoch = int(self._ledger.epoch[request.row])
 
