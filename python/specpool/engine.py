@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.attention import BACK_ENDS, back_end
+from specpool.attention import BACK_ENDS, back_end, check_trees
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.config import EngineConfig, SamplingParams
 from specpool.draft import Choosy, Drafter
@@ -64,6 +64,7 @@ class Engine:
             if each.num_draft_tokens > 1:
                 raise ConfigError(f"{each} drafts, but there is no draft model")
         attention = back_end(config.attention)
+        check_trees(attention, config.page_size, shapes)
         if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
             able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
             raise ConfigError(
