@@ -77,6 +77,7 @@ class Scheduler:
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
         trims_rounds: bool = False,
+        shares_prompts: bool = True,
         headroom: int = 0,
         is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
@@ -91,6 +92,7 @@ class Scheduler:
             reads_tokens: the drafter reads the rows' tokens: a row that drafts has one round in
                 flight at most.
             trims_rounds: each row gives back, after a round, what that had reserved (v1).
+            shares_prompts: a prompt's samples run on forks of its row; else each computes it.
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
@@ -101,7 +103,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
-        self._trims_rounds = trims_rounds
+        self._trims_rounds, self._shares_prompts = trims_rounds, shares_prompts
         self._is_promising = is_promising
         self._before_release = before_release
         self._waiting: list[Request] = []  # in the order in which they will be admitted
@@ -532,7 +534,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         """Wait, and let siblings that share nothing yet wait beside it."""
-        shares = len(request.tokens) > 1 and request.finish_reason is None
+        shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
         siblings = [] if shares else request.siblings
         for waiting in [request, *siblings]:
             if waiting.finish_reason is None and waiting not in self._waiting:
