@@ -30,7 +30,7 @@ from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
-from specpool.worker import EagleWorker
+from specpool.worker import EagleWorker, routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +71,7 @@ class Engine:
                 f"mixed_chunks while drafting needs a back end that reads ragged masks "
                 f"({', '.join(able)}), attention is {attention.name!r}"
             )
+        worker = routed(config.worker, target, drafter, shapes, config.overlap_depth)
         limit = target.max_context_len
         self.max_context_len = config.max_context_len or limit
         if self.max_context_len > limit:
@@ -99,7 +100,7 @@ class Engine:
         if drafter is not None:
             target.capture(drafter.feature_layers)
             layout = pools.ledger.groups[pools.draft_group].layout
-            drafter.attach(self.cache, target.num_layers, pools.draft_group, layout, shapes)
+            drafter.attach(self.cache, len(target.layer_kv), pools.draft_group, layout, shapes)
         self._worker = EagleWorker(
             target,
             drafter,
@@ -116,7 +117,8 @@ class Engine:
             keeps_draft_kv=bool(draft_layers),
             headroom=config.headroom,
             reads_tokens=drafter is not None and drafter.reads_tokens,
-            trims_rounds=config.worker == "v1",
+            trims_rounds=worker == "v1",
+            shares_prompts=not target.keeps_state,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )
@@ -337,8 +339,14 @@ class Engine:
         oldest pinned text is dropped before a running request has to give way.
 
         Raises:
-            ConfigError: the prompt is no prompt, or fills no page.
+            ConfigError: the prompt is no prompt, or fills no page; or the target has recurrent
+                layers.
         """
+        if self.target.keeps_state:
+            raise ConfigError(
+                f"{self.target.config.model_type!r} has recurrent layers: a text's pages are not "
+                "all that a row needs to go on from it, so it cannot be pinned"
+            )
         params = SamplingParams(max_new_tokens=1)
         (request,) = self._prompts.requests([prompt], params, None, 0)
         request.wants_pin = True
