@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from conftest import DEVICE
+from cuda_host import unavailable
+from kernel_kit import backend
 from lossless import Comparison, Reference
 from recurrent_families import FAMILIES, VOCAB, make_config, make_model
 from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError
 from specpool.draft import DraftTree, NgramDrafter, ScriptedDrafter
+from specpool.kernels.launch import host_backend
 from specpool.models import TargetModel
 from specpool.models.outline import stated_layers
 from specpool.models.recurrent import RecurrentState
@@ -194,6 +197,39 @@ def test_without_its_replay_a_text_goes_wrong(reference, monkeypatch):
     monkeypatch.setattr(StateForward, "_keep", careless)
     with build(reference, scripted(reference)) as engine:
         with pytest.raises(AssertionError):
+            compare(reference, engine.generate(PROMPTS, GREEDY))
+
+
+@pytest.mark.parametrize("family", ["mamba", "bamba"])
+def test_a_row_that_was_cut_is_not_gone_on_from(reference):
+    """Its state holds tokens that are no more: an error, and never a wrong text."""
+    with build(reference) as engine:
+        outputs = {}
+        engine.submit(PROMPTS[0], GREEDY, on_item=lambda n, item: outputs.__setitem__(n, item))
+        for _ in range(6):
+            engine.turn()
+        (request,) = engine._scheduler.requests()
+        row, length = request.row, int(engine.ledger.resolved_len[request.row])
+        assert engine.ledger.trim(row, length - 2) == length - 2
+        request.epoch = int(engine.ledger.epoch[row])
+        request.prefilled_len, request.prefill_len = length - 2, len(request.tokens)
+        engine._scheduler._prompts[row], engine._scheduler._limits[row] = request, 0
+        while engine.turn():
+            pass
+        (output,) = outputs.values()
+        assert f"state of row {row} holds {length} tokens" in output.error
+        assert f"back to {length - 2}: prefill the row from 0" in output.error
+        compare(reference, engine.generate(PROMPTS, GREEDY))
+
+
+@pytest.mark.parametrize("family", ["bamba", "mamba"])
+@pytest.mark.parametrize("draft", [None, "scripted"])
+def test_it_runs_with_the_kernels_of_a_device(reference, draft):
+    """Compiled for the host."""
+    if unavailable():
+        pytest.skip(unavailable())
+    with host_backend(backend("fast", "forward")):
+        with build(reference, drafter_of(draft, reference), busy_check=0) as engine:
             compare(reference, engine.generate(PROMPTS, GREEDY))
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from specpool.attention import AttentionBatch
 from specpool.attention.lanes import Lanes, causal_view
+from specpool.errors import OrderError
 from specpool.forward import Forward, Pass
 from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
 from specpool.models.recurrent import RecurrentState
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.pending import PendingStep
-from specpool.seq_lens import SeqLens
+from specpool.seq_lens import Int32, SeqLens
 
 Int64 = npt.NDArray[np.int64]
 
@@ -33,6 +34,7 @@ class _Bundle:
     """Lanes of one width: their rows and tokens, and where they stand in their pass."""
 
     rows: Tensor  # int64 [b]
+    numbers: Int32  # [b], the same on the host
     starts: Int64  # [b], on the host: positions below have KV
     tokens: Tensor  # int64 [b, n]
     positions: Tensor  # int64 [b, n]
@@ -44,6 +46,7 @@ class _Bundle:
         (index,) = upload(self.rows.device, lanes)
         return _Bundle(
             self.rows[index],
+            self.numbers[lanes],
             self.starts[lanes] + first,
             self.tokens[index, first:last],
             self.positions[index, first:last],
@@ -74,6 +77,7 @@ class StateForward(Forward):
         """Run `target`, with its attention layers' KV in `cache` and a state for each row."""
         super().__init__(target, cache, target_groups, feature_layers=())
         self.state = RecurrentState(target.config, target.state_specs, num_rows, target.device)
+        self._lens = np.zeros(num_rows + 1, np.int64)  # tokens that each row's state holds
         self._rounds: list[_Round] = []  # of the pass that is being finished
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
@@ -96,22 +100,38 @@ class StateForward(Forward):
         if states is None:
             cache = self.state.lanes(bundle.rows, is_fresh=False)
             self._advance(bundle, cache)
-            self.state.put(bundle.rows, self.state.values(cache))
+            self._put(bundle, self.state.values(cache))
         else:
             (index,) = upload(bundle.rows.device, lanes)
-            self.state.put(bundle.rows, [state[index] for state in states])
+            self._put(bundle, [state[index] for state in states])
+
+    def _put(self, bundle: _Bundle, states: Sequence[Tensor]) -> None:
+        self.state.put(bundle.rows, states)
+        self._lens[bundle.numbers] = bundle.starts + bundle.tokens.shape[1]
+
+    def _check(self, bundle: _Bundle) -> None:
+        """A state that holds other tokens than those below is not gone on from."""
+        held = self._lens[bundle.numbers]
+        (wrong,) = np.nonzero((held != bundle.starts) & (bundle.starts > 0))
+        if len(wrong):
+            lane = wrong[0]
+            raise OrderError(
+                f"the state of row {bundle.numbers[lane]} holds {held[lane]} tokens, and no cut "
+                f"brings it back to {bundle.starts[lane]}: prefill the row from 0"
+            )
 
     def _run(self, one: Pass) -> TargetOutput:
         self._rounds = []
         found, places = [], []
         for bundle in _bundles(one):
+            self._check(bundle)
             mine, states = self._states(bundle, one.is_round)
             found.append(mine)
             places.append(bundle.places)
             if one.is_round:
                 self._rounds.append(_Round(bundle, states))
             else:
-                self.state.put(bundle.rows, states[bundle.tokens.shape[1]])
+                self._put(bundle, states[bundle.tokens.shape[1]])
         hidden = torch.empty_like(joined := torch.cat(found))
         hidden[torch.cat(places)] = joined
         wanted = hidden if one.logits_at is None else hidden.index_select(0, one.logits_at)
@@ -146,6 +166,7 @@ class StateForward(Forward):
 
 def _bundles(one: Pass) -> Iterator[_Bundle]:
     """The lanes of a pass by width; those without a token yet apart."""
+    numbers = one.lanes.rows.cpu().numpy()
     starts = one.lanes.seq_lens.hi.astype(np.int64)
     widths = np.broadcast_to(np.asarray(one.lanes.widths, np.int64), starts.shape)
     firsts = np.cumsum(widths) - widths
@@ -157,6 +178,7 @@ def _bundles(one: Pass) -> Iterator[_Bundle]:
         size = (len(lanes), width)
         yield _Bundle(
             rows=one.lanes.index[index],
+            numbers=numbers[lanes],
             starts=starts[lanes],
             tokens=one.tokens[places].view(size),
             positions=one.positions[places].view(size),
