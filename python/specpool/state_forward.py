@@ -132,8 +132,7 @@ class StateForward(Forward):
                 self._rounds.append(_Round(bundle, states))
             else:
                 self._put(bundle, states[bundle.tokens.shape[1]])
-        hidden = torch.empty_like(joined := torch.cat(found))
-        hidden[torch.cat(places)] = joined
+        hidden = torch.cat(found)[torch.cat(places).argsort()]
         wanted = hidden if one.logits_at is None else hidden.index_select(0, one.logits_at)
         return TargetOutput(self._target.compute_logits(wanted), hidden, None)
 
