@@ -126,6 +126,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 4,
         },
     ),
+    "zamba": (
+        "ZambaConfig",
+        {
+            **_BASE,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_BASE,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "chunk_size": 4,
+            "adapter_rank": 4,
+            "num_mem_blocks": 2,  # two blocks share three places
+        },
+    ),
     "lfm3": ("Lfm3Config", {**_BASE, "layer_types": ["conv", "full_attention", "conv"]}),
 }
 

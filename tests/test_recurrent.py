@@ -15,7 +15,7 @@ from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison, Reference
 from recurrent_families import FAMILIES, VOCAB, make_config, make_model
-from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError
+from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, ShapeError
 from specpool.draft import DraftTree, NgramDrafter, ScriptedDrafter
 from specpool.kernels.launch import host_backend
 from specpool.models import TargetModel
@@ -82,10 +82,10 @@ def build(reference: Reference, draft=None, **options) -> Engine:
     return Engine.from_pretrained(copy.deepcopy(reference.model), draft=draft, **options)
 
 
-def compare(reference: Reference, outputs, num_tokens: int = NUM_TOKENS) -> None:
+def compare(reference: Reference, outputs, num_tokens: list[int] | None = None) -> None:
     comparison = Comparison()
-    for output in outputs:
-        assert len(output.token_ids) == num_tokens, output.error
+    for output, n in zip(outputs, num_tokens or [NUM_TOKENS] * len(outputs), strict=True):
+        assert len(output.token_ids) == n, output.error
         comparison.add(reference, output.prompt_ids, output.token_ids)
     comparison.finish()
 
@@ -105,6 +105,78 @@ def test_every_family_speaks_as_transformers_does(reference, draft):
 def test_every_type_that_is_said_to_run_is_tested():
     found = {config.model_type for family in FAMILIES if (config := make_config(family))}
     assert found == set(RECURRENT)
+
+
+class Workload:
+    """Random requests for a random engine, a function of its seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.family = rng.choice(sorted(FAMILIES))
+        sizes = [rng.randint(1, 40) for _ in range(rng.randint(1, 6))]
+        self.prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in sizes]
+        self.news = [rng.randint(1, 40) for _ in self.prompts]
+        self.draft, depth = rng.choice([None, "ngram", "scripted", "scripted"]), rng.choice([1, 5])
+        longest = max(len(p) + n for p, n in zip(self.prompts, self.news, strict=True))
+        self.options = {
+            "shape": Shape.eagle(depth, 1, depth + 1) if self.draft else None,
+            "shapes": (Shape.eagle(2, 1, 3),) if self.draft else (),
+            "page_size": rng.choice([1, 3, 4, 16]),
+            "policy": rng.choice(["exact", "double_buffer"]),
+            "placement": rng.choice(["split", "shared"]),
+            "layout": rng.choice(["dense", "holey"]),
+            "max_batch": rng.randint(1, 5),
+            "prefill_tokens": rng.choice([3, 11, 64]),
+            "headroom": rng.choice([0, 16]),
+            "mixed_chunks": rng.random() < 0.4,
+            "max_context_len": longest + rng.randint(0, 9),
+        }
+
+    def engine(self, reference: Reference, num_pages: int | None) -> Engine:
+        drafter = NgramDrafter(min_match=0) if self.draft == "ngram" else None
+        if self.draft == "scripted":
+            texts = [
+                [*p, *reference.text(p, n)] for p, n in zip(self.prompts, self.news, strict=True)
+            ]
+            error_rate = self.rng.choice([0, 0.2, 0.6])
+            drafter = ScriptedDrafter(texts, vocab_size=VOCAB, error_rate=error_rate)
+        return build(reference, drafter, num_pages=num_pages, **self.options)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 120))]
+)
+def test_random_workloads_speak_as_alone(seed, references):
+    """In as few pages as one row needs, some plain, some given up half-way."""
+    work = Workload(seed)
+    if work.family not in references:
+        references[work.family] = Reference(make_model(make_config(work.family)).to(DEVICE))
+    reference = references[work.family]
+    with work.engine(reference, None) as with_room:
+        ledger = with_room.ledger
+        least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
+    shapes = [None, Shape.none(), *work.options["shapes"]]
+    with work.engine(reference, least + work.rng.randint(0, least // 2)) as engine:
+        streams = {
+            i: engine.stream(
+                prompt,
+                SamplingParams(max_new_tokens=n, ignore_eos=True),
+                shape=work.rng.choice(shapes),
+            )
+            for i, (prompt, n) in enumerate(zip(work.prompts, work.news, strict=True))
+        }
+        outputs = {}
+        while streams:
+            index = work.rng.choice(list(streams))
+            if work.rng.random() < 0.02:
+                streams.pop(index).close()
+                continue
+            item = next(streams[index], None)
+            if item is None:
+                del streams[index]
+            elif isinstance(item, RequestOutput):
+                outputs[index] = item
+    compare(reference, [*outputs.values()], [work.news[index] for index in outputs])
 
 
 @pytest.mark.parametrize("family", FEW)

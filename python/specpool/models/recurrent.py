@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, cache_utils
 
 from specpool.models.support import refusal, text_config
+
+# The layer that attends next, as it has told its cache: Zamba's share modules without a number.
+ATTENDING: ContextVar[int | None] = ContextVar("specpool_attending", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +118,14 @@ def paged_cache(config: PretrainedConfig) -> Any:
     """A cache of transformers whose attention layers keep nothing: pages do."""
     cache: Any = cache_utils.DynamicCache(config=config)
     for layer in attention_layers(cache):
-        cache.layers[layer].update = _pass_on
+        cache.layers[layer].update = partial(_pass_on, layer)
     return cache
 
 
-def _pass_on(key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _pass_on(
+    layer: int, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    ATTENDING.set(layer)
     return key, value
 
 

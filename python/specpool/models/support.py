@@ -60,6 +60,8 @@ RECURRENT = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    "zamba",
+    "zamba2",
 )
 # Keyword arguments that attention may be given and that change nothing for one that gets its masks
 # from a view. Anything else that is not None asks for something that we do not do.

@@ -31,7 +31,7 @@ from transformers import (
 
 from specpool.attention import AttentionBatch, attend
 from specpool.errors import CheckpointError, ConfigError, ShapeError
-from specpool.models.recurrent import StateSpec, cache_argument, check_transformers
+from specpool.models.recurrent import ATTENDING, StateSpec, cache_argument, check_transformers
 from specpool.models.state_probe import probe_states
 from specpool.models.support import (
     ProbeBatch,
@@ -72,7 +72,8 @@ def _paged_attention(
     batch = _BATCH.get()
     if batch is None:
         raise ConfigError("this model runs over specpool's pages: close its TargetModel first")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    told = ATTENDING.get()
+    layer = int(module.layer_idx) if told is None else told  # type: ignore[arg-type]
     if isinstance(batch, ProbeBatch):
         batch.observe(layer, query, key, value, attention_mask, sliding_window, others)
     k_buffer, v_buffer, view = batch.kv[layer]
@@ -320,11 +321,12 @@ class TargetModel:
         """Hidden states [B * n, h] of [B, n] tokens."""
         if self._takes_positions:
             more["position_ids"] = positions
-        token = _BATCH.set(batch)
+        token, told = _BATCH.set(batch), ATTENDING.set(None)
         try:
             output = self._decoder(input_ids=token_ids, **more)
         finally:
             _BATCH.reset(token)
+            ATTENDING.reset(told)
         hidden: Tensor = output[0]
         return hidden.flatten(0, 1).to(self.dtype)  # mamba adds up its layers in float32
 
