@@ -46,6 +46,7 @@ class GroupSizes:
         draft_group: the group that hosts the draft's layers.
         shapes: shape 0 first.
         num_rows: requests that run at once.
+        max_sessions: rows besides, of sessions between their turns.
         max_context_len: tokens of a sequence at most.
         overlap_depth: rounds prepared ahead.
         policy: how much a round reserves.
@@ -56,6 +57,7 @@ class GroupSizes:
     draft_group: int
     shapes: tuple[Shape, ...]
     num_rows: int
+    max_sessions: int
     max_context_len: int
     overlap_depth: int
     policy: Policy
@@ -124,11 +126,13 @@ class GroupSizes:
         return Ledger(
             groups,
             self.shapes,
-            num_rows=self.num_rows,
+            num_rows=self.num_rows + self.max_sessions,
+            max_batch=self.num_rows,
             max_context_len=self.max_context_len,
             overlap_depth=self.overlap_depth,
             policy=self.policy,
             draft_kv=self.keeps_draft_kv,
+            sessions=True,
         )
 
 
@@ -177,6 +181,7 @@ def size_groups(
         draft_group=len(names) - 1,
         shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
         num_rows=config.max_batch,
+        max_sessions=config.max_sessions,
         max_context_len=max_context_len,
         overlap_depth=config.overlap_depth,
         policy=config.policy,
