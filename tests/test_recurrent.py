@@ -254,6 +254,34 @@ def test_a_state_that_is_no_number_ends_with_its_request():
         assert good.token_ids == whole.text(PROMPTS[1], NUM_TOKENS)
 
 
+@pytest.mark.parametrize("family", FEW)
+def test_a_conversation_computes_each_turn_anew(reference):
+    """No row stays between turns: what it holds in its state cannot be cut to what was said."""
+    prompt, more, *_ = PROMPTS
+    drafter = NgramDrafter(min_match=0)
+    with build(reference, drafter, max_context_len=160, max_batch=2) as engine:
+        with engine.open_session() as session:
+            said: list[int] = []
+            stop = reference.text(prompt, 9)[7]  # in the middle of a round
+            for text, params in (
+                (prompt, SamplingParams(max_new_tokens=20, stop_token_ids=(stop,))),
+                (more, SamplingParams(max_new_tokens=9, ignore_eos=True)),
+                (prompt[:5], SamplingParams(max_new_tokens=9, ignore_eos=True)),
+            ):
+                turn = session.append(text, params)
+                output = turn.output()
+                said += text
+                assert output.finish_reason in ("stop", "length"), output.error
+                assert output.token_ids == reference.text(said, len(output.token_ids))
+                said += output.token_ids
+                assert session.tokens == said
+            session.rewind(20)
+            with session.fork() as other:
+                for each in (session, other):
+                    output = each.append(more, SamplingParams(max_new_tokens=5)).output()
+                    assert output.token_ids == reference.text([*said[:20], *more], 5)
+
+
 # --- the guards ---------------------------------------------------------------------------------
 
 
@@ -353,6 +381,7 @@ def test_it_runs_on_v1_with_a_warning_that_says_why(tiny, caplog):
     [
         ({"worker": "v2"}, "needs worker 'v1' and overlap_depth 0, got 'v2' and 0"),
         ({"overlap_depth": 1}, "needs worker 'v1' and overlap_depth 0, got 'auto' and 1"),
+        ({"host_bytes": 1 << 20}, "cannot wait on the host: host_bytes must be 0, got 1048576"),
         ({"draft": "ngram", "shape": Shape.eagle(3, 2, 6)}, r"one for each node: .*topk=2"),
         ({"draft": "ngram", "shapes": (Shape(2, 1, 4),)}, r"one for each node: .*4"),
         (

@@ -74,7 +74,7 @@ class Engine:
                 f"mixed_chunks while drafting needs a back end that reads ragged masks "
                 f"({', '.join(able)}), attention is {attention.name!r}"
             )
-        worker = routed(config.worker, target, drafter, shapes, config.overlap_depth)
+        worker = routed(config, target, drafter, shapes)
         limit = target.max_context_len
         self.max_context_len = config.max_context_len or limit
         if self.max_context_len > limit:
@@ -123,7 +123,7 @@ class Engine:
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             headroom=config.headroom,
-            max_idle=config.max_sessions,
+            max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=self._host,
             token_seconds=lambda: self._loop.token_seconds,

@@ -18,7 +18,7 @@ from torch import Tensor
 from specpool._core import Plan, Shape
 from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
-from specpool.config import Worker
+from specpool.config import EngineConfig, Worker
 from specpool.draft.base import Drafter, DraftTree
 from specpool.errors import ConfigError, ShapeError
 from specpool.forward import Forward, Pass
@@ -51,11 +51,7 @@ class _Part:
 
 
 def routed(
-    worker: Worker,
-    target: TargetModel,
-    drafter: Drafter | None,
-    shapes: Sequence[Shape],
-    overlap_depth: int,
+    config: EngineConfig, target: TargetModel, drafter: Drafter | None, shapes: Sequence[Shape]
 ) -> Worker:
     """The worker that runs: v2, but v1 for a target that keeps a state, and a warning why.
 
@@ -63,12 +59,16 @@ def routed(
         ConfigError: such a target cannot run this way.
     """
     if not target.keeps_state:
-        return "v2" if worker == "auto" else worker
+        return "v2" if config.worker == "auto" else config.worker
     kind = f"{target.config.model_type!r} has recurrent layers: a row's state holds all its tokens"
-    if worker == "v2" or overlap_depth:
+    if config.worker == "v2" or config.overlap_depth:
         raise ConfigError(
             f"{kind} and cannot run ahead of them: it needs worker 'v1' and overlap_depth 0, got "
-            f"{worker!r} and {overlap_depth}"
+            f"{config.worker!r} and {config.overlap_depth}"
+        )
+    if config.host_bytes:
+        raise ConfigError(
+            f"{kind} and cannot wait on the host: host_bytes must be 0, got {config.host_bytes}"
         )
     for shape in shapes:
         if shape.topk > 1 or shape.num_draft_tokens > shape.num_steps + 1:
@@ -78,9 +78,10 @@ def routed(
             )
     if drafter is not None and (drafter.layers or not drafter.reads_tokens):
         raise ConfigError(
-            f"{kind}, which no drafter that reads its features is fed from: draft with 'ngram'"
+            f"{kind}, and no drafter that reads the target's features runs beside it: draft with "
+            "'ngram'"
         )
-    if worker == "auto":
+    if config.worker == "auto":
         _log.warning(
             "%s, which is saved before each round and replayed over what the round accepted: "
             "it runs on the synchronous worker (v1)",
