@@ -174,6 +174,46 @@ def test_forks_pins_and_abort_on_v1(target, heads, reference):
     engine.unpin(pin)
 
 
+@pytest.mark.parametrize("draft", [None, *HEADS])
+@pytest.mark.parametrize("host_bytes", [0, 1 << 22])
+def test_conversations_on_v1(target, heads, reference, slots, draft, host_bytes):
+    """Side by side in few pages: turns are retracted, one is given up, one is cut."""
+    drafter = draft and EagleDrafter(heads[draft])
+    shape = TREE_ON_PAGES.shape if draft else None
+    config = dataclasses.replace(
+        TREE_ON_PAGES,
+        shape=shape,
+        busy_check=2,
+        headroom=0,
+        max_context_len=136,
+        num_pages=44,
+        host_bytes=host_bytes,
+    )
+    engine = Engine(target, drafter or None, config=config)
+    texts = corpus.prompts(6, 12)
+    said: list[list[int]] = [[], [], []]
+    sessions = [engine.open_session() for _ in said]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    for turn in range(3):
+        turns = [session.append(texts[turn + i], params) for i, session in enumerate(sessions)]
+        if turn == 1:
+            next(turns[0])
+            turns[0].close()
+        for i, each in enumerate(turns):
+            if (turn, i) == (1, 0):
+                continue
+            output = each.output()
+            said[i] += texts[turn + i]
+            assert output.token_ids == reference.text(said[i], 30), output.error
+            said[i] += output.token_ids
+        assert [session.tokens for session in sessions] == said
+        sessions[1].rewind(len(said[1]) - 9)
+        del said[1][-9:]
+    assert engine._scheduler.num_retracted and slots.num_rounds
+    for session in sessions:
+        session.close()
+
+
 def test_v1_is_synchronous():
     with pytest.raises(ConfigError, match="'v1' is synchronous: it needs overlap_depth 0, got 1"):
         EngineConfig(worker="v1", overlap_depth=1)
