@@ -305,6 +305,20 @@ GUARDS = [
         "        self.extend_from[at] = 0;\n",
     ),
     guard(
+        54,
+        "a cut that takes a round needs a new root",
+        "ledger/release.rs",
+        "cut == self.rows.resolved[at] && self.rows.in_flight[at] == 0;",
+        "cut == self.rows.resolved[at];",
+    ),
+    guard(
+        54,
+        "a cut that takes nothing needs none",
+        "ledger/release.rs",
+        "        self.rows.ready[at] |= keeps_root;\n",
+        "        let _ = keeps_root;\n",
+    ),
+    guard(
         55,
         "a cut needs its window",
         "group.rs",

@@ -257,7 +257,7 @@ class Oracle(State):
 
     # --- Rows get shorter, or go ---
 
-    def trim(self, row: int, length: int) -> int:
+    def trim(self, row: int, length: int, *, ends_turn: bool = False) -> int:
         one = self._row(row)
         if length < 0:
             raise Refused("ShapeError")
@@ -284,7 +284,8 @@ class Oracle(State):
                 part.evicted = first * size
         if one.checkpoint is not None and cut < one.checkpoint:
             self._forget_checkpoint(one)
-        one.resolved, one.rounds, one.extend_from, one.has_root = cut, [], None, False
+        one.has_root &= cut == one.resolved and not one.rounds and not ends_turn
+        one.resolved, one.rounds, one.extend_from = cut, [], None
         self.epochs[row] += 1
         self._sweep()
         return cut
@@ -292,7 +293,7 @@ class Oracle(State):
     def end_turn(self, row: int, length: int) -> int:
         if not self.sessions and any(group.window is not None for group in self.groups):
             raise Refused("ConfigError")
-        cut = self.trim(row, length)
+        cut = self.trim(row, length, ends_turn=True)
         one = self.rows[row]
         self._forget_checkpoint(one)
         one.idle, one.checkpoint = True, cut

@@ -133,7 +133,7 @@ def test_a_failed_mixed_forward_ends_its_requests_alone(depth, monkeypatch):
 
 
 def test_a_back_end_without_ragged_masks_is_refused_while_drafting(monkeypatch):
-    monkeypatch.setitem(BACK_ENDS, "square", BackEnd("square", False, False))
+    monkeypatch.setitem(BACK_ENDS, "square", BackEnd("square", False, True, False))
     message = r"needs a back end that reads ragged masks \(torch\), attention is 'square'"
     with pytest.raises(ConfigError, match=message):
         make("chain", attention="square")

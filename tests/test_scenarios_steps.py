@@ -169,6 +169,31 @@ def test_scenario_54_a_cut_counts_the_roots_that_launched_rounds_wrote():
     start(ledger, row)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_scenario_54_a_cut_that_takes_nothing_keeps_the_root(page_size):
+    """The synchronous worker gives back what a round did not need, after each.
+
+    Law: A trim to r takes the root only with a round in flight; else the reserve and no more.
+    """
+    ledger = make(page_size=page_size)
+    row = prefill(ledger, 10)
+    for accept_len in (1, 4, 2):
+        end(ledger, start(ledger, row), accept_len)
+        length = int(ledger.resolved_len[row])
+        assert ledger.trim(row, length) == length
+        assert ledger.allocated_len(0)[row] == -(-length // page_size) * page_size
+        ledger.check()
+    flying = start(ledger, row)
+    assert ledger.trim(row, 17) == 17
+    refuses(ledger, NotReady, ledger.prepare_decode, [row], [1])
+    ledger.resolve(flying, [1])
+    ledger.complete(flying)
+    refuses(ledger, NotReady, ledger.prepare_decode, [row], [1])
+    extend(ledger, row, 18)
+    assert ledger.end_turn(row, 18) == 18
+    refuses(ledger, NotReady, ledger.prepare_decode, [row], [1])
+
+
 def test_scenario_54_a_cut_does_not_count_an_unlaunched_extend():
     """Law: An extend that is not launched has written nothing."""
     ledger = make()

@@ -629,6 +629,9 @@ class Ledger:
         pages. Rounds in flight no longer count (a root already written does). Returns the new
         `resolved_len`: feed the tokens from there; no round before an extend of it has launched.
         Set the device's length to it in stream order before the row's next forward.
+
+        A trim to `resolved_len` with nothing in flight takes only the reserve behind it: the root
+        stands, and rounds go on.
         """
     def end_turn(self, row: int, length: int) -> int:
         """A `trim` for a session that stays: the row is idle until its next prepare.

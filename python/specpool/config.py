@@ -13,6 +13,7 @@ Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
+Worker = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
 
@@ -86,6 +87,9 @@ class EngineConfig:
         session_pages: pages of each group that they may keep for themselves between turns; None =
             all that nobody else needs.
         overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
+        worker: `v2` keeps what a round has reserved for the rounds that follow; `v1`, which needs
+            overlap_depth 0, gives it back after each. The text is the same. `auto` = v2, but v1
+            for a model with recurrent state.
         prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
             which the running requests go on.
         headroom: tokens that every row must have room for beyond its next round before another
@@ -119,6 +123,7 @@ class EngineConfig:
     max_sessions: int = 16
     session_pages: int | None = None
     overlap_depth: int = 0
+    worker: Worker = "auto"
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
     mixed_chunks: bool = False
@@ -148,6 +153,11 @@ class EngineConfig:
         if self.session_pages is not None:
             check_int("session_pages", self.session_pages, 0, 1 << 31)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
+        check_choice("worker", self.worker, get_args(Worker))
+        if self.worker == "v1" and self.overlap_depth:
+            raise ConfigError(
+                f"worker 'v1' is synchronous: it needs overlap_depth 0, got {self.overlap_depth}"
+            )
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         check_int("headroom", self.headroom, 0, 1 << 30)
         if not isinstance(self.mixed_chunks, bool):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.attention import BACK_ENDS, back_end
+from specpool.attention import BACK_ENDS, back_end, check_trees
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
@@ -33,7 +33,7 @@ from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler
 from specpool.session import Session
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
-from specpool.worker import EagleWorker
+from specpool.worker import EagleWorker, routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,12 +67,14 @@ class Engine:
             if each.num_draft_tokens > 1:
                 raise ConfigError(f"{each} drafts, but there is no draft model")
         attention = back_end(config.attention)
+        check_trees(attention, config.page_size, shapes)
         if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
             able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
             raise ConfigError(
                 f"mixed_chunks while drafting needs a back end that reads ragged masks "
                 f"({', '.join(able)}), attention is {attention.name!r}"
             )
+        worker = routed(config, target, drafter, shapes)
         limit = target.max_context_len
         self.max_context_len = config.max_context_len or limit
         if self.max_context_len > limit:
@@ -101,7 +103,7 @@ class Engine:
         if drafter is not None:
             target.capture(drafter.feature_layers)
             layout = pools.ledger.groups[pools.draft_group].layout
-            drafter.attach(self.cache, target.num_layers, pools.draft_group, layout, shapes)
+            drafter.attach(self.cache, len(target.layer_kv), pools.draft_group, layout, shapes)
         self._worker = EagleWorker(
             target,
             drafter,
@@ -121,11 +123,13 @@ class Engine:
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             headroom=config.headroom,
-            max_idle=config.max_sessions,
+            max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=self._host,
             token_seconds=lambda: self._loop.token_seconds,
             reads_tokens=drafter is not None and drafter.reads_tokens,
+            trims_rounds=worker == "v1",
+            shares_prompts=not target.keeps_state,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
         )
@@ -370,8 +374,14 @@ class Engine:
         oldest pinned text is dropped before a running request has to give way.
 
         Raises:
-            ConfigError: the prompt is no prompt, or fills no page.
+            ConfigError: the prompt is no prompt, or fills no page; or the target has recurrent
+                layers.
         """
+        if self.target.keeps_state:
+            raise ConfigError(
+                f"{self.target.config.model_type!r} has recurrent layers: a text's pages are not "
+                "all that a row needs to go on from it, so it cannot be pinned"
+            )
         params = SamplingParams(max_new_tokens=1)
         (request,) = self._prompts.requests([prompt], params, None, 0)
         request.wants_pin = True

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specpool.attention import AttentionBatch, AttentionView, JoinedView, View
+from specpool.attention.lanes import Lanes
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.pending import PendingStep
@@ -19,19 +20,23 @@ class Pass:
     """What one step wants of a forward, and what becomes of its results.
 
     Attributes:
+        lanes: whose tokens they are.
         tokens: int64 [T].
         positions: int64 [T], of each, none beyond the context's end.
-        views: by group.
+        views: by group; none where the target keeps a state, which reads lanes by width.
         logits_at: int64 [n], tokens whose logits are wanted; None = all.
         wants_features: a drafter reads what the captured layers had for inputs.
+        is_round: its lanes keep some of their tokens: `finish` calls `Forward.keep`.
         finish: is called with what the forward gave these tokens.
     """
 
+    lanes: Lanes
     tokens: Tensor
     positions: Tensor
     views: dict[int, AttentionView]
     logits_at: Tensor | None
     wants_features: bool
+    is_round: bool
     finish: Callable[[TargetOutput], PendingStep]
 
 
@@ -87,6 +92,9 @@ class Forward:
             pending.append(each.finish(part))
         return pending
 
+    def keep(self, accept_len: Tensor) -> None:
+        """Of each lane of a round so many tokens stay, int32 [B]; of KV that is all there is."""
+
     def _output(
         self,
         tokens: Tensor,
@@ -94,13 +102,18 @@ class Forward:
         views: Mapping[int, View],
         logits_at: Tensor | None,
     ) -> TargetOutput:
-        layers = [
-            (self._cache.keys[i], self._cache.values[i], views[group])
-            for i, group in enumerate(self._groups)
-        ]
         return self._target.forward(
             tokens,
             positions,
-            AttentionBatch(list(views.values()), layers),
+            AttentionBatch(list(views.values()), self._kv(views)),
             logits_at,
         )
+
+    def _kv(self, views: Mapping[int, View]) -> dict[int, tuple[Tensor, Tensor, View]]:
+        """What each layer with attention reads and writes."""
+        return {
+            layer: (self._cache.keys[i], self._cache.values[i], views[group])
+            for i, (layer, group) in enumerate(
+                zip(self._target.kv_layers, self._groups, strict=True)
+            )
+        }

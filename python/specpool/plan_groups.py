@@ -203,7 +203,8 @@ def _fit(least: GroupSizes, kv_bytes: int) -> list[int]:
     """Pages of each group for as many full rows as the bytes hold, at most all rows."""
     sinks = sum(group.page_bytes for group in least.groups)  # page 0 of each
     row_bytes = sum(group.pages_per_row * group.page_bytes for group in least.groups)
-    rows = min((kv_bytes - sinks) / row_bytes, least.num_rows)
+    # A model whose layers are all recurrent has no KV.
+    rows = min((kv_bytes - sinks) / row_bytes, least.num_rows) if row_bytes else least.num_rows
     if rows < 1:
         raise ConfigError(
             f"one row of {least.max_context_len} tokens needs {row_bytes + sinks} bytes of KV, "

@@ -79,6 +79,8 @@ class Scheduler:
         prefill_tokens: int,
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
+        trims_rounds: bool = False,
+        shares_prompts: bool = True,
         headroom: int = 0,
         max_idle: int = 0,
         idle_pages: int | None = None,
@@ -96,6 +98,8 @@ class Scheduler:
             keeps_draft_kv: the drafter writes draft KV of what a step keeps.
             reads_tokens: the drafter reads the rows' tokens: a row that drafts has one round in
                 flight at most.
+            trims_rounds: each row gives back, after a round, what that had reserved (v1).
+            shares_prompts: a prompt's samples run on forks of its row; else each computes it.
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
             max_idle: rows that conversations keep between their turns, at most.
@@ -110,6 +114,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
+        self._trims_rounds, self._shares_prompts = trims_rounds, shares_prompts
         self._is_promising = is_promising
         self._before_release = before_release
         self._waiting: list[Request] = []  # in the order in which they will be admitted
@@ -315,6 +320,11 @@ class Scheduler:
                     self._pin(request)
                 else:
                     self._end(request, request.finish_reason)
+        if self._trims_rounds and is_decode:
+            for request in requests:
+                if request.finish_reason is None:
+                    self._ledger.trim(request.row, int(self._ledger.resolved_len[request.row]))
+                    request.epoch = int(self._ledger.epoch[request.row])
 
     def _append(
         self, requests: list[Request], tokens: list[list[int]], may_end: list[bool]
@@ -660,7 +670,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         """Wait, and let siblings that share nothing yet wait beside it."""
-        shares = len(request.tokens) > 1 and request.finish_reason is None
+        shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
         siblings = [] if shares else request.siblings
         for waiting in [request, *siblings]:
             if waiting.finish_reason is None and waiting not in self._waiting:

@@ -7,6 +7,7 @@ copied to it right after verify, while draft-extend still runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from specpool._core import Plan, Shape
 from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
+from specpool.config import EngineConfig, Worker
 from specpool.draft.base import Drafter, DraftTree
-from specpool.errors import ShapeError
+from specpool.errors import ConfigError, ShapeError
 from specpool.forward import Forward, Pass
 from specpool.kernels import device as kernels
 from specpool.kernels.launch import runs_kernels
@@ -30,7 +32,10 @@ from specpool.request import Request
 from specpool.row_state import RowState
 from specpool.scheduler import Step
 from specpool.seq_lens import SeqLens
+from specpool.state_forward import StateForward
 from specpool.verify import Verdict, verify
+
+_log = logging.getLogger("specpool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,46 @@ class _Part:
     num_steps: int
     greedy: bool  # every lane takes the likeliest token
     first: int  # of its tokens, among all of the round
+
+
+def routed(
+    config: EngineConfig, target: TargetModel, drafter: Drafter | None, shapes: Sequence[Shape]
+) -> Worker:
+    """The worker that runs: v2, but v1 for a target that keeps a state, and a warning why.
+
+    Raises:
+        ConfigError: such a target cannot run this way.
+    """
+    if not target.keeps_state:
+        return "v2" if config.worker == "auto" else config.worker
+    kind = f"{target.config.model_type!r} has recurrent layers: a row's state holds all its tokens"
+    if config.worker == "v2" or config.overlap_depth:
+        raise ConfigError(
+            f"{kind} and cannot run ahead of them: it needs worker 'v1' and overlap_depth 0, got "
+            f"{config.worker!r} and {config.overlap_depth}"
+        )
+    if config.host_bytes:
+        raise ConfigError(
+            f"{kind} and cannot wait on the host: host_bytes must be 0, got {config.host_bytes}"
+        )
+    for shape in shapes:
+        if shape.topk > 1 or shape.num_draft_tokens > shape.num_steps + 1:
+            raise ConfigError(
+                f"{kind}, and a tree would need one for each node: it needs chains (topk 1), got "
+                f"{shape}"
+            )
+    if drafter is not None and (drafter.layers or not drafter.reads_tokens):
+        raise ConfigError(
+            f"{kind}, and no drafter that reads the target's features runs beside it: draft with "
+            "'ngram'"
+        )
+    if config.worker == "auto":
+        _log.warning(
+            "%s, which is saved before each round and replayed over what the round accepted: "
+            "it runs on the synchronous worker (v1)",
+            kind,
+        )
+    return "v1"
 
 
 class EagleWorker:
@@ -72,17 +117,23 @@ class EagleWorker:
         """
         self._drafter, self._cache = drafter, cache
         self._vocab_size = target.vocab_size
-        self._forward = Forward(
-            target,
-            cache,
-            target_groups,
-            feature_layers=() if drafter is None else drafter.feature_layers,
+        self._keeps_state = target.keeps_state
+        num_rows = cache.tables[0].shape[0] - 1
+        self._forward: Forward = (
+            StateForward(target, cache, target_groups, num_rows=num_rows)
+            if self._keeps_state
+            else Forward(
+                target,
+                cache,
+                target_groups,
+                feature_layers=() if drafter is None else drafter.feature_layers,
+            )
         )
         self._last_position = max_context_len - 1
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
         self._state = RowState(
-            cache.tables[0].shape[0] - 1,
+            num_rows,
             most,
             cache.device,
             # Where no kernel runs, nothing is late: to look costs no wait, and spares masked reads.
@@ -162,6 +213,7 @@ class EagleWorker:
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
             pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
+            self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
             if drafter.reads_tokens:  # it has all that it needs
@@ -241,6 +293,8 @@ class EagleWorker:
         if not isinstance(tree, DraftTree):
             raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
         tree.check(shape, len(requests))
+        if self._keeps_state:
+            tree.check_chain()
         if texts is not None and tree.tokens.device.type == "cpu":
             last = np.array([text[-1] for text in texts])
             tree.check_values(last, self._vocab_size)
@@ -273,13 +327,15 @@ class EagleWorker:
         logits_at: Tensor | None,
         wants_features: bool,
         finish: Callable[[TargetOutput], PendingStep],
+        is_round: bool = False,
     ) -> Pass:
         """Prefill or plain decode: every query sees all positions up to its own."""
-        views = {group: causal_view(self._cache, group, lanes) for group in self._fields}
+        groups = () if self._keeps_state else self._fields
+        views = {group: causal_view(self._cache, group, lanes) for group in groups}
         positions = lanes.positions
         if lanes.most > self._last_position + 1:
             positions = positions.clamp(max=self._last_position)
-        return Pass(tokens, positions, views, logits_at, wants_features, finish)
+        return Pass(lanes, tokens, positions, views, logits_at, wants_features, is_round, finish)
 
     def _tree_pass(
         self,
@@ -306,12 +362,14 @@ class EagleWorker:
                 by_lane[start : start + batch, :num_nodes] = positions
                 start += batch
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
+        if self._keeps_state:  # all trees are chains
+            return self._causal_pass(lanes, tokens, None, False, finish, is_round=True)
         views = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
             views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
         flat = torch.cat([positions.view(-1) for positions in of_parts])
-        return Pass(tokens, flat.long(), views, None, wants_features, finish)
+        return Pass(lanes, tokens, flat.long(), views, None, wants_features, True, finish)
 
 
 def _features(output: TargetOutput) -> Tensor:

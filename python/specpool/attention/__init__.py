@@ -1,6 +1,6 @@
 """Attention back ends: what one forward reads and writes on pages, and how it attends."""
 
-from specpool.attention.backend import BACK_ENDS, BackEnd, back_end
+from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees
 from specpool.attention.torch_backend import attend
 from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, View
 
@@ -13,4 +13,5 @@ __all__ = [
     "View",
     "attend",
     "back_end",
+    "check_trees",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specpool._core import Shape
 from specpool.errors import ConfigError
 
 
@@ -14,17 +16,21 @@ class BackEnd:
     Attributes:
         name: as `EngineConfig.attention` has it.
         reads_ragged_masks: one forward may hold prompts and trees (mixed chunks while drafting).
+        reads_trees_on_pages: a tree's nodes may lie on pages of several slots.
         needs_host_lengths: the host must know every length before a forward: a round then waits for
             the lengths that the one before left on the device.
     """
 
     name: str
     reads_ragged_masks: bool
+    reads_trees_on_pages: bool
     needs_host_lengths: bool
 
 
 BACK_ENDS = {
-    "torch": BackEnd("torch", reads_ragged_masks=True, needs_host_lengths=False),
+    "torch": BackEnd(
+        "torch", reads_ragged_masks=True, reads_trees_on_pages=True, needs_host_lengths=False
+    ),
 }
 
 
@@ -37,3 +43,15 @@ def back_end(name: str) -> BackEnd:
     if name not in BACK_ENDS:
         raise ConfigError(f"attention must be one of {', '.join(BACK_ENDS)}, got {name!r}")
     return BACK_ENDS[name]
+
+
+def check_trees(attention: BackEnd, page_size: int, shapes: Sequence[Shape]) -> None:
+    """Raise `ConfigError` where the back end cannot read these shapes' trees on such pages."""
+    trees = [shape for shape in shapes if shape.topk > 1]
+    if not trees or page_size == 1 or attention.reads_trees_on_pages:
+        return
+    able = [name for name, each in BACK_ENDS.items() if each.reads_trees_on_pages]
+    raise ConfigError(
+        f"attention {attention.name!r} cannot read trees on pages, and page_size is {page_size}, "
+        f"topk {trees[0].topk} ({trees[0]}): {', '.join(able)} can; or take page_size 1, or topk 1"
+    )

@@ -100,6 +100,9 @@ def generate(
     overlap_depth: Annotated[
         int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
     ] = 0,
+    worker: Annotated[
+        str, typer.Option(help="v2, v1 (gives back what a round reserved, after each) or auto.")
+    ] = "auto",
     prefill_tokens: Annotated[
         int, typer.Option(help="Of one prefill step at most; longer prompts come in chunks.")
     ] = 1024,
@@ -155,6 +158,7 @@ def generate(
                 "layout": layout,
                 "max_batch": batch,
                 "overlap_depth": overlap_depth,
+                "worker": worker,
                 "prefill_tokens": prefill_tokens,
                 "mixed_chunks": mixed_chunks,
                 "max_context_len": max_context_len,

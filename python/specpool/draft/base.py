@@ -84,6 +84,21 @@ class DraftTree:
                     f"got {links[lane, node]}"
                 )
 
+    def check_chain(self) -> None:
+        """Refuse a tree whose nodes are not each the next one's parent.
+
+        Raises:
+            ShapeError: names the first node that is not.
+        """
+        wrong = (self.depths != torch.arange(self.depths.shape[1], device=self.depths.device)).any(
+            0
+        )
+        if wrong.any():
+            raise ShapeError(
+                f"a target with recurrent layers verifies chains: node {int(wrong.int().argmax())} "
+                "of a draft tree does not continue the node before"
+            )
+
     def check_tokens(self, vocab_size: int) -> None:
         """Refuse tokens that the target does not know; on a CPU.
 

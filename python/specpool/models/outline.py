@@ -17,7 +17,7 @@ from specpool.errors import CheckpointError, ConfigError
 from specpool.layer_kv import LayerKV
 from specpool.models.checkpoint import Weights, find_folder, read_config, weight_bytes
 from specpool.models.eagle_config import EagleConfig
-from specpool.models.support import max_context_len, text_config
+from specpool.models.support import has_recurrent_layers, max_context_len, text_config
 from specpool.models.target import load_config
 
 # Configs with one of these say otherwise how wide keys and values are.
@@ -68,6 +68,11 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
         ConfigError: the config does not say it.
     """
     text = text_config(config)
+    if has_recurrent_layers(config):
+        raise ConfigError(
+            f"the config of type {config.model_type!r} has recurrent layers, whose states are no"
+            " KV: give --layers, --kv-heads and --head-dim of those with attention instead"
+        )
     refusal = ConfigError(
         f"the config of type {config.model_type!r} does not state in the usual keys what its layers"
         " keep: give --layers, --kv-heads and --head-dim instead"

@@ -8,7 +8,7 @@ do, shows there, also in models that nobody has thought of yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,28 @@ _RECURRENT_KEYS = (
     "conv_L_cache",
 )
 _RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba"})
+_RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid"})
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+#: Types with recurrent layers that run here: a test runs each of them beside transformers.
+RECURRENT = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba",
+    "zamba2",
+)
 # Keyword arguments that attention may be given and that change nothing for one that gets its masks
 # from a view. Anything else that is not None asks for something that we do not do.
 _HARMLESS_ARGUMENTS = frozenset(
@@ -81,6 +102,22 @@ def check_config(config: Any) -> None:
         raise refusal(config.model_type, reason)
 
 
+def has_recurrent_layers(config: Any) -> bool:
+    """Whether layers carry a state from token to token, by the config."""
+    return next(_recurrent_reasons(config, text_config(config)), None) is not None
+
+
+def _recurrent_reasons(config: Any, text: Any) -> Iterator[str]:
+    if config.model_type in _RECURRENT_TYPES:
+        yield "its layers are recurrent"
+    for key in _RECURRENT_KEYS:
+        if getattr(text, key, None) is not None:
+            yield f"it has recurrent layers ({key} is set)"
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind in _RECURRENT_LAYERS:
+            yield f"its layer {index} is recurrent ({kind})"
+
+
 def _reasons(config: Any, text: Any) -> Iterator[str]:
     def get(key: str) -> Any:
         return getattr(text, key, None)
@@ -101,13 +138,14 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
         not layer_types and get("attention_chunk_size")
     ):
         yield f"chunked attention (attention_chunk_size {get('attention_chunk_size')})"
-    if config.model_type in _RECURRENT_TYPES:
-        yield "its layers are recurrent: their state is no KV that lies in pages"
-    for key in _RECURRENT_KEYS:
-        if get(key) is not None:
-            yield f"it has recurrent layers ({key} is set): their state is no KV that lies in pages"
+    recurrent = next(_recurrent_reasons(config, text), None)
+    if recurrent is not None and text.model_type not in RECURRENT:
+        yield (
+            f"{recurrent}, whose state is no KV that lies in pages; with such layers these types"
+            f" run: {', '.join(RECURRENT)}"
+        )
     for index, kind in enumerate(layer_types or ()):
-        if kind not in _KNOWN_LAYER_TYPES:
+        if recurrent is None and kind not in _KNOWN_LAYER_TYPES:
             yield f"layer {index} is of type {kind!r}, which is not plain attention over K and V"
     attn_config = get("attn_config")
     if (
@@ -118,18 +156,24 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
         yield "alibi adds a bias per distance to its scores, which pages do not carry"
 
 
-def check_class(model_class: type, model_type: str) -> None:
+def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> None:
     """Refuses model classes that do not call transformers' `AttentionInterface`.
+
+    Hybrids do not say whether theirs do: the probe finds out.
 
     Raises:
         ConfigError: names the model type and the class.
     """
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not getattr(model_class, "_supports_attention_backend", False) and not is_recurrent:
         raise refusal(
             model_type,
             f"{model_class.__name__} computes attention by itself, not through transformers'"
             " AttentionInterface",
         )
+
+
+#: The longest context of a model that counts no positions.
+NO_POSITIONS = 1 << 18
 
 
 def max_context_len(config: Any) -> int:
@@ -144,6 +188,8 @@ def max_context_len(config: Any) -> int:
     """
     text = text_config(config)
     length = getattr(text, "max_position_embeddings", None)
+    if length is None and has_recurrent_layers(config):
+        return NO_POSITIONS
     if length is None:
         raise refusal(config.model_type, "its config has no max_position_embeddings")
     for rope in _rope_settings(text):
@@ -166,14 +212,20 @@ def _rope_settings(text: Any) -> Iterator[dict[str, Any]]:
 # --- The probe --------------------------------------------------------------------------------
 
 _PROBE_PAGE_SIZE = 2
+_PROBE_TABLE = [[5, 2, 4], [6, 3, 1]]  # of two lanes, in no particular order
 _PROBE_PAGES = 6
 # First token of each text. One that agrees is enough: in 16 bits a router of experts can tip over
 # at a near tie, but a model that cannot run over pages differs on every text.
-_PROBE_TEXTS = (17, 60, 101, 150)
+PROBE_TEXTS = (17, 60, 101, 150)
 # Relative difference of the logits, by dtype. Noise is far below; a token that sees what it should
 # not, or misses what it should see, is above.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.2
+
+
+def probe_tolerance(dtype: torch.dtype) -> float:
+    """How far the logits may differ, relatively."""
+    return _TOLERANCE.get(dtype, _TOLERANCE_16_BIT)
 
 
 @dataclass(slots=True)
@@ -236,9 +288,9 @@ def probe(target: TargetModel) -> tuple[LayerKV, ...]:
     Raises:
         ConfigError: names the model type, the reason and the numbers.
     """
-    limit = _TOLERANCE.get(target.dtype, _TOLERANCE_16_BIT)
+    limit = probe_tolerance(target.dtype)
     differences = []
-    for start in _PROBE_TEXTS:
+    for start in PROBE_TEXTS:
         layer_kv, difference = _probe_text(target, start)
         if not difference > limit:  # NaN passes: broken weights are no matter of layout
             return layer_kv
@@ -256,9 +308,9 @@ def _probe_text(target: TargetModel, start: int) -> tuple[tuple[LayerKV, ...], f
     text, other = ([(first + 7 * i) % target.vocab_size for i in range(4)] for first in (start, 5))
     plain = target.plain_logits(text)
     first, pieces = _probe_forward(target, [other[:2], text[:3]], [0, 0], None)
-    layer_kv = _layers_seen(target, first)
+    layer_kv = layers_seen(target, first, range(target.num_layers))
     second, last = _probe_forward(target, [other[2:], text[3:]], [0, 3], first)
-    _layers_seen(target, second)
+    layers_seen(target, second, range(target.num_layers))
     paged = torch.cat([pieces[2:5], last[2:3]])
     return layer_kv, float((paged.float() - plain.float()).norm() / plain.float().norm())
 
@@ -266,22 +318,37 @@ def _probe_text(target: TargetModel, start: int) -> tuple[tuple[LayerKV, ...], f
 def _probe_forward(
     target: TargetModel, lanes: list[list[int]], starts: list[int], earlier: ProbeBatch | None
 ) -> tuple[ProbeBatch, Tensor]:
-    """One forward of two ragged lanes over pages in no particular order; logits [T, V]."""
-    pages = torch.tensor([[5, 2], [6, 3]], device=target.device)
+    """One forward of two ragged lanes; logits [T, V]."""
+    batch, positions = probe_batch(target.device, [len(lane) for lane in lanes], starts, earlier)
+    tokens = torch.tensor([token for lane in lanes for token in lane], device=target.device)
+    try:
+        logits = target.forward(tokens, positions, batch).logits
+    except (TypeError, AttributeError) as error:
+        raise refusal(
+            target.config.model_type, f"its forward does not take a flattened batch ({error})"
+        ) from error
+    return batch, logits
+
+
+def probe_batch(
+    device: torch.device, widths: list[int], starts: list[int], earlier: ProbeBatch | None
+) -> tuple[ProbeBatch, Tensor]:
+    """Two lanes that go on from `starts`, over the pages of an earlier forward; positions [T]."""
     position_lists = [
-        range(start, start + len(lane)) for lane, start in zip(lanes, starts, strict=True)
+        range(start, start + width) for start, width in zip(starts, widths, strict=True)
     ]
 
     def slot(lane: int, position: int) -> int:
         page, offset = divmod(position, _PROBE_PAGE_SIZE)
-        return int(pages[lane, page]) * _PROBE_PAGE_SIZE + offset
+        return _PROBE_TABLE[lane][page] * _PROBE_PAGE_SIZE + offset
 
     def mask_for(window: int | None) -> Tensor:
-        visible = torch.zeros(2, max(map(len, lanes)), 2 * _PROBE_PAGE_SIZE, dtype=torch.bool)
+        columns = len(_PROBE_TABLE[0]) * _PROBE_PAGE_SIZE
+        visible = torch.zeros(2, max(widths), columns, dtype=torch.bool)
         visible[:, :, 0] = True  # padding queries must see something
         for lane, positions in enumerate(position_lists):
             for i, position in enumerate(positions):
-                for j in range(visible.shape[2]):
+                for j in range(columns):
                     near = window is None or position - j < window
                     visible[lane, i, j] = j <= position and near
         return visible
@@ -291,36 +358,30 @@ def _probe_forward(
     ]
     view = AttentionView(
         page_size=_PROBE_PAGE_SIZE,
-        write_slots=torch.tensor(slots, device=target.device),
-        read_pages=pages,
-        q_lens=[len(lane) for lane in lanes],
+        write_slots=torch.tensor(slots, device=device),
+        read_pages=torch.tensor(_PROBE_TABLE, device=device),
+        q_lens=widths,
         mask_for=mask_for,
     )
     kv: dict[int, tuple[Tensor, Tensor, View]] = {}
     if earlier is not None:
         kv = {i: (k, v, view) for i, (k, v, _) in earlier.kv.items()}
-    batch = ProbeBatch(views=(view,), kv=kv)
-    tokens = torch.tensor([token for lane in lanes for token in lane], device=target.device)
-    order = torch.tensor([p for positions in position_lists for p in positions])
-    try:
-        logits = target.forward(tokens, order.to(target.device), batch).logits
-    except (TypeError, AttributeError) as error:
-        raise refusal(
-            target.config.model_type, f"its forward does not take a flattened batch ({error})"
-        ) from error
-    return batch, logits
+    positions = torch.tensor([p for positions in position_lists for p in positions], device=device)
+    return ProbeBatch(views=(view,), kv=kv), positions
 
 
-def _layers_seen(target: TargetModel, batch: ProbeBatch) -> tuple[LayerKV, ...]:
-    """Checks that every layer attended once, with the window that the config states."""
+def layers_seen(
+    target: TargetModel, batch: ProbeBatch, expected: Sequence[int]
+) -> tuple[LayerKV, ...]:
+    """Checks that each of these layers attended once, with the window that the config states."""
     model_type, text = target.config.model_type, text_config(target.config)
     if batch.objections:
         raise refusal(model_type, batch.objections[0])
     seen = [layer for layer, _ in batch.calls]
-    if sorted(seen) != list(range(target.num_layers)):
+    if sorted(seen) != list(expected):
         raise refusal(
             model_type,
-            f"{target.num_layers} layers should each call attention once; the calls came from"
+            f"{len(expected)} layers should each call attention once; the calls came from"
             f" layers {seen}",
         )
     layers = tuple(shape for _, shape in sorted(batch.calls, key=lambda call: call[0]))
@@ -329,7 +390,7 @@ def _layers_seen(target: TargetModel, batch: ProbeBatch) -> tuple[LayerKV, ...]:
     if window is None or window >= target.max_context_len:
         return layers
     kinds = getattr(text, "layer_types", None)
-    for index, layer in enumerate(layers):
+    for index, layer in zip(expected, layers, strict=True):
         windowed = kinds is not None and kinds[index] == "sliding_attention"
         if kinds is None:
             windowed = all(one.window is None for one in layers)

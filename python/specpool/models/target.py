@@ -3,12 +3,14 @@
 transformers lets an attention function be registered by name. Ours finds the batch of the forward
 that calls it in a context variable (not every decoder hands unknown keyword arguments on to its
 attention), and reads and writes pages. The lanes of a batch are flattened to one sequence; only
-attention mixes tokens, and it keeps lanes apart.
+attention mixes tokens, and it keeps lanes apart. With recurrent layers, which mix tokens too, lanes
+of one width stand side by side.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -29,11 +31,13 @@ from transformers import (
 
 from specpool.attention import AttentionBatch, attend
 from specpool.errors import CheckpointError, ConfigError, ShapeError
-from specpool.kv_cache import LayerKV
+from specpool.models.recurrent import ATTENDING, StateSpec, cache_argument, check_transformers
+from specpool.models.state_probe import probe_states
 from specpool.models.support import (
     ProbeBatch,
     check_class,
     check_config,
+    has_recurrent_layers,
     max_context_len,
     probe,
     refusal,
@@ -59,14 +63,17 @@ def _paged_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: query [1, H, T, D] after rope -> ([1, T, H, Dv], None).
+    """Transformers' attention function: query [B, H, n, D] after rope -> ([B, n, H, Dv], None).
+
+    Where lanes are flattened to one sequence, B is 1 and n all tokens.
 
     `attention_mask` is not used: what a query may see comes from the batch's views.
     """
     batch = _BATCH.get()
     if batch is None:
         raise ConfigError("this model runs over specpool's pages: close its TargetModel first")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    told = ATTENDING.get()
+    layer = int(module.layer_idx) if told is None else told  # type: ignore[arg-type]
     if isinstance(batch, ProbeBatch):
         batch.observe(layer, query, key, value, attention_mask, sliding_window, others)
     k_buffer, v_buffer, view = batch.kv[layer]
@@ -74,15 +81,15 @@ def _paged_attention(
         view,
         k_buffer,
         v_buffer,
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
+        query.transpose(1, 2).flatten(0, 1),
+        key.transpose(1, 2).flatten(0, 1),
+        value.transpose(1, 2).flatten(0, 1),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    return out.unsqueeze(0), None
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
 # NOTE: only the function is registered. Without a mask function of the same name transformers
@@ -113,7 +120,10 @@ class TargetModel:
         hidden_size: width h of the hidden states that the language model head reads.
         vocab_size: V, width of the logits.
         max_context_len: longest context in tokens.
-        layer_kv: what each layer keeps per token.
+        layer_kv: what each layer of `kv_layers` keeps per token.
+        kv_layers: the layers with attention.
+        state_specs: what the recurrent layers keep of a row; empty = there are none.
+        continues: many tokens at once may go on from a state; else they go one by one.
         eos_token_ids: tokens that end a text; may be empty.
         closed: whether the model has been given back.
     """
@@ -121,7 +131,8 @@ class TargetModel:
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over ``model`` until `close`. See `from_pretrained` for the errors."""
         check_config(model.config)
-        check_class(type(model), model.config.model_type)
+        self._is_recurrent = has_recurrent_layers(model.config)
+        check_class(type(model), model.config.model_type, is_recurrent=self._is_recurrent)
         if model.config._attn_implementation == _ATTENTION:
             raise ConfigError(
                 "the model in memory is in use by another engine, or a copy of one that is: close"
@@ -139,7 +150,7 @@ class TargetModel:
             model.train(False)
             self._use(_ATTENTION)
             self._describe()
-            self.layer_kv = self._probe()
+            self._probe()
         except BaseException:
             self.close()
             raise
@@ -191,6 +202,11 @@ class TargetModel:
         model, loaded = _load(AutoModelForCausalLM, source, options)
         _check_loaded(source, model, loaded)
         return cls(model.to(place or torch.device("cpu")))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a row has more than KV: a state that holds all its tokens, and no fewer."""
+        return bool(self.state_specs)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -273,22 +289,46 @@ class TargetModel:
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
                     f" {view.num_tokens} write_slots"
                 )
-        token = _BATCH.set(batch)
-        try:
-            output = self._decoder(
-                input_ids=token_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-            )
-        finally:
-            _BATCH.reset(token)
-        hidden: Tensor = output[0].squeeze(0)
+        hidden = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), batch, use_cache=False)
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
         features = None
         if self._capture_order:
             features = torch.cat([self._captured[i] for i in self._capture_order], -1)
             self._captured.clear()
         return TargetOutput(self.compute_logits(wanted), hidden, features)
+
+    @torch.inference_mode()
+    def forward_from(
+        self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """One forward of lanes that go on from their states, which it moves on.
+
+        Args:
+            cache: from `RecurrentState.lanes`; holds the states behind these tokens afterwards.
+            token_ids: int64 [B, n].
+            positions: int64 [B, n].
+            batch: where each attention layer reads and writes, lane after lane.
+
+        Returns:
+            Hidden states [B * n, h] after the final norm.
+        """
+        more = {self._cache_argument: cache, "use_cache": True}
+        return self._run(token_ids, positions, batch, **more)
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **more: Any
+    ) -> Tensor:
+        """Hidden states [B * n, h] of [B, n] tokens."""
+        if self._takes_positions:
+            more["position_ids"] = positions
+        token, told = _BATCH.set(batch), ATTENDING.set(None)
+        try:
+            output = self._decoder(input_ids=token_ids, **more)
+        finally:
+            _BATCH.reset(token)
+            ATTENDING.reset(told)
+        hidden: Tensor = output[0]
+        return hidden.flatten(0, 1).to(self.dtype)  # mamba adds up its layers in float32
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -340,9 +380,13 @@ class TargetModel:
             raise refusal(self.config.model_type, "it has no language model head")
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
         self._decoder = _find_decoder(self.model)
+        names = inspect.signature(self._decoder.forward).parameters
+        self._takes_positions = not self._is_recurrent or "position_ids" in names
         self._layers = self._find_layers()
         self._logit_softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        self._logit_factor: float | None = getattr(text, "logit_scale", None)  # Cohere
+        # Cohere; Falcon-H1
+        factor = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None)
+        self._logit_factor: float | None = factor
         self._logit_divisor: float | None = getattr(text, "logits_scaling", None)  # Granite
         eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         eos = getattr(text, "eos_token_id", None) if eos is None else eos
@@ -357,8 +401,19 @@ class TargetModel:
             f"its decoder {type(self._decoder).__name__} has no list of {self.num_layers} layers",
         )
 
-    def _probe(self) -> tuple[LayerKV, ...]:
-        return probe(self)
+    def _probe(self) -> None:
+        """What each layer keeps, as seen in short forwards."""
+        self.state_specs: tuple[StateSpec, ...] = ()
+        self.continues = True
+        self.kv_layers: tuple[int, ...] = tuple(range(self.num_layers))
+        if not self._is_recurrent:
+            self.layer_kv = probe(self)
+            return
+        check_transformers(self.config)
+        self._cache_argument = cache_argument(self._decoder, self.config)
+        found = probe_states(self)
+        self.kv_layers, self.layer_kv = found.kv_layers, found.layer_kv
+        self.state_specs, self.continues = found.state_specs, found.continues
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -385,7 +440,8 @@ def load_config(source: str | os.PathLike[str], **options: Any) -> Any:
     """
     config = _load(AutoConfig, source, options)
     check_config(config)
-    check_class(_model_class(config), config.model_type)
+    is_recurrent = has_recurrent_layers(config)
+    check_class(_model_class(config), config.model_type, is_recurrent=is_recurrent)
     return config
 
 

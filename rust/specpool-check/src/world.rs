@@ -185,7 +185,10 @@ impl World {
                 self.forget_flights();
             }
             (Op::Cancel { .. }, _) => drop(self.flights.pop_back()),
-            (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len)) => {
+            // Where the root stands, the device comes to this length by itself, and a round may go beyond it.
+            (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len))
+                if !self.ledger.has_root(specpool_core::Row(*row)) =>
+            {
                 self.resets.insert(*row, len);
                 self.reset_lengths();
             }

@@ -27,7 +27,7 @@ pub(crate) struct Rows {
     pub(crate) drafted: Vec<i32>,
     /// Bumped by every release.
     pub(crate) epoch: Vec<u64>,
-    /// An extend has launched since the row was admitted or cut: its next root is known.
+    /// An extend has launched since the row was admitted or cut shorter: its next root is known.
     pub(crate) ready: Vec<bool>,
     /// r before the row's unlaunched extend, plus one; 0 when it has none.
     extend_from: Vec<i32>,

@@ -184,6 +184,54 @@ fn a_row_that_is_late_in_two_ways_is_late() {
     assert!(matches!(error, Error::NotReady(_)));
 }
 
+/// A trim to r with nothing in flight gives the reserve back and no more: rounds go on, also with drafts.
+#[test]
+fn a_cut_that_takes_no_token_keeps_the_root() {
+    let (mut ledger, row) = ledger();
+    for accept_len in [1, 4, 2] {
+        let step = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.resolve(step, &[accept_len]).unwrap();
+        ledger.complete(step).unwrap();
+        let (len, epoch) = (ledger.resolved_len()[row.at()], ledger.epoch()[row.at()]);
+        assert_eq!(ledger.trim(row, len).unwrap(), len);
+        assert!(ledger.has_root(row));
+        assert_eq!(ledger.epoch()[row.at()], epoch + 1);
+        assert_eq!(ledger.allocated_len(0).unwrap()[row.at()], (len + 3) / 4 * 4);
+        assert_eq!(ledger.drafted_len()[row.at()], len);
+    }
+}
+
+/// A cut to r takes the root where it takes a round or an extend, or ends a turn; and gives none.
+#[test]
+fn a_cut_that_takes_what_is_in_flight_takes_the_root() {
+    let (mut ledger, row) = ledger();
+    let other = ledger.admit(None).unwrap();
+    assert_eq!(ledger.trim(other, 0).unwrap(), 0);
+    assert!(!ledger.has_root(other), "it had none");
+    let fork = ledger.fork(row, None).unwrap();
+    assert_eq!(ledger.trim(fork, 5).unwrap(), 5);
+    assert!(!ledger.has_root(fork), "it had none");
+    let step = ledger.prepare_extend(&[row.0], &[8], true).unwrap().step;
+    assert_eq!(ledger.trim(row, 8).unwrap(), 5);
+    assert!(!ledger.has_root(row), "its extend is lost");
+    ledger.cancel(step).unwrap();
+    let extend = |ledger: &mut Ledger, len| {
+        let step = ledger.prepare_extend(&[row.0], &[len], true).unwrap().step;
+        ledger.launch(step).unwrap();
+    };
+    extend(&mut ledger, 6);
+    let step = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    assert_eq!(ledger.trim(row, 6).unwrap(), 6);
+    assert!(!ledger.has_root(row), "its round is lost");
+    extend(&mut ledger, 7);
+    assert_eq!(ledger.end_turn(row, 7).unwrap(), 7);
+    assert!(!ledger.has_root(row), "its turn has ended");
+    assert_eq!(ledger.trim(row, 7).unwrap(), 7);
+    assert!(!ledger.has_root(row), "it had none");
+}
+
 #[test]
 fn a_closed_ledger_answers_and_does_nothing_more() {
     let (mut ledger, row) = ledger();

@@ -67,13 +67,14 @@ impl Model {
         let drafted_roots = state.rounds[..roots].iter().all(|round| round.writes_draft);
         let all_drafted = state.drafted == state.resolved && drafted_roots;
         let drafted = if all_drafted { cut } else { state.drafted.min(cut) };
+        let root_stands = state.has_root && !ends_turn && cut == state.resolved && state.rounds.is_empty();
         let stays = !ends_turn && state.checkpoint.is_some_and(|checkpoint| cut >= checkpoint);
         for group in 0..self.groups.len() {
             self.cut(row, group, cut, stays);
         }
         self.forget_rounds(row);
         let state = &mut self.rows[row];
-        (state.resolved, state.drafted) = (cut, drafted);
+        (state.resolved, state.drafted, state.has_root) = (cut, drafted, root_stands);
         if !stays {
             state.checkpoint = ends_turn.then_some(cut);
         }

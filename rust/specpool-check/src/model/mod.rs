@@ -123,7 +123,7 @@ pub(crate) struct ModelRow {
     pub(crate) epoch: u64,
     /// Counts the requests that had the row.
     pub(crate) life: u64,
-    /// An extend has launched since the row was admitted or cut.
+    /// An extend has launched since the row was admitted or cut shorter.
     pub(crate) has_root: bool,
     /// r before the extend that is not launched.
     pub(crate) extend_from: Option<i32>,

@@ -149,7 +149,7 @@ impl Ledger {
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, unknown shapes, more than
-    /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut, until an extend has
+    /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut that took tokens or rounds, until an extend has
     /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
     /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
     ///

@@ -228,7 +228,7 @@ impl Ledger {
     }
 
     /// Whether the row can take a round as far as its tokens go: an extend of it has launched since it was admitted or
-    /// cut.
+    /// cut shorter.
     #[must_use]
     pub fn has_root(&self, row: Row) -> bool {
         self.rows.check_live(row.0).is_ok_and(|row| self.rows.ready[row.at()])

@@ -10,14 +10,15 @@ use crate::page_pool::Verb;
 
 impl Ledger {
     /// Cuts the row; returns the new `resolved_len` c, from which the caller feeds the tokens: no round before an
-    /// extend of the row has launched.
+    /// extend of the row has launched. But a cut to r with nothing in flight takes only the reserve behind r: the root
+    /// stands, and rounds go on.
     ///
     /// c is the greatest length, at most `len` and at most what launched forwards have written, from which the row can
     /// go on: every window below c is still held, and the page of the last token where that is partly filled; and
     /// where c is below a group's `protected_len` it is a page edge there. 0 always is one. Rounds in flight no longer
     /// count; the pages behind c go back behind the row's fence; pages of the row's checkpoint that its window needs
     /// come back into the table. A cut below the checkpoint ends it. The device's length must be set to c in stream
-    /// order before the row's next forward.
+    /// order before the row's next forward, unless the root stands: then it is r already, or will be.
     ///
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted or `len < 0`.
@@ -166,6 +167,8 @@ impl Ledger {
         {
             cut = shorter;
         }
+        let takes_nothing = cut == self.rows.resolved[at] && self.rows.in_flight[at] == 0;
+        let keeps_root = verb == Verb::Trim && takes_nothing && self.rows.ready[at];
         let drafted = self.drafted_after_cut(row, cut);
         for (at, group) in self.groups.iter().enumerate() {
             group.check_cut(row, cut).map_err(|record| self.page_error(at, record))?;
@@ -177,6 +180,7 @@ impl Ledger {
         }
         self.rows.set_checkpoint(row, checkpoint);
         self.rows.forget_rounds(row);
+        self.rows.ready[at] |= keeps_root;
         self.rows.set_resolved(row, cut);
         self.rows.drafted[at] = drafted;
         self.rows.epoch[at] += 1;

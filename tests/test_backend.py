@@ -1,0 +1,49 @@
+"""Laws of the back-end gate: who cannot read trees on pages is refused before any pool exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool.attention import BACK_ENDS, BackEnd
+
+TREE = Shape.eagle(3, 2, 6)
+CHAIN = Shape.eagle(3, 1, 4)
+
+
+@pytest.fixture
+def whole_pages(monkeypatch) -> None:
+    """A back end that reads chains on pages, and trees only token by token."""
+    cannot = BackEnd(
+        "whole", reads_ragged_masks=True, reads_trees_on_pages=False, needs_host_lengths=False
+    )
+    monkeypatch.setitem(BACK_ENDS, "whole", cannot)
+
+
+def build(**options) -> Engine:
+    defaults = {"draft": "specpool/tiny-eagle", "max_context_len": 64, "attention": "whole"}
+    return Engine.from_pretrained(**(defaults | options))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [{"shape": TREE}, {"shape": CHAIN, "shapes": (TREE,)}, {"shape": TREE, "draft": "ngram"}],
+)
+def test_trees_on_pages_need_a_back_end_that_reads_them(whole_pages, shapes):
+    """Also where only some requests may ask for the tree."""
+    message = (
+        r"attention 'whole' cannot read trees on pages, and page_size is 16, topk 2 "
+        r"\(Shape.*\): torch can; or take page_size 1, or topk 1"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build(page_size=16, **shapes)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "shape", "attention"),
+    [(1, TREE, "whole"), (16, CHAIN, "whole"), (16, TREE, "torch")],
+)
+def test_a_chain_or_single_slots_are_no_trees_on_pages(whole_pages, page_size, shape, attention):
+    with build(page_size=page_size, shape=shape, attention=attention) as engine:
+        (output,) = engine.generate(corpus.prompts(1, 9), SamplingParams(max_new_tokens=5))
+        assert output.finish_reason == "length"
