@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
-from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
+from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
 from specpool.page_needs import PageNeeds
 from specpool.request import Request, TokenLogprob
 from specpool.stats import Counts
@@ -373,13 +373,8 @@ class Scheduler:
             claimed = claimed + need
             if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
-            pin, length = self._longest_pin(request.tokens)
             try:
-                row = self._ledger.admit(
-                    str(request.request_id),
-                    prefix=None if pin is None else pin.prefix,
-                    length=None if pin is None else length,
-                )
+                row, length = self._take_row(request)
             except (OutOfRows, OutOfPages):  # rows or pages are fenced
                 return
             self._start(request, row, length)
@@ -405,14 +400,22 @@ class Scheduler:
         self._next[row] = shape
         self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
 
-    def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
-        """The pinned text that most of `tokens` begin with, and how many; the last is left out."""
-        best, length = None, 0
+    def _take_row(self, request: Request) -> tuple[int, int]:
+        """A row, on a pinned text where there is one, and how many tokens it has from there."""
+        tag = str(request.request_id)
+        for pin, length in self._pins_of(request.tokens):
+            with contextlib.suppress(NotReady):  # a window below the length is not held
+                return self._ledger.admit(tag, prefix=pin.prefix, length=length), length
+        return self._ledger.admit(tag), 0
+
+    def _pins_of(self, tokens: list[int]) -> list[tuple[Pin, int]]:
+        """The pinned texts that `tokens` begin with, and how many do; most first, the last left out."""
+        found = []
         for pin in self._pins:
             shared = min(len(pin.tokens), len(tokens) - 1)
-            if shared > length and pin.tokens[:shared] == tokens[:shared]:
-                best, length = pin, shared
-        return best, length
+            if shared > 0 and pin.tokens[:shared] == tokens[:shared]:
+                found.append((pin, shared))
+        return sorted(found, key=lambda each: -each[1])
 
     def _fork(self, request: Request) -> None:
         """All but the prompt's last token is there: the siblings share it, as far as rows go."""
@@ -431,7 +434,7 @@ class Scheduler:
         """The text that was to be pinned is there; the row is not needed for it."""
         try:
             prefix = self._ledger.pin_prefix(request.row, request.prefill_len)
-        except ShapeError as error:  # it fills no page
+        except (ShapeError, NotReady) as error:  # it fills no page, or a window below is gone
             request.error = str(error)
             self._end(request, "error")
             return
@@ -450,6 +453,8 @@ class Scheduler:
         for request in self._prompts.values():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
+            if request.wants_pin and left > 1:  # then no more of it is held than its windows
+                left -= 1
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
                 chosen.append(request)
                 ends.append(request.prefilled_len + min(left, budget))
