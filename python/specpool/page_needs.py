@@ -52,19 +52,20 @@ def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list
     As `pages_needed`, but behind a window without the chunk that a prefill step writes there: there
     is one such step at a time, whoever's tokens are in it (`step_pages`).
     """
+    windows = [group.window for group in ledger.groups]
     needed = ledger.pages_needed(lo, hi, shape)
     kept = ledger.pages_needed(0, hi, shape)
     return [
-        int(all_pages if group.window is None else behind)
-        for group, all_pages, behind in zip(ledger.groups, needed, kept, strict=True)
+        int(most if window is None else behind)
+        for window, most, behind in zip(windows, needed, kept, strict=True)
     ]
 
 
 def step_pages(ledger: Ledger | GroupSizes) -> list[int]:
-    """Pages of each window group that a prefill step takes beyond what its rows keep; 0 in others."""
-    last = ledger.max_context_len - 1
-    most = np.array(ledger.pages_needed(last, last, 0)) - ledger.pages_needed(0, last, 0)
+    """Of each window group, what a prefill step takes beyond what its rows keep; 0 in others."""
+    windows, last = [group.window for group in ledger.groups], ledger.max_context_len - 1
+    most, kept = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)
     return [
-        0 if group.window is None else int(pages)
-        for group, pages in zip(ledger.groups, most, strict=True)
+        0 if window is None else int(all_pages - behind)
+        for window, all_pages, behind in zip(windows, most, kept, strict=True)
     ]
