@@ -38,7 +38,7 @@ class PageNeeds:
         return counts
 
     def of_all(self, lens: Int32, shapes: Int32) -> Int32:
-        """int32 [num_groups], of all these requests together and a prefill step; lens, shapes [n]."""
+        """int32 [num_groups], of these requests together and a prefill step; lens, shapes [n]."""
         counts: Int32 = self._counts[shapes, lens]
         for i in np.flatnonzero(counts[:, 0] < 0).tolist():
             counts[i] = self.of(int(lens[i]), int(shapes[i]))

@@ -409,7 +409,7 @@ class Scheduler:
         return self._ledger.admit(tag), 0
 
     def _pins_of(self, tokens: list[int]) -> list[tuple[Pin, int]]:
-        """The pinned texts that `tokens` begin with, and how many do: most first, never the last."""
+        """Pinned texts that `tokens` begin with, and how many do: most first, never the last."""
         found = []
         for pin in self._pins:
             shared = min(len(pin.tokens), len(tokens) - 1)
