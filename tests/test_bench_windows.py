@@ -59,7 +59,9 @@ def test_a_text_that_differs_is_no_figure(monkeypatch):
 def test_a_row_that_holds_more_than_its_window_is_no_figure(monkeypatch):
     load = bench_windows.Load(8, 1, 20, 60, 4, 0)
     monkeypatch.setattr(bench_windows.Load, "most_window_slots", 12)
-    with pytest.raises(CorruptState, match="a row holds .* slots behind a window of 8, at most 12"):
+    with pytest.raises(
+        CorruptState, match=r"a row holds .* slots behind a window of 8, at most 12"
+    ):
         bench_windows.measured("mistral", load)
 
 

@@ -83,7 +83,9 @@ class Plan:
         last = self._last_root(prompt_len, max_len, shape)
         last = max(last, self._admission_root(prompt_len))
         pages = self.sizes.most_pages(prompt_len, last, self._index(shape))
-        return self._fit(pages, [0] * len(pages))
+        fit = self._fit(pages, [0] * len(pages))
+        # Behind a window a row does not grow: those admitted together may be what binds.
+        return min(fit, self.at_once(prompt_len, shape), key=lambda each: each.num_requests)
 
     def _admission_root(self, num_tokens: int) -> int:
         """The greatest root that a request must have room for to be admitted."""
