@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 import eagle_checkpoints
 from families import make_config, make_model
@@ -38,7 +39,9 @@ from specpool.layer_kv import LayerKV, bytes_by_window
 from specpool.models import TargetModel
 from specpool.plan_groups import size_groups
 from specpool.scheduler import Scheduler
-from test_device_worker import kernels_run
+from test_device_worker import READS, forbidden, kernels_run, watched
+from test_plan import Case as Plans
+from test_plan import Server
 
 FAMILIES = ("mistral", "gemma2", "gemma3", "gpt_oss")
 ONLY_WINDOWS = {"mistral"}  # the others have full layers too
@@ -392,6 +395,24 @@ def test_kernels_read_the_same(targets, family, page_size):
     assert seen["compact_accepted"] and seen["apply_table_delta"]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_are_found_without_asking_the_device(targets, family, monkeypatch):
+    """Spec 8: where each row's reads begin follows from the host's bounds."""
+    running, steps = [False], [0]
+    rng = random.Random(8)
+    texts = [prompt(rng, n) for n in (2, 30, 17)]
+    config = EngineConfig(page_size=4, overlap_depth=1, max_context_len=100, prefill_tokens=13)
+    with kernels_run():
+        engine = Engine(targets[family], config=config)
+        for name in READS:
+            monkeypatch.setattr(torch.Tensor, name, forbidden(name, running))
+        monkeypatch.setattr(engine._worker, "run", watched(engine._worker.run, running, steps))
+        outputs = engine.generate(texts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    assert steps[0] > 20
+    monkeypatch.undo()
+    assert_speaks(reference_of(family), texts, outputs)
+
+
 def test_samples_share_a_window(targets):
     """Forks of a row whose window begins late, and rows on a pinned text."""
     rng = random.Random(3)
@@ -642,6 +663,30 @@ def test_scenario_44_the_window_pool_is_the_limit(targets, monkeypatch, drafts, 
     assert engine.ledger.groups[1].num_pages == window.num_pages
     assert_speaks(reference, texts, outputs)
     assert engine.stats().retracted_ct > 0
+
+
+def test_scenario_44_a_prefill_step_finds_its_pages(monkeypatch):
+    """Windows for three rows, and twelve requests that want them.
+
+    Law: What admission sets aside for a prefill step is there when it comes; without that a row is
+    admitted whose prompt waits until another request has ended.
+    """
+    how = {"max_batch": 12, "bytes_of": {None: 1, 64: 1000}, "prefill_tokens": 256}
+    least = next(n for n in range(0, 1 << 24, 1 << 14) if fits(kv_bytes=n, **how))
+    sizes = sizes_of(kv_bytes=least + 2 * 1000 * 120, **how)
+
+    def num_refused() -> int:
+        case = Plans(
+            sizes=sizes, reads_tokens=False, shape=0, num_tokens=300, prompt_len=300, max_len=420,
+            prefill_tokens=256, headroom=0, seed=0,
+        )  # fmt: skip
+        server = Server(case).serve([case.arrival(i + 1, 0.0) for i in range(12)])
+        assert server.scheduler.num_retracted == 0 and server.most_running >= 3
+        return server.ledger.num_refused
+
+    assert num_refused() == 0
+    monkeypatch.setattr(page_needs, "step_pages", lambda ledger: [0] * len(ledger.groups))
+    assert num_refused() > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -170,7 +170,8 @@ def _model(family: str, load: Load) -> Any:
         **options,
     )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config).float().eval()
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.data.normal_(0, 0.08)
@@ -202,9 +203,9 @@ def _run(target: TargetModel, load: Load) -> Held:
         )
     ledger, cache = engine.ledger, engine.cache
     page_bytes = [0] * len(ledger.groups)
-    for keys, values, group in zip(cache.keys, cache.values, cache.layer_groups, strict=True):
-        size = ledger.groups[group].page_size
-        page_bytes[group] += size * sum(b[0].numel() * b.element_size() for b in (keys, values))
+    for keys, values, at in zip(cache.keys, cache.values, cache.layer_groups, strict=True):
+        size = ledger.groups[at].page_size
+        page_bytes[at] += size * sum(b[0].numel() * b.element_size() for b in (keys, values))
     row_bytes, window_slots, is_working = 0.0, 0, True
     while is_working:
         is_working = engine.turn()
