@@ -245,7 +245,7 @@ def test_abort_gives_windows_back(targets):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size, depth):
     reference, rng = reference_of(family), random.Random(page_size)
-    system = prompt(rng, 150)
+    system = prompt(rng, 155)
     config = EngineConfig(
         page_size=page_size,
         overlap_depth=depth,
@@ -255,7 +255,7 @@ def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size,
     )
     engine = Engine(targets[family], config=config)
     pin = engine.pin(system)
-    kept = 150 // page_size * page_size
+    kept = 155 // page_size * page_size
     assert pin.tokens == system[:kept]
     for g, group in enumerate(engine.ledger.groups):
         held = engine.ledger.pinned_pages(g) * page_size
@@ -273,7 +273,7 @@ def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size,
     # The second begins with the shorter text only. The third lies within both, where their windows
     # are gone, but for that of a single page. The fourth wants the longer text less its last token:
     # a page of one slot below that is gone where a round was prepared behind the prefill.
-    fresh = [159 - kept, 103 - 64, 1 if page_size == 64 else 30, 1]
+    fresh = [164 - kept, 103 - 64, 1 if page_size == 64 else 30, 1]
     if (page_size, depth) == (1, 1):
         fresh[3] = kept - 64
     assert engine.stats().prefilled_token_ct - before == sum(fresh)
