@@ -104,6 +104,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # in the order in which they will be admitted
         self._running: list[Request] = []  # in the order in which they were
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
+        self._has_windows = any(group.window is not None for group in ledger.groups)
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
@@ -453,7 +454,7 @@ class Scheduler:
         for request in self._prompts.values():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if request.wants_pin and left > 1:  # then no more of it is held than its windows
+            if request.wants_pin and self._has_windows and left > 1:  # no more of it is held then
                 left -= 1
             if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
                 chosen.append(request)
