@@ -315,8 +315,8 @@ GUARDS = [
         56,
         "no fork over a round in flight",
         "ledger/share.rs",
-        "if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(parent) {",
-        "if self.rows.has_unlaunched_extend(parent) {",
+        "if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(row) {",
+        "if self.rows.has_unlaunched_extend(row) {",
         Edit(
             "ledger/share.rs",
             "        if last > completed {\n",

@@ -6,6 +6,7 @@ import bisect
 
 import numpy as np
 
+from specpool.conversation import Conversations
 from specpool.request import Request
 from specpool.scheduler import Scheduler
 from specpool.sim import Settings, SimDevice
@@ -386,16 +387,122 @@ def search_in_dropped_tokens(patch):
     patch.setattr(Request, "append", append)
 
 
+def keep_the_overshoot(patch):
+    """sgl#22897: what was accepted behind the end stays in the session."""
+    keep = Conversations.keep
+    patch.setattr(Conversations, "keep", lambda self, c, row, n: keep(self, c, row, n + 4))
+
+
+def forget_the_last_token(patch):
+    """sgl#22651: a turn that finishes with a round in flight is one token short."""
+    end = Scheduler._end
+
+    def short(self, request, reason):
+        end(self, request, reason)
+        if reason == "length" and request.conversation is not None:
+            del request.conversation.tokens[-1:]
+
+    patch.setattr(Scheduler, "_end", short)
+
+
+def take_a_partial_turn_for_a_checkpoint(patch):
+    """sgl#40252: after an abort or a retraction, the text of the turn is the session's."""
+
+    def fall_back(self, request):
+        if request.conversation is None:
+            return False
+        request.conversation.tokens = list(request.tokens)
+        self.keep(request.conversation, request.row, len(request.tokens))
+        return True
+
+    patch.setattr(Conversations, "fall_back", fall_back)
+
+
+def give_the_checkpoint_back_with_the_turn(patch):
+    patch.setattr(Conversations, "fall_back", lambda self, request: False)
+
+
+def find_nothing_of_a_session(patch):
+    def take(self, request):
+        if request.conversation is not None:
+            self._give_back(request.conversation)
+
+    patch.setattr(Conversations, "take", take)
+
+
+def draft_on_old_draft_kv(patch):
+    init = Conversations.__init__
+    keeps = {"keeps_draft_kv": False}
+    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **keeps}))
+
+
+def keep_a_row_that_runs(patch):
+    """sgl#22753: session and request both claim it."""
+    take = Conversations.take
+
+    def taken_twice(self, request):
+        place = take(self, request)
+        if place is not None:
+            request.conversation.row = place[0]
+            self._idle[place[0]] = request.conversation
+        return place
+
+    patch.setattr(Conversations, "take", taken_twice)
+
+
+def keep_more_sessions_than_fit(patch):
+    init = Conversations.__init__
+    most = {"max_idle": 99}
+    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **most}))
+
+
+def retract_before_a_session_is_dropped(patch):
+    patch.setattr(Conversations, "reclaim", lambda self, shortage: False)
+
+
+def leave_a_closed_session_its_row(patch):
+    patch.setattr(Conversations, "close", lambda self, c: self.open.pop(c.number, None))
+
+
+def give_idle_rows_back_at_an_interrupt(patch):
+    """The row goes to somebody else, while its session believes to have it."""
+    recover = Scheduler.recover
+
+    def forgetful(self, why):
+        owned = [(row, c) for row, c in self.conversations.rows() if self.conversations.owns(row)]
+        recover(self, why)
+        for row, conversation in owned:
+            if self._ledger.is_live(row):
+                self._ledger.abort(row)
+            conversation.row = row
+
+    patch.setattr(Scheduler, "recover", forgetful)
+
+
+def trust_a_row_that_was_abandoned(patch):
+    patch.setattr(Conversations, "forget_lost", lambda self: None)
+
+
+def resume_behind_what_was_rewound(patch):
+    """sgl#22862: what lies past the kept prefix is not freed."""
+
+    def cut(self, conversation, num_tokens):
+        del conversation.tokens[num_tokens:]
+        return self.kept_len(conversation) if conversation.row else 0
+
+    patch.setattr(Conversations, "cut", cut)
+
+
 PLANTS = {
     drop_a_retracted_request: "have not ended",
     admit_the_last_first: "was admitted before request",
     put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",
     retract_the_first: "is retracted, not request",
     retract_without_draining: "retracted while results are still to come",
-    keep_the_row_of_who_ended: "pages free, .* fenced, .* held by running|leak|livelock",
+    keep_the_row_of_who_ended: "its client|pages free, .* held by running|leak|livelock",
     give_tokens_to_dropped_lanes: "went on after its end",
     forget_a_resolve: "OrderError|left out|livelock|not all in",
-    resolve_one_token_alone: "the true roots .* are not all in|livelock",
+    resolve_one_token_alone: "keeps KV of|the true roots .* are not all in|livelock",
     hand_pages_out_early: "position .* slot .* holds|OrderError|not written",
     lose_a_table_delta: "has no page|holds|not written",
     end_everybody_at_a_fault: "by error",
@@ -424,4 +531,17 @@ PLANTS = {
     run_on_behind_a_stop_string: "alone it would after .* by stop",
     keep_the_text_behind_a_stop_string: "alone it would after .* by stop",
     search_in_dropped_tokens: "alone it would after .* by length|IndexError",
+    keep_the_overshoot: "keeps KV of .* tokens, its client has|leaves KV of",
+    forget_the_last_token: "has .* tokens, its client",
+    take_a_partial_turn_for_a_checkpoint: "has .* tokens, its client",
+    give_the_checkpoint_back_with_the_turn: "found KV of .* tokens .*, and has none now",
+    find_nothing_of_a_session: "is prefilled from 0 on, it shares",
+    draft_on_old_draft_kv: "DraftLag|is prefilled from",
+    keep_a_row_that_runs: "are idle at once|requests run in rows|NotReady",
+    keep_more_sessions_than_fit: "sessions keep KV, .* may",
+    retract_before_a_session_is_dropped: "is retracted, and sessions keep|kv_exhausted",
+    leave_a_closed_session_its_row: "is kept, and the session is closed",
+    give_idle_rows_back_at_an_interrupt: "leak after an interrupt|is not what it was",
+    trust_a_row_that_was_abandoned: "is not what it was when|keeps KV of 0",
+    resume_behind_what_was_rewound: "leaves KV of|is prefilled from",
 }

@@ -86,6 +86,7 @@ VERBS: dict[str, tuple[Callable[[Busy], tuple], tuple[str, ...]]] = {
     "tag": (lambda b: (b.ready,), ("any row",)),
     "is_live": (lambda b: (b.ready,), ("any row",)),
     "checkpoint_len": (lambda b: (b.ready,), ("any row",)),
+    "check_quiet": (lambda b: (b.ready,), ("row",)),
 }
 # Values that are of the right type and wrong all the same.
 WRONG = {
@@ -336,7 +337,7 @@ def test_a_closed_ledger_refuses_every_verb_and_stays_readable():
             assert "closed" in str(error)
             refused.add(verb)
     queries = {verb for verb in VERBS if "group" in VERBS[verb][1] or "any row" in VERBS[verb][1]}
-    queries |= {"tokens_required", "pages_needed", "prefix_len"}
+    queries |= {"tokens_required", "pages_needed", "prefix_len", "check_quiet"}
     assert refused == set(calls) - queries
     assert (ledger.state_hash(), lengths.tolist()) == (before, resolved)
     assert table[busy.ready, 0] != 0

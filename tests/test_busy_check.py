@@ -228,7 +228,7 @@ def test_a_row_that_nobody_asked_for_is_left_alone(target, heads, texts, level):
     assert [o.token_ids for o in engine.generate(PROMPTS, PARAMS)] == texts
     assert [o.token_ids for o in done] == texts
     (finding,) = engine.findings
-    assert finding.text == f"row {intruder} (intruder) is live, but no request has it"
+    assert finding.text == f"row {intruder} (intruder) is live, but nobody has it"
     assert finding.rows == (intruder,) and engine.stats().num_quarantined_rows == 1
 
 
@@ -275,7 +275,8 @@ def test_a_pinned_texts_page_concerns_the_rows_that_share_it(target, heads, text
 
 
 def test_without_rows_left_it_says_so(target, heads):
-    run = Run(engine := build(target, heads, busy_check=1, on_finding="quarantine"))
+    options = {"busy_check": 1, "on_finding": "quarantine", "max_sessions": 0}
+    run = Run(engine := build(target, heads, **options))
     for row in run.rows:
         stray(engine.ledger.epoch, row, 1 << 40)
     for _ in range(2):

@@ -49,7 +49,14 @@ def test_every_verb_has_a_column():
     queries = {"check", "full_table", "is_live", "page_record", "page_table", "pages_needed"}
     queries |= {"ownership_map", "state_hash", "steps", "tag", "prefix_len", "checkpoint_len"}
     queries |= {"row_width", "pages_per_row", "free_pages", "fenced_pages", "reclaimable_pages"}
-    queries |= {"allocated_len", "protected_len", "evicted_len", "audit", "pinned_pages"}
+    queries |= {
+        "allocated_len",
+        "protected_len",
+        "evicted_len",
+        "audit",
+        "pinned_pages",
+        "check_quiet",
+    }
     for name in dir(specpool.Ledger):
         if not name.startswith("_") and callable(getattr(specpool.Ledger, name)):
             assert (name in columns) != (name in queries), name

@@ -25,6 +25,8 @@ def test_no_number_is_left_out():
         "groups",
         "accept_cts",
         "seconds",
+        "sessions",
+        "host",
     }
     assert set(GROUP_GAUGES) == numbers_of(GroupStats) - {"name"} | {"used_pages"}
     assert all(field.endswith("_ct") for field in COUNTERS)

@@ -14,6 +14,7 @@ from specpool.cli import main
 from specpool.cli.sim import SEEDS
 from specpool.sim import (
     Arrival,
+    Fault,
     Scenario,
     Settings,
     Simulation,
@@ -53,6 +54,7 @@ def test_everything_happens():
     assert "everybody is retracted" in seen
     assert min(tally.aborts, tally.device_errors, tally.retractions) > 10
     assert min(tally.forks, tally.pins, tally.dropped_pins, tally.stop_strings) > 10
+    assert min(tally.turns, tally.rewinds, tally.session_forks, tally.dropped_sessions) > 10
 
 
 def test_the_check_level_changes_nothing_that_happens():
@@ -222,13 +224,39 @@ def test_an_interrupt_at_a_shared_row_leaks_nothing(monkeypatch, verb, is_done):
     assert len(calls) >= last
 
 
+# A session between two turns while a step fails that its row was in, and while Ctrl-C comes.
+SAYS = Arrival(request_id=1, turn=0, prompt_len=5, max_len=12, stop_at=6, session=1, pause=6)
+FAULTY = [
+    dataclasses.replace(
+        small(
+            SAYS,
+            Arrival(request_id=2, turn=0, prompt_len=3, max_len=9, session=1),
+            Arrival(request_id=3, turn=0, prompt_len=3, max_len=30),
+            overlap_depth=1,
+            max_sessions=2,
+        ),
+        faults=(fault,),
+    )
+    for fault in (Fault(3, "result"), Fault(6, "interrupt"))
+]
+
+
+@pytest.mark.parametrize("faulty", FAULTY)
+def test_a_fault_between_turns_takes_no_more_than_its_own(faulty):
+    simulation = Simulation(faulty, keeps_trace=True)
+    tally = simulation.run()
+    assert tally.turns == 2
+    lost = faulty.faults[0].kind == "result"  # the step wrote the root that the session kept
+    assert tally.dropped_sessions == lost
+
+
 # --- planted bugs: each is found ---
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)
-    scenarios = itertools.chain([TIGHT], map(scenario, range(400)))
+    scenarios = itertools.chain([TIGHT, *FAULTY], map(scenario, range(400)))
     found = next(filter(None, map(broken_law, scenarios)))
     with pytest.raises(AssertionError, match=PLANTS[plant]):
         raise AssertionError(found)

@@ -86,6 +86,9 @@ def test_windows_are_sized_by_need():
     # A round in flight may be 4 tokens further on: a page more in each row, and less in the chunk.
     (_, overlapped) = sizes_of(**how, overlap_depth=1).groups
     assert overlapped.num_pages == window.num_pages + 9 - 1
+    # A window for each session, none of the full pages.
+    talks = sizes_of(**how, max_sessions=5).groups
+    assert [g.num_pages for g in talks] == [full.num_pages, window.num_pages + 5 * of_row]
     # Never more than the rows have columns.
     (short,) = sizes_of(max_batch=2, kv_bytes=1 << 30, bytes_of={4000: 4}).groups
     assert short.num_pages == 2 * 257

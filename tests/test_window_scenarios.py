@@ -97,6 +97,7 @@ def long_generations(
         max_context_len=120,
         prefill_tokens=48,
         overlap_depth=depth,
+        max_sessions=0,
         busy_check=2,
     )
     engine = Engine(target, drafter, config=config)
@@ -171,7 +172,12 @@ def test_scenario_44_admission_by_length_keeps_requests_out(targets, monkeypatch
 
     def most_running() -> int:
         config = EngineConfig(
-            page_size=4, max_batch=2, max_context_len=140, prefill_tokens=16, busy_check=2
+            page_size=4,
+            max_batch=2,
+            max_context_len=140,
+            prefill_tokens=16,
+            max_sessions=0,
+            busy_check=2,
         )
         engine = Engine(targets[family], config=config)
         params, most = SamplingParams(max_new_tokens=20, ignore_eos=True), 0

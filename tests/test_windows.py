@@ -17,6 +17,7 @@ import torch
 
 import eagle_checkpoints
 from families import make_model
+from lossless import Comparison
 from specpool import Engine, SamplingParams, Shape
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter, ScriptedDrafter
@@ -216,6 +217,40 @@ def test_samples_share_a_window(targets):
             texts[page_size] = [output.token_ids for output in outputs]
         assert len({str(each) for each in texts.values()}) == 1
         assert len({str(each) for each in texts[1]}) == 4
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations_keep_their_windows(targets, family, page_size, depth):
+    """Three at once, five turns each: every turn's text is that of all its tokens, fresh."""
+    reference, rng = reference_of(family), random.Random(page_size)
+    config = EngineConfig(
+        page_size=page_size,
+        overlap_depth=depth,
+        prefill_tokens=10,
+        max_batch=2,
+        max_context_len=300,
+        busy_check=2,
+    )
+    engine = Engine(targets[family], config=config)
+    params = SamplingParams(max_new_tokens=14, ignore_eos=True)
+    sessions, comparison = [engine.open_session() for _ in range(3)], Comparison()
+    for _ in range(5):
+        turns = [
+            session.append(prompt(rng, rng.choice([1, 7, 23])), params) for session in sessions
+        ]
+        turns[0].close() if rng.random() < 0.4 else None  # back to the last turn's end
+        for turn in turns:
+            if turn._is_read:
+                continue
+            output = turn.output()
+            assert output.error is None
+            comparison.add(reference, output.prompt_ids, output.token_ids)
+    comparison.finish()
+    assert comparison.num_positions >= 5 * 2 * 14
+    for session in sessions:
+        session.close()
 
 
 def test_abort_gives_windows_back(targets):

@@ -70,7 +70,7 @@ def sizes_of(
     *, kv_bytes: int = 0, bytes_of: dict[int | None, int] | None = None, **options: Any
 ) -> GroupSizes:
     return size_groups(
-        EngineConfig(**{"page_size": 16, "prefill_tokens": 128, **options}),
+        EngineConfig(**{"page_size": 16, "prefill_tokens": 128, "max_sessions": 0, **options}),
         {None: 4, 64: 20} if bytes_of is None else bytes_of,
         0,
         shapes=[Shape.eagle(3, 1, 4)],

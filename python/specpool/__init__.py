@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from specpool.engine import Engine
     from specpool.output import Chunk
     from specpool.request import RequestOutput
+    from specpool.session import Session, Turn
     from specpool.stats import EngineStats
 
 _LAZY = {
@@ -40,6 +41,8 @@ _LAZY = {
     "Engine": "specpool.engine",
     "EngineStats": "specpool.stats",
     "RequestOutput": "specpool.request",
+    "Session": "specpool.session",
+    "Turn": "specpool.session",
 }
 
 __all__ = [
@@ -64,11 +67,13 @@ __all__ = [
     "RequestOutput",
     "RowOverflow",
     "SamplingParams",
+    "Session",
     "Shape",
     "ShapeError",
     "Snapshot",
     "SpecpoolError",
     "StalePlan",
+    "Turn",
     "__version__",
 ]
 

@@ -455,6 +455,13 @@ class Ledger:
         """The name of the row's request, also after its release."""
     def is_live(self, row: int) -> bool:
         """Whether the row is admitted."""
+    def check_quiet(self, row: int) -> None:
+        """Nothing moves in the row: what it holds below `resolved_len` is written and stays.
+
+        Raises:
+            NotReady: something of the row is in flight, its last launched step is not complete, or
+                a page copy into it is not finished.
+        """
     def checkpoint_len(self, row: int) -> int | None:
         """Tokens of the row's checkpoint, which `end_turn` set."""
     def prefix_len(self, prefix: int) -> int:

@@ -184,22 +184,29 @@ class BusyCheck:
                 )
 
     def _wrong_rows(self) -> Iterator[_Fault]:
-        """Each request's row is live at its epoch, and each live row has a request."""
+        """Each row of a request or a session is live at its epoch, and each live row has one."""
         ledger, epoch = self._ledger, self._ledger.epoch
-        requests = {request.row: request for request in self._scheduler.requests() if request.row}
-        for row, request in requests.items():
+        owners = {
+            row: (f"session {conversation.number}", conversation.epoch)
+            for row, conversation in self._scheduler.conversations.rows()
+        }
+        for request in self._scheduler.requests():
+            if not request.row:
+                continue
+            name = f"request {request.request_id}"
+            if request.row in owners:
+                text = f"{name} and {owners[request.row][0]} both have {self._name(request.row)}"
+                yield _Fault(text, row=request.row)
+            owners[request.row] = name, request.epoch
+        for row, (owner, taken_at) in owners.items():
             if not ledger.is_live(row):
-                text = f"request {request.request_id} runs on {self._name(row)}, which is not live"
+                yield _Fault(f"{owner} has {self._name(row)}, which is not live", row=row)
+            elif int(epoch[row]) != taken_at:
+                text = f"{self._name(row)} is at epoch {epoch[row]}, {owner} took it at {taken_at}"
                 yield _Fault(text, row=row)
-            elif int(epoch[row]) != request.epoch:
-                yield _Fault(
-                    f"{self._name(row)} is at epoch {epoch[row]}, request {request.request_id} "
-                    f"took it at {request.epoch}",
-                    row=row,
-                )
         for row in range(1, ledger.num_rows + 1):
-            if ledger.is_live(row) and row not in requests:
-                yield _Fault(f"{self._name(row)} is live, but no request has it", row=row)
+            if ledger.is_live(row) and row not in owners:
+                yield _Fault(f"{self._name(row)} is live, but nobody has it", row=row)
 
     def _wrong_tables(self) -> Iterator[_Fault]:
         """The device's page tables are what the last delta made of them."""

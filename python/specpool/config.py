@@ -14,6 +14,7 @@ Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
 OnFinding = Literal["raise", "quarantine"]
+Offload = Literal["cost", "always", "never"]
 
 #: Tokens that a row is to have room for beyond its next round before another request is admitted.
 HEADROOM = 16
@@ -80,6 +81,10 @@ class EngineConfig:
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
         max_batch: requests that run at once.
+        max_sessions: sessions that keep KV between their turns, at most; the one whose turn ended
+            longest ago gives way. Others keep their tokens, and are prefilled anew.
+        session_pages: pages of each group that they may keep for themselves between turns; None =
+            all that nobody else needs.
         overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
         prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
             which the running requests go on.
@@ -92,6 +97,10 @@ class EngineConfig:
             rows. A window group has the pages of `max_batch` windows and one prefill step, at most
             `num_pages`.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
+        host_bytes: bytes of host memory for the KV of requests that had to give way; 0 = they are
+            prefilled again.
+        offload: who goes there: `cost` = whose copies there and back take less time than a prefill,
+            `always` = whoever fits, `never` = nobody.
         busy_check: what is looked at before each turn: 0 = nothing beyond what every call checks,
             1 = sums and rows, 2 = every page, and the device's page tables. The default is the
             environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -109,6 +118,8 @@ class EngineConfig:
     layout: Layout = "auto"
     ancestry: Ancestry = "exact"
     max_batch: int = 8
+    max_sessions: int = 16
+    session_pages: int | None = None
     overlap_depth: int = 0
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
@@ -117,6 +128,8 @@ class EngineConfig:
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None
+    host_bytes: int = 0
+    offload: Offload = "cost"
     busy_check: int = field(default_factory=busy_check_of_environment)
     on_finding: OnFinding = "raise"
 
@@ -133,6 +146,9 @@ class EngineConfig:
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
         check_int("max_batch", self.max_batch, 1, 1 << 16)
+        check_int("max_sessions", self.max_sessions, 0, 1 << 16)
+        if self.session_pages is not None:
+            check_int("session_pages", self.session_pages, 0, 1 << 31)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         check_int("headroom", self.headroom, 0, 1 << 30)
@@ -144,6 +160,8 @@ class EngineConfig:
             check_int("num_pages", self.num_pages, 1, 1 << 31)
         if self.kv_bytes is not None:
             check_int("kv_bytes", self.kv_bytes, 1, 1 << 50)
+        check_int("host_bytes", self.host_bytes, 0, 1 << 50)
+        check_choice("offload", self.offload, get_args(Offload))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 

@@ -16,9 +16,11 @@ import torch
 from specpool._core import Shape
 from specpool.attention import BACK_ENDS, back_end
 from specpool.busy_check import BusyCheck, BusyFinding
-from specpool.config import EngineConfig, SamplingParams
+from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
+from specpool.host_memory import HostMemory
+from specpool.host_tier import HostTier
 from specpool.kv_cache import KVCache
 from specpool.loading import load
 from specpool.loop import Loop
@@ -29,6 +31,7 @@ from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
 from specpool.scheduler import Pin, Scheduler
+from specpool.session import Session
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.worker import EagleWorker
 
@@ -108,12 +111,20 @@ class Engine:
             max_context_len=self.max_context_len,
             attention=attention,
         )
+        self._host = None
+        if config.host_bytes:
+            memory = HostMemory(self.ledger, self.cache, config.host_bytes)
+            self._host = HostTier(self.ledger, memory, policy=config.offload)
         self._scheduler = Scheduler(
             self.ledger,
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             headroom=config.headroom,
+            max_idle=config.max_sessions,
+            idle_pages=config.session_pages,
+            host=self._host,
+            token_seconds=lambda: self._loop.token_seconds,
             reads_tokens=drafter is not None and drafter.reads_tokens,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=self._scrub,
@@ -133,6 +144,7 @@ class Engine:
             self._busy_check,
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
+            host=self._host,
         )
         self._submitted: dict[int, _Submitted] = {}
         # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
@@ -289,6 +301,22 @@ class Engine:
             with self._lock:
                 run.close()
 
+    def open_session(self, *, max_tokens: int | None = None) -> Session:
+        """Open a conversation that keeps its KV between its turns.
+
+        Args:
+            max_tokens: tokens of it at most, prompts and outputs; None = `max_context_len`.
+
+        Raises:
+            ConfigError: `max_tokens` is not in [2, max_context_len], or the engine is closed.
+        """
+        self._prompts.check_open()
+        if max_tokens is not None:
+            check_int("max_tokens", max_tokens, 2, self.max_context_len)
+        with self._lock:
+            conversation = self._scheduler.conversations.new([])
+        return Session(self, conversation, max_tokens or self.max_context_len)
+
     def submit(
         self,
         prompt: Prompt,
@@ -296,6 +324,7 @@ class Engine:
         *,
         shape: Shape | None = None,
         priority: int = 0,
+        session: Session | None = None,
         on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
     ) -> int:
         """Queue one request for `turn`, in a loop of your own.
@@ -305,6 +334,7 @@ class Engine:
             params: None = the defaults.
             shape: None = the engine's, or one of its shapes.
             priority: as in `generate`.
+            session: whose next turn it is; the prompt goes on with it then.
             on_item: called in a turn with the request's number and what came new: chunks, and the
                 output when it is done. It may submit and abort.
 
@@ -321,7 +351,10 @@ class Engine:
         if params is not None and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         with self._lock:
-            (request,) = self._prompts.requests([prompt], params, shape, priority)
+            if session is None:
+                (request,) = self._prompts.requests([prompt], params, shape, priority)
+            else:
+                request = session.request(prompt, params, shape, priority)
             self._scheduler.submit(request)
             self._submitted[request.request_id] = _Submitted(
                 request, Report(request, self.tokenizer), on_item
@@ -398,7 +431,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now and has done since it was built."""
-        return engine_stats(self.ledger, self._scheduler, self._busy_check, self._loop.clock)
+        return engine_stats(
+            self.ledger, self._scheduler, self._busy_check, self._loop.clock, self._host
+        )
 
     @property
     def findings(self) -> list[BusyFinding]:
@@ -419,6 +454,9 @@ class Engine:
             self._loop.drain()
             if not self.ledger.closed:
                 self._scheduler.unpin_all()
+                self._scheduler.conversations.close_all()
+                if self._host is not None:
+                    self._host.close()
             self.target.close()
             self.ledger.close()
 

@@ -6,22 +6,28 @@ Under overlap (D = 1) a turn's steps are launched before the last turn's results
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
 import torch
 
 from specpool._core import Ledger
 from specpool.busy_check import BusyCheck
 from specpool.errors import CorruptState, SpecpoolError, StalePlan
+from specpool.host_tier import HostTier
 from specpool.kv_cache import KVCache
 from specpool.pending import PendingStep
 from specpool.request import Request
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler, Step, StepResult
 from specpool.stats import Clock
 from specpool.worker import EagleWorker
+
+# Prefills that an average of their seconds reaches back to, about.
+_OBSERVED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,8 @@ class _Flying:
 
     turn: int
     step: Step
-    pending: PendingStep
+    pending: PendingStep | None  # None = a reload, which gives no tokens
+    started: float  # when it was launched, by the clock
 
 
 class Loop:
@@ -39,6 +46,7 @@ class Loop:
     Attributes:
         clock: seconds by phase.
         peak_pages: most pages of each group that were taken at once.
+        token_seconds: what the prefill of a token takes, of late; 0 = none has run.
     """
 
     def __init__(
@@ -51,15 +59,17 @@ class Loop:
         *,
         overlap_depth: int,
         mixed_chunks: bool,
+        host: HostTier | None = None,
     ) -> None:
         """Nothing is on its way; see `EngineConfig` for the options."""
+        self._host = host
         self._ledger, self._scheduler, self._worker = ledger, scheduler, worker
         self._cache, self._busy_check = cache, busy_check
         self._overlap_depth, self._mixed_chunks = overlap_depth, mixed_chunks
         self._turns = 0
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._num_pages = [group.num_pages for group in ledger.groups]
-        self.clock = Clock()
+        self.clock, self.token_seconds = Clock(), 0.0
         self.peak_pages = [0] * len(self._num_pages)
 
     @property
@@ -91,8 +101,12 @@ class Loop:
             with self.recovering():
                 for request in requests:
                     self._scheduler.abort(request)
-                if not self._scheduler.requests():
-                    self.drain()
+                self.rest()
+
+    def rest(self) -> None:
+        """With nobody left to run, leave nothing on its way either."""
+        if not self._scheduler.requests():
+            self.drain()
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
@@ -133,8 +147,11 @@ class Loop:
                 out_of_use = f"{len(self._busy_check.rows)} of {self._ledger.num_rows} rows"
                 raise CorruptState(f"no request can run: {out_of_use} are out of use")
             self._turns += 1
-            together = len(steps) > 1 and self._mixed_chunks
-            for group in [steps] if together else [[step] for step in steps]:
+            reloads = [step for step in steps if step.handles is not None]
+            forwards = [step for step in steps if step.handles is None]
+            together = len(forwards) > 1 and self._mixed_chunks
+            groups = [forwards] if together else [[step] for step in forwards]
+            for group in [*([step] for step in reloads), *groups]:
                 self._launch(group)
             last = self._turns - (self._overlap_depth if steps else 1)
             while self._flying and self._flying[0].turn <= last:
@@ -168,23 +185,38 @@ class Loop:
                 launched.append(step)
         if not launched:
             return
+        started, pending = time.perf_counter(), list[PendingStep | None]()
         try:
             with self.clock.launch:
                 for step in launched:
                     self._busy_check.apply_delta(step.plan.step)
                     self._cache.copy_pages(step.plan.page_copies)
-                pending = self._worker.run(launched)
+                if launched[0].handles is None:
+                    pending += self._worker.run(launched)
+                elif self._host is not None:
+                    self._host.restore(launched[0].plan, launched[0].handles)
+                    pending.append(None)
         except Exception as error:
             for step in launched:
                 self._fail(step, error)
         else:
-            self._flying += map(_Flying, repeat(self._turns), launched, pending)
+            if self._cache.device.type == "cpu":  # it has run
+                self._observe(launched, time.perf_counter() - started)
+            turns = repeat(self._turns), launched, pending, repeat(started)
+            self._flying += map(_Flying, *turns)
 
     def _take_over(self, flying: _Flying) -> None:
         """Wait for a step's results and give them to the scheduler."""
+        if flying.pending is None:
+            lanes = len(flying.step.requests)
+            nothing = StepResult([[]] * lanes, np.zeros(lanes, np.int32), [False] * lanes)
+            self._scheduler.finish(flying.step, nothing)
+            return
         try:
             with self.clock.wait:
                 result = flying.pending.result()
+            if self._cache.device.type != "cpu":
+                self._observe([flying.step], time.perf_counter() - flying.started)
         except Exception as error:
             self._fail(flying.step, error)
             return
@@ -195,6 +227,14 @@ class Loop:
                 ):
                     request.tainted |= not_finite
             self._scheduler.finish(flying.step, result)
+
+    def _observe(self, steps: list[Step], seconds: float) -> None:
+        """Learn what the prefill of a token takes, from a forward of nothing else."""
+        plan = steps[0].plan
+        if len(steps) == 1 and plan.kind == "extend" and steps[0].handles is None:
+            latest = seconds / int((plan.new_len - plan.start).sum())
+            known = self.token_seconds or latest
+            self.token_seconds = known + (latest - known) / _OBSERVED
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""

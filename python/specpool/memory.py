@@ -54,7 +54,6 @@ def plan_pools(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
-    num_idle_rows: int = 0,
 ) -> PoolPlan:
     """Size the groups and build the ledger.
 
@@ -66,7 +65,6 @@ def plan_pools(
         max_context_len: tokens of a sequence at most.
         dtype: of the KV.
         device: where the KV lives.
-        num_idle_rows: rows beside `max_batch`, of sessions between two turns.
 
     Raises:
         ConfigError: the memory does not hold one full row, or not the pages asked for.
@@ -81,7 +79,6 @@ def plan_pools(
         shapes=shapes,
         max_context_len=max_context_len,
         kv_bytes=budget,
-        num_idle_rows=num_idle_rows,
     )
     ledger = sizes.ledger()
     free = free_bytes(device)

@@ -26,6 +26,7 @@ GROUP_GAUGES = {
     "fenced_pages": ("fenced_pages", "Freed pages that a launched step may still touch."),
     "used_pages": ("used_pages", "Pages that are neither free nor fenced."),
     "pinned_pages": ("pinned_pages", "Pages of pinned texts."),
+    "reclaimable_pages": ("reclaimable_pages", "Pages that sessions keep between their turns."),
     "quarantined_pages": ("quarantined_pages", "Pages that the busy check took out of use."),
     "used_tokens": ("used_tokens", "Slots with KV of a token."),
     "unused_slots": ("unused_slots", "Slots reserved beyond the tokens with KV."),
@@ -36,6 +37,8 @@ GAUGES = {
     "num_quarantined_rows": ("quarantined_rows", "Rows that the busy check took out of use."),
     "num_running": ("running_requests", "Requests with a row."),
     "num_waiting": ("waiting_requests", "Requests without a row."),
+    "num_sessions": ("sessions", "Sessions that are open."),
+    "num_idle_sessions": ("idle_sessions", "Sessions that keep KV between their turns."),
     "accept_len": ("accept_len", "Mean tokens of a row's round, bonus included."),
 }
 COUNTERS = {

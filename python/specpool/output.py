@@ -92,4 +92,5 @@ def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Re
         accept_lens=request.accept_lens,
         from_draft=request.from_draft,
         logprobs=request.logprobs if request.params.logprobs is not None else None,
+        num_reused=request.num_reused,
     )

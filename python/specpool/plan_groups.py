@@ -65,7 +65,7 @@ class GroupSizes:
         draft_group: the group that hosts the draft's layers.
         shapes: shape 0 first.
         num_rows: requests that run at once.
-        num_idle_rows: rows beside them, of sessions between two turns.
+        max_sessions: rows beside them, of sessions between their turns.
         max_context_len: tokens of a sequence at most.
         max_chunk: tokens of one prefill step at most.
         overlap_depth: rounds prepared ahead.
@@ -77,7 +77,7 @@ class GroupSizes:
     draft_group: int
     shapes: tuple[Shape, ...]
     num_rows: int
-    num_idle_rows: int
+    max_sessions: int
     max_context_len: int
     max_chunk: int
     overlap_depth: int
@@ -196,7 +196,7 @@ class GroupSizes:
         return Ledger(
             groups,
             self.shapes,
-            num_rows=self.num_rows + self.num_idle_rows,
+            num_rows=self.num_rows + self.max_sessions,
             max_batch=self.num_rows,
             max_context_len=self.max_context_len,
             max_chunk=self.max_chunk,
@@ -215,20 +215,18 @@ def size_groups(
     shapes: Sequence[Shape],
     max_context_len: int,
     kv_bytes: int,
-    num_idle_rows: int = 0,
 ) -> GroupSizes:
     """Size the groups: a full one, one for each window, and the draft's where it has its own.
 
     Args:
-        config: placement, policy, layout, page size, depth, `max_batch`, `prefill_tokens`, and
-            `num_pages` if given.
+        config: placement, policy, layout, page size, depth, `max_batch`, `max_sessions`,
+            `prefill_tokens`, and `num_pages` if given.
         target_bytes: window -> bytes of a token's KV in all layers of the target with that window
             (`bytes_by_window`); a window as long as the context hides nothing.
         draft_bytes: of a token's KV in all layers of the draft model; 0 = it keeps none.
         shapes: those that will run beside shape 0.
         max_context_len: tokens of a sequence at most.
         kv_bytes: for the buffers; not looked at where `config.num_pages` is given.
-        num_idle_rows: rows beside `max_batch`, of sessions between two turns.
 
     Raises:
         ConfigError: the bytes do not hold one full row.
@@ -271,7 +269,7 @@ def size_groups(
         draft_group=len(groups) - 1 if has_own else 0,
         shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
         num_rows=config.max_batch,
-        num_idle_rows=num_idle_rows,
+        max_sessions=config.max_sessions,
         max_context_len=max_context_len,
         max_chunk=min(config.prefill_tokens, max_context_len),
         overlap_depth=config.overlap_depth,
@@ -280,7 +278,7 @@ def size_groups(
     ).with_widths()
     if config.num_pages is None:
         return _fit(sizes, kv_bytes)
-    sized = sizes.with_rows(1, config.max_batch + num_idle_rows)
+    sized = sizes.with_rows(1, config.max_batch + config.max_sessions)
     return replace(
         sized,
         groups=tuple(
@@ -299,8 +297,8 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     """As many rows as the bytes hold, at most all.
 
     Windows come first: a row's does not grow with its length, so that they are what limits how many
-    short requests run. They get those of all rows where that is at most half of the bytes, else as
-    many as there are rows of the whole context.
+    short requests run. All that run have theirs where that is at most half of the bytes, else there
+    are as many as rows of the whole context. Where these all fit, sessions between turns get some.
     """
     room = kv_bytes - sum(group.page_bytes for group in sizes.groups)  # page 0 of each
     full = [group for group in sizes.groups if group.window is None]
@@ -319,11 +317,11 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
             f"one row of {sizes.max_context_len} tokens needs {need} bytes of KV, {kv_bytes} are "
             "to be had: lower max_context_len or the dtype, or raise kv_bytes"
         )
-    counts = range(1, sizes.num_rows + sizes.num_idle_rows + 1)
+    running = range(1, sizes.num_rows + 1)
     spare = min(room // 2, room - row_bytes)
     num_windows = max(
-        bisect.bisect_right(counts, room, key=both),
-        bisect.bisect_right(counts, spare, key=window_bytes),
+        bisect.bisect_right(range(1, len(running) + sizes.max_sessions + 1), room, key=both),
+        bisect.bisect_right(running, spare, key=window_bytes),
     )
     num_rows: float = sizes.num_rows
     if row_bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specpool._core import Shape
 from specpool.config import SamplingParams, check_int
+from specpool.conversation import Conversation
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.request import Request, fresh_seed
@@ -80,10 +81,49 @@ class Prompts:
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         requests = []
         for index, (prompt, p, own) in enumerate(zip(several, params, shapes, strict=True)):
-            first = self._request(index, prompt, p, own, priority)
+            ids = self._encode(index, prompt)
+            if not ids:
+                raise ConfigError(f"prompt {index} is empty")
+            first = self._request(f"prompt {index}", index, ids, p, own, priority)
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
         return requests
+
+    def turn(
+        self,
+        conversation: Conversation,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        shape: Shape | None,
+        priority: int,
+        max_tokens: int,
+    ) -> Request:
+        """The next turn of a conversation; nothing is queued yet.
+
+        Raises:
+            ConfigError: a prompt or a parameter that cannot work, or no room for it.
+        """
+        self.check_open()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+        if params.n > 1:
+            raise ConfigError(f"a turn has one sample, got n={params.n}: fork the session")
+        (own,) = self._shapes_of(shape, 1)
+        check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
+        history = conversation.tokens
+        ids = self._encode(0, prompt, goes_on=bool(history))
+        if not history and not ids:
+            raise ConfigError("the session's first turn is empty")
+        if len(history) + len(ids) >= max_tokens:
+            raise ConfigError(
+                f"the session has {len(history)} tokens and gets {len(ids)}; with one new token at "
+                f"least, its limit of {max_tokens} leaves room for "
+                f"{max(max_tokens - len(history) - 1, 0)}"
+            )
+        request = self._request("the turn", 0, [*history, *ids], params, own, priority, max_tokens)
+        request.conversation = conversation
+        return request
 
     def check_open(self) -> None:
         """Raise `ConfigError` where nothing can run any more."""
@@ -120,21 +160,25 @@ class Prompts:
         )
 
     def _request(
-        self, index: int, prompt: Prompt, params: SamplingParams, shape: Shape, priority: int
+        self,
+        name: str,
+        index: int,
+        ids: list[int],
+        params: SamplingParams,
+        shape: Shape,
+        priority: int,
+        max_tokens: int | None = None,
     ) -> Request:
-        ids = self._encode(index, prompt)
-        if not ids:
-            raise ConfigError(f"prompt {index} is empty")
         vocab_size, longest = self._target.vocab_size, self._max_context_len
         for position, token in enumerate(ids):
             if not 0 <= token < vocab_size:
                 raise ConfigError(
-                    f"prompt {index} has token id {token} at position {position}; "
+                    f"{name} has token id {token} at position {position}; "
                     f"the vocabulary is [0, {vocab_size})"
                 )
         if len(ids) >= longest:
             raise ConfigError(
-                f"prompt {index} has {len(ids)} tokens; with one new token at least, "
+                f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
@@ -146,7 +190,7 @@ class Prompts:
             params=params,
             shape=shape,
             shape_index=self._shapes.index(shape),
-            max_len=min(len(ids) + params.max_new_tokens, longest),
+            max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=fresh_seed() if params.seed is None else params.seed,
             priority=priority,
@@ -155,12 +199,13 @@ class Prompts:
         if not self._scheduler.fits(request):
             most = self._scheduler.pages_at_most(request).tolist()
             raise ConfigError(
-                f"prompt {index} needs {most} pages when it is {request.max_len} tokens long, the "
+                f"{name} needs {most} pages when it is {request.max_len} tokens long, the "
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request
 
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+    def _encode(self, index: int, prompt: Prompt, *, goes_on: bool = False) -> list[int]:
+        """The prompt's tokens; of one that goes on, without those that begin a text."""
         if _is_chat(prompt):
             return self._encode_chat(index, cast("Sequence[Message]", prompt))
         if not isinstance(prompt, str):
@@ -175,7 +220,7 @@ class Prompts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return list(self._tokenizer.encode(prompt))
+        return list(self._tokenizer.encode(prompt, add_special_tokens=not goes_on))
 
     def _encode_chat(self, index: int, messages: Sequence[Message]) -> list[int]:
         """The tokens of a chat up to where the answer begins, as the tokenizer's template says."""

@@ -11,6 +11,8 @@ from specpool.config import SamplingParams
 from specpool.tokens import TextStream
 
 if TYPE_CHECKING:
+    from specpool.conversation import Conversation
+    from specpool.host_tier import Handle
     from specpool.scheduler import Pin
 
 
@@ -63,6 +65,9 @@ class Request:
     sample: int = 0  # which of a prompt's samples
     wants_pin: bool = False  # its prompt is to be pinned, nothing to be generated
     pin: Pin | None = None
+    conversation: Conversation | None = None  # whose turn it is
+    num_reused: int = 0  # prompt tokens with KV when it got its first row
+    handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
 
     @property
     def num_output_tokens(self) -> int:
@@ -161,6 +166,8 @@ class RequestOutput:
         accept_lens: the accept length of each, bonus included.
         from_draft: whether each generated token is an accepted draft.
         logprobs: one entry per generated token, if asked for.
+        num_reused: prompt tokens that were not computed: their KV was there, of earlier turns of
+            the session or of a pinned text.
     """
 
     index: int
@@ -174,6 +181,7 @@ class RequestOutput:
     accept_lens: list[int]
     from_draft: list[bool]
     logprobs: list[TokenLogprob] | None
+    num_reused: int
 
     @property
     def verify_ct(self) -> int:

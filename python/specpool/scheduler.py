@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
+from specpool.conversation import Conversation, Conversations
 from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
+from specpool.host_tier import Handle, HostTier
 from specpool.page_needs import PageNeeds
 from specpool.request import Request, TokenLogprob
 from specpool.stats import Counts
@@ -36,6 +38,7 @@ class Step:
 
     plan: Plan
     requests: list[Request]  # the plan's lanes
+    handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
 
     @property
     def is_decode(self) -> bool:
@@ -77,6 +80,10 @@ class Scheduler:
         keeps_draft_kv: bool = False,
         reads_tokens: bool = False,
         headroom: int = 0,
+        max_idle: int = 0,
+        idle_pages: int | None = None,
+        host: HostTier | None = None,
+        token_seconds: Callable[[], float] = float,
         is_promising: Callable[[list[int]], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
@@ -91,6 +98,10 @@ class Scheduler:
                 flight at most.
             headroom: tokens beyond its next round that every row must have room for before another
                 request is admitted.
+            max_idle: rows that conversations keep between their turns, at most.
+            idle_pages: pages of each group that these rows may keep for themselves; None = all.
+            host: keeps KV of retracted requests and of conversations; None = nobody does.
+            token_seconds: what the prefill of a token takes, 0 = not known.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
                 it is not, the row decodes plainly. None = it always is.
             before_release: called while the request still has its row.
@@ -119,6 +130,15 @@ class Scheduler:
         self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
         self._needs = PageNeeds(ledger, headroom)
         self._pins: list[Pin] = []  # the oldest first
+        self.conversations = Conversations(
+            ledger,
+            max_idle=max_idle,
+            max_pages=idle_pages,
+            keeps_draft_kv=keeps_draft_kv,
+            host=host,
+            token_seconds=token_seconds,
+        )
+        self._host = host
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
         self.num_retracted = 0
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
@@ -171,6 +191,7 @@ class Scheduler:
         """Take a row out of use, for good: what it holds is not given back, its request ends."""
         if self._ledger.is_live(row):
             self._quarantined[row] = int(self._ledger.epoch[row])
+        self.conversations.forget(row)
         request: Request | None = self._by_row[row]
         if request is not None:
             request.error = why
@@ -202,7 +223,7 @@ class Scheduler:
     # --- a turn of the loop ---------------------------------------------------------------------
 
     def schedule(self) -> list[Step]:
-        """Prepare what can run now: a prefill step, a decode step, both or none.
+        """Prepare what can run now: a reload, a prefill step, a decode step, any of them or none.
 
         They are to be launched in this order. None, and steps in flight: finish those first. None
         and nothing in flight: there is nothing to do.
@@ -211,7 +232,8 @@ class Scheduler:
             was_starved = self._is_starved
             if not was_starved:
                 self._admit()
-            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            prepared = self._reload(), self._prefill(), self._decode()
+            steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight:
                 return steps
@@ -224,7 +246,7 @@ class Scheduler:
     def launch(self, step: Step) -> None:
         """The step's forward is about to be enqueued."""
         self._ledger.launch(step.plan.step)
-        if not step.is_decode:
+        if not step.is_decode and step.handles is None:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
                     self._limits[request.row] = request.max_len
@@ -261,6 +283,10 @@ class Scheduler:
             rows, accept_len, lives = rows[alive], accept_len[alive], alive.tolist()
             requests, tokens = [*compress(requests, lives)], [*compress(tokens, lives)]
             logprobs = None if logprobs is None else [*compress(logprobs, lives)]
+        if step.handles is not None:
+            for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
+                self._come_back(request, end)
+            return
         if is_decode:
             lens += accept_len
             self.counts.round(accept_len)
@@ -320,7 +346,7 @@ class Scheduler:
         plan = step.plan
         alive = (self._ledger.epoch[plan.rows] == plan.epochs) & self._in_use(plan.rows)
         for request, lives in zip(step.requests, alive.tolist(), strict=True):
-            if lives:
+            if lives and step.handles is None:  # the others are prefilled
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
                 self._end(request, "error")
@@ -329,6 +355,8 @@ class Scheduler:
         self._in_flight -= 1
         for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
             self._requeue(request)  # a page copy into its row was lost with the step
+        self.conversations.forget_lost()
+        self._forget_handles()
 
     def recover(self, why: str) -> None:
         """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
@@ -336,8 +364,9 @@ class Scheduler:
             request.error, request.tainted = why, True
             self._end(request, request.finish_reason or "abort")
         for row in range(1, self._ledger.num_rows + 1):
-            # Taken, but not yet given to its request
-            if self._ledger.is_live(row) and not self.is_quarantined(row):
+            # Taken, but not yet given to its request, or its conversation
+            is_owned = self.is_quarantined(row) or self.conversations.owns(row)
+            if self._ledger.is_live(row) and not is_owned:
                 self._ledger.abort(row)
         for number, _, state in reversed(self._ledger.steps()):
             if state in ("prepared", "stale"):
@@ -348,12 +377,17 @@ class Scheduler:
             self._ledger.complete(number)
         for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
             self._ledger.release_prefix(prefix)  # of a pin on its way in or out
+        self.conversations.forget_lost()
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
         self._prompts.clear()
         for request in self._waiting:
             request.row = 0
+        if self._host is not None:
+            kept = [owner.handle for owner in self._owners() if owner.handle is not None]
+            self._host.recover(kept)
+            self._forget_handles()
 
     # --- how it is done -------------------------------------------------------------------------
 
@@ -368,25 +402,54 @@ class Scheduler:
             request = self._waiting[0]
             need = self._needs.of(len(request.tokens), request.shape_index)
             if claimed is None:
-                free = [self._ledger.free_pages(g) for g in range(len(self._num_pages))]
+                free = [
+                    self._ledger.free_pages(g) + self._ledger.reclaimable_pages(g)
+                    for g in range(len(self._num_pages))
+                ]
                 rows = np.flatnonzero(self._lens)
                 claimed = self._needs.of_all(self._lens[rows], self._shapes[rows])
             claimed = claimed + need
             if self._running and ((need > free) | (claimed > self._num_pages)).any():
                 return
-            try:
-                row, length = self._take_row(request)
-            except (OutOfRows, OutOfPages):  # rows or pages are fenced
+            place = self.conversations.take(request) or self._take_row(request)
+            if place is None:
                 return
+            row, length = place
             self._start(request, row, length)
             del self._waiting[0]
             if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
                 self._part(request)
 
+    def _take_row(self, request: Request) -> tuple[int, int] | None:
+        """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
+        conversation = request.conversation
+        if conversation is not None and conversation.handle is not None:
+            request.handle, conversation.handle = conversation.handle, None
+        pins = self._pins_of(request.tokens) if request.handle is None else []
+        while True:
+            pin, length = pins[0] if pins else (None, 0)
+            try:
+                row = self._ledger.admit(
+                    str(request.request_id),
+                    prefix=None if pin is None else pin.prefix,
+                    length=None if pin is None else length,
+                )
+            except NotReady:  # a window below the length is not held
+                del pins[0]
+            except OutOfRows:  # they are fenced
+                return None
+            except OutOfPages as shortage:
+                if not self._reclaim(shortage):
+                    return None
+            else:
+                return row, length
+
     def _start(self, request: Request, row: int, prefilled_len: int) -> None:
         """The request has a row, with KV of its first tokens."""
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
+        if request.handle is None:
+            self._count_start(request)
         self._by_row[row] = request
         self._lens[row], self._accept_len[row] = len(request.tokens), 1
         self._shapes[row] = self._next[row] = request.shape_index
@@ -395,19 +458,20 @@ class Scheduler:
         self._num_admitted += 1
         self._running.append(request)
 
+    def _count_start(self, request: Request) -> None:
+        """It is prefilled from here on: what is before has KV."""
+        if not request.num_retractions:
+            request.num_reused = request.prefilled_len
+        if request.conversation is not None:
+            request.conversation.reused_token_ct += request.prefilled_len
+            num_computed = request.prefill_len - request.prefilled_len
+            request.conversation.computed_token_ct += num_computed
+
     def _choose(self, request: Request, drafts: bool) -> None:
         """The row's next round drafts, or not."""
         row, shape = request.row, request.shape_index if drafts else 0
         self._next[row] = shape
         self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
-
-    def _take_row(self, request: Request) -> tuple[int, int]:
-        """A row, on a pinned text where there is one, and how many tokens it has from there."""
-        tag = str(request.request_id)
-        for pin, length in self._pins_of(request.tokens):
-            with contextlib.suppress(NotReady):  # a window below the length is not held
-                return self._ledger.admit(tag, prefix=pin.prefix, length=length), length
-        return self._ledger.admit(tag), 0
 
     def _pins_of(self, tokens: list[int]) -> list[tuple[Pin, int]]:
         """Pinned texts that `tokens` begin with, and how many do: most first, never the last."""
@@ -444,6 +508,50 @@ class Scheduler:
         self._pins.append(request.pin)
         self._end(request, "stop")
 
+    def _reload(self) -> Step | None:
+        """The next chunks of what comes back from the host; as many as pages allow."""
+        if self._host is None or self._is_starved:
+            return None
+        chosen: list[Request] = []
+        handles: list[Handle] = []
+        ends: list[int] = []
+        writes_draft = False
+        for request in self._prompts.values():
+            handle = request.handle
+            if handle is None or request.prefilled_len >= handle.length:
+                continue
+            end, writes = self._host.next_extend(handle, request.prefilled_len)
+            if not chosen:
+                writes_draft = writes
+            if writes == writes_draft and len(chosen) < self._ledger.max_batch:
+                chosen.append(request)
+                handles.append(handle)
+                ends.append(end)
+        plan = self._extend(chosen, ends, writes_draft)
+        return None if plan is None else Step(plan, chosen, handles[: len(chosen)])
+
+    def _come_back(self, request: Request, length: int) -> None:
+        """A reload has come to so many tokens; from the last of them on, the rest is prefilled."""
+        if request.handle is not None and length == request.handle.length:
+            request.handle = None
+            request.prefilled_len = self.conversations.start(request, request.row)
+            request.epoch = int(self._ledger.epoch[request.row])
+            self._count_start(request)
+            if request.prefilled_len == request.prefill_len - 1:  # no prefill ends there
+                self._part(request)
+
+    def _owners(self) -> list[Request | Conversation]:
+        """Whoever may have something on the host."""
+        return [*self.requests(), *self.conversations.open.values()]
+
+    def _forget_handles(self) -> None:
+        """Some copies failed: what they were to bring back is prefilled."""
+        if self._host is not None:
+            held = self._host.handles
+            for owner in self._owners():
+                if owner.handle not in held:
+                    owner.handle = None
+
     def _prefill(self) -> Step | None:
         """The next chunks of prompts, in the order of admission; as many as pages allow."""
         if self._is_starved or not self._prompts:  # or every row can decode
@@ -456,22 +564,33 @@ class Scheduler:
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
             if request.wants_pin and self._has_windows and left > 1:  # no more of it is held then
                 left -= 1
-            if left > 0 and budget > 0 and len(chosen) < self._ledger.max_batch:
+            if (
+                request.handle is None
+                and left > 0
+                and budget > 0
+                and len(chosen) < self._ledger.max_batch
+            ):
                 chosen.append(request)
                 ends.append(request.prefilled_len + min(left, budget))
                 budget -= min(left, budget)
         writes_draft = self._keeps_draft_kv and any(r.shape_index for r in chosen)
+        plan = self._extend(chosen, ends, writes_draft)
+        return None if plan is None else Step(plan, chosen)
+
+    def _extend(self, chosen: list[Request], ends: list[int], writes_draft: bool) -> Plan | None:
+        """Prepare the extends of these requests, but for the last ones that find no pages."""
         while chosen:
             try:
                 plan = self._ledger.prepare_extend(
                     [r.row for r in chosen], ends, writes_draft=writes_draft
                 )
-            except OutOfPages:
-                chosen.pop(), ends.pop()
+            except OutOfPages as shortage:
+                if not self._reclaim(shortage):
+                    chosen.pop(), ends.pop()
                 continue
             for request, end in zip(chosen, ends, strict=True):
                 request.prefilled_len = end
-            return Step(plan, chosen)
+            return plan
         return None
 
     def _decode(self) -> Step | None:
@@ -494,13 +613,22 @@ class Scheduler:
         rows = rows[self._lane_order[rows].argsort()]
         shapes = self._next[rows]
         writes_draft = self._keeps_draft_kv and bool(self._shapes[rows].any())
-        try:
-            plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
-        except OutOfPages:
-            self._is_starved = True
-            return None
-        self._is_starved = False
-        return Step(plan, self._by_row[rows].tolist())
+        while True:
+            try:
+                plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+            except OutOfPages as shortage:
+                if self._reclaim(shortage):
+                    continue
+                self._is_starved = True
+                return None
+            self._is_starved = False
+            return Step(plan, self._by_row[rows].tolist())
+
+    def _reclaim(self, shortage: OutOfPages) -> bool:
+        """Take an idle row's pages, unless enough of them are on their way back anyway."""
+        if self._in_flight and shortage.need <= shortage.free + shortage.fenced:
+            return False
+        return self.conversations.reclaim(shortage)
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
@@ -510,7 +638,11 @@ class Scheduler:
         victim = min(reversed(self._running), key=lambda request: request.priority)
         if len(self._running) > 1:
             self._before_release(victim)
-            self._ledger.retract(victim.row)
+            if not self.conversations.fall_back(victim):
+                if victim.handle is None and not victim.tainted and victim.conversation is None:
+                    victim.handle = self.conversations.release(victim.row)
+                else:
+                    self._ledger.retract(victim.row)
             self._requeue(victim)
         else:
             needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
@@ -525,6 +657,8 @@ class Scheduler:
         self._leave_row(request)
         request.num_retractions += 1
         self.num_retracted += 1
+        if request.conversation is not None:
+            request.conversation.retraction_ct += 1
         self._queue(request)  # first: whoever is in neither list when Ctrl-C comes would be lost
         self._running.remove(request)
 
@@ -546,11 +680,16 @@ class Scheduler:
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        is_whole = reason in ("stop", "length")
+        if is_whole and request.conversation is not None:
+            request.conversation.tokens = list(request.tokens)
+            request.conversation.turn_ct += 1
         self._part(request)
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
         self.counts.end(reason)
+        self.conversations.return_handle(request)
         if is_waiting:  # in both lists if Ctrl-C has stopped it between them
             self._waiting.remove(request)
         if not is_running:
@@ -558,10 +697,18 @@ class Scheduler:
         if request.row and not self.is_quarantined(request.row):
             self._before_release(request)
             if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
-                normal = reason in ("stop", "length")
-                (self._ledger.finish if normal else self._ledger.abort)(request.row)
+                self._give_back(request, is_whole)
         self._leave_row(request)
         self._running.remove(request)
+
+    def _give_back(self, request: Request, is_whole: bool) -> None:
+        """The row of a request that is over goes back, or to its conversation."""
+        if is_whole and request.conversation is not None:
+            self.conversations.keep(request.conversation, request.row, len(request.tokens))
+        elif is_whole:
+            self._ledger.finish(request.row)
+        elif not self.conversations.fall_back(request):
+            self._ledger.abort(request.row)
 
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""

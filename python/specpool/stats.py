@@ -9,18 +9,22 @@ import time
 from collections import Counter
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger
+from specpool.host_tier import HostStats
 
 if TYPE_CHECKING:
     from specpool.busy_check import BusyCheck
+    from specpool.conversation import Conversation
+    from specpool.host_tier import HostTier
     from specpool.scheduler import Scheduler
 
 Int32 = npt.NDArray[np.int32]
+SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
 
 # Steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256
@@ -48,12 +52,14 @@ class GroupStats(PoolStats):
 
     Attributes:
         pinned_pages: pages of pinned texts, each counted once; rows may share them.
+        reclaimable_pages: pages that sessions keep between turns and nobody else needs.
         quarantined_pages: pages of rows that the busy check took out of use.
         used_tokens: slots with KV of a token, one on a shared page counted once.
         unused_slots: reserved but unused: slots of the rows beyond their tokens with KV.
     """
 
     pinned_pages: int
+    reclaimable_pages: int
     quarantined_pages: int
     used_tokens: int
     unused_slots: int
@@ -74,6 +80,34 @@ class PhaseSeconds:
     launch: float
     wait: float
     finish: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """What a session has and has done.
+
+    Attributes:
+        number: which of the engine's, from 1.
+        state: `waiting` or `running`, of a turn; `idle`, with KV; `host`, with KV there; `dropped`,
+            with its tokens alone.
+        num_tokens: prompts and outputs of the turns that have ended.
+        kept_tokens: those of them with KV, between turns; on the host, what had KV.
+        turn_ct: turns that have ended by a stop or their length.
+        computed_token_ct: tokens of prefills, once more where the KV had to give way.
+        reused_token_ct: tokens that a turn found with KV.
+        retraction_ct: retractions of its turns.
+        drop_ct: how often its KV gave way between turns.
+    """
+
+    number: int
+    state: SessionState
+    num_tokens: int
+    kept_tokens: int
+    turn_ct: int
+    computed_token_ct: int
+    reused_token_ct: int
+    retraction_ct: int
+    drop_ct: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +132,8 @@ class EngineStats:
         generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
         seconds: by phase.
+        sessions: those that are open.
+        host: of the host tier; None = there is none.
     """
 
     groups: tuple[GroupStats, ...]
@@ -117,6 +153,18 @@ class EngineStats:
     generated_token_ct: int
     accept_cts: tuple[int, ...]
     seconds: PhaseSeconds
+    sessions: tuple[SessionStats, ...]
+    host: HostStats | None
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self.sessions)
+
+    @property
+    def num_idle_sessions(self) -> int:
+        """Sessions that keep KV between turns."""
+        return sum(session.state == "idle" for session in self.sessions)
 
     @property
     def verify_ct(self) -> int:
@@ -241,7 +289,11 @@ def pool_stats(ledger: Ledger) -> list[PoolStats]:
 
 
 def engine_stats(
-    ledger: Ledger, scheduler: Scheduler, busy_check: BusyCheck, clock: Clock
+    ledger: Ledger,
+    scheduler: Scheduler,
+    busy_check: BusyCheck,
+    clock: Clock,
+    host: HostTier | None,
 ) -> EngineStats:
     """What an engine of these parts holds and has done."""
     counts, ends = scheduler.counts, scheduler.counts.end_cts
@@ -266,6 +318,29 @@ def engine_stats(
         generated_token_ct=counts.generated_token_ct,
         accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
+        sessions=tuple(
+            _session_stats(ledger, conversation)
+            for conversation in list(scheduler.conversations.open.values())
+        ),
+        host=None if host is None else host.stats(),
+    )
+
+
+def _session_stats(ledger: Ledger, conversation: Conversation) -> SessionStats:
+    turn, row, handle = conversation.turn, conversation.row, conversation.handle
+    state: SessionState = "idle" if row else "dropped" if handle is None else "host"
+    if turn is not None and conversation.is_busy:
+        state = "running" if turn.row else "waiting"
+    return SessionStats(
+        number=conversation.number,
+        state=state,
+        num_tokens=len(conversation.tokens),
+        kept_tokens=int(ledger.resolved_len[row]) if row else handle.length if handle else 0,
+        turn_ct=conversation.turn_ct,
+        computed_token_ct=conversation.computed_token_ct,
+        reused_token_ct=conversation.reused_token_ct,
+        retraction_ct=conversation.retraction_ct,
+        drop_ct=conversation.drop_ct,
     )
 
 
@@ -281,6 +356,7 @@ def _group_stats(ledger: Ledger, index: int, pool: PoolStats, busy_check: BusyCh
         pool.free_pages,
         pool.fenced_pages,
         pinned_pages=ledger.pinned_pages(index),
+        reclaimable_pages=ledger.reclaimable_pages(index),
         quarantined_pages=quarantined,
         # A shared page is full, a page of one row's own is full but for what that row has to spare.
         used_tokens=(pool.used_pages - quarantined) * pool.page_size - unused,

@@ -527,3 +527,35 @@ def bench_scheduler(
         json=json,
         plot=plot,
     )
+
+
+@bench.command("host")
+def bench_host(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str, typer.Option(help="EAGLE head, whose KV goes along; none = the target's alone.")
+    ] = "specpool/tiny-eagle",
+    shape: ShapeText = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens with KV; may be repeated. [default: 1000]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
+    device: DeviceName = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A request comes back from the host, beside prefilling it again."""
+    from specpool.cli.bench_host import host as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        num_tokens=tokens or [1000],
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )

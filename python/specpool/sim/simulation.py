@@ -13,6 +13,7 @@ from specpool.request import Request
 from specpool.scheduler import Scheduler, Step
 from specpool.sim.device import BrokenLaw, SimDevice
 from specpool.sim.source import Arrival, Scenario, Text
+from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 
 # Turns in which a row that could decode may be left out: its rounds in flight, a drain, a
@@ -56,12 +57,20 @@ class Simulation:
             keeps_draft_kv=settings.keeps_draft_kv,
             reads_tokens=settings.reads_tokens,
             headroom=settings.headroom,
+            max_idle=settings.max_sessions,
+            idle_pages=settings.session_pages,
             before_release=self._check_need,
         )
         self.tally = Tally(scenarios=1)
         self._turn = 0
         self._flying: deque[_Flying] = deque()
-        self._to_come = deque(scenario.arrivals)
+        self._to_come = deque(arrival for arrival in scenario.arrivals if not arrival.session)
+        self._talks = Talks(
+            [arrival for arrival in scenario.arrivals if arrival.session],
+            self._ledger,
+            self._scheduler.conversations,
+            settings,
+        )
         self._faults = {fault.step: fault.kind for fault in scenario.faults}
         self._watches: dict[int, Watch] = {}  # by request id: those that have not ended
         self._ended: list[Watch] = []
@@ -77,11 +86,13 @@ class Simulation:
         Raises:
             BrokenLaw: or any error of the scheduler's or the ledger's.
         """
-        while self._to_come or self._watches or self._flying:
+        while self._to_come or self._watches or self._flying or not self._talks.is_over:
             if most_rounds is not None and self.tally.rounds >= most_rounds:
                 return self.tally
             if not self._watches and not self._flying:
-                self._turn = max(self._turn, self._to_come[0].turn)
+                comes = [self._to_come[0].turn] if self._to_come else []
+                comes += [] if self._talks.is_over else [self._talks.next_due]
+                self._turn = max(self._turn, min(comes))
             self._one_turn()
         self._check_end()
         return self.tally
@@ -108,6 +119,7 @@ class Simulation:
                     watch.may_end.add("abort")
             self._flying.clear()
             self._device.reset()
+            self._talks.lose()
             self._scheduler.recover("interrupted")
             self._pins.look()
             self._is_empty("after an interrupt")
@@ -120,13 +132,19 @@ class Simulation:
             while self._to_come and self._to_come[0].is_sample(arrival):
                 request.siblings.append(self._watch(self._to_come.popleft()))
             self._scheduler.submit(request)
+        for talk, arrival in self._talks.come(self._turn, self.tally, self._drain):
+            request = self._watch(arrival)
+            request.conversation, talk.watch = talk.conversation, self._watches[arrival.request_id]
+            assert talk.conversation is not None
+            talk.conversation.turn, talk.start = request, 0
+            self._scheduler.submit(request)
         for pinned in list(self._pins.kept):
             arrival = pinned.watch.arrival
             if arrival.unpin_after is not None and self._turn > arrival.turn + arrival.unpin_after:
                 self._unpin(pinned)
         for watch in self._watches.values():
             after = watch.arrival.abort_after
-            if after is not None and self._turn > watch.arrival.turn + after:
+            if after is not None and self._turn > watch.came_at + after:
                 if watch.request.finish_reason is None:
                     self._note(f"request {watch.arrival.request_id} is aborted")
                     watch.may_end.add("abort")
@@ -138,7 +156,8 @@ class Simulation:
         request = arrival.request()
         if not self._scheduler.fits(request):
             raise BrokenLaw(f"{arrival} does not fit pools of a full row and more")
-        self._watches[arrival.request_id] = Watch(arrival, request, Text(arrival))
+        came_at = self._turn if arrival.session else arrival.turn
+        self._watches[arrival.request_id] = Watch(arrival, request, Text(arrival), came_at)
         self.tally.requests += 1
         self._note(f"request {arrival.request_id} comes")
         return request
@@ -152,6 +171,7 @@ class Simulation:
     def _schedule(self) -> list[Step]:
         num_retracted = self._scheduler.num_retracted
         before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
+        self._talks.look()
         steps = self._scheduler.schedule()
         pinned = self._pins.look()
         if len(self._pins.kept) < len(pinned):
@@ -216,6 +236,10 @@ class Simulation:
                 self._admit(self._watches[sibling.request_id], (sibling.prompt_len - 1,))
                 self.tally.forks += 1
 
+    def _drain(self) -> None:
+        while self._flying:
+            self._take_over(self._flying.popleft().step)
+
     def _fail(self, step: Step) -> None:
         while self._flying and self._flying[0].step.plan.step < step.plan.step:
             self._take_over(self._flying.popleft().step)
@@ -227,6 +251,7 @@ class Simulation:
             if (request.row, request.epoch) == (row, epoch):
                 self._watches[request.request_id].may_end.add("error")
         self._device.fail(step.plan.step)
+        self._talks.lose()
         self._scheduler.fail(step, RuntimeError("a simulated fault"))
 
     # --- the laws -------------------------------------------------------------------------------
@@ -259,7 +284,8 @@ class Simulation:
             for watch in admitted:
                 tokens = watch.request.tokens
                 starts = {shared_len(tokens, pins) for pins in (pinned, self._pins.kept)}
-                self._admit(watch, tuple(starts))
+                found = self._talks.start(watch)
+                self._admit(watch, tuple(starts) if found is None else (found,))
             self._note(f"admitted: {[w.arrival.request_id for w in admitted]}")
             first = min(waiting, key=lambda watch: watch.order, default=None)
             if first is not None and first.order < admitted[-1].order:
@@ -328,6 +354,12 @@ class Simulation:
             held = np.array([ledger.allocated_len(g)[first.row] for g in range(len(self._P))])
             need = -(-np.maximum(end - held, 0) // self._P)
         free = [ledger.free_pages(g) for g in range(len(self._P))]
+        reclaimable = np.array([ledger.reclaimable_pages(g) for g in range(len(self._P))])
+        if (reclaimable[need > free] > 0).any():
+            raise BrokenLaw(
+                f"request {victim.request_id} is retracted, and sessions keep "
+                f"{reclaimable.tolist()} pages between their turns"
+            )
         if (need <= free).all():
             raise BrokenLaw(
                 f"request {victim.request_id} is retracted, though the next step needs "
@@ -388,6 +420,7 @@ class Simulation:
             if request.finish_reason is not None:
                 self._idle_turns = 0
                 self._check_ended(watch)
+                self._talks.ends(watch, self._turn, self.tally)
                 del self._watches[watch.arrival.request_id]
                 self._ended.append(watch)
                 self.tally.tokens += request.num_output_tokens
@@ -401,6 +434,7 @@ class Simulation:
                     f"{self._turn - watch.last_step} turns"
                 )
         self._check_progress()
+        self._talks.check()
         if self.check >= 2:
             self._ledger.check()
         if self.check:
@@ -427,9 +461,15 @@ class Simulation:
         rows = [watch.request.row for watch in self._watches.values() if watch.request.row]
         if len(rows) != running or len(set(rows)) != running:
             raise BrokenLaw(f"{running} requests run in rows {rows}")
-        for g, num_pages in enumerate(self.scenario.settings.num_pages):
+        idle = self._talks.idle_rows
+        if not set(idle).isdisjoint(rows):
+            raise BrokenLaw(f"rows {rows} run and rows {idle} are idle at once")
+        settings, rows = self.scenario.settings, rows + idle
+        if len(idle) > settings.max_sessions:
+            raise BrokenLaw(f"{len(idle)} sessions keep KV, {settings.max_sessions} may")
+        for g, num_pages in enumerate(settings.num_pages):
             held = int(self._ledger.allocated_len(g)[rows].sum()) // int(self._P[g])
-            if self.tally.forks or self.tally.pins:
+            if self.tally.forks or self.tally.pins or self.tally.session_forks:
                 held = self._pins.num_held(g, rows)
             free, fenced = self._ledger.free_pages(g), self._ledger.fenced_pages(g)
             if free + fenced + held != num_pages:
@@ -471,9 +511,11 @@ class Simulation:
         """Nothing is held and nothing fenced but what is pinned."""
         ledger = self._ledger
         free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
-        if self._pins.kept:
-            free = tuple(n + self._pins.num_held(g, []) for g, n in enumerate(free))
-        if free != self.scenario.settings.num_pages or ledger.num_free_rows != ledger.num_rows:
+        idle = self._talks.idle_rows
+        if self._pins.kept or idle:
+            free = tuple(n + self._pins.num_held(g, idle) for g, n in enumerate(free))
+        num_free_rows = ledger.num_free_rows + len(idle)
+        if free != self.scenario.settings.num_pages or num_free_rows != ledger.num_rows:
             raise BrokenLaw(
                 f"leak {when}: {free} of {self.scenario.settings.num_pages} pages and "
                 f"{ledger.num_free_rows} of {ledger.num_rows} rows are free"
@@ -482,6 +524,9 @@ class Simulation:
             raise BrokenLaw(f"{when} steps are in flight: {ledger.steps()}")
 
     def _check_end(self) -> None:
+        self.tally.dropped_sessions += self._scheduler.conversations.drop_ct
+        if self._scheduler.conversations.open:
+            raise BrokenLaw(f"sessions are open: {[*self._scheduler.conversations.open]}")
         self._is_empty("at the end")
         for pinned in list(self._pins.kept):
             self._unpin(pinned)

@@ -46,6 +46,8 @@ class Settings:
     overlap_depth: int = 0
     page_fencing: bool = True
     max_batch: int = 4
+    max_sessions: int = 0
+    session_pages: int | None = None
     prefill_tokens: int = 64
     headroom: int = 0
     max_context_len: int = 128
@@ -69,12 +71,14 @@ class Settings:
         return Ledger(
             groups,
             [Shape.none(), *(Shape(*shape) for shape in self.shapes)],
-            num_rows=self.max_batch,
+            num_rows=self.max_batch + self.max_sessions,
+            max_batch=self.max_batch,
             max_context_len=self.max_context_len,
             overlap_depth=self.overlap_depth,
             policy=self.policy,
             draft_kv=self.keeps_draft_kv,
             page_fencing=self.page_fencing,
+            sessions=True,
         )
 
     def pages_per_row(self) -> tuple[int, ...]:
@@ -114,6 +118,14 @@ class Arrival:
     origins: tuple[tuple[int, int], ...] = ()
     is_pin: bool = False  # its prompt is to be pinned
     unpin_after: int | None = None  # turns from its coming on
+    # Of a session's turn: it comes `pause` turns after the one before has ended, and its lengths
+    # and positions count from the end of what has been said by then.
+    session: int = 0  # the number of the session; 0 = it is no turn of one
+    pause: int = 0
+    rewind: float | None = None  # what of the session's tokens is left before it comes
+    fork_of: int | None = None  # the session that its own one begins as
+    stops: tuple[int, ...] = ()  # positions of tokens that have ended earlier turns
+    closes: bool = False  # the session is closed with its end, or instead of its abort
 
     @property
     def end(self) -> tuple[int, str]:
@@ -199,8 +211,9 @@ class Text:
             self.tokens[begin:end] = _WORDS[other + begin : other + end]
             self.words[begin:end] = np.arange(begin, end) + (request_id << 20)
             begin = end
-        if arrival.stop_at is not None:
-            self.tokens[arrival.stop_at] = STOP
+        for position in (arrival.stop_at, *arrival.stops):
+            if position is not None:
+                self.tokens[position] = STOP
         rate = min(max(arrival.accept_rate, 1e-9), 1 - 1e-9)
         correct = _LOG_DICE[start : start + num_tokens] / np.log(rate)
         self.correct_drafts: list[int] = np.minimum(correct, 64).astype(int).tolist()
@@ -265,6 +278,14 @@ def scenario(seed: int) -> Scenario:
     kinds: list[FaultKind] = ["launch", "result", "result", "not_finite", "interrupt"]
     faults = tuple(Fault(step, rng.choice(kinds)) for step in steps)
     arrivals = _share(random.Random(~seed), settings, arrivals)
+    talks = random.Random(seed ^ 0x5E55)
+    if talks.random() < 0.5:
+        settings = replace(
+            settings,
+            max_sessions=talks.choice([1, 4, 16]),
+            session_pages=talks.choice([None, None, 0, 8]),
+        )
+        arrivals = _talk(talks, arrivals)
     return Scenario(seed, settings, tuple(arrivals), faults)
 
 
@@ -287,6 +308,45 @@ def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> l
             for _, other in zip(range(rng.choice([1, 3, 7])), to_come, strict=False):
                 shared.append(_stop(rng, _sample(rng, arrival, other), stops))
     return shared
+
+
+def _talk(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
+    """In some scenarios: some requests are turns of sessions."""
+    share, num_sessions = rng.choice([0.5, 1.0, 1.0]), rng.choice([1, 4, 12])
+    rewinds, forks = rng.choice([0.0, 0.2]), rng.choice([0.0, 0.2])
+    short, seen = rng.random() < 0.7, list[int]()
+    turned = []
+    for arrival in arrivals:
+        has_others = arrival.is_pin or arrival.sample_of is not None or arrival.origins
+        if has_others or arrival.stop_text is not None or rng.random() >= share:
+            turned.append(arrival)
+            continue
+        prompt_len = min(arrival.prompt_len, rng.choice([1, 3, 8])) if short else arrival.prompt_len
+        session, fork_of = rng.randint(1, num_sessions), None
+        if rng.random() < forks and seen:
+            num_sessions += 1
+            session, fork_of = num_sessions, rng.choice(seen)
+        seen.append(session)
+        num_new = min(arrival.max_len - arrival.prompt_len, rng.choice([1, 3, 12, 12, 100]))
+        max_len = prompt_len + num_new
+        stop_at = None if arrival.stop_at is None else rng.randint(prompt_len, max_len + 4)
+        turned.append(
+            replace(
+                arrival,
+                prompt_len=prompt_len,
+                max_len=max_len,
+                stop_at=stop_at,
+                session=session,
+                pause=rng.choice([0, 0, 1, 10]),
+                rewind=rng.random() if rng.random() < rewinds else None,
+                fork_of=fork_of,
+                closes=rng.random() < 0.05,
+            )
+        )
+    samples = {arrival.sample_of for arrival in turned}  # whose first one must stay what it was
+    by_id = {arrival.request_id: arrival for arrival in arrivals}
+    used = samples | {n for arrival in turned for n, _ in arrival.origins}
+    return [by_id[a.request_id] if a.request_id in used else a for a in turned]
 
 
 def _begin_with(rng: random.Random, pin: Arrival, arrival: Arrival, settings: Settings) -> Arrival:

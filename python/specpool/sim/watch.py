@@ -30,6 +30,10 @@ class Tally:
     pins: int = 0
     dropped_pins: int = 0  # to make room
     stop_strings: int = 0  # that ended a text
+    turns: int = 0  # of sessions, that have ended by a stop or their length
+    rewinds: int = 0
+    session_forks: int = 0  # with KV
+    dropped_sessions: int = 0  # that had to give their KV up between turns
 
     def add(self, other: Tally) -> None:
         """Count what the other has counted."""
@@ -44,6 +48,7 @@ class Watch:
     arrival: Arrival
     request: Request
     text: Text
+    came_at: int  # turn
     admission: int = 0  # the how manieth it was; 0 = without a row
     taken: tuple[int, int] | None = None  # the row then, and its epoch
     starts: tuple[int, ...] = ()  # where its first prefill step may begin; () = it has begun

@@ -98,6 +98,22 @@ fn lengths_of_rows() {
 }
 
 #[test]
+fn a_row_is_quiet_once_everything_of_it_is_written() {
+    let mut ledger = busy();
+    let refusal = |ledger: &Ledger, row| ledger.check_quiet(Row(row)).unwrap_err().to_string();
+    assert!(refusal(&ledger, 1).contains("1 rounds or an extend of it are in flight"));
+    assert!(refusal(&ledger, 2).contains("the copy of page 2 to its page 4 is not finished"));
+    assert!(matches!(ledger.check_quiet(Row(3)), Err(Error::Shape(_))));
+    ledger.launch(2).unwrap();
+    ledger.resolve(2, &[1]).unwrap();
+    assert!(refusal(&ledger, 1).contains("its last launched step 2 is not complete, 1 is"));
+    ledger.complete(2).unwrap(); // the copy rode on it
+    assert_eq!((ledger.check_quiet(Row(1)), ledger.check_quiet(Row(2))), (Ok(()), Ok(())));
+    ledger.prepare_extend(&[2], &[8], true).unwrap();
+    assert!(refusal(&ledger, 2).contains("an extend of it"));
+}
+
+#[test]
 fn pages_and_who_holds_them() {
     let ledger = busy();
     assert_eq!(ledger.page_table(TARGET).unwrap().row(Row(1))[..5], [1, 2, 3, 5, 0]);

@@ -231,6 +231,10 @@ impl Ledger {
         Ok(self.0.is_live(self::row(row)?))
     }
 
+    fn check_quiet(&self, row: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.check_quiet(self::row(row)?).map_err(to_py)
+    }
+
     fn checkpoint_len(&self, row: &Bound<'_, PyAny>) -> PyResult<Option<i32>> {
         Ok(self.0.checkpoint_len(self::row(row)?))
     }

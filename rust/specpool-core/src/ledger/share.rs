@@ -246,16 +246,9 @@ impl Ledger {
     pub fn fork(&mut self, parent: Row, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
         let parent = self.rows.check_live(parent.0)?;
-        let at = parent.at();
-        let refuse = |why: String| Err(Error::NotReady(format!("fork of {}: {why}", self.rows.describe(parent))));
-        if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(parent) {
-            return refuse(format!("{} rounds or an extend of it are in flight", self.rows.in_flight[at]));
-        }
-        let (last, completed) = (self.rows.last_launched[at], self.steps.completed());
-        if last > completed {
-            return refuse(format!("its last launched step {last} is not complete, {completed} is"));
-        }
+        self.check_still(parent, "fork")?;
         self.check_no_copy_into(parent, "fork")?;
+        let at = parent.at();
         let (len, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
         let mut starts = Vec::with_capacity(self.groups.len());
         for (group_at, group) in self.groups.iter().enumerate() {
@@ -354,6 +347,31 @@ impl Ledger {
             is_its.then(|| (plan.step, plan.lo[lane]))
         };
         self.steps.incomplete().filter_map(writes).min_by_key(|&(_, from)| from)
+    }
+
+    /// Whether nothing moves in the row: what it holds below `resolved_len` is written and stays as it is.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of it is in flight; its last launched
+    /// step is not complete; a page copy into it is not finished).
+    pub fn check_quiet(&self, row: Row) -> Result<()> {
+        let row = self.rows.check_live(row.0)?;
+        self.check_still(row, "check_quiet")?;
+        self.check_no_copy_into(row, "check_quiet")
+    }
+
+    /// No step of the row is in flight.
+    fn check_still(&self, row: Row, verb: &str) -> Result<()> {
+        let at = row.at();
+        let refuse = |why: String| Err(Error::NotReady(format!("{verb} of {}: {why}", self.rows.describe(row))));
+        if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(row) {
+            return refuse(format!("{} rounds or an extend of it are in flight", self.rows.in_flight[at]));
+        }
+        let (last, completed) = (self.rows.last_launched[at], self.steps.completed());
+        if last > completed {
+            return refuse(format!("its last launched step {last} is not complete, {completed} is"));
+        }
+        Ok(())
     }
 
     /// No page copy into the row is waiting, riding on a step, or unfinished on the device.

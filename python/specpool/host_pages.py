@@ -1,0 +1,54 @@
+"""`HostPages`: which host pages of a group are free, and whose the others are."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Pages = npt.NDArray[np.int64]
+
+
+class HostPages:
+    """Host pages of one group, numbered from 0.
+
+    Attributes:
+        num_pages: in all.
+        num_free: that nobody has.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = self.num_free = num_pages
+        self._owners = np.zeros(num_pages, np.int64)  # the number of each page's handle; 0 = free
+
+    def take(self, num_pages: int, owner: int) -> Pages:
+        """Free pages, ascending, for a handle; there are as many."""
+        pages = np.flatnonzero(self._owners == 0)[:num_pages]
+        self._owners[pages] = owner
+        self.num_free -= num_pages
+        return pages
+
+    def give_back(self, pages: Pages) -> None:
+        """A handle's pages are free."""
+        self._owners[pages] = 0
+        self.num_free += len(pages)
+
+    def reset(self, held: dict[int, Pages]) -> None:
+        """These handles have these pages, and nobody else has any."""
+        self._owners[:] = 0
+        for number, pages in held.items():
+            self._owners[pages] = number
+        self.num_free = int((self._owners == 0).sum())
+
+    def findings(self, held: dict[int, Pages]) -> list[str]:
+        """What is wrong if these handles have these pages, and nobody else has any."""
+        owners = np.zeros_like(self._owners)
+        found = []
+        for number, pages in held.items():
+            if owners[pages].any() or len(np.unique(pages)) < len(pages):
+                found.append(f"host pages of handle {number} are held twice")
+            owners[pages] = number
+        for page in np.flatnonzero(owners != self._owners).tolist():
+            found.append(f"host page {page} is {self._owners[page]}'s, held by {owners[page]}")
+        if self.num_free != (num_free := int((self._owners == 0).sum())):
+            found.append(f"{self.num_free} host pages are counted as free, {num_free} are")
+        return found

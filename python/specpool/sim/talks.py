@@ -1,0 +1,232 @@
+"""Sessions in a simulation: who says what next, and what every client has of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from specpool._core import Ledger
+from specpool.conversation import Conversation, Conversations
+from specpool.sim.device import BrokenLaw
+from specpool.sim.source import STOP, Arrival, Settings
+from specpool.sim.watch import Tally, Watch
+
+Origins = tuple[tuple[int, int], ...]
+
+
+@dataclass(eq=False, slots=True)
+class Talk:
+    """A session: its turns to come, and what its client has.
+
+    Attributes:
+        to_come: its turns.
+        due: the turn of the loop in which the next one comes.
+        conversation: None = not open.
+        tokens: of the turns that have ended.
+        origins: whose words these are, as in `Arrival`.
+        watch: of the turn that waits or runs.
+        start: tokens with KV that this turn has found, as far as no fault has come since.
+        drop_ct: of the conversation when it found them.
+    """
+
+    to_come: deque[Arrival]
+    due: int
+    conversation: Conversation | None = None
+    tokens: list[int] = field(default_factory=list)
+    origins: Origins = ()
+    watch: Watch | None = None
+    start: int = 0
+    drop_ct: int = 0
+
+
+class Talks:
+    """All sessions of a scenario."""
+
+    def __init__(
+        self,
+        arrivals: Iterable[Arrival],
+        ledger: Ledger,
+        conversations: Conversations,
+        settings: Settings,
+    ) -> None:
+        self._ledger, self._conversations, self._settings = ledger, conversations, settings
+        self._talks: dict[int, Talk] = {}  # by number of the session
+        for arrival in arrivals:
+            talk = self._talks.setdefault(arrival.session, Talk(deque(), arrival.turn))
+            talk.to_come.append(arrival)
+        self._before: dict[int, tuple[int, int]] = {}  # session -> drops so far, tokens it finds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has anything to say any more."""
+        return all(not talk.to_come and talk.watch is None for talk in self._talks.values())
+
+    @property
+    def next_due(self) -> int:
+        """When the next turn comes at the earliest."""
+        return min(talk.due for talk in self._talks.values() if talk.to_come)
+
+    def come(
+        self, turn: int, tally: Tally, drain: Callable[[], None]
+    ) -> Iterator[tuple[Talk, Arrival]]:
+        """The turns that come now: rewound, forked, and on top of what has been said.
+
+        A fork wants that nothing is on its way: it is called after `drain`.
+        """
+        for talk in self._talks.values():
+            if talk.watch is not None or not talk.to_come or talk.due >= turn:
+                continue
+            other = self._talks.get(talk.to_come[0].fork_of or 0)
+            if talk.conversation is None and other is not None and other.watch is not None:
+                continue  # what it begins as is in the middle of a turn
+            arrival = talk.to_come.popleft()
+            if talk.conversation is None:
+                self._open(talk, arrival, tally, drain)
+            if arrival.rewind is not None and talk.tokens:
+                tally.rewinds += 1
+                self._rewind(talk, int(arrival.rewind * len(talk.tokens)))
+            yield talk, self._on_top(talk, arrival)
+
+    def ends(self, watch: Watch, turn: int, tally: Tally) -> None:
+        """A turn has ended: the session is what its client has, else what it was before."""
+        talk = next((each for each in self._talks.values() if each.watch is watch), None)
+        if talk is None:
+            return
+        request, conversation = watch.request, talk.conversation
+        assert conversation is not None
+        talk.watch, talk.due = None, turn + watch.arrival.pause
+        if request.finish_reason in ("stop", "length"):
+            tally.turns += 1
+            talk.tokens = list(request.tokens)
+            talk.origins = (*watch.arrival.origins, (request.request_id, len(talk.tokens)))
+        self._check(talk, request.finish_reason or "")
+        if watch.arrival.closes or not talk.to_come:
+            self._conversations.close(conversation)
+            self._conversations.close(conversation)  # twice is once
+            talk.conversation, talk.tokens, talk.origins = None, [], ()
+
+    def look(self) -> None:
+        """Before the scheduler does: what would each turn that waits find?"""
+        self._before = {}
+        for number, talk in self._talks.items():
+            conversation, watch = talk.conversation, talk.watch
+            if conversation is None or watch is None or not conversation.row:
+                continue
+            found = min(self._kept_len(conversation), len(watch.request.tokens) - 1)
+            if self._settings.keeps_draft_kv and watch.request.shape_index:
+                found = min(found, int(self._ledger.drafted_len[conversation.row]))
+            self._before[number] = conversation.drop_ct, self._cut_to(conversation.row, found)
+
+    def start(self, watch: Watch) -> int | None:
+        """How many tokens with KV the turn finds, which has got a row now; None = no turn."""
+        for number, talk in self._talks.items():
+            if talk.watch is watch and number in self._before:
+                drop_ct, found = self._before[number]
+                assert talk.conversation is not None
+                if talk.conversation.drop_ct == drop_ct:
+                    talk.start, talk.drop_ct = found, drop_ct
+                    return found
+        return None
+
+    def lose(self) -> None:
+        """A fault has come: who knows what is left of the turns that run."""
+        for talk in self._talks.values():
+            talk.start = 0
+
+    @property
+    def idle_rows(self) -> list[int]:
+        """The rows of all sessions between turns."""
+        return [row for row, _ in self._conversations.rows()]
+
+    def check(self) -> None:
+        """Every idle row is an open session's, as it has left it."""
+        for row, conversation in self._conversations.rows():
+            name = f"row {row} of session {conversation.number}"
+            if conversation.number not in self._conversations.open:
+                raise BrokenLaw(f"{name} is kept, and the session is closed")
+            if not self._ledger.is_live(row) or self._ledger.epoch[row] != conversation.epoch:
+                raise BrokenLaw(f"{name} is not what it was when the session's turn ended")
+
+    def _cut_to(self, row: int, length: int) -> int:
+        """Where a cut of the row to so many tokens leads: inside shared pages, to an edge."""
+        if length == self._ledger.resolved_len[row]:
+            return length
+        shorter = length
+        for g, P in enumerate(self._settings.page_sizes):
+            if shorter < self._ledger.protected_len(g)[row]:
+                shorter -= shorter % P
+        return length if shorter == length else self._cut_to(row, shorter)
+
+    def _kept_len(self, conversation: Conversation) -> int:
+        return int(self._ledger.resolved_len[conversation.row])
+
+    def _open(self, talk: Talk, arrival: Arrival, tally: Tally, drain: Callable[[], None]) -> None:
+        other = self._talks.get(arrival.fork_of or 0)
+        if other is None or other.conversation is None:
+            talk.conversation = self._conversations.new([])
+            return
+        drain()  # a round of its last turn may be under way
+        talk.conversation = self._conversations.fork(other.conversation)
+        talk.tokens, talk.origins = list(other.tokens), other.origins
+        tally.session_forks += bool(talk.conversation.row)
+        self._check(talk, "fork")
+
+    def _rewind(self, talk: Talk, offset: int) -> None:
+        assert talk.conversation is not None
+        talk.tokens = talk.tokens[:offset]
+        talk.origins = tuple(
+            (n, min(end, offset))
+            for i, (n, end) in enumerate(talk.origins)
+            if i == 0 or talk.origins[i - 1][1] < offset
+        )
+        row, expected = talk.conversation.row, 0
+        if row:
+            expected = self._cut_to(row, min(self._kept_len(talk.conversation), offset))
+        kept_len = self._conversations.cut(talk.conversation, offset)
+        if kept_len != expected:
+            raise BrokenLaw(f"a rewind to {offset} leaves KV of {kept_len} tokens, not {expected}")
+        self._check(talk, "rewind")
+
+    def _on_top(self, talk: Talk, arrival: Arrival) -> Arrival:
+        """The turn with its history; one that has no room for it begins anew."""
+        longest = self._settings.max_context_len
+        if len(talk.tokens) + arrival.prompt_len >= longest:
+            assert talk.conversation is not None
+            self._conversations.cut(talk.conversation, 0)
+            talk.tokens, talk.origins = [], ()
+        history = len(talk.tokens)
+        return replace(
+            arrival,
+            prompt_len=history + arrival.prompt_len,
+            max_len=min(history + arrival.max_len, longest),
+            stop_at=None if arrival.stop_at is None else history + arrival.stop_at,
+            origins=talk.origins,
+            stops=tuple(i for i, token in enumerate(talk.tokens) if token == STOP),
+        )
+
+    def _check(self, talk: Talk, why: str) -> None:
+        """The session has what its client has: not one token more, not one less."""
+        conversation = talk.conversation
+        assert conversation is not None
+        if conversation.tokens != talk.tokens:
+            raise BrokenLaw(
+                f"after {why} session {conversation.number} has {len(conversation.tokens)} tokens, "
+                f"its client {len(talk.tokens)}, or others"
+            )
+        if not conversation.row:
+            if why == "abort" and talk.start and conversation.drop_ct == talk.drop_ct:
+                raise BrokenLaw(
+                    f"session {conversation.number} found KV of {talk.start} tokens for a turn "
+                    "that was aborted, and has none now"
+                )
+            return
+        kept_len, num_tokens = self._kept_len(conversation), len(talk.tokens)
+        least = num_tokens - 1 if why in ("stop", "length") else min(talk.start, num_tokens)
+        if why in ("fork", "rewind"):
+            least = 0
+        if not least <= kept_len <= num_tokens:
+            raise BrokenLaw(
+                f"after {why} session {conversation.number} keeps KV of {kept_len} tokens, its "
+                f"client has {num_tokens}; {least} at least were to be kept"
+            )

@@ -1,0 +1,540 @@
+"""The host tier: what goes there comes back byte by byte, in whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from host_kit import TREE, World, groups
+from specpool import (
+    ConfigError,
+    CorruptState,
+    NotReady,
+    OrderError,
+    OutOfPages,
+    OutOfRows,
+    ShapeError,
+    SpecpoolError,
+    host_memory,
+)
+from specpool.host_memory import reload
+from specpool.host_tier import HostTier
+
+SETTINGS = settings(
+    max_examples=140,
+    stateful_step_count=80,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+)
+LAYOUTS = [
+    groups(4),
+    groups(4, 1),
+    groups(3, 16),
+    groups(4, windows=[(2, 7)]),
+    groups(8, 2, windows=[(1, 4), (4, 9)]),
+    groups(4, windows=[(1, 1), (3, 3)]),
+]
+
+
+# --- against the oracle --------------------------------------------------------------------------
+
+
+class HostAgainstOracle(RuleBasedStateMachine):
+    """Rows and handles; `World` checks every held slot of every layer after each operation."""
+
+    counts: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        of=st.sampled_from(LAYOUTS),
+        host_rows=st.sampled_from([1, 1.4, 3]),
+        max_chunk=st.sampled_from([5, 16]),
+        page_fencing=st.booleans(),
+        seed=st.integers(0, 1 << 32),
+    )
+    def start(self, of, host_rows, max_chunk, page_fencing, seed) -> None:
+        options = {"max_chunk": max_chunk, "page_fencing": page_fencing, "sessions": True}
+        self.world = World(of, host_rows=host_rows, overlap_depth=1, **options)
+        self.draw = random.Random(seed)
+        self.flying: dict[int, Any] = {}  # by row
+
+    def row(self) -> int | None:
+        rows = [row for row in self.world.kv if row not in self.flying]
+        return self.draw.choice(rows) if rows else None
+
+    def land(self) -> None:
+        """Every round comes to its end, the oldest first."""
+        for row, (plan, most) in list(self.flying.items()):
+            self.world.finish(plan, self.draw.randint(1, most))
+            del self.flying[row]
+
+    @contextlib.contextmanager
+    def doing(self, name: str):
+        try:
+            yield
+            self.counts[name] += 1
+        except SpecpoolError as error:
+            self.counts[f"{name} {type(error).__name__}"] += 1
+        self.world.check()
+
+    @rule(length=st.integers(1, 40))
+    def admit(self, length: int) -> None:
+        with self.doing("admit"):
+            self.world.admit(length)
+
+    @rule(more=st.integers(1, 12), writes_draft=st.booleans())
+    def extend(self, more: int, writes_draft: bool) -> None:
+        row = self.row()
+        if row is not None:
+            length = min(int(self.world.ledger.resolved_len[row]) + more, self.world.context)
+            with self.doing("extend"):
+                self.world.extend(row, length, writes_draft)
+
+    @rule(shape=st.integers(0, 1), writes_draft=st.booleans())
+    def launch(self, shape: int, writes_draft: bool) -> None:
+        row = self.row()
+        if row is not None:
+            with self.doing("launch"):
+                plan = self.world.decode(row, shape, writes_draft)
+                self.flying[row] = plan, TREE.max_accept_len if shape else 1
+
+    @rule()
+    def cancel(self) -> None:
+        """What a prepare has evicted stays evicted."""
+        row = self.row()
+        if row is not None:
+            with self.doing("cancel"):
+                ledger = self.world.ledger
+                ledger.cancel(ledger.prepare_decode([row], [0], writes_draft=False).step)
+                self.offload_now(row)
+
+    @rule()
+    def finish(self) -> None:
+        self.land()
+        self.world.check()
+
+    @rule()
+    def fork(self) -> None:
+        row = self.row()
+        if row is not None:
+            with self.doing("fork"):
+                self.world.fork(row)
+
+    @rule(back=st.integers(0, 20), ends_turn=st.booleans())
+    def cut(self, back: int, ends_turn: bool) -> None:
+        row = self.row()
+        if row is not None:
+            verb = self.world.ledger.end_turn if ends_turn else self.world.ledger.trim
+            with self.doing("cut"):
+                verb(row, max(int(self.world.ledger.resolved_len[row]) - back, 0))
+
+    @rule()
+    def abort(self) -> None:
+        row = self.row()
+        if row is not None:
+            with self.doing("abort"):
+                self.world.give_back(row)
+
+    @rule()
+    def offload(self) -> None:
+        row = self.row()
+        if row is not None:
+            self.offload_now(row)
+
+    def offload_now(self, row: int) -> None:
+        before, ledger = self.world.tier.stats(), self.world.ledger
+        lengths = int(ledger.resolved_len[row]), int(ledger.drafted_len[row])
+        state = self.world.state()
+        with self.doing("offload"):
+            handle = self.world.offload(row)
+            after = self.world.tier.stats()
+            if handle is None:
+                assert self.world.state() == state
+                self.counts["full"] += after.full_ct - before.full_ct
+                self.counts["unfit"] += after.unfit_ct - before.unfit_ct
+            else:
+                assert not ledger.is_live(row) and after.offload_ct == before.offload_ct + 1
+                assert (handle.length, handle.drafted_len) == lengths
+
+    @rule()
+    def offload_in_flight(self) -> None:
+        for row in self.flying:
+            state = self.world.state()
+            with pytest.raises(NotReady):
+                self.world.offload(row)
+            assert self.world.state() == state
+
+    @rule()
+    def reload(self) -> None:
+        if self.world.away:
+            self.land()
+            handle, state = self.draw.choice(list(self.world.away)), self.world.state()
+            ledger = self.world.ledger
+            with self.doing("reload"):
+                try:
+                    row = self.world.reload(handle)
+                except (OutOfPages, OutOfRows):
+                    assert self.world.state() == state
+                    raise
+                assert ledger.resolved_len[row] == handle.length
+                assert ledger.drafted_len[row] == handle.drafted_len
+
+    @rule()
+    def drop(self) -> None:
+        if self.world.away:
+            handle = self.draw.choice(list(self.world.away))
+            del self.world.away[handle]
+            with self.doing("drop"):
+                self.world.tier.drop(handle)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.land()
+        for row in list(self.world.kv):
+            self.world.give_back(row)
+        self.world.tier.close()
+        self.world.is_clean()
+
+
+def test_what_comes_back_is_what_went_byte_by_byte():
+    run_state_machine_as_test(HostAgainstOracle, settings=SETTINGS)
+    counts = HostAgainstOracle.counts
+    wanted = ["offload", "reload", "drop", "full", "unfit", "fork", "cut", "launch"]
+    for name in [*wanted, "offload NotReady", "reload OutOfPages", "reload OutOfRows"]:
+        assert counts[name] >= 5, counts
+
+
+def test_a_window_that_a_cut_has_shortened_is_not_taken_over(monkeypatch):
+    """A reload would hold slots that were not on the host; it does without the guard."""
+
+    def shortened() -> tuple[World, int]:
+        world = World(groups(4, windows=[(1, 4)]), sessions=True, max_chunk=16)
+        row = world.admit(12)
+        world.ledger.cancel(world.ledger.prepare_decode([row], [0]).step)  # evicts by r
+        assert world.ledger.evicted_len(0)[row] == 9
+        return world, row
+
+    world, row = shortened()
+    assert world.offload(row) is None and world.tier.stats().unfit_ct == 1
+    world.check()
+    monkeypatch.setattr(HostTier, "_last_start", lambda self, row: 0)
+    world, row = shortened()
+    row = world.reload(world.offload(row))
+    assert world.wrong(row)
+
+
+# --- all or nothing ------------------------------------------------------------------------------
+
+
+THREE = {"windows": [(2, 5)], "num_slots": 160}
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_the_nth_host_page_refused_changes_nothing(group):
+    """Each group alone is the one that is short, by one page to all."""
+    num_free, taken = 0, False
+    while not taken:
+        world = World(groups(4, 1, **THREE), max_chunk=16)
+        row, pool = world.admit(21), world.tier._pages[group]
+        pool.take(pool.num_free - num_free, 99)
+        state = world.state()
+        taken = world.tier.offload(row) is not None
+        if not taken:
+            assert world.state() == state
+            assert world.tier.stats().full_ct == 1
+            num_free += 1
+    assert num_free == [5, 6, 21][group]  # of the window, the slots from 12 on
+
+
+class Peaks:
+    """A ledger that remembers most pages of each group that were taken after a prepare."""
+
+    def __init__(self, ledger) -> None:
+        self._ledger = ledger
+        self.most = [0] * len(ledger.groups)
+
+    def __getattr__(self, name):
+        return getattr(self._ledger, name)
+
+    def prepare_extend(self, *args, **options):
+        plan = self._ledger.prepare_extend(*args, **options)
+        for g, group in enumerate(self._ledger.groups):
+            self.most[g] = max(self.most[g], group.num_pages - self._ledger.free_pages(g))
+        return plan
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 21, 40])
+def test_the_nth_device_page_refused_changes_nothing(length):
+    """A reload is refused exactly where it would run out of pages, before it takes a row."""
+    of = groups(4, 1, **THREE)
+    alone = World(of, max_chunk=16)
+    handle = alone.offload(alone.admit(length))
+    alone.tier.ledger = peaks = Peaks(alone.ledger)
+    alone.reload(handle)
+    outcomes = Counter()
+    for num_others in range(1, 60):
+        world = World(of, max_chunk=16, num_rows=8)
+        handle = world.offload(world.admit(length))
+        with contextlib.suppress(OutOfPages):
+            for _ in range(4):
+                world.admit(num_others % 40 + 1)
+        free = [world.ledger.free_pages(g) for g in range(3)]
+        fits = all(n <= most for n, most in zip(peaks.most, free, strict=True))
+        state = world.state()
+        if fits:
+            world.reload(handle)
+        else:
+            with pytest.raises(OutOfPages, match=r"needs \d+ pages, \d+ free") as refusal:
+                reload(world.tier, world.cache, handle)
+            assert refusal.value.need > refusal.value.free
+            assert world.state() == state
+        world.check()
+        outcomes[fits] += 1
+    assert min(outcomes[True], outcomes[False]) >= 1, outcomes
+
+
+def test_no_row_for_a_reload():
+    world = World(groups(4), num_rows=2)
+    handle = world.offload(world.admit(9))
+    for _ in range(2):
+        world.admit(3)
+    state = world.state()
+    with pytest.raises(OutOfRows):
+        reload(world.tier, world.cache, handle)
+    assert world.state() == state
+    world.give_back(1)
+    assert world.reload(handle) == 1
+    world.check()
+
+
+# --- a reload is a step --------------------------------------------------------------------------
+
+
+def reload_by_steps(world: World, handle, between=lambda: None) -> int:
+    """As a scheduler does it: each extend is prepared, launched, restored, and completed late."""
+    row, start, steps = world.ledger.admit(handle.tag), 0, []
+    kv = world.away.pop(handle)
+    while start < handle.length:
+        new_len, writes_draft = world.tier.next_extend(handle, start)
+        plan = world.ledger.prepare_extend([row], [new_len], writes_draft=writes_draft)
+        world.launch(plan)
+        world.tier.restore(plan, [handle])
+        steps.append(plan.step)
+        start = new_len
+        between()
+    world.kv[row] = kv
+    return row
+
+
+@pytest.mark.parametrize("page_fencing", [True, False])
+def test_a_reload_runs_beside_rounds_in_flight(page_fencing):
+    """Law: Its steps are completed in their turn; the rounds launched before are over first."""
+    of = groups(4, 1, windows=[(2, 5)], num_slots=256)
+    world = World(of, max_chunk=16, overlap_depth=1, page_fencing=page_fencing)
+    away, other = world.admit(37), world.admit(10)
+    handle = world.offload(away)
+    plans = [world.decode(other, 0)]
+
+    def between():
+        if len(plans) == 2:
+            world.ledger.resolve(plans[0].step, [1])  # but not complete
+            del plans[0]
+        plans.append(world.decode(other, 0))
+
+    row = reload_by_steps(world, handle, between)
+    assert world.ledger.completed < plans[0].step
+    while plans:
+        world.finish(plans.pop(0), 1)
+    world.ledger.complete(world.ledger.steps()[-1][0] if world.ledger.steps() else 1)
+    assert not world.wrong(row)
+    world.extend(row, 40)
+    world.check()
+
+
+def test_two_reloads_share_a_step():
+    world = World(groups(4, 1))
+    handles = [world.offload(world.admit(n)) for n in (9, 14)]
+    rows = [world.ledger.admit() for _ in handles]
+    plan = world.ledger.prepare_extend(rows, [handle.length for handle in handles])
+    world.launch(plan)
+    world.tier.restore(plan, handles)
+    world.ledger.complete(plan.step)
+    for row, handle in zip(rows, handles, strict=True):
+        world.kv[row] = world.away.pop(handle)
+    world.check()
+    assert world.tier.stats().reload_ct == 2
+
+
+def test_draft_kv_comes_back_as_far_as_it_was_valid():
+    world = World(groups(4, 1))
+    row = world.admit(11)
+    world.extend(row, 17, writes_draft=False)
+    assert world.ledger.drafted_len[row] == 11
+    handle = world.offload(row)
+    assert world.tier.next_extend(handle, 0) == (11, True)
+    assert world.tier.next_extend(handle, 11) == (17, False)
+    row = world.reload(handle)
+    assert (world.ledger.resolved_len[row], world.ledger.drafted_len[row]) == (17, 11)
+    world.check()
+
+
+def test_a_reload_goes_on_behind_a_shared_prefix():
+    """A row admitted on pinned pages takes from the host what it does not share."""
+    world = World(groups(4, 1))
+    first = world.admit(10)
+    prefix = world.ledger.pin_prefix(first, 8)
+    row = world.fork(first)
+    world.extend(row, 19)
+    world.give_back(first)
+    handle = world.offload(row)
+    row = world.ledger.admit(prefix=prefix, length=7)  # its tail is copied, then filled
+    plan = world.ledger.prepare_extend([row], [19])
+    world.launch(plan)
+    world.tier.restore(plan, [handle])
+    world.ledger.complete(plan.step)
+    world.kv[row] = world.away.pop(handle)
+    world.check()
+    world.give_back(row)
+    world.ledger.release_prefix(prefix)
+    world.is_clean()
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def failing(monkeypatch, way: str, nth: int, error: type[BaseException] = RuntimeError) -> None:
+    """The n-th copy of that way fails."""
+    copy, calls = getattr(host_memory._Group, way), Counter()
+
+    def run(self, *args):
+        calls[way] += 1
+        if calls[way] == nth:
+            raise error("the copy is lost")
+        copy(self, *args)
+
+    monkeypatch.setattr(host_memory._Group, way, run)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_failed_copy_to_the_host_leaves_the_row(monkeypatch, nth):
+    world = World(groups(4, 1))
+    row = world.admit(9)
+    state = world.state()
+    with monkeypatch.context() as patch:
+        failing(patch, "save", nth)
+        assert world.offload(row) is None
+    assert world.state() == state and world.tier.stats().failed_ct == 1
+    world.check()
+    row = world.reload(world.offload(row))
+    world.check()
+    world.give_back(row)
+    world.is_clean()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_failed_copy_back_ends_in_a_prefill(monkeypatch, nth):
+    """The handle, its host pages, the row and its pages are all back; others are as they were."""
+    world = World(groups(4, 1, windows=[(2, 5)]), max_chunk=16)
+    handle, other = world.offload(world.admit(21)), world.admit(13)
+    with monkeypatch.context() as patch:
+        failing(patch, "load", nth)
+        assert world.reload(handle) is None
+    assert world.tier.stats().failed_ct == 1 and not world.tier.handles
+    assert not world.ledger.steps()
+    world.check()
+    row = world.admit(21)  # the prefill
+    world.check()
+    world.give_back(row)
+    world.give_back(other)
+    world.is_clean()
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_ctrl_c_in_a_copy_loses_nothing(monkeypatch, way):
+    world = World(groups(4, 1))
+    row = world.admit(9)
+    handle = world.offload(row) if way == "load" else None
+    with monkeypatch.context() as patch:
+        failing(patch, way, 2, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            world.offload(row) if handle is None else reload(world.tier, world.cache, handle)
+    for step, _, _ in world.ledger.steps():
+        world.ledger.complete(step)
+    for row in range(1, world.ledger.num_rows + 1):
+        if world.ledger.is_live(row):
+            world.ledger.abort(row)
+    world.is_clean()
+
+
+def test_after_ctrl_c_only_what_a_request_has_is_kept():
+    """Whatever line it came at: pages of handles that nobody has are free."""
+    world = World(groups(4, 1))
+    handles = [world.offload(world.admit(n)) for n in (5, 9, 7)]
+    dropped, lost, kept = handles
+    world.tier.drop(dropped)
+    world.tier._pages[0].take(2, 4)  # of an offload that has not come to its end
+    assert world.tier.recover([dropped, kept]) == [kept] == world.tier.handles
+    for handle in (dropped, lost):
+        del world.away[handle]
+    world.reload(kept)
+    world.check()
+    world.give_back(next(iter(world.kv)))
+    world.is_clean()
+
+
+def test_a_handle_is_good_once():
+    world = World(groups(4))
+    gone, back = (world.offload(world.admit(n)) for n in (5, 9))
+    world.tier.drop(gone)
+    world.reload(back)
+    plan = world.ledger.prepare_extend([world.ledger.admit()], [5])
+    world.ledger.cancel(plan.step)
+    for handle in (gone, back):
+        for call in (
+            lambda handle=handle: world.tier.drop(handle),
+            lambda handle=handle: reload(world.tier, world.cache, handle),
+            lambda handle=handle: world.tier.next_extend(handle, 0),
+            lambda handle=handle: world.tier.restore(plan, [handle]),
+        ):
+            with pytest.raises(OrderError, match=f"handle {handle.number} .* not held"):
+                call()
+    world.tier.check()
+
+
+def test_what_cannot_be_offloaded_or_reloaded_is_said():
+    world = World(groups(4))
+    with pytest.raises(ShapeError, match="row 3"):
+        world.tier.offload(3)
+    empty = world.ledger.admit()
+    assert world.tier.offload(empty) is None
+    handle = world.offload(world.admit(5))
+    with pytest.raises(ShapeError, match=r"start must be in \[0, 5\), got 5"):
+        world.tier.next_extend(handle, 5)
+    plan = world.decode(world.admit(5))
+    with pytest.raises(NotReady, match=f"step {plan.step} is not over"):
+        reload(world.tier, world.cache, handle)
+    world.finish(plan, 1)
+    world.reload(handle)
+
+
+def test_the_audit_sees_a_page_held_twice():
+    world = World(groups(4))
+    handles = [world.offload(world.admit(n)) for n in (5, 9)]
+    world.tier.check()
+    handles[0].pages[0][0] = handles[1].pages[0][0]
+    with pytest.raises(CorruptState, match="group full0: host pages of handle 2 are held twice"):
+        world.tier.check()
+
+
+def test_host_memory_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"host_bytes is \d+, \d+ are free on the host"):
+        World(groups(4), host_rows=1e12)

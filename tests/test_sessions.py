@@ -1,0 +1,244 @@
+"""Laws of streaming sessions: a turn says what a fresh prefill of its history would say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lossless import Comparison, Reference
+from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corpus
+from specpool.assets import resolve
+from specpool.config import EngineConfig
+from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.host_memory import HostMemory
+from specpool.models import EagleHead, TargetModel
+from specpool.output import Chunk
+
+HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
+CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
+PROMPTS = corpus.prompts(12, 60)
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
+
+
+@pytest.fixture(scope="module")
+def heads(target) -> dict[str, EagleHead]:
+    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
+
+
+@pytest.fixture
+def build(target, heads) -> Callable[..., Engine]:
+    """An engine of the shipped models at check level 2."""
+
+    def build(draft: str | None = None, shape: Shape | None = None, **options) -> Engine:
+        drafter = NgramDrafter() if draft == "ngram" else draft and EagleDrafter(heads[draft])
+        if drafter is not None:
+            options["shape"] = shape or CHAIN
+        options = {"page_size": 4, "max_context_len": 256, "busy_check": 2, **options}
+        return Engine(target, drafter or None, config=EngineConfig(**options))
+
+    return build
+
+
+def check_logprobs(reference: Reference, output: RequestOutput) -> None:
+    """They are those of a fresh prefill of all the turn's tokens."""
+    ids = torch.tensor([output.prompt_ids + output.token_ids])
+    with torch.inference_mode():
+        logits = reference.model(input_ids=ids, use_cache=False).logits[0].float()
+    table = torch.log_softmax(logits, -1)
+    first = len(output.prompt_ids)
+    for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(float(table[first + i - 1, token]), abs=2e-4)
+
+
+@dataclass
+class Talk:
+    """A session, what its client has of it, and its turn."""
+
+    session: Session
+    tokens: list[int] = field(default_factory=list)
+    number: int | None = None  # of the turn's request
+    prompt: list[int] = field(default_factory=list)
+    patience: int = 0  # turns of the engine until it is aborted
+
+
+class Talks:
+    """Several sessions at once, at random: appends, aborts, rewinds, forks, closings."""
+
+    def __init__(self, engine: Engine, seed: int, shapes: tuple[Shape | None, ...] = (None,)):
+        self.engine, self.rng, self.shapes = engine, random.Random(seed), shapes
+        self.talks = [Talk(engine.open_session()) for _ in range(4)]
+        self.outputs: list[RequestOutput] = []
+        self.num_aborted = self.num_rewound = self.num_forked = 0
+
+    def run(self, num_turns: int) -> None:
+        while len(self.outputs) < num_turns:
+            for talk in list(self.talks):
+                self._move(talk)
+            self.engine.turn()
+        for talk in self.talks:
+            talk.session.close()
+        while self.engine.turn():
+            pass
+
+    def _move(self, talk: Talk) -> None:
+        rng, session = self.rng, talk.session
+        if talk.number is not None:
+            talk.patience -= 1
+            if talk.patience == 0 and session.is_busy:
+                self.num_aborted += 1
+                session.abort()
+                talk.number = None
+            return
+        assert session.tokens == talk.tokens
+        action = rng.random()
+        room = self.engine.max_context_len - len(talk.tokens)
+        if action < 0.1 and talk.tokens:
+            offset = rng.randint(0, len(talk.tokens))
+            assert 0 <= session.rewind(offset) <= offset
+            talk.tokens = talk.tokens[:offset]
+            self.num_rewound += 1
+        elif action < 0.2 and talk.tokens and len(self.talks) < 6:
+            self.talks.append(Talk(session.fork(), list(talk.tokens)))
+            self.num_forked += 1
+        elif action < 0.25 or room < 60:
+            session.close()
+            self.talks.remove(talk)
+            self.talks.append(Talk(self.engine.open_session()))
+        elif action < 0.7:
+            text = rng.choice(PROMPTS)
+            start = rng.randint(0, 40)
+            talk.prompt = text[start : start + rng.choice([1, 3, 20])]
+            params = SamplingParams(
+                max_new_tokens=rng.choice([1, 4, 30]), ignore_eos=rng.random() < 0.5, logprobs=0
+            )
+            talk.patience = rng.choice([0, 0, 1, 2, 3, 8])
+            talk.number = self.engine.submit(
+                talk.prompt,
+                params,
+                shape=rng.choice(self.shapes),
+                session=session,
+                on_item=lambda _, item, talk=talk: self._hear(talk, item),
+            )
+
+    def _hear(self, talk: Talk, item: Chunk | RequestOutput) -> None:
+        if not isinstance(item, RequestOutput) or item.finish_reason == "abort":
+            return
+        assert item.error is None
+        assert item.prompt_ids == talk.tokens + talk.prompt
+        assert item.num_reused < len(item.prompt_ids)
+        talk.tokens = item.prompt_ids + item.token_ids
+        talk.number = None
+        self.outputs.append(item)
+
+
+HOST = {"host_bytes": 1 << 24, "offload": "always"}
+# page size, shape, options: what other engines have stumbled over
+CASES = [
+    pytest.param(None, None, {}, id="plain"),
+    pytest.param(None, None, {"page_size": 1, "prefill_tokens": 5}, id="plain, chunks"),
+    pytest.param(HEADS[0], CHAIN, {}, id="chain"),
+    pytest.param(HEADS[0], TREE, {"page_size": 3, "layout": "holey"}, id="holey tree"),
+    pytest.param(HEADS[1], TREE, {"placement": "shared", "page_size": 16}, id="shared tree"),
+    pytest.param(HEADS[1], CHAIN, {"prefill_tokens": 7, "mixed_chunks": True}, id="mixed chunks"),
+    pytest.param("ngram", CHAIN, {"shapes": (TREE,)}, id="n-gram"),
+    pytest.param(HEADS[0], CHAIN, HOST, id="host, chain"),
+    pytest.param(HEADS[1], TREE, {**HOST, "prefill_tokens": 11}, id="host, tree in chunks"),
+    pytest.param(None, None, {**HOST, "page_size": 1, "mixed_chunks": True}, id="host, plain"),
+]
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("draft", "shape", "options"), CASES)
+def test_random_sessions_say_what_a_fresh_prefill_says(
+    build, reference, draft, shape, options, depth, is_tight
+):
+    """Concurrent sessions with aborts, rewinds, forks; in a tight pool also with retractions."""
+    if is_tight:
+        options = {**options, "max_sessions": 1 if "host_bytes" in options else 3}
+        ledger = build(draft, shape, overlap_depth=depth, **options).ledger
+        least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
+        options |= {"num_pages": least + least // 8, "headroom": 0}
+    engine = build(draft, shape, overlap_depth=depth, **options)
+    talks = Talks(engine, seed=depth + 2 * is_tight, shapes=(None, None, Shape.none()))
+    talks.run(24)
+    comparison = Comparison()
+    for output in talks.outputs:
+        wanted = reference.text(output.prompt_ids, len(output.token_ids))
+        if output.token_ids != wanted:
+            comparison.add(reference, output.prompt_ids, output.token_ids)
+        check_logprobs(reference, output)
+    stats = engine.stats()
+    assert talks.num_aborted and talks.num_rewound and talks.num_forked
+    assert sum(output.num_reused for output in talks.outputs) > 0
+    assert stats.finding_ct == 0
+    if is_tight:
+        assert stats.retracted_ct or any(o.num_reused == 0 for o in talks.outputs)
+    if stats.host is not None:
+        assert stats.host.num_handles == 0
+        assert (stats.host.reload_ct > 0) == is_tight
+        for pool in stats.host.groups:
+            assert pool.free_pages == pool.num_pages
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("draft", "shape"), [(None, None), (HEADS[0], CHAIN), ("ngram", TREE)])
+def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth, temperature):
+    """Its text is what it is with room for everybody, drawn tokens too; little is computed anew."""
+    options = {"overlap_depth": depth, "headroom": 0, "max_context_len": 160, "max_batch": 5}
+    params = [
+        SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=temperature, seed=i)
+        for i in range(5)
+    ]
+    prompts = [prompt[: 8 + i] for i, prompt in enumerate(PROMPTS[:5])]
+    wanted = build(draft, shape, **options).generate(prompts, params)
+    prefilled = {}
+    for host_bytes in (0, 1 << 24):
+        more = {"host_bytes": host_bytes, "offload": "always"}
+        engine = build(draft, shape, num_pages=50, **options, **more)
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+        stats = engine.stats()
+        assert stats.retracted_ct > 0
+        prefilled[host_bytes] = stats.prefilled_token_ct
+    assert stats.host.reload_ct == stats.host.offload_ct == stats.retracted_ct
+    assert stats.host.num_handles == 0
+    assert prefilled[1 << 24] < prefilled[0]
+
+
+def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
+    options = {"headroom": 0, "max_context_len": 160, "max_batch": 5, "num_pages": 50}
+    params = SamplingParams(max_new_tokens=90, ignore_eos=True)
+    wanted = build(**options).generate(PROMPTS[:5], params)
+
+    def failing(self, moves):
+        raise RuntimeError("the bus is gone")
+
+    for way, depth in (("save", 0), ("load", 0), ("load", 1)):
+        with monkeypatch.context() as patch:
+            more = {"host_bytes": 1 << 24, "offload": "always", "overlap_depth": depth}
+            engine = build(**options, **more)
+            patch.setattr(HostMemory, way, failing)
+            outputs = engine.generate(PROMPTS[:5], params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+        stats = engine.stats()
+        assert stats.host.failed_ct > 0 and stats.host.reload_ct == 0
+        assert stats.host.num_handles == stats.failed_ct == 0
