@@ -99,6 +99,7 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench reserve
 	$(BIN)/specpool bench ledger
 	$(BIN)/specpool bench scheduler
+	$(BIN)/specpool bench windows
 	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
 	cargo bench --quiet -p specpool-core
 	$(BIN)/python benches/bench_kernels.py

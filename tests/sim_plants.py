@@ -293,32 +293,19 @@ def prefill_samples_anew(patch):
 
 def take_a_pin_for_what_it_is_not(patch):
     def longest(self, tokens):
-        pin = max(self._pins, key=lambda pin: len(pin.tokens), default=None)
-        return pin, 0 if pin is None else min(len(pin.tokens), len(tokens) - 1)
+        pins = sorted(self._pins, key=lambda pin: -len(pin.tokens))[: len(tokens) > 1]
+        return [(pin, min(len(pin.tokens), len(tokens) - 1)) for pin in pins]
 
-    patch.setattr(Scheduler, "_longest_pin", longest)
+    patch.setattr(Scheduler, "_pins_of", longest)
 
 
 def take_the_shortest_pin(patch):
-    longest = Scheduler._longest_pin
-
-    def shortest(self, tokens):
-        pins = self._pins
-        try:
-            for pin in sorted(pins, key=lambda pin: len(pin.tokens)):
-                self._pins = [pin]
-                found = longest(self, tokens)
-                if found[1]:
-                    return found
-        finally:
-            self._pins = pins
-        return None, 0
-
-    patch.setattr(Scheduler, "_longest_pin", shortest)
+    longest = Scheduler._pins_of
+    patch.setattr(Scheduler, "_pins_of", lambda self, tokens: longest(self, tokens)[::-1])
 
 
 def find_no_pin(patch):
-    patch.setattr(Scheduler, "_longest_pin", lambda self, tokens: (None, 0))
+    patch.setattr(Scheduler, "_pins_of", lambda self, tokens: [])
 
 
 def keep_the_pages_of_a_dropped_pin(patch):

@@ -22,6 +22,7 @@ from specpool.cli.num_bytes import parse_bytes, show_bytes
 from specpool.config import EngineConfig
 from specpool.models import TargetModel
 from specpool.models.outline import stated_layers
+from specpool.page_needs import row_pages, step_pages
 from specpool.plan import Fit, Plan
 from specpool.plan_groups import GroupSizes, size_groups
 from specpool.scheduler import Scheduler
@@ -46,7 +47,7 @@ class Case:
     seed: int
 
     @staticmethod
-    def of(seed: int) -> Case:
+    def of(seed: int, windows: bool = False) -> Case:
         rng = random.Random(seed)
         drafter = rng.choice(["eagle", "eagle", "eagle", "ngram", "none"])
         shapes = [Shape(*shape) for shape in rng.sample(SHAPES, rng.randint(1, 2))]
@@ -62,11 +63,17 @@ class Case:
         max_context_len = rng.choice([2, 3, 9, 40, 80])
         target_bytes, draft_bytes = rng.choice([(64, 2), (4, 4), (2, 8)])
         how = {
-            "target_bytes": target_bytes,
+            "target_bytes": {None: target_bytes},
             "draft_bytes": draft_bytes if drafter == "eagle" else 0,
             "shapes": shapes if drafter != "none" else [],
             "max_context_len": max_context_len,
         }
+        prefill_tokens = rng.choice([5, 64, 4096]) if windows else None
+        if prefill_tokens is not None:
+            config = replace(config, prefill_tokens=prefill_tokens)
+            window = rng.randint(1, max_context_len + 2)
+            by_window = [{None: 16, window: 64}, {window: 32}, {None: 4, window: 4, window + 3: 9}]
+            how["target_bytes"] = rng.choice(by_window)
         least = size_groups(replace(config, num_pages=1), **how, kv_bytes=0)
         row_bytes = sum(group.pages_per_row * group.page_bytes for group in least.groups)
         sinks = sum(group.page_bytes for group in least.groups)
@@ -74,7 +81,10 @@ class Case:
             most = max(group.pages_per_row for group in least.groups)
             config = replace(config, num_pages=int(most * rng.choice([1, 1.3, 2.5, 6])))
         rows = rng.choice([1, 1.01, 1.5, 2.2, 3, 6.7, 15, 60])
-        sizes = size_groups(config, **how, kv_bytes=sinks + int(rows * row_bytes) + 1)
+        kv_bytes = sinks + int(rows * row_bytes) + 1
+        if windows:  # a prefill step and a checkpoint are beside what one row holds
+            kv_bytes += row_bytes + 2 * least.max_chunk * 100
+        sizes = size_groups(config, **how, kv_bytes=kv_bytes)
         max_len = rng.randint(2, max_context_len)
         return Case(
             sizes,
@@ -83,7 +93,7 @@ class Case:
             rng.randint(1, max_context_len - 1),
             rng.randint(1, max_len - 1),
             max_len,
-            rng.choice([5, 64, 4096]),
+            prefill_tokens or rng.choice([5, 64, 4096]),
             rng.choice([0, 0, 4, 64]),
             seed,
         )
@@ -233,6 +243,46 @@ def test_scenario_50_as_many_as_planned_are_admitted():
         "pages of target and draft",
         *(f"max_batch {n}" for n in MAX_BATCHES),
     }
+
+
+def test_scenario_50_as_many_as_planned_are_admitted_behind_windows():
+    limits = set()
+    for seed in CASES:
+        case = Case.of(seed, windows=True)
+        fit = case.at_once()
+        assert admitted(case, fit.num_requests + 3) == fit.num_requests, (seed, fit)
+        limits.add(fit.limit.rstrip("0123456789"))
+    assert {"pages of window ", "pages of draft", "max_batch "} < limits
+
+
+def test_scenario_50_as_many_as_planned_never_wait_behind_windows():
+    """A plan for windows is on the safe side: each with a chunk of its own, and its fences."""
+    num_beside = num_slid = 0
+    for seed in CASES:
+        case, rng = Case.of(seed, windows=True), random.Random(seed)
+        n = case.to_the_end().num_requests
+        arrivals = [case.arrival(i + 1, rng.choice([0.0, 0.5, 1.0])) for i in range(n)]
+        server = Server(case).serve(arrivals)
+        assert (server.ledger.num_refused, server.scheduler.num_retracted) == (0, 0), seed
+        assert server.most_running == n, seed
+        num_beside += n > 1
+        windows = [g.window for g in case.sizes.groups if g.window is not None]
+        num_slid += bool(windows) and case.max_len > min(windows) + case.sizes.groups[0].page_size
+    assert num_beside > 200 and num_slid > 100
+
+
+def test_needs_behind_windows_are_the_ledgers():
+    """`GroupSizes.pages_needed` and `row_pages`, with a ledger and without."""
+    for seed in range(100):
+        sizes = Case.of(seed, windows=True).sizes
+        ledger, rng = sizes.ledger(), random.Random(seed)
+        for _ in range(20):
+            hi = rng.randrange(sizes.max_context_len)
+            lo, shape = rng.randint(0, hi), rng.randrange(len(sizes.shapes))
+            roots = (lo, hi, shape)
+            assert list(sizes.pages_needed(*roots)) == ledger.pages_needed(*roots).tolist()
+            assert row_pages(sizes, *roots) == row_pages(ledger, *roots)
+        assert step_pages(sizes) == step_pages(ledger)
 
 
 def test_scenario_50_as_many_as_planned_never_wait_for_a_page():
@@ -401,8 +451,7 @@ def test_a_config_states_what_the_model_keeps(family):
     if config is None:
         pytest.skip("this transformers does not have it")
     with TargetModel(make_model(config)) as target:
-        seen = tuple(replace(layer, window=None) for layer in target.layer_kv)
-    assert stated_layers(config) == seen
+        assert stated_layers(config) == target.layer_kv
 
 
 def test_a_config_of_other_keys_is_not_guessed_at():

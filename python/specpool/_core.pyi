@@ -48,6 +48,7 @@ __all__ = [
     "select_topk",
     "sizing_alloc_len_per_decode",
     "sizing_extend_pages",
+    "sizing_most_window_pages",
     "sizing_need_double_buffer",
     "sizing_need_exact",
     "sizing_next_allocated",
@@ -178,7 +179,24 @@ def sizing_pages_needed(
 ) -> int:
     """Pages that a row can ever hold whose roots all lie in `[lo, hi]`; see `Ledger.pages_needed`.
 
-    `shape` is an index into `shapes`, those of the ledger.
+    `shape` is an index into `shapes`, those of the ledger. For full groups.
+    """
+
+def sizing_most_window_pages(
+    shapes: Sequence[Shape],
+    *,
+    window: int,
+    max_chunk: int,
+    page_size: int,
+    overlap_depth: int = 0,
+    policy: _Policy = "exact",
+    hosts_drafts: bool = True,
+    layout: _Layout = "holey",
+) -> int:
+    """Pages of a window group that a row of any length holds at most.
+
+    Behind the window a row keeps nothing: what one prepare finds held and what it claims, an extend
+    of `max_chunk` tokens or a round of any of the shapes behind `overlap_depth` others.
     """
 
 def sizing_extend_pages(*, new_len: int, allocated: int, page_size: int) -> int:
@@ -563,7 +581,8 @@ class Ledger:
     def pages_needed(self, lo: int, hi: int, shape: int) -> NDArray[np.int64]:
         """[num_groups]: pages that a row can ever hold whose roots all lie in `[lo, hi]`.
 
-        For one round in flight at most; `shape` is an index into `shapes`.
+        For one round in flight at most; `shape` is an index into `shapes`. Behind a window all that
+        the row can ever hold: rounds of any shape, D in flight, and an extend of up to `lo` tokens.
 
         Raises:
             ShapeError: unless `0 <= lo <= hi < max_context_len`, or an unknown shape.

@@ -174,7 +174,7 @@ class BusyCheck:
             if self._has_shared[g] or ledger.prefixes or protected.any():
                 shared = int((ledger.ownership_map(g)[0] == _SHARED).sum())
                 self._has_shared[g] = shared > 0
-            held = int(own.sum()) // group.page_size + shared + lost[g]
+            held = int(own.sum()) // group.page_size + shared + lost[g] + self._num_kept(g)
             free, fenced = ledger.free_pages(g), ledger.fenced_pages(g)
             if free + fenced + held != group.num_pages:
                 yield _Fault(
@@ -182,6 +182,19 @@ class BusyCheck:
                     f"not {group.num_pages}",
                     g,
                 )
+
+    def _num_kept(self, g: int) -> int:
+        """Pages of a window group that checkpoints keep outside the table, and nobody shares."""
+        ledger, size, window = self._ledger, self._groups[g].page_size, self._groups[g].window
+        if window is None:
+            return 0
+        num_kept, evicted, protected = 0, ledger.evicted_len(g), ledger.protected_len(g)
+        for row in np.flatnonzero(evicted).tolist():
+            length = ledger.checkpoint_len(row)
+            if length is not None and row not in self.rows:
+                first = max(max(0, length - window + 1), int(protected[row])) // size
+                num_kept += max(0, min(-(-length // size), int(evicted[row]) // size) - first)
+        return num_kept
 
     def _wrong_rows(self) -> Iterator[_Fault]:
         """Each row of a request or a session is live at its epoch, and each live row has one."""

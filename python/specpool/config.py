@@ -97,7 +97,9 @@ class EngineConfig:
         mixed_chunks: a turn's prefill chunk and its round share one forward of the target.
         attention: back end that reads the pages: `torch`.
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
-        num_pages: pages of each group; None = what `kv_bytes` holds, at most `max_batch` full rows.
+        num_pages: pages of each full group; None = what `kv_bytes` holds, at most `max_batch` full
+            rows. A window group has the pages of `max_batch` windows and one prefill step, at most
+            `num_pages`.
         kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
         host_bytes: bytes of host memory for the KV of requests that had to give way; 0 = they are
             prefilled again.

@@ -384,6 +384,14 @@ class Engine:
             )
         params = SamplingParams(max_new_tokens=1)
         (request,) = self._prompts.requests([prompt], params, None, 0)
+        # What is behind its whole pages would take their windows along.
+        whole = len(request.tokens) // self.config.page_size * self.config.page_size
+        if not whole:
+            raise ConfigError(
+                f"the prompt cannot be pinned: {len(request.tokens)} tokens fill no page of "
+                f"{self.config.page_size}"
+            )
+        (request,) = self._prompts.requests([request.tokens[:whole]], params, None, 0)
         request.wants_pin = True
         for _ in self._news([request]):
             pass

@@ -18,6 +18,8 @@ from specpool.kernels.launch import prepare, runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.layer_kv import LayerKV as LayerKV
 
+Int32 = npt.NDArray[np.int32]
+
 
 class KVCache:
     """KV buffers per group and layer, and each group's page table, all on the device.
@@ -52,6 +54,7 @@ class KVCache:
         self.device = device
         self.dtype = dtype
         self.page_sizes = [group.page_size for group in ledger.groups]
+        self.windows = [group.window for group in ledger.groups]
         self.layer_groups = list(layer_groups)
         self.max_context_len = ledger.max_context_len
         self._ledger = ledger
@@ -113,10 +116,34 @@ class KVCache:
                 self._whole_groups[group] = self.fields(layers)
             kernels.move_kv(self._whole_groups[group], *places, disjoint=True)
 
-    def pages_of(self, group: int, rows: Tensor, length: int) -> Tensor:
-        """The pages of each row that cover `[0, length)`, int32 [B, C]."""
-        columns = -(-length // self.page_sizes[group])
-        return self.tables[group][:, :columns].index_select(0, rows)
+    def pages_of(
+        self, group: int, rows: Tensor, least: Int32, ends: Int32
+    ) -> tuple[Tensor, Tensor | int]:
+        """The pages of each row that a query of a forward can see, and the positions they begin at.
+
+        In a window group they begin where the window of the first query does: what is read there
+        does not grow with the rows.
+
+        Args:
+            group: whose pages.
+            rows: int32 [B], on the device.
+            least: int32 [B], on the host: no query of the row is at a position below.
+            ends: int32 [B], likewise: nor at this one or beyond.
+
+        Returns:
+            int32 [B, C], page 0 where a row has none; int32 [B], or one number for all rows.
+        """
+        table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
+        if window is None:
+            return table[:, : -(-int(ends.max()) // size)].index_select(0, rows), 0
+        firsts = np.maximum(least - (window - 1), 0) // size
+        num_columns = int((-(-ends // size) - firsts).max())
+        first = int(firsts[0])
+        if (firsts == first).all():
+            return table[:, first : first + num_columns].index_select(0, rows), first * size
+        columns = np.minimum(firsts[:, None] + np.arange(num_columns), table.shape[1] - 1)
+        index, origins = upload(self.device, columns.astype(np.int64), firsts * size)
+        return table[rows.long().unsqueeze(1), index], origins
 
     @property
     def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:

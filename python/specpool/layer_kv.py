@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,3 +18,11 @@ class LayerKV:
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token's key and value, of numbers of `itemsize` bytes."""
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * itemsize
+
+
+def bytes_by_window(layers: Sequence[LayerKV], itemsize: int) -> dict[int | None, int]:
+    """Bytes of one token's KV in all layers of each window; None = those that see all."""
+    found: dict[int | None, int] = {}
+    for layer in layers:
+        found[layer.window] = found.get(layer.window, 0) + layer.bytes_per_token(itemsize)
+    return found

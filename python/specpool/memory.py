@@ -12,7 +12,7 @@ import torch
 from specpool._core import Ledger, Shape
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
-from specpool.layer_kv import LayerKV
+from specpool.layer_kv import LayerKV, bytes_by_window
 from specpool.plan_groups import size_groups
 
 
@@ -69,17 +69,13 @@ def plan_pools(
     Raises:
         ConfigError: the memory does not hold one full row, or not the pages asked for.
     """
-    target_bytes, draft_bytes = (
-        sum(layer.bytes_per_token(dtype.itemsize) for layer in layers)
-        for layers in (target_layers, draft_layers)
-    )
     budget = config.kv_bytes
     if budget is None:
         budget = 0 if config.num_pages is not None else free_bytes(device) // 2
     sizes = size_groups(
         config,
-        target_bytes,
-        draft_bytes,
+        bytes_by_window(target_layers, dtype.itemsize),
+        sum(layer.bytes_per_token(dtype.itemsize) for layer in draft_layers),
         shapes=shapes,
         max_context_len=max_context_len,
         kv_bytes=budget,
@@ -92,6 +88,6 @@ def plan_pools(
             f"{num_pages} pages need {sizes.num_bytes} bytes of KV, {free} are free:"
             " lower num_pages, kv_bytes or page_size"
         )
-    target_groups = [0] * len(target_layers)
+    target_groups = [sizes.group_of(layer.window) for layer in target_layers]
     layer_groups = target_groups + [sizes.draft_group] * len(draft_layers)
     return PoolPlan(ledger, layer_groups, target_groups, sizes.draft_group)

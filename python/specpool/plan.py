@@ -11,11 +11,13 @@ Two questions, each with the scheduler's own answer (tests/test_plan.py asks bot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specpool._core import Shape
 from specpool.config import check_int
 from specpool.errors import ConfigError
+from specpool.page_needs import row_pages, step_pages
 from specpool.plan_groups import GroupSizes
 
 
@@ -61,7 +63,9 @@ class Plan:
             ConfigError: no request of so many tokens can go on within the context.
         """
         check_int("tokens", num_tokens, 1, self.sizes.max_context_len - 1)
-        return self._fit(self._pages(num_tokens, self._admission_root(num_tokens), shape))
+        lo, hi = num_tokens, self._admission_root(num_tokens)
+        pages = row_pages(self.sizes, lo, hi, self._index(shape))
+        return self._fit(pages, step_pages(self.sizes))
 
     def to_the_end(self, prompt_len: int, max_len: int, shape: int = -1) -> Fit:
         """Requests that run side by side to their ends without ever waiting for a page.
@@ -78,7 +82,10 @@ class Plan:
         check_int("prompt", prompt_len, 1, max_len - 1)
         last = self._last_root(prompt_len, max_len, shape)
         last = max(last, self._admission_root(prompt_len))
-        return self._fit(self._pages(prompt_len, last, shape))
+        pages = self.sizes.most_pages(prompt_len, last, self._index(shape))
+        fit = self._fit(pages, [0] * len(pages))
+        # Behind a window a row does not grow: those admitted together may be what binds.
+        return min(fit, self.at_once(prompt_len, shape), key=lambda each: each.num_requests)
 
     def _admission_root(self, num_tokens: int) -> int:
         """The greatest root that a request must have room for to be admitted."""
@@ -101,12 +108,16 @@ class Plan:
                 found = max(found, resolved_len + ahead * step)
         return found
 
-    def _pages(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
-        return self.sizes.pages_needed(lo, hi, range(len(self.sizes.shapes))[shape])
+    def _index(self, shape: int) -> int:
+        return range(len(self.sizes.shapes))[shape]
 
-    def _fit(self, pages: tuple[int, ...]) -> Fit:
-        sizes = self.sizes
-        counts = [group.num_pages // n for group, n in zip(sizes.groups, pages, strict=True)]
+    def _fit(self, pages: Sequence[int], aside: Sequence[int]) -> Fit:
+        """Requests that hold so many pages each, beside those set aside."""
+        sizes, pages = self.sizes, tuple(pages)
+        counts = [
+            max(1, (group.num_pages - kept) // n)  # one alone always fits
+            for group, n, kept in zip(sizes.groups, pages, aside, strict=True)
+        ]
         by_pages = min(counts)
         if sizes.num_rows <= by_pages:
             is_most = sizes.num_rows == sizes.most_rows

@@ -5,13 +5,31 @@ The one place that says so, without torch: an engine sizes its pools here, and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict
 
-from specpool._core import Group, Ledger, Shape, sizing_pages_needed, sizing_row_width
+from specpool._core import (
+    Group,
+    Ledger,
+    Shape,
+    sizing_most_window_pages,
+    sizing_pages_needed,
+    sizing_row_width,
+)
 from specpool.config import EngineConfig, Policy
 from specpool.errors import ConfigError
+
+
+class _Reserves(TypedDict):
+    """What a round's claim depends on, as the core's sizing takes it."""
+
+    page_size: int
+    overlap_depth: int
+    policy: Policy
+    hosts_drafts: bool
+    layout: Literal["dense", "holey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +39,11 @@ class GroupSize:
     name: str
     page_size: int  # slots
     page_bytes: int  # of one page, in all layers of the group
-    pages_per_row: int  # that a row can ever hold
+    pages_per_row: int  # columns of a row; a full group's row can hold them all at once
     num_pages: int  # page 0 not counted
     hosts_drafts: bool
     layout: Literal["dense", "holey"]
+    window: int | None = None  # positions that a query sees, its own among them; None = all
 
     @property
     def row_width(self) -> int:
@@ -42,12 +61,13 @@ class GroupSizes:
     """All groups of a ledger, and what else it is built with.
 
     Attributes:
-        groups: the target's first.
+        groups: the target's first, of these the full one.
         draft_group: the group that hosts the draft's layers.
         shapes: shape 0 first.
         num_rows: requests that run at once.
-        max_sessions: rows besides, of sessions between their turns.
+        max_sessions: rows beside them, of sessions between their turns.
         max_context_len: tokens of a sequence at most.
+        max_chunk: tokens of one prefill step at most.
         overlap_depth: rounds prepared ahead.
         policy: how much a round reserves.
         keeps_draft_kv: the draft model has layers.
@@ -59,6 +79,7 @@ class GroupSizes:
     num_rows: int
     max_sessions: int
     max_context_len: int
+    max_chunk: int
     overlap_depth: int
     policy: Policy
     keeps_draft_kv: bool
@@ -74,42 +95,90 @@ class GroupSizes:
         topk = max(shape.topk for shape in self.shapes)
         return min(((1 << 31) - 1) // (topk * group.row_width) for group in self.groups)
 
-    def least(self) -> GroupSizes:
-        """The same with the pages of one row of the whole context."""
+    def group_of(self, window: int | None) -> int:
+        """The group of the target's layers with this window."""
+        if window is not None and window >= self.max_context_len:
+            window = None  # it hides nothing
+        return [group.window for group in self.groups].index(window)
+
+    def with_widths(self) -> GroupSizes:
+        """The same with the widths of their rows."""
         groups = []
         for group in self.groups:
             width = sizing_row_width(
-                self.shapes,
-                page_size=group.page_size,
-                max_context_len=self.max_context_len,
-                overlap_depth=self.overlap_depth,
-                policy=self.policy,
-                hosts_drafts=group.hosts_drafts,
-                layout=group.layout,
+                self.shapes, max_context_len=self.max_context_len, **self._reserves(group)
             )
-            pages = width // group.page_size
-            groups.append(replace(group, pages_per_row=pages, num_pages=pages))
+            groups.append(replace(group, pages_per_row=width // group.page_size))
         return replace(self, groups=tuple(groups))
+
+    def with_rows(self, num_rows: float, num_windows: int) -> GroupSizes:
+        """The same with pages for so many rows of the whole context, and for so many windows."""
+        groups = []
+        for group in self.groups:
+            if group.window is None:
+                num_pages = int(num_rows * group.pages_per_row)
+            else:
+                num_pages = self.window_pages(group, num_windows)
+            most = (1 << 31) // group.page_size - 1  # slot ids are int32
+            groups.append(replace(group, num_pages=min(num_pages, most)))
+        return replace(self, groups=tuple(groups))
+
+    def window_pages(self, group: GroupSize, num_rows: int) -> int:
+        """Pages of a window group for so many rows, however long they are.
+
+        What each keeps behind its window and claims ahead, a page more where it begins and ends
+        inside one, and what one prefill step takes beyond that, in all. One row's share more is for
+        a session's checkpoint or a pinned text.
+        """
+        of_row = self._most_window_pages(group, 1)
+        of_step = self._most_window_pages(group, self.max_chunk) - of_row
+        return min((num_rows + 1) * (of_row + 1) + of_step, num_rows * group.pages_per_row)
 
     def pages_needed(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
         """Of each group, what a row can ever hold whose roots all lie in `[lo, hi]`.
 
         As `Ledger.pages_needed`, but of roots beyond the context too; `shape` is an index.
         """
-        return tuple(
-            sizing_pages_needed(
-                self.shapes,
-                shape,
-                lo=lo,
-                hi=hi,
-                page_size=group.page_size,
-                overlap_depth=self.overlap_depth,
-                policy=self.policy,
-                hosts_drafts=group.hosts_drafts,
-                layout=group.layout,
-            )
-            for group in self.groups
+        found = []
+        for group in self.groups:
+            pages = sizing_pages_needed(self.shapes, shape, lo=lo, hi=hi, **self._reserves(group))
+            if group.window is not None:
+                chunk = max(1, min(lo, self.max_chunk))
+                pages = min(pages, self._most_window_pages(group, chunk))
+            found.append(pages)
+        return tuple(found)
+
+    def most_pages(self, prompt_len: int, hi: int, shape: int) -> tuple[int, ...]:
+        """Of each group, what a request can ever hold or keep from others.
+
+        As `pages_needed`; under overlap, what it gives back behind a window stays fenced for as
+        long as the forward that may read it runs.
+        """
+        found = list(self.pages_needed(prompt_len, hi, shape))
+        chunk = min(prompt_len, self.max_chunk)
+        for at, group in enumerate(self.groups):
+            if group.window is not None:
+                passed = self._most_window_pages(replace(group, window=1), chunk)
+                all_pages = sizing_pages_needed(
+                    self.shapes, shape, lo=prompt_len, hi=hi, **self._reserves(group)
+                )
+                found[at] = min(all_pages, found[at] + self.overlap_depth * passed)
+        return tuple(found)
+
+    def _most_window_pages(self, group: GroupSize, max_chunk: int) -> int:
+        assert group.window is not None
+        return sizing_most_window_pages(
+            self.shapes, window=group.window, max_chunk=max_chunk, **self._reserves(group)
         )
+
+    def _reserves(self, group: GroupSize) -> _Reserves:
+        return {
+            "page_size": group.page_size,
+            "overlap_depth": self.overlap_depth,
+            "policy": self.policy,
+            "hosts_drafts": group.hosts_drafts,
+            "layout": group.layout,
+        }
 
     def ledger(self) -> Ledger:
         """The ledger of these groups."""
@@ -120,6 +189,7 @@ class GroupSizes:
                 num_pages=group.num_pages,
                 hosts_drafts=group.hosts_drafts,
                 layout=group.layout,
+                window=group.window,
             )
             for group in self.groups
         ]
@@ -129,27 +199,30 @@ class GroupSizes:
             num_rows=self.num_rows + self.max_sessions,
             max_batch=self.num_rows,
             max_context_len=self.max_context_len,
+            max_chunk=self.max_chunk,
+            sessions=True,
             overlap_depth=self.overlap_depth,
             policy=self.policy,
             draft_kv=self.keeps_draft_kv,
-            sessions=True,
         )
 
 
 def size_groups(
     config: EngineConfig,
-    target_bytes: int,
+    target_bytes: Mapping[int | None, int],
     draft_bytes: int,
     *,
     shapes: Sequence[Shape],
     max_context_len: int,
     kv_bytes: int,
 ) -> GroupSizes:
-    """Size the groups.
+    """Size the groups: a full one, one for each window, and the draft's where it has its own.
 
     Args:
-        config: placement, policy, layout, page size, depth, `max_batch`, and `num_pages` if given.
-        target_bytes: of a token's KV in all layers of the target.
+        config: placement, policy, layout, page size, depth, `max_batch`, `max_sessions`,
+            `prefill_tokens`, and `num_pages` if given.
+        target_bytes: window -> bytes of a token's KV in all layers of the target with that window
+            (`bytes_by_window`); a window as long as the context hides nothing.
         draft_bytes: of a token's KV in all layers of the draft model; 0 = it keeps none.
         shapes: those that will run beside shape 0.
         max_context_len: tokens of a sequence at most.
@@ -158,56 +231,99 @@ def size_groups(
     Raises:
         ConfigError: the bytes do not hold one full row.
     """
+    full_bytes, windows = 0, {}
+    for window, size in target_bytes.items():
+        if window is None or window >= max_context_len:
+            full_bytes += size
+        else:
+            windows[window] = size
     split = config.placement == "split" and draft_bytes > 0
     drafts = any(shape.num_draft_tokens > 1 for shape in shapes)
-    # A shared group hosts the branches whoever drafts, as upstream's does.
-    hosts_drafts = [False, True] if split else [config.placement == "shared" and drafts]
-    token_bytes = [target_bytes, draft_bytes] if split else [target_bytes + draft_bytes]
-    names = ("target", "draft") if split else ("kv",)
     layout: Literal["dense", "holey"] = "dense" if config.layout == "auto" else config.layout
-    bare = GroupSizes(
-        groups=tuple(
-            GroupSize(
-                name=name,
-                page_size=config.page_size,
-                page_bytes=config.page_size * size,
-                pages_per_row=0,
-                num_pages=0,
-                hosts_drafts=hosts,
-                layout=layout,
-            )
-            for name, size, hosts in zip(names, token_bytes, hosts_drafts, strict=True)
-        ),
-        draft_group=len(names) - 1,
+
+    def bare(name: str, token_bytes: int, hosts: bool, window: int | None = None) -> GroupSize:
+        return GroupSize(
+            name=name,
+            page_size=config.page_size,
+            page_bytes=config.page_size * token_bytes,
+            pages_per_row=0,
+            num_pages=0,
+            hosts_drafts=hosts,
+            layout=layout,
+            window=window,
+        )
+
+    groups = []
+    has_own = draft_bytes > 0 and (split or not full_bytes)  # the draft's layers
+    if full_bytes and split:
+        groups.append(bare("target", full_bytes, False))
+    elif full_bytes or not (windows or has_own):  # layers that are all recurrent have no bytes
+        # A shared group hosts the branches whoever drafts, as upstream's does.
+        hosts = config.placement == "shared" and drafts
+        groups.append(bare("kv", full_bytes + draft_bytes, hosts))
+    groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
+    if has_own:
+        groups.append(bare("draft", draft_bytes, True))
+    sizes = GroupSizes(
+        groups=tuple(groups),
+        draft_group=len(groups) - 1 if has_own else 0,
         shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
         num_rows=config.max_batch,
         max_sessions=config.max_sessions,
         max_context_len=max_context_len,
+        max_chunk=min(config.prefill_tokens, max_context_len),
         overlap_depth=config.overlap_depth,
         policy=config.policy,
         keeps_draft_kv=draft_bytes > 0,
+    ).with_widths()
+    if config.num_pages is None:
+        return _fit(sizes, kv_bytes)
+    sized = sizes.with_rows(1, config.max_batch + config.max_sessions)
+    return replace(
+        sized,
+        groups=tuple(
+            replace(
+                group,
+                num_pages=config.num_pages
+                if group.window is None
+                else min(group.num_pages, config.num_pages),
+            )
+            for group in sized.groups
+        ),
     )
-    least = bare.least()
-    if config.num_pages is not None:
-        num_pages = [config.num_pages] * len(names)
-    else:
-        most = (1 << 31) // config.page_size - 1  # slot ids are int32
-        num_pages = [min(pages, most) for pages in _fit(least, kv_bytes)]
-    groups = tuple(
-        replace(group, num_pages=n) for group, n in zip(least.groups, num_pages, strict=True)
-    )
-    return replace(least, groups=groups)
 
 
-def _fit(least: GroupSizes, kv_bytes: int) -> list[int]:
-    """Pages of each group for as many full rows as the bytes hold, at most all rows."""
-    sinks = sum(group.page_bytes for group in least.groups)  # page 0 of each
-    row_bytes = sum(group.pages_per_row * group.page_bytes for group in least.groups)
-    # A model whose layers are all recurrent has no KV.
-    rows = min((kv_bytes - sinks) / row_bytes, least.num_rows) if row_bytes else least.num_rows
-    if rows < 1:
+def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
+    """As many rows as the bytes hold, at most all.
+
+    Windows come first: a row's does not grow with its length, so that they are what limits how many
+    short requests run. All that run have theirs where that is at most half of the bytes, else there
+    are as many as rows of the whole context. Where these all fit, sessions between turns get some.
+    """
+    room = kv_bytes - sum(group.page_bytes for group in sizes.groups)  # page 0 of each
+    full = [group for group in sizes.groups if group.window is None]
+    windows = [group for group in sizes.groups if group.window is not None]
+    row_bytes = sum(group.pages_per_row * group.page_bytes for group in full)
+
+    def window_bytes(num_rows: int) -> int:
+        return sum(sizes.window_pages(group, num_rows) * group.page_bytes for group in windows)
+
+    def both(num_rows: int) -> int:
+        return window_bytes(num_rows) + min(num_rows, sizes.num_rows) * row_bytes
+
+    if both(1) > room:
+        need = kv_bytes - room + both(1)
         raise ConfigError(
-            f"one row of {least.max_context_len} tokens needs {row_bytes + sinks} bytes of KV, "
-            f"{kv_bytes} are to be had: lower max_context_len or the dtype, or raise kv_bytes"
+            f"one row of {sizes.max_context_len} tokens needs {need} bytes of KV, {kv_bytes} are "
+            "to be had: lower max_context_len or the dtype, or raise kv_bytes"
         )
-    return [int(rows * group.pages_per_row) for group in least.groups]
+    running = range(1, sizes.num_rows + 1)
+    spare = min(room // 2, room - row_bytes)
+    num_windows = max(
+        bisect.bisect_right(range(1, len(running) + sizes.max_sessions + 1), room, key=both),
+        bisect.bisect_right(running, spare, key=window_bytes),
+    )
+    num_rows: float = sizes.num_rows
+    if row_bytes:
+        num_rows = min((room - window_bytes(num_windows)) / row_bytes, num_rows)
+    return sizes.with_rows(num_rows, num_windows)

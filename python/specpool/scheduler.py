@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
 from specpool.conversation import Conversation, Conversations
-from specpool.errors import ConfigError, OutOfPages, OutOfRows, ShapeError
+from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
 from specpool.host_tier import Handle, HostTier
 from specpool.page_needs import PageNeeds
 from specpool.request import Request, TokenLogprob
@@ -120,6 +120,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # in the order in which they will be admitted
         self._running: list[Request] = []  # in the order in which they were
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
+        self._has_windows = any(group.window is not None for group in ledger.groups)
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
@@ -431,19 +432,20 @@ class Scheduler:
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
         """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
-        pin, length = self._longest_pin(request.tokens)
         conversation = request.conversation
         if conversation is not None and conversation.handle is not None:
             request.handle, conversation.handle = conversation.handle, None
-        if request.handle is not None:
-            pin, length = None, 0
+        pins = self._pins_of(request.tokens) if request.handle is None else []
         while True:
+            pin, length = pins[0] if pins else (None, 0)
             try:
                 row = self._ledger.admit(
                     str(request.request_id),
                     prefix=None if pin is None else pin.prefix,
                     length=None if pin is None else length,
                 )
+            except NotReady:  # a window below the length is not held
+                del pins[0]
             except OutOfRows:  # they are fenced
                 return None
             except OutOfPages as shortage:
@@ -481,14 +483,14 @@ class Scheduler:
         self._next[row] = shape
         self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
 
-    def _longest_pin(self, tokens: list[int]) -> tuple[Pin | None, int]:
-        """The pinned text that most of `tokens` begin with, and how many; the last is left out."""
-        best, length = None, 0
+    def _pins_of(self, tokens: list[int]) -> list[tuple[Pin, int]]:
+        """Pinned texts that `tokens` begin with, and how many do: most first, never the last."""
+        found = []
         for pin in self._pins:
             shared = min(len(pin.tokens), len(tokens) - 1)
-            if shared > length and pin.tokens[:shared] == tokens[:shared]:
-                best, length = pin, shared
-        return best, length
+            if shared > 0 and pin.tokens[:shared] == tokens[:shared]:
+                found.append((pin, shared))
+        return sorted(found, key=lambda each: -each[1])
 
     def _fork(self, request: Request) -> None:
         """All but the prompt's last token is there: the siblings share it, as far as rows go."""
@@ -507,7 +509,7 @@ class Scheduler:
         """The text that was to be pinned is there; the row is not needed for it."""
         try:
             prefix = self._ledger.pin_prefix(request.row, request.prefill_len)
-        except ShapeError as error:  # it fills no page
+        except (ShapeError, NotReady) as error:  # it fills no page, or a window below is gone
             request.error = str(error)
             self._end(request, "error")
             return
@@ -570,6 +572,8 @@ class Scheduler:
         for request in self._prompts.values():
             # One with siblings waits before its last token, until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
+            if request.wants_pin and self._has_windows and left > 1:  # no more of it is held then
+                left -= 1
             if (
                 request.handle is None
                 and left > 0

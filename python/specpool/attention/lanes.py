@@ -106,6 +106,13 @@ class Lanes:
         offsets = torch.arange(self.widths, device=self.rows.device)
         return (offsets >= self.lens.unsqueeze(1)).view(-1)
 
+    def pages(
+        self, cache: KVCache, group: int, num_cells: int | None = None
+    ) -> tuple[Tensor, Tensor | int]:
+        """The pages that their queries see, up to `num_cells` cells on; see `KVCache.pages_of`."""
+        lens, ahead = self.seq_lens, self.widths if num_cells is None else num_cells
+        return cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
+
     def slots(self, cache: KVCache, group: int) -> Tensor:
         """int64 [T], where each token's KV goes; padding goes to the sink."""
         place = (cache.tables[group], cache.page_sizes[group], self.rows)
@@ -128,20 +135,20 @@ def causal_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
         group: of the layers that will use the view.
         lanes: B of them.
     """
-    pages = cache.pages_of(group, lanes.rows, lanes.most)
-    return _causal(cache, group, pages, lanes, lanes.slots(cache, group))
+    pages, origins = lanes.pages(cache, group)
+    return _causal(cache, group, pages, origins, lanes, lanes.slots(cache, group))
 
 
 def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
     """As `causal_view`, but only each lane's last token is a query; all tokens' KV is written."""
-    pages = cache.pages_of(group, lanes.rows, lanes.most)
+    pages, origins = lanes.pages(cache, group)
     less = lanes.widths - 1
     if lanes.lens is None and isinstance(less, int):
         last = lanes.ahead(less)
     else:
         least = less if lanes.lens is None else 0
         last = Lanes(lanes.rows, lanes.seq_lens.grown(lanes.counts - 1, least, less), 1)
-    return _causal(cache, group, pages, last, lanes.slots(cache, group))
+    return _causal(cache, group, pages, origins, last, lanes.slots(cache, group))
 
 
 def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]:
@@ -154,7 +161,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     """
     assert isinstance(lanes.widths, int)
     num_views = lanes.widths
-    pages = cache.pages_of(group, lanes.rows, lanes.most)
+    pages, origins = lanes.pages(cache, group)
     num_columns = pages.shape[1] * cache.page_sizes[group]
     slots = lanes.slots(cache, group).view(-1, num_views)
     length = lanes.seq_lens.common
@@ -163,7 +170,11 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     def bias_for(window: int | None, step: int) -> Tensor:
         if window not in biases:
             biases[window] = kernels.attention_bias(
-                lanes.starts, lanes.counts, num_columns, num_queries=num_views, window=window
+                _since(origins, lanes.starts),
+                lanes.counts,
+                num_columns,
+                num_queries=num_views,
+                window=window,
             )
         return biases[window][:, step : step + 1]
 
@@ -174,7 +185,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             read_pages=pages,
             q_lens=1,
             mask_for=partial(bias_for, step=step),
-            decode_len=None if length is None else length + 1 + step,
+            decode_len=None if length is None else length + 1 + step - int(origins),
             reader=cache.reader,
         )
         for step in range(num_views)
@@ -193,7 +204,7 @@ def paged_view(
         lanes: B of them, one token each.
         slots: int32 or int64, B of them, where each token's KV goes.
     """
-    return _causal(cache, group, pages, lanes, slots.reshape(-1).long())
+    return _causal(cache, group, pages, 0, lanes, slots.reshape(-1).long())
 
 
 def own_view(
@@ -217,7 +228,7 @@ def own_view(
         q_positions: int32 [B, Q], the model position of each query. Windows go by position.
     """
     _, num_queries, num_cells = own_mask.shape
-    pages = cache.pages_of(group, lanes.rows, int(lanes.seq_lens.hi.max()) + num_cells)
+    pages, origins = lanes.pages(cache, group, num_cells)
     num_columns = pages.shape[1] * cache.page_sizes[group]
 
     ragged = not isinstance(lanes.widths, int)
@@ -225,13 +236,13 @@ def own_view(
     def bias_for(window: int | None) -> Tensor:
         counts = lanes.counts if ragged else torch.full_like(lanes.starts, num_queries)
         return kernels.attention_bias(
-            lanes.starts,
+            _since(origins, lanes.starts),
             counts,
             num_columns,
             num_queries=num_queries,
             own_mask=own_mask,
-            q_positions=q_positions,
-            own_positions=own_positions,
+            q_positions=_since(origins, q_positions),
+            own_positions=_since(origins, own_positions),
             window=window,
         )
 
@@ -245,8 +256,20 @@ def own_view(
     )
 
 
+def _since(origins: Tensor | int, positions: Tensor) -> Tensor:
+    """int32 [B] or [B, n], positions from each lane's origin on."""
+    if isinstance(origins, int):
+        return positions - origins if origins else positions
+    return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))
+
+
 def _causal(
-    cache: KVCache, group: int, pages: Tensor, lanes: Lanes, slots: Tensor
+    cache: KVCache,
+    group: int,
+    pages: Tensor,
+    origins: Tensor | int,
+    lanes: Lanes,
+    slots: Tensor,
 ) -> AttentionView:
     num_columns = pages.shape[1] * cache.page_sizes[group]
     widths = lanes.widths
@@ -254,7 +277,11 @@ def _causal(
     def bias_for(window: int | None) -> Tensor:
         num_queries = widths if isinstance(widths, int) else int(widths.max())
         return kernels.attention_bias(
-            lanes.starts, lanes.counts, num_columns, num_queries=num_queries, window=window
+            _since(origins, lanes.starts),
+            lanes.counts,
+            num_columns,
+            num_queries=num_queries,
+            window=window,
         )
 
     # Plain decoding at lengths that the host knows to be equal needs no mask.
@@ -265,6 +292,6 @@ def _causal(
         read_pages=pages,
         q_lens=widths if isinstance(widths, int) else widths.tolist(),
         mask_for=bias_for,
-        decode_len=None if length is None else length + 1,
+        decode_len=None if length is None else length + 1 - int(origins),
         reader=cache.reader,
     )

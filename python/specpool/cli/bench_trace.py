@@ -163,11 +163,12 @@ class Machinery:
             layout=way.layout,
             overlap_depth=self.overlap_depth,
             max_batch=MAX_BATCH,
+            prefill_tokens=PREFILL_TOKENS,
         )
         token_bytes = LAYER.bytes_per_token(ITEMSIZE)
         return size_groups(
             config,
-            self.target_layers * token_bytes,
+            {None: self.target_layers * token_bytes},
             self.draft_layers * token_bytes,
             shapes=[traffic.shape],
             max_context_len=traffic.max_context_len,

@@ -475,6 +475,37 @@ def bench_ledger(
     )
 
 
+@bench.command("windows")
+def bench_windows(
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="Of models with sliding layers. [default: all four]"),
+    ] = None,
+    window: Annotated[int, typer.Option(help="Positions that a sliding layer sees.")] = 64,
+    batch: Annotated[int, typer.Option(help="Rows that run at once.")] = 4,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 448,
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Memory held per row: sliding layers in window groups, and all layers in full groups."""
+    from specpool.cli.bench_windows import windows
+
+    windows(
+        families=family or (),
+        window=window,
+        num_rows=batch,
+        prompt_len=prompt,
+        num_tokens=tokens,
+        page_size=page_size,
+        overlap_depth=depth,
+        json=json,
+        plot=plot,
+    )
+
+
 @bench.command("scheduler")
 def bench_scheduler(
     batch: Annotated[

@@ -16,7 +16,7 @@ from specpool.cli.num_bytes import parse_bytes, show_bytes
 from specpool.cli.shapes import parse_shape
 from specpool.config import EngineConfig, Layout, Placement, Policy, check_choice, check_int
 from specpool.errors import ConfigError
-from specpool.layer_kv import LayerKV
+from specpool.layer_kv import LayerKV, bytes_by_window
 from specpool.plan import Fit, Plan
 from specpool.plan_groups import GroupSizes, size_groups
 
@@ -72,13 +72,11 @@ class Model:
     weight_bytes: int
     max_context_len: int | None  # None = not said
 
-    def token_bytes(self) -> tuple[int, int]:
-        """Bytes of a token's KV in the target's layers and in the draft's."""
-        target, draft = (
-            sum(layer.bytes_per_token(ITEMSIZES[self.dtype]) for layer in layers)
-            for layers in (self.target_layers, self.draft_layers)
-        )
-        return target, draft
+    def token_bytes(self) -> tuple[dict[int | None, int], int]:
+        """Bytes of a token's KV in the target's layers, by window, and in the draft's."""
+        size = ITEMSIZES[self.dtype]
+        draft = sum(layer.bytes_per_token(size) for layer in self.draft_layers)
+        return bytes_by_window(self.target_layers, size), draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +338,7 @@ def _object(answer: Answer) -> dict[str, Any]:
                 "name": group.name,
                 "hosts_drafts": group.hosts_drafts,
                 "layout": group.layout,
+                "window": group.window,
                 "page_size": group.page_size,
                 "page_bytes": group.page_bytes,
                 "num_pages": group.num_pages,

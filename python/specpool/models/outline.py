@@ -90,7 +90,19 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
         raise refusal from error
     if not (num_layers and num_kv_heads and head_dim):
         raise refusal
-    return (LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers
+    return tuple(
+        LayerKV(num_kv_heads, head_dim, head_dim, window)
+        for window in _windows(text, int(num_layers))
+    )
+
+
+def _windows(text: Any, num_layers: int) -> list[int | None]:
+    """Of each layer: with a window but no kinds of layers, all of them have it."""
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if window is None or kinds is None:
+        return [window] * num_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _integer(config: Any, key: str) -> int:

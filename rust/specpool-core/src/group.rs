@@ -131,6 +131,12 @@ impl GroupState {
         let name = spec.name.clone();
         let refuse = |message: String| Error::Config(format!("group {name}: {message}"));
         spec.check()?;
+        if let Some(window) = spec.window.filter(|&window| window > sizes.max_context_len) {
+            return Err(refuse(format!(
+                "window {window} must be at most max_context_len {}: a longer one hides nothing, leave it out",
+                sizes.max_context_len
+            )));
+        }
         let geometry = spec.geometry()?;
         let page_size = spec.page_size;
         let least =
@@ -188,11 +194,6 @@ impl GroupState {
     /// where that is partly filled.
     pub(crate) fn window_columns(&self, len: i32) -> std::ops::Range<usize> {
         self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))
-    }
-
-    /// Pages that a row holds at most where it claims `ahead` slots beyond `resolved_len`; `None` in a full group.
-    pub(crate) fn window_pages(&self, ahead: i64) -> Option<i64> {
-        self.spec.window.map(|window| ceil_div(window - 1 + ahead, self.page_size) + 1)
     }
 
     /// Columns of the slots `[from, to)`, multiples of P.
@@ -425,12 +426,9 @@ fn least_pages(spec: &Group, sizes: &Sizes<'_>, reserves: &[Reserve], row_width:
     let page_size = spec.page_size;
     let row = (row_width / page_size, format!("the pages of one row of {row_width} slots"));
     let Some(window) = spec.window else { return row };
-    let most_accepted = sizes.shapes.iter().map(|shape| i64::from(shape.max_accept_len())).max().unwrap_or(1);
-    let spread = sizes.overlap_depth.saturating_mul(most_accepted);
-    let reserve = reserves.iter().map(|reserve| reserve.most_ahead(sizes.overlap_depth, spread)).max().unwrap_or(0);
-    let ahead = sizes.max_chunk.max(reserve);
+    let ahead = sizing::most_ahead(reserves, sizes.shapes, sizes.max_chunk, sizes.overlap_depth);
     let checkpoint = if sizes.sessions { ceil_div(window - 1, page_size) + 1 } else { 0 };
-    let pages = ceil_div(window - 1 + ahead, page_size) + 1 + checkpoint;
+    let pages = sizing::window_pages(page_size, window, ahead) + checkpoint;
     if pages >= row.0 {
         return row; // Every page of a row has a column of its own.
     }

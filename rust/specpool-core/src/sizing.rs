@@ -254,6 +254,40 @@ pub fn pages_needed(reserve: &Reserve, lo: i64, hi: i64) -> Result<i64> {
     Ok(reserve.pages(lo, hi))
 }
 
+/// Slots beyond `resolved_len` that no claim of a row passes: an extend of `max_chunk` tokens at most, or a round behind
+/// `overlap_depth` others.
+pub(crate) fn most_ahead(reserves: &[Reserve], shapes: &[Shape], max_chunk: i64, overlap_depth: i64) -> i64 {
+    let most_accepted = shapes.iter().map(|shape| i64::from(shape.max_accept_len())).max().unwrap_or(1);
+    let spread = overlap_depth.saturating_mul(most_accepted);
+    let reserve = reserves.iter().map(|reserve| reserve.most_ahead(overlap_depth, spread)).max().unwrap_or(0);
+    max_chunk.max(reserve)
+}
+
+/// Pages that a row holds at most which keeps a window and claims `ahead` slots beyond its `resolved_len`.
+pub(crate) fn window_pages(page_size: i64, window: i64, ahead: i64) -> i64 {
+    ceil_div(window - 1 + ahead, page_size) + 1
+}
+
+/// Pages of a window group that a row of any length holds at most, whatever rounds of these shapes it runs and however
+/// many of them are in flight (spec 2).
+///
+/// # Errors
+/// [`Error::Config`] when a number is out of range.
+pub fn most_window_pages(
+    geometry: Geometry,
+    shapes: &[Shape],
+    window: i64,
+    max_chunk: i64,
+    overlap_depth: i64,
+    policy: Policy,
+) -> Result<i64> {
+    in_range("window", window, 1, MAX_LEN)?;
+    in_range("max_chunk", max_chunk, 1, MAX_LEN)?;
+    in_range("overlap_depth", overlap_depth, 0, MAX_COUNT)?;
+    let reserves = Reserve::for_shapes(geometry, shapes, policy, overlap_depth)?;
+    Ok(window_pages(geometry.page_size, window, most_ahead(&reserves, shapes, max_chunk, overlap_depth)))
+}
+
 /// `ceil_align(max(allocated, need), page_size)`.
 ///
 /// # Errors

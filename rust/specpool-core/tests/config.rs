@@ -132,6 +132,14 @@ fn pages_without_which_one_row_runs_dry() {
     needs(&window(9, 1000, true), 27, "the pages of one row of 108 slots");
 }
 
+/// A window that hides nothing is a full group's, and pages sized for it would be a mistake.
+#[test]
+fn a_window_larger_than_the_context() {
+    let with = |window| Ledger::new(config(group(4, 1 << 10, Some(window))));
+    assert!(with(100).is_ok());
+    refused(with(101), &["group kv", "window 101", "max_context_len 100"]);
+}
+
 /// One past the last index of the draft reads must fit into an int32.
 #[test]
 fn draft_reads() {

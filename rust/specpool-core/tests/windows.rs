@@ -1,6 +1,6 @@
 //! Window groups: what a prepare gives back, what a checkpoint keeps, and what a cut can go back to.
 
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
+use specpool_core::{Error, Geometry, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, sizing};
 
 /// One window group with sessions, a chain of two.
 fn ledger(page_size: i64, window: i64) -> Ledger {
@@ -144,5 +144,25 @@ fn a_cut_goes_back_to_what_the_checkpoint_keeps() {
         assert_eq!(evicted(&ledger, row), 16);
         assert_eq!(ledger.trim(row, len).unwrap(), expected, "trim to {len}");
         ledger.check().unwrap();
+    }
+}
+
+/// Behind a window a row does not grow: what it needs is what it can ever hold, its D rounds in flight and its chunk.
+#[test]
+fn needs_behind_a_window() {
+    let ledger = ledger(1, 6); // D = 1, rounds of 2 nodes that accept up to 2, chunks of 10
+    assert_eq!(ledger.pages_needed(0, 50, 1), Ok(vec![5 + 2 + 2 + 1]));
+    assert_eq!(ledger.pages_needed(7, 50, 1), Ok(vec![5 + 7 + 1]));
+    assert_eq!(ledger.pages_needed(40, 50, 1), Ok(vec![5 + 10 + 1]));
+    assert_eq!(ledger.pages_needed(3, 3, 1), Ok(vec![3 + 2]), "a short row has fewer columns");
+    let geometry = Geometry::new(1, false, Layout::Dense).unwrap();
+    let chain = [Shape::NONE, Shape::eagle(1, 1, 2).unwrap()];
+    for (max_chunk, pages) in [(1, 10), (4, 10), (5, 11), (10, 16)] {
+        let most = sizing::most_window_pages(geometry, &chain, 6, max_chunk, 1, Policy::Exact);
+        assert_eq!(most, Ok(pages), "a chunk of {max_chunk}");
+    }
+    for (window, max_chunk, depth) in [(0, 1, 0), (1, 0, 0), (1, 1, -1)] {
+        let most = sizing::most_window_pages(geometry, &chain, window, max_chunk, depth, Policy::Exact);
+        assert!(matches!(most, Err(Error::Config(_))), "{most:?}");
     }
 }

@@ -39,8 +39,9 @@ mod _core {
     use super::shape::Shape;
     #[pymodule_export]
     use super::sizing::{
-        sizing_alloc_len_per_decode, sizing_extend_pages, sizing_need_double_buffer, sizing_need_exact,
-        sizing_next_allocated, sizing_pages_needed, sizing_row_headroom, sizing_row_width, sizing_v1_tokens_required,
+        sizing_alloc_len_per_decode, sizing_extend_pages, sizing_most_window_pages, sizing_need_double_buffer,
+        sizing_need_exact, sizing_next_allocated, sizing_pages_needed, sizing_row_headroom, sizing_row_width,
+        sizing_v1_tokens_required,
     };
     #[pymodule_export]
     use super::slots::{

@@ -146,6 +146,28 @@ pub fn sizing_pages_needed(
 }
 
 #[pyfunction]
+#[pyo3(signature = (shapes, *, window, max_chunk, page_size, overlap_depth=ConfigInt(0), policy="exact",
+    hosts_drafts=true, layout="holey"),
+    text_signature = "(shapes, *, window, max_chunk, page_size, overlap_depth=0, policy='exact', hosts_drafts=True, \
+    layout='holey')")]
+#[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
+pub fn sizing_most_window_pages(
+    shapes: Vec<Shape>,
+    window: ConfigInt,
+    max_chunk: ConfigInt,
+    page_size: ConfigInt,
+    overlap_depth: ConfigInt,
+    policy: &str,
+    hosts_drafts: bool,
+    layout: &str,
+) -> PyResult<i64> {
+    let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
+    let geometry = geometry(page_size.0, hosts_drafts, layout)?;
+    let policy = self::policy(policy)?;
+    sizing::most_window_pages(geometry, &shapes, window.0, max_chunk.0, overlap_depth.0, policy).map_err(to_py)
+}
+
+#[pyfunction]
 #[pyo3(signature = (*, new_len, allocated, page_size))]
 pub fn sizing_extend_pages(new_len: ConfigInt, allocated: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
     sizing::extend_pages(new_len.0, allocated.0, page_size.0).map_err(to_py)

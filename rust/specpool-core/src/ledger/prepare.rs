@@ -9,6 +9,7 @@ use crate::group::GroupState;
 use crate::ids::{Page, Row, ceil_align};
 use crate::page_pool::Verb;
 use crate::shape::runs;
+use crate::sizing;
 use crate::step::{Before, Plan, StepKind};
 
 impl Ledger {
@@ -120,7 +121,8 @@ impl Ledger {
     }
 
     /// Pages of each group that a row can ever hold whose roots all lie in `[lo, hi]`, one round in flight at most:
-    /// what an admission must promise so that the row never runs out of pages.
+    /// what an admission must promise so that the row never runs out of pages. Behind a window, where a row does not grow,
+    /// all that it can ever hold: rounds of any shape with D in flight, and an extend of up to `lo` tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] unless `0 <= lo <= hi < L`, or for an unknown shape.
@@ -135,11 +137,11 @@ impl Ledger {
             return Err(Error::Shape(format!("shape {shape} is not in 0..{}", self.shapes.len())));
         }
         let pages = |group: &GroupState| {
-            let reserve = &group.reserves[shape as usize];
-            let all = reserve.pages(lo.into(), hi.into());
-            // Behind a window nothing stays: what one prepare finds held, and what it claims ahead.
-            let ahead = i64::from(self.max_chunk.min(lo)).max(reserve.most_ahead(0, 0));
-            group.window_pages(ahead).map_or(all, |pages| pages.min(all))
+            let all = group.reserves[shape as usize].pages(lo.into(), hi.into());
+            let Some(window) = group.spec.window else { return all };
+            let chunk = self.max_chunk.min(lo).into();
+            let ahead = sizing::most_ahead(&group.reserves, &self.shapes, chunk, self.overlap_depth.into());
+            all.min(sizing::window_pages(group.page_size, window, ahead))
         };
         Ok(self.groups.iter().map(pages).collect())
     }
