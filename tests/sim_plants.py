@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 
 import numpy as np
 
@@ -494,6 +495,17 @@ def resume_behind_what_was_rewound(patch):
     patch.setattr(Conversations, "cut", cut)
 
 
+def let_go_of_a_window_too_early(patch):
+    """The ledger reckons with a window of half the length."""
+    ledger = Settings.ledger
+
+    def narrow(settings):
+        window = settings.window and max(1, settings.window // 2)
+        return ledger(dataclasses.replace(settings, window=window))
+
+    patch.setattr(Settings, "ledger", narrow)
+
+
 def reload_too_little(patch):
     """The last page of what was on the host does not come back."""
     load = SimHost.load
@@ -576,6 +588,7 @@ PLANTS = {
     leave_a_closed_session_its_row: "is kept, and the session is closed",
     give_idle_rows_back_at_an_interrupt: "leak after an interrupt|is not what it was",
     trust_a_row_that_was_abandoned: "is not what it was when|keeps KV of 0",
+    let_go_of_a_window_too_early: "position .* has no page",
     reload_too_little: "position .* (is not written|holds)",
     go_on_before_a_reload_has_come: "came back with|OrderError",
     keep_the_host_pages_of_who_ended: "at the end the host keeps|OrderError",

@@ -46,12 +46,13 @@ def test_everything_happens():
         settings = simulation.scenario.settings
         seen |= {*settings.page_sizes, settings.placement, settings.layout, settings.policy}
         seen |= {f"D={settings.overlap_depth}", f"reads {settings.reads_tokens}"}
+        seen |= {"window"} if settings.window else set()
         seen |= {fault.kind for fault in simulation.scenario.faults}
         if simulation.tally.retractions > simulation.tally.requests / 4:
             seen.add("everybody is retracted")
     assert seen >= {1, 3, 4, 16, 64, "split", "shared", "dense", "holey", "exact", "double_buffer"}
     assert seen >= {"D=0", "D=1", "reads True", "launch", "result", "not_finite", "interrupt"}
-    assert "everybody is retracted" in seen
+    assert seen >= {"everybody is retracted", "window"}
     assert min(tally.aborts, tally.device_errors, tally.retractions) > 10
     assert min(tally.forks, tally.pins, tally.dropped_pins, tally.stop_strings) > 10
     assert min(tally.turns, tally.rewinds, tally.session_forks, tally.dropped_sessions) > 10

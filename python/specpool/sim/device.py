@@ -93,8 +93,9 @@ class SimDevice:
         self._rng, self._has_memory = rng, has_memory
         self._may_wait = settings.is_late and settings.page_fencing
         self._keeps_draft_kv = settings.keeps_draft_kv
-        self._groups = ledger.groups
-        self._is_draft = [i == 1 for i in range(len(self._groups))]  # a group of the draft's alone
+        self._groups, self._windows = ledger.groups, settings.windows
+        # A group of the draft's alone
+        self._is_draft = [i == 1 and group.hosts_drafts for i, group in enumerate(self._groups)]
         num_rows = ledger.num_rows + 1
         self.tables = [ledger.full_table(g).astype(np.int64) for g in range(len(self._groups))]
         # Per group, slot -> what it holds, as in `Text.words`; negative = a step's drafts.
@@ -287,18 +288,22 @@ class SimDevice:
         plan = forward.plan
         rows = plan.rows[chosen]
         broken = self._is_broken[rows]
-        lanes = zip(chosen.tolist(), keeps.tolist(), strict=True)
-        known = np.concatenate([forward.texts[lane].words[:n] for lane, n in lanes])
         for g, group in enumerate(self._groups):
-            P, end = group.page_size, ends[g]
+            P, end, begin = group.page_size, ends[g], np.zeros_like(starts)
+            window = self._windows[g]
+            if window is not None:  # the first query sees no further back
+                begin = np.maximum(starts - window + 1, 0)
+            ranges = zip(chosen.tolist(), begin.tolist(), keeps.tolist(), strict=True)
+            known = np.concatenate([forward.texts[lane].words[a:b] for lane, a, b in ranges])
             beyond = end > plan.allocated_after[g][chosen]
             if beyond.any():
                 raise BrokenLaw(
                     f"step {plan.step} writes up to {end[beyond]} in rows {rows[beyond]} of "
                     f"{group.name}, its plan reserved {plan.allocated_after[g][chosen][beyond]}"
                 )
-            lane = np.repeat(np.arange(len(chosen)), end)
-            position = np.arange(len(lane)) - (np.cumsum(end) - end)[lane]
+            size = end - begin
+            lane = np.repeat(np.arange(len(chosen)), size)
+            position = np.arange(len(lane)) - (np.cumsum(size) - size)[lane] + begin[lane]
             page = forward.lines[g][chosen[lane], position // P]
             slot = page * P + position % P
             stays = position < keeps[lane]

@@ -270,12 +270,13 @@ class Simulation:
             if self.scenario.settings.keeps_draft_kv and request.shape_index:
                 length = min(length, handle.drafted_len)
             length = min(length, len(request.tokens) - 1, self._talks.common_len(watch))
-            if request.prefilled_len != length:
+            start, has_window = request.prefilled_len, self.scenario.settings.window is not None
+            if start > length or (start < length and not has_window):
                 raise BrokenLaw(
                     f"request {request.request_id} came back with {handle.length} tokens, and is "
-                    f"prefilled from {request.prefilled_len} on, not {length}"
+                    f"prefilled from {start} on, not {length}"
                 )
-            watch.taken, watch.starts = (request.row, request.epoch), (length,)
+            watch.taken, watch.starts = (request.row, request.epoch), (start,)
 
     def _drain(self) -> None:
         while self._flying:
@@ -516,7 +517,9 @@ class Simulation:
             raise BrokenLaw(f"{len(idle)} sessions keep KV, {settings.max_sessions} may")
         for g, num_pages in enumerate(settings.num_pages):
             held = int(self._ledger.allocated_len(g)[rows].sum()) // int(self._P[g])
-            if self.tally.forks or self.tally.pins or self.tally.session_forks:
+            if settings.windows[g] is not None:  # checkpoints are held outside the table
+                held = self._num_idle(g, [])
+            elif self.tally.forks or self.tally.pins or self.tally.session_forks:
                 held = self._pins.num_held(g, rows)
             free, fenced = self._ledger.free_pages(g), self._ledger.fenced_pages(g)
             if free + fenced + held != num_pages:
@@ -560,7 +563,7 @@ class Simulation:
         free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
         idle = self._talks.idle_rows
         if self._pins.kept or idle:
-            free = tuple(n + self._pins.num_held(g, idle) for g, n in enumerate(free))
+            free = tuple(n + self._num_idle(g, idle) for g, n in enumerate(free))
         num_free_rows = ledger.num_free_rows + len(idle)
         if free != self.scenario.settings.num_pages or num_free_rows != ledger.num_rows:
             raise BrokenLaw(
@@ -569,6 +572,12 @@ class Simulation:
             )
         if ledger.steps():
             raise BrokenLaw(f"{when} steps are in flight: {ledger.steps()}")
+
+    def _num_idle(self, g: int, idle: list[int]) -> int:
+        """Pages of pins and idle rows."""
+        if self.scenario.settings.windows[g] is None:
+            return self._pins.num_held(g, idle)
+        return int((self._ledger.ownership_map(g)[2][1:] > 0).sum())
 
     def _check_end(self) -> None:
         self.tally.dropped_sessions += self._scheduler.conversations.drop_ct

@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from specpool._core import Group, Ledger, Shape, sizing_row_width
+from specpool._core import Group, Ledger, Shape, sizing_most_window_pages, sizing_row_width
 from specpool.config import Placement, Policy, SamplingParams
 from specpool.request import Request
 from specpool.tokens import StopHit, TextStream
@@ -35,8 +35,9 @@ _LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16))
 class Settings:
     """How the engine is built; the names are those of `EngineConfig` and `Scheduler`."""
 
-    page_sizes: tuple[int, ...]  # of each group
+    page_sizes: tuple[int, ...]  # of each group; one with a window is the last
     num_pages: tuple[int, ...]
+    window: int | None = None
     placement: Placement = "split"
     layout: Literal["dense", "holey"] = "dense"
     policy: Policy = "exact"
@@ -58,16 +59,29 @@ class Settings:
     @property
     def hosts_drafts(self) -> tuple[bool, ...]:
         """Of each group; as `plan_pools` has it."""
-        if len(self.page_sizes) == 2:
-            return (False, True)
-        return (self.placement == "shared" and bool(self.shapes),)
+        last = () if self.window is None else (False,)
+        if len(self.page_sizes) == 2 + len(last):
+            return (False, True, *last)
+        return (self.placement == "shared" and bool(self.shapes), *last)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group."""
+        return (*[None] * (len(self.page_sizes) - 1), self.window)
 
     def ledger(self) -> Ledger:
         """A ledger for these settings."""
         groups = [
-            Group(f"group{i}", page_size=P, num_pages=n, hosts_drafts=hosts, layout=self.layout)
-            for i, (P, n, hosts) in enumerate(
-                zip(self.page_sizes, self.num_pages, self.hosts_drafts, strict=True)
+            Group(
+                f"group{i}",
+                page_size=P,
+                num_pages=n,
+                hosts_drafts=hosts,
+                layout=self.layout,
+                window=window,
+            )
+            for i, (P, n, hosts, window) in enumerate(
+                zip(self.page_sizes, self.num_pages, self.hosts_drafts, self.windows, strict=True)
             )
         ]
         return Ledger(
@@ -80,14 +94,17 @@ class Settings:
             policy=self.policy,
             draft_kv=self.keeps_draft_kv,
             page_fencing=self.page_fencing,
+            max_chunk=min(self.prefill_tokens, self.max_context_len),
             sessions=True,
         )
 
     def pages_per_row(self) -> tuple[int, ...]:
         """Pages of a full row in each group: a pool has at least as many."""
-        return tuple(
-            sizing_row_width(
-                [Shape.none(), *(Shape(*shape) for shape in self.shapes)],
+        shapes = [Shape.none(), *(Shape(*shape) for shape in self.shapes)]
+        most = []
+        for P, hosts, window in zip(self.page_sizes, self.hosts_drafts, self.windows, strict=True):
+            width = sizing_row_width(
+                shapes,
                 page_size=P,
                 max_context_len=self.max_context_len,
                 overlap_depth=self.overlap_depth,
@@ -95,9 +112,20 @@ class Settings:
                 hosts_drafts=hosts,
                 layout=self.layout,
             )
-            // P
-            for P, hosts in zip(self.page_sizes, self.hosts_drafts, strict=True)
-        )
+            most.append(width // P)
+            if window is not None:
+                held = sizing_most_window_pages(
+                    shapes,
+                    window=window,
+                    max_chunk=min(self.prefill_tokens, self.max_context_len),
+                    page_size=P,
+                    overlap_depth=self.overlap_depth,
+                    policy=self.policy,
+                    hosts_drafts=hosts,
+                    layout=self.layout,
+                )
+                most[-1] = min(most[-1], held + -(-(window - 1) // P) + 1)  # and a checkpoint
+        return tuple(most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,12 +316,25 @@ def scenario(seed: int) -> Scenario:
             session_pages=talks.choice([None, None, 0, 8]),
         )
         arrivals = _talk(talks, arrivals)
+    # What is pinned with a window is the engine's choice (whole pages), not the scheduler's.
+    if talks.random() < 0.4 and not any(arrival.is_pin for arrival in arrivals):
+        settings = _slide(talks, settings)
     if talks.random() < 0.4:
         room = talks.choice([1.0, 1.0, 2.0, 8.0])
         host_pages = tuple(int(room * n) for n in settings.pages_per_row())
         copy_faults = talks.choice([0.0, 0.0, 0.3])
         settings = replace(settings, host_pages=host_pages, copy_faults=copy_faults)
     return Scenario(seed, settings, tuple(arrivals), faults)
+
+
+def _slide(rng: random.Random, settings: Settings) -> Settings:
+    """The same with a window group more."""
+    P = settings.page_sizes[0] if rng.random() < 0.7 else rng.choice([1, 3, 4, 16, 64])
+    window = min(rng.choice([1, 2, 5, 16, 40]), settings.max_context_len - 1)
+    settings = replace(settings, page_sizes=(*settings.page_sizes, P), window=window)
+    room = rng.choice([0.0, 0.0, 0.5, 3.0])
+    least = settings.pages_per_row()[-1]
+    return replace(settings, num_pages=(*settings.num_pages, least + int(room * least)))
 
 
 def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> list[Arrival]:

@@ -125,6 +125,8 @@ class Talks:
                 drop_ct, found = self._before[number]
                 assert talk.conversation is not None
                 if talk.conversation.drop_ct == drop_ct:
+                    if self._settings.window is not None:  # a cut may have gone further back
+                        found = min(found, watch.request.prefilled_len)
                     talk.start, talk.drop_ct = found, drop_ct
                     return found
         return None
@@ -189,7 +191,8 @@ class Talks:
         if row:
             expected = self._cut_to(row, min(self._kept_len(talk.conversation), offset))
         kept_len = self._conversations.cut(talk.conversation, offset)
-        if kept_len != expected:
+        has_window = self._settings.window is not None  # which may be gone there
+        if kept_len > expected or (kept_len < expected and not has_window):
             raise BrokenLaw(f"a rewind to {offset} leaves KV of {kept_len} tokens, not {expected}")
         self._check(talk, "rewind")
 
