@@ -15,6 +15,8 @@ from guards import CORE, GUARDS, THROUGH_THE_SCHEDULER, Guard, ledger_scenarios
 ROOT = Path(__file__).resolve().parent.parent
 STAGE_2 = {*range(1, 12), *range(23, 27), 28, 30, 31, 33, 40, 41, 48, *range(51, 78)}
 STAGE_4 = {*range(23, 29), 30, 31, 51, 52, 59, 61, *range(63, 67), 69}  # and 50, of `plan`
+STAGE_5 = {29, *range(32, 38), 43, 44, 45, 47, *range(54, 57)}
+BY_THEIR_SUBJECT = ("session", "window", "host")
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: f"{guard.number}: {guard.name}")
@@ -47,6 +49,8 @@ def test_every_scenario_has_a_test_and_a_guard():
     assert tests == STAGE_2
     assert {guard.number for guard in GUARDS} == STAGE_2
     assert numbers_in(ROOT / "tests" / THROUGH_THE_SCHEDULER) == STAGE_4
+    files = [ROOT / "tests" / f"test_{subject}_scenarios.py" for subject in BY_THEIR_SUBJECT]
+    assert set().union(*map(numbers_in, files)) >= STAGE_5
 
 
 @pytest.mark.parametrize(("only", "unknown"), [(["99"], "99"), (["33", "0", "99"], "0, 99")])
