@@ -10,6 +10,7 @@ import pytest
 
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams
 from specpool.output import Chunk
+from specpool.request import Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -289,6 +290,34 @@ def test_a_stop_string_is_no_part_of_the_answer(engine):
         assert answer == whole.text[: whole.text.index(stop)]
         (second,) = talk(session, "and then?")
         assert f"assistant: {answer}\nuser: and" in bytes(second.prompt_ids).decode()
+
+
+def test_the_answer_is_what_the_output_says(engine):
+    """Law: without the token that stopped it, and with what was cut amid a character."""
+    with engine.open_session() as session:
+        (whole,) = talk(session, "seq: 2, 4, ")
+        session.rewind(0)
+        stopping = SamplingParams(max_new_tokens=8, stop_token_ids=(whole.token_ids[5],))
+        first = session.append(user("seq: 2, 4, "), stopping).output()
+        assert first.text == whole.text[:5] and first.token_ids == whole.token_ids[:6]
+        (second,) = talk(session, "and then?")
+        assert bytes(second.prompt_ids).decode() == rendered(
+            engine, [first], "seq: 2, 4, ", "and then?"
+        )
+
+
+def test_an_answer_that_ends_amid_a_character_stays(engine, monkeypatch):
+    """Law: what its bytes are shown as is part of the message, so its tokens can stay."""
+    append = Request.append
+    monkeypatch.setattr(
+        Request, "append", lambda self, tokens, *rest: append(self, [0xC3] * len(tokens), *rest)
+    )
+    with engine.open_session() as session:
+        first = session.append(user("seq: "), SamplingParams(max_new_tokens=1)).output()
+        assert first.token_ids == [0xC3] and first.text == "\N{REPLACEMENT CHARACTER}"
+        kept = session.tokens
+        (second,) = talk(session, "and then?")
+        assert second.prompt_ids[: len(kept)] == kept
 
 
 def test_messages_do_not_follow_a_text(engine):
