@@ -212,7 +212,7 @@ class Talk:
             rest = (each.reused_token_ct, each.retraction_ct, each.drop_ct)
             table.add_row(str(each.number), each.state, *map(str, (*counts, *rest)))
         # Wide enough for every column also where the output is no terminal.
-        Console(width=max(self._console.width, 100), force_terminal=False).print(table)
+        Console(width=max(self._console.width, 112), force_terminal=False).print(table)
 
     def _help(self) -> None:
         self.tell(HELP)
