@@ -105,6 +105,7 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/python benches/bench_kernels.py
 	$(BIN)/specpool bench generate
 	$(BIN)/specpool bench host
+	$(BIN)/specpool bench session
 
 bench-gpu: $(VENV)/.dev ## each kernel beside a device copy on a CUDA device; figures and a picture into benches/results
 	$(BIN)/python benches/bench_kernels.py --device cuda --write benches/results

@@ -1,14 +1,16 @@
-"""Laws of chats: a list of messages is a prompt wherever a text is one."""
+"""Laws of chats: a list of messages is a prompt wherever a text is one, and a session's turn."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from specpool import ConfigError, Engine, SamplingParams
+from specpool import ConfigError, Engine, RequestOutput, SamplingParams
 from specpool.output import Chunk
+from specpool.request import Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -96,3 +98,253 @@ def test_without_a_template_or_a_tokenizer_it_says_so():
         engine = Engine(loaded.target, config=loaded.config)
         with pytest.raises(ConfigError, match="prompt 1 is a chat, but the target has no tokeni"):
             engine.generate([[1, 2], CHAT])
+
+
+# --- chats in sessions ---
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def talk(session, *texts: str) -> list[RequestOutput]:
+    """Turns of one message each."""
+    return [session.append(user(text), PARAMS).output() for text in texts]
+
+
+def rendered(engine, outputs: list[RequestOutput], *texts: str) -> str:
+    """The chat so far up to where the next answer begins, as the template says."""
+    chat = []
+    for text, output in itertools.zip_longest(texts, outputs):
+        chat += user(text)
+        if output is not None:
+            chat.append({"role": "assistant", "content": output.text})
+    return str(
+        engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    )
+
+
+@pytest.fixture
+def template(engine) -> Iterator[Callable[[str], None]]:
+    """Gives the tokenizer another chat template, for one test."""
+
+    def change(text: str) -> None:
+        engine.tokenizer.chat_template = text
+
+    yield change
+    engine.tokenizer.chat_template = TEMPLATE
+
+
+def test_a_sessions_messages_go_on_behind_its_answers(engine):
+    """Law: a turn has the tokens of the whole chat, and computes those that are new."""
+    texts = ["seq: 2, 4, ", "and then?", "é"]
+    with engine.open_session() as session:
+        system = session.append(CHAT, PARAMS).output()
+        assert system.prompt_ids == list(TEXT.encode())
+        session.rewind(0)
+        outputs = talk(session, *texts)
+        for i, output in enumerate(outputs):
+            assert bytes(output.prompt_ids).decode() == rendered(
+                engine, outputs[:i], *texts[: i + 1]
+            )
+            (fresh,) = engine.generate(output.prompt_ids, PARAMS)
+            assert output.token_ids == fresh.token_ids
+            if i:
+                before = outputs[i - 1]  # its last token has KV if a round went beyond it
+                history = len(before.prompt_ids + before.token_ids)
+                assert history - 1 <= output.num_reused <= history
+        assert session.turn_ends == [len(o.prompt_ids + o.token_ids) for o in outputs]
+
+
+def test_the_answers_own_tokens_stay(engine, monkeypatch):
+    """Law: a tokenizer that would cut an answer otherwise costs nothing."""
+    with engine.open_session() as session:
+        (first,) = talk(session, "seq: 2, 4, ")
+        # From now on it knows the answer's text as one token.
+        encode, text = engine.tokenizer.encode, first.text
+
+        def cut(value, **options):
+            head, found, tail = value.partition(text)
+            ids = encode(head, **options)
+            return [*ids, 7, *encode(tail, **options)] if found else ids
+
+        monkeypatch.setattr(engine.tokenizer, "encode", cut)
+        kept = session.tokens
+        (second,) = talk(session, "and then?")
+        assert second.prompt_ids[: len(kept)] == kept and 7 not in second.prompt_ids
+        assert second.num_reused >= len(kept) - 1
+
+
+def test_a_piece_that_is_not_cut_as_in_the_text_is_not_put_behind(engine, monkeypatch):
+    """Law: the tokens say what the template says; as with sentencepiece, which adds a space."""
+    with engine.open_session() as session:
+        (first,) = talk(session, "seq: 2, 4, ")
+        encode = engine.tokenizer.encode
+
+        def spaced(text, **options):
+            return encode(text if text.startswith("user") else f" {text}", **options)
+
+        monkeypatch.setattr(engine.tokenizer, "encode", spaced)
+        (second,) = talk(session, "and then?")
+        assert bytes(second.prompt_ids).decode() == rendered(
+            engine, [first], "seq: 2, 4, ", "and then?"
+        )
+
+
+def test_a_template_that_tells_the_history_otherwise_is_followed(engine, template):
+    """Law: the turn's tokens are the template's; what both have in common is not computed again.
+
+    As with models that think: the last answer stands in full, those before are shortened.
+    """
+    template(
+        "{% for m in messages %}{{ m['role'] }}: "
+        "{{ m['content'][:3] if m['role'] == 'assistant' and not loop.last else m['content'] }}\n"
+        "{% endfor %}assistant: "
+    )
+    texts = ["seq: 2, 4, ", "and then?", "more"]
+    with engine.open_session() as session:
+        outputs = talk(session, *texts)
+        first, second, third = outputs
+        for i, output in enumerate(outputs):
+            assert bytes(output.prompt_ids).decode() == rendered(
+                engine, outputs[:i], *texts[: i + 1]
+            )
+            assert output.token_ids == engine.generate(output.prompt_ids, PARAMS)[0].token_ids
+        assert second.num_reused == len(first.prompt_ids) + 3
+        assert third.num_reused == len(second.prompt_ids) + 3
+        # A turn ends where its own part of what there is now does.
+        ends = session.turn_ends
+        assert ends == [
+            len(first.prompt_ids + first.token_ids[:3]) + len("\nuser: "),
+            len(second.prompt_ids + second.token_ids[:3]) + len("\nuser: "),
+            session.num_tokens,
+        ]
+        session.rewind(ends[1])
+        (again,) = talk(session, "more")
+        assert again.prompt_ids == third.prompt_ids and again.num_reused == ends[1]
+        session.rewind(ends[0])
+        (again,) = talk(session, "and then?")
+        assert again.prompt_ids == second.prompt_ids
+
+
+def test_a_rewind_takes_the_messages_along(engine):
+    """Law: a turn that is cut, at whatever place, has said nothing."""
+    with engine.open_session() as session:
+        first, second = talk(session, "seq: 2, 4, ", "and then?")
+        ends, tokens = session.turn_ends, session.tokens
+        for offset in (ends[0], ends[0] + 1, len(second.prompt_ids), ends[1] - 1):
+            copy = session.fork()
+            kept_len = copy.rewind(offset)
+            assert copy.tokens == tokens[:offset] and copy.turn_ends == ends[:1]
+            (other,) = talk(copy, "or else?")
+            assert bytes(other.prompt_ids).decode() == rendered(
+                engine, [first], "seq: 2, 4, ", "or else?"
+            )
+            assert other.num_reused >= min(kept_len, ends[0] // 16 * 16)  # the page is shared
+            copy.close()
+        assert session.tokens == tokens and session.turn_ends == ends
+        session.rewind(ends[0] - 1)
+        (anew,) = talk(session, "and then?")
+        assert bytes(anew.prompt_ids).decode() == rendered(engine, [], "and then?")
+
+
+def test_a_fork_has_the_messages_and_goes_its_own_way(engine):
+    with engine.open_session() as session:
+        talk(session, "seq: 2, 4, ")
+        with session.fork() as copy:
+            (theirs,) = talk(copy, "one")
+            (ours,) = talk(session, "two")
+            for output, text in ((theirs, "one"), (ours, "two")):
+                shown = bytes(output.prompt_ids).decode()
+                assert shown.startswith("user: seq: 2, 4, \nassistant: ")
+                assert shown.endswith(f"\nuser: {text}\nassistant: ")
+                assert shown.count("user: ") == 2
+
+
+def test_a_turn_that_does_not_end_says_nothing(engine):
+    """Law: after an abort, or an error, a session has the messages that it had."""
+    with engine.open_session() as session:
+        (first,) = talk(session, "seq: 2, 4, ")
+        turn = session.append(user("never mind"), SamplingParams(max_new_tokens=40))
+        next(turn)
+        turn.close()
+        with pytest.raises(ConfigError, match=r"the chat template refuses prompt 0.*no tools"):
+            session.append([{"role": "tool", "content": "a"}])
+        with pytest.raises(ConfigError, match="message 1 of prompt 0 needs a string as 'role'"):
+            session.append([*user("a"), {"content": "b"}])
+        with pytest.raises(ConfigError, match=r"the session has .* leaves room for"):
+            session.append(user("a" * 250))
+        (second,) = talk(session, "and then?")
+        assert bytes(second.prompt_ids).decode() == rendered(
+            engine, [first], "seq: 2, 4, ", "and then?"
+        )
+
+
+def test_a_stop_string_is_no_part_of_the_answer(engine):
+    with engine.open_session() as session:
+        (whole,) = talk(session, "seq: 2, 4, ")
+        session.rewind(0)
+        stop = whole.text[3:5]
+        first = session.append(user("seq: 2, 4, "), SamplingParams(max_new_tokens=8, stop=(stop,)))
+        answer = first.output().text
+        assert answer == whole.text[: whole.text.index(stop)]
+        (second,) = talk(session, "and then?")
+        assert f"assistant: {answer}\nuser: and" in bytes(second.prompt_ids).decode()
+
+
+def test_the_answer_is_what_the_output_says(engine):
+    """Law: without the token that stopped it, and with what was cut amid a character."""
+    with engine.open_session() as session:
+        (whole,) = talk(session, "seq: 2, 4, ")
+        session.rewind(0)
+        stopping = SamplingParams(max_new_tokens=8, stop_token_ids=(whole.token_ids[5],))
+        first = session.append(user("seq: 2, 4, "), stopping).output()
+        assert first.text == whole.text[:5] and first.token_ids == whole.token_ids[:6]
+        (second,) = talk(session, "and then?")
+        assert bytes(second.prompt_ids).decode() == rendered(
+            engine, [first], "seq: 2, 4, ", "and then?"
+        )
+
+
+def test_an_answer_that_ends_amid_a_character_stays(engine, monkeypatch):
+    """Law: what its bytes are shown as is part of the message, so its tokens can stay."""
+    append = Request.append
+    monkeypatch.setattr(
+        Request, "append", lambda self, tokens, *rest: append(self, [0xC3] * len(tokens), *rest)
+    )
+    with engine.open_session() as session:
+        first = session.append(user("seq: "), SamplingParams(max_new_tokens=1)).output()
+        assert first.token_ids == [0xC3] and first.text == "\N{REPLACEMENT CHARACTER}"
+        kept = session.tokens
+        (second,) = talk(session, "and then?")
+        assert second.prompt_ids[: len(kept)] == kept
+
+
+def test_messages_do_not_follow_a_text(engine):
+    """Law: what is no chat is not left out of one in silence."""
+    message = "tokens from {} on are text or token ids, not a chat: .*rewind to {}$"
+    with engine.open_session() as session:
+        session.append("seq: 2, 4, ", PARAMS).output()
+        with pytest.raises(ConfigError, match=message.format(0, 0)):
+            session.append(CHAT)
+        session.rewind(5)
+        with pytest.raises(ConfigError, match=message.format(0, 0)):
+            session.append(CHAT)
+        session.rewind(0)
+        talk(session, "seq: 2, 4, ")
+        end = session.num_tokens
+        session.append("\nuser: 3\n", PARAMS).output()
+        with pytest.raises(ConfigError, match=message.format(end, end)):
+            session.append(CHAT)
+        session.rewind(end)
+        (last,) = talk(session, "and then?")
+        assert last.num_reused == end
+
+
+def test_messages_may_be_changed_after_the_turn(engine):
+    with engine.open_session() as session:
+        messages = user("seq: 2, 4, ")
+        session.append(messages, PARAMS).output()
+        messages[0]["content"] = "something else"
+        (second,) = talk(session, "and then?")
+        assert bytes(second.prompt_ids).decode().startswith("user: seq: 2, 4, \n")

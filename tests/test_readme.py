@@ -26,11 +26,13 @@ def test_links_lead_somewhere(path):
 @pytest.mark.parametrize("name", ["engine", "kernels"])
 def test_the_pages_examples_run(name):
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert codes
     names: dict[str, object] = {}
-    exec(compile(code, f"docs/{name}.md", "exec"), names)
+    for code in codes:
+        exec(compile(code, f"docs/{name}.md", "exec"), names)
     if name == "kernels":  # the comment behind its last line says what that gives
-        last, expected = code.strip().splitlines()[-1].split("  #")
+        last, expected = codes[-1].strip().splitlines()[-1].split("  #")
         assert f"tensor({eval(last, names).tolist()})" == expected.strip()  # type: ignore[attr-defined]
 
 

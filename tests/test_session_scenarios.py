@@ -359,7 +359,7 @@ def test_several_turns_with_pages_of_512(target, heads, reference, monkeypatch):
     speaks_as_alone(reference, outputs)
     keep = Conversations.keep
     monkeypatch.setattr(Conversations, "keep", lambda self, c, row, n: keep(self, c, row, 512))
-    monkeypatch.setattr(conversation, "_common_len", lambda a, b: len(b))
+    monkeypatch.setattr(conversation, "common_len", lambda a, b: len(b))
     with pytest.raises((AssertionError, SpecpoolError)):
         speaks_as_alone(reference, talk())
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
@@ -16,7 +16,25 @@ from specpool.errors import NotReady, OutOfPages, OutOfRows
 
 if TYPE_CHECKING:
     from specpool.host_tier import Handle, HostTier
+    from specpool.prompts import Message
     from specpool.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one turn has added.
+
+    Attributes:
+        end: tokens of the conversation up to where the turn has ended.
+        messages: of a chat, that the turn began with; None = it was text or token ids.
+        answer_ids: generated, without the tokens that stop.
+        stop: strings that the answer's text ends before.
+    """
+
+    end: int
+    messages: tuple[Message, ...] | None
+    answer_ids: list[int]
+    stop: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +44,7 @@ class Conversation:
     Attributes:
         number: counts the conversations of an engine, from 1.
         tokens: of all turns that have ended.
+        said: the turns that these tokens are of.
         turn: the latest request of it.
         row: idle, with KV of the first tokens; 0 = none, or the turn's request has it.
         epoch: of the row when it became idle.
@@ -39,6 +58,7 @@ class Conversation:
 
     number: int
     tokens: list[int] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     turn: Request | None = None
     row: int = 0
     epoch: int = 0
@@ -53,6 +73,22 @@ class Conversation:
     def is_busy(self) -> bool:
         """Whether a turn waits or runs."""
         return self.turn is not None and self.turn.finish_reason is None
+
+    def end(self, request: Request) -> None:
+        """Its turn has ended by a stop or its length."""
+        answer_ids = [token for token in request.output_ids if token not in request.stop_ids]
+        said = Said(len(request.tokens), request.messages, answer_ids, request.params.stop)
+        # Both or neither, whenever Ctrl-C comes.
+        self.tokens, self.said = list(request.tokens), [*request.said, said]
+        self.turn_ct += 1
+
+    def cut(self, num_tokens: int) -> None:
+        """Leave that many tokens, and the messages of turns that are whole."""
+        said = [turn for turn in self.said if turn.end <= num_tokens]
+        cut = self.said[len(said) :]
+        if cut and cut[0].messages is None and num_tokens > (said[-1].end if said else 0):
+            said.append(replace(cut[0], end=num_tokens))  # what is left of a text is still text
+        self.tokens, self.said = self.tokens[:num_tokens], said
 
 
 class Conversations:
@@ -166,7 +202,7 @@ class Conversations:
             length = min(length, int(self._ledger.drafted_len[row]))
         if conversation is None:
             return length if length == kept_len else self._ledger.trim(row, length)
-        length = min(length, _common_len(conversation.tokens, request.tokens))
+        length = min(length, common_len(conversation.tokens, request.tokens))
         if length < kept_len or self._ledger.checkpoint_len(row) is None:
             return self._ledger.end_turn(row, length)
         return length
@@ -197,7 +233,7 @@ class Conversations:
 
     def cut(self, conversation: Conversation, num_tokens: int) -> int:
         """Leave that many tokens; returns how many of them have KV."""
-        del conversation.tokens[num_tokens:]
+        conversation.cut(num_tokens)
         if num_tokens == 0:
             self.drop_handle(conversation)
         if not conversation.row:
@@ -215,6 +251,7 @@ class Conversations:
         Nothing of the row may be in flight any more.
         """
         copy = self.new(list(conversation.tokens))
+        copy.said = list(conversation.said)
         if conversation.row:
             with contextlib.suppress(OutOfRows, OutOfPages):
                 row = self._ledger.fork(conversation.row, f"session {copy.number}")
@@ -271,8 +308,8 @@ class Conversations:
         conversation.row = 0
 
 
-def _common_len(a: list[int], b: list[int]) -> int:
-    """How many tokens both begin with."""
+def common_len(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many tokens, or characters, both begin with."""
     if a == b[: len(a)]:
         return len(a)
     return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)

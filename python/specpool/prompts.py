@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specpool._core import Shape
 from specpool.config import SamplingParams, check_int
-from specpool.conversation import Conversation
+from specpool.conversation import Conversation, Said, common_len
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.request import Request, fresh_seed
@@ -111,18 +111,23 @@ class Prompts:
             raise ConfigError(f"a turn has one sample, got n={params.n}: fork the session")
         (own,) = self._shapes_of(shape, 1)
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
-        history = conversation.tokens
-        ids = self._encode(0, prompt, goes_on=bool(history))
-        if not history and not ids:
+        history, said = conversation.tokens, conversation.said
+        messages: tuple[Message, ...] | None = None
+        if _is_chat(prompt):
+            messages = tuple(self._messages(0, cast("Sequence[Message]", prompt)))
+            ids, said = self._go_on(conversation, messages)
+        else:
+            ids = [*history, *self._encode(0, prompt, goes_on=bool(history))]
+        if not ids:
             raise ConfigError("the session's first turn is empty")
-        if len(history) + len(ids) >= max_tokens:
+        if len(ids) >= max_tokens:
             raise ConfigError(
-                f"the session has {len(history)} tokens and gets {len(ids)}; with one new token at "
-                f"least, its limit of {max_tokens} leaves room for "
+                f"the session has {len(history)} tokens and gets {len(ids) - len(history)}; with "
+                f"one new token at least, its limit of {max_tokens} leaves room for "
                 f"{max(max_tokens - len(history) - 1, 0)}"
             )
-        request = self._request("the turn", 0, [*history, *ids], params, own, priority, max_tokens)
-        request.conversation = conversation
+        request = self._request("the turn", 0, ids, params, own, priority, max_tokens)
+        request.conversation, request.said, request.messages = conversation, said, messages
         return request
 
     def check_open(self) -> None:
@@ -207,7 +212,8 @@ class Prompts:
     def _encode(self, index: int, prompt: Prompt, *, goes_on: bool = False) -> list[int]:
         """The prompt's tokens; of one that goes on, without those that begin a text."""
         if _is_chat(prompt):
-            return self._encode_chat(index, cast("Sequence[Message]", prompt))
+            messages = self._messages(index, cast("Sequence[Message]", prompt))
+            return self._ids_of(self._render(index, messages))
         if not isinstance(prompt, str):
             try:
                 return [operator.index(token) for token in cast("Sequence[int]", prompt)]
@@ -222,8 +228,8 @@ class Prompts:
         _check_text(f"prompt {index}", prompt)
         return list(self._tokenizer.encode(prompt, add_special_tokens=not goes_on))
 
-    def _encode_chat(self, index: int, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a chat up to where the answer begins, as the tokenizer's template says."""
+    def _messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """A copy of a chat's messages, each with what a template needs."""
         if self._tokenizer is None:
             raise ConfigError(
                 f"prompt {index} is a chat, but the target has no tokenizer: give token ids"
@@ -241,18 +247,79 @@ class Prompts:
                 if not isinstance(message.get(key), str):
                     raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
                 _check_text(f"{key!r} of {name}", message[key])
+        return [dict(message) for message in messages]
+
+    def _render(self, index: int, messages: Sequence[Message]) -> str:
+        """A chat up to where the answer begins, as the tokenizer's template says."""
+        assert self._tokenizer is not None
         try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+            text = self._tokenizer.apply_chat_template(
+                cast("list[dict[str, str]]", list(messages)),
                 add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
             )
         except Exception as error:  # a template is a program, and may refuse as it likes
             raise ConfigError(
                 f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
             ) from error
-        return list(cast("list[int]", ids))
+        return str(text)
+
+    def _go_on(
+        self, conversation: Conversation, new: tuple[Message, ...]
+    ) -> tuple[list[int], list[Said]]:
+        """The tokens of a chat's next turn, and the turns before as they lie in them.
+
+        The session's own tokens stay where the template says what they say: cut anew, an answer
+        could have others, and its KV would be lost. A template may also render what has been said
+        otherwise, such as without an answer's thoughts: then all is cut anew.
+        """
+        said, start = conversation.said, 0
+        old: list[Message] = []
+        for turn in said:
+            if turn.messages is None:
+                raise ConfigError(
+                    f"the session's tokens from {start} on are text or token ids, not a chat: go "
+                    f"on with the like, or rewind to {start}"
+                )
+            old += [*turn.messages, self._answer(turn)]
+            start = turn.end
+        kept = conversation.tokens[:start]  # not what a rewind has left of a turn
+        text = self._render(0, [*old, *new])
+        own = self._text_of(kept)
+        if text.startswith(own):
+            ids = [*kept, *self._ids_of(text[len(own) :])]
+            if self._text_of(ids) == text:
+                return ids, said
+        ids = self._ids_of(text)
+        same = common_len(kept, ids)
+        if same == start:
+            return ids, said
+        # Where the turns end now: before what another message in the new one's place would change.
+        other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
+        others = self._render(0, [*old, {**new[0], "content": other}])
+        end = common_len(self._ids_of(text[: common_len(text, others)]), ids)
+        return ids, [
+            dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
+            for turn in said
+        ]
+
+    def _answer(self, turn: Said) -> Message:
+        """What the model said in a turn."""
+        text = TextStream(self._tokenizer, turn.stop).push(turn.answer_ids, last=True)
+        return {"role": "assistant", "content": text}
+
+    def _text_of(self, ids: list[int]) -> str:
+        """What the tokens say, special ones too."""
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _ids_of(self, text: str) -> list[int]:
+        """A text's tokens, and none that begin one."""
+        assert self._tokenizer is not None
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _check_text(name: str, text: str) -> None:

@@ -11,8 +11,9 @@ from specpool.config import SamplingParams
 from specpool.tokens import TextStream
 
 if TYPE_CHECKING:
-    from specpool.conversation import Conversation
+    from specpool.conversation import Conversation, Said
     from specpool.host_tier import Handle
+    from specpool.prompts import Message
     from specpool.scheduler import Pin
 
 
@@ -66,6 +67,8 @@ class Request:
     wants_pin: bool = False  # its prompt is to be pinned, nothing to be generated
     pin: Pin | None = None
     conversation: Conversation | None = None  # whose turn it is
+    said: list[Said] = field(default_factory=list)  # the turns before, in its tokens
+    messages: tuple[Message, ...] | None = None  # of a chat, that its turn begins with
     num_reused: int = 0  # prompt tokens with KV when it got its first row
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
 

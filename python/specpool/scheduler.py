@@ -692,8 +692,7 @@ class Scheduler:
         request.finish_reason = reason
         is_whole = reason in ("stop", "length")
         if is_whole and request.conversation is not None:
-            request.conversation.tokens = list(request.tokens)
-            request.conversation.turn_ct += 1
+            request.conversation.end(request)
         self._part(request)
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued

@@ -116,6 +116,11 @@ class Session:
         return len(self._conversation.tokens)
 
     @property
+    def turn_ends(self) -> list[int]:
+        """How many tokens there were when each turn ended: offsets to rewind to."""
+        return [turn.end for turn in self._conversation.said]
+
+    @property
     def is_busy(self) -> bool:
         """Whether a turn waits or runs."""
         return self._conversation.is_busy
@@ -133,14 +138,15 @@ class Session:
         shape: Shape | None = None,
         priority: int = 0,
     ) -> Turn:
-        """Go on with a text, and generate.
+        """Go on with a text or a chat, and generate.
 
         The turn counts once its output has been generated; a turn that is aborted or fails leaves
         the session as it was.
 
         Args:
-            prompt: a string, or token ids; the first turn's may be the messages of a chat. An empty
-                one goes on where the last turn ended.
+            prompt: a string, token ids, or the new messages of a chat, which go on behind those
+                of the turns before and the model's answers. An empty one goes on where the last
+                turn ended.
             params: None = the defaults.
             shape: None = the engine's, or one of its shapes.
             priority: as in `Engine.generate`.
@@ -174,7 +180,7 @@ class Session:
             turn.close()
 
     def rewind(self, offset: int) -> int:
-        """Forget all tokens from `offset` on.
+        """Forget all tokens from `offset` on; of a chat, also the messages of a turn that is cut.
 
         Returns:
             How many of those left have KV now: less than `offset` where a window that the model

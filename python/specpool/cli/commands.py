@@ -170,6 +170,90 @@ def generate(
 
 
 @app.command()
+def chat(
+    target: Target = "specpool/tiny",
+    draft: Draft = None,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told first, on a line of its own.")
+    ] = None,
+    shape: ShapeText = None,
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
+    policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
+    layout: Annotated[Layout, typer.Option(help="Where drafts lie in a row.")] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or auto. [default: float32 on a CPU]"),
+    ] = None,
+    device: DeviceName = "cpu",
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampled text.")] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")
+    ] = 256,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="An answer ends before this string; may be repeated."),
+    ] = None,
+    overlap_depth: Annotated[
+        int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
+    ] = 0,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="Of one prefill step at most; longer prompts come in chunks.")
+    ] = 1024,
+    max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages per group. [default: what free memory holds]")
+    ] = None,
+    busy_check: Annotated[
+        int | None,
+        typer.Option(
+            help="Before each turn: 1 = sums, 2 = full audit. [default: SPECPOOL_BUSY_CHECK or 0]"
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+) -> None:
+    """Talk with a model: each turn computes its new tokens only. /help lists the commands.
+
+    A target without a chat template, such as the embedded one, goes on with the text as it is.
+    """
+    from specpool.cli.chat import Job, run
+
+    run(
+        Job(
+            target=target,
+            draft=draft,
+            system=system,
+            shape=shape,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            sampling={
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "seed": seed,
+                "stop": tuple(stop or ()),
+            },
+            options={
+                "page_size": page_size,
+                "placement": placement,
+                "policy": policy,
+                "layout": layout,
+                "overlap_depth": overlap_depth,
+                "prefill_tokens": prefill_tokens,
+                "max_context_len": max_context_len,
+                "num_pages": num_pages,
+                **({} if busy_check is None else {"busy_check": busy_check}),
+            },
+        )
+    )
+
+
+@app.command()
 def plan(
     memory: Annotated[str, typer.Option(help="Of the device, such as 80GiB (2^30) or 24G (10^9).")],
     target: Annotated[
@@ -557,6 +641,41 @@ def bench_host(
         draft=draft,
         shape=shape,
         num_tokens=tokens or [1000],
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("session")
+def bench_session(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str, typer.Option(help="EAGLE head, whose KV stays too; none = the target's alone.")
+    ] = "specpool/tiny-eagle",
+    shape: ShapeText = None,
+    history: Annotated[int, typer.Option(help="Tokens of the turns before.")] = 1500,
+    new: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens that the turn adds; may be repeated. [default: 16 and 128]"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
+    device: DeviceName = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Time to a turn's first token, beside the same tokens as a new prompt."""
+    from specpool.cli.bench_session import session as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        history=history,
+        num_new=new or [16, 128],
         repeats=repeats,
         device=device,
         threads=threads,
