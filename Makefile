@@ -84,9 +84,10 @@ guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail
 prove: ## enumerate every interleaving of small ledgers (6 minutes; CASE=text for some of them)
 	cargo run --release --quiet -p specpool-check --bin prove -- $(if $(CASE),--case "$(CASE)",)
 
-soak: $(VENV)/.dev ## 1e8 random operations on the ledger, 1e6 simulated rounds of the scheduler (10 minutes; SEED=n)
+soak: $(VENV)/.dev ## 1e8 random operations on the ledger, 1e6 simulated rounds of the scheduler, 1e5 turns of sessions (half an hour; SEED=n)
 	cargo run --release --quiet -p specpool-check --bin soak -- --ops 1e8 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
+	$(BIN)/specpool sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
 
 # Without debug information a mutant builds in a third of the time; a failing property need not be shrunk.
 MUTATED := sizing page_pool page_copy group step rows delta ledger 'ledger/*'

@@ -39,6 +39,13 @@ def test_twenty_thousand_rounds_break_no_law(monkeypatch, capsys):
     assert "20,000" in capsys.readouterr().out
 
 
+def test_three_hundred_turns_of_sessions_break_no_law(monkeypatch, capsys):
+    assert sim(monkeypatch, "--turns", "300", "--seed", "4") == 0
+    out = capsys.readouterr().out
+    turns = re.search(r"turns\s+│\s+([\d,]+)", out)
+    assert turns and int(turns[1].replace(",", "")) >= 300
+
+
 def test_everything_happens():
     tally, seen = Tally(), set()
     for seed in range(60):
@@ -77,6 +84,7 @@ def test_a_simulation_needs_no_torch():
         (["--check", "3"], "check must be an integer in [0, 2], got 3"),
         (["--rounds", "0"], "rounds must be a whole number in [1, 1e12], got 0"),
         (["--rounds", "nan"], "rounds must be a whole number in [1, 1e12], got nan"),
+        (["--turns", "0.5"], "turns must be a whole number in [1, 1e12], got 0.5"),
         (["--seed", "-1"], "seed must be an integer in [0, 2147483647], got -1"),
     ],
 )

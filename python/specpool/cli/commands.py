@@ -423,11 +423,15 @@ def sim(
             "2 = also a full audit each turn, and every slot that is read or written."
         ),
     ] = 2,
+    turns: Annotated[
+        float | None,
+        typer.Option(help="Sessions alone, until so many of their turns have ended, as in 1e5."),
+    ] = None,
 ) -> None:
     """The scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import sim as run
 
-    if not run(seed=seed, rounds=rounds, check=check):
+    if not run(seed=seed, rounds=rounds, check=check, turns=turns):
         raise typer.Exit(1)
 
 

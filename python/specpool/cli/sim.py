@@ -11,15 +11,17 @@ from rich.table import Table
 
 from specpool.config import check_int
 from specpool.errors import ConfigError
-from specpool.sim import Failure, Tally, broken_law, scenario, shrink
+from specpool.sim import Failure, Scenario, Tally, broken_law, scenario, shrink
 from specpool.sim.simulation import Simulation
 
 # A scenario's seed is the command's, times this, plus its number.
 SEEDS = 1 << 32
 
 
-def sim(*, seed: int, rounds: float, check: int) -> bool:
+def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> bool:
     """Simulate, then print what happened, and the first broken law with its shrunk scenario.
+
+    With `turns`, sessions alone, until so many of their turns have ended; else for `rounds`.
 
     Returns:
         Whether every law held.
@@ -31,14 +33,20 @@ def sim(*, seed: int, rounds: float, check: int) -> bool:
     check_int("check", check, 0, 2)
     if not rounds >= 1 or rounds > 1e12 or rounds != int(rounds):
         raise ConfigError(f"rounds must be a whole number in [1, 1e12], got {rounds:g}")
+    if turns is not None and (not turns >= 1 or turns > 1e12 or turns != int(turns)):
+        raise ConfigError(f"turns must be a whole number in [1, 1e12], got {turns:g}")
     tally, failure = Tally(), None
     started = time.perf_counter()
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("simulating", total=rounds)
-        while tally.rounds < rounds and failure is None:
-            failure = _one(seed * SEEDS + tally.scenarios, int(rounds) - tally.rounds, check, tally)
-            progress.update(task, completed=tally.rounds)
+        task = progress.add_task("simulating", total=turns or rounds)
+        while (done := tally.rounds if turns is None else tally.turns) < (turns or rounds):
+            progress.update(task, completed=done)
+            each = scenario(seed * SEEDS + tally.scenarios, talks_only=turns is not None)
+            left = int(rounds) - tally.rounds if turns is None else None
+            failure = _one(each, left, check, tally)
+            if failure is not None:
+                break
     seconds = time.perf_counter() - started
     console = Console(highlight=False)
     console.print(_table(seed, check, tally, seconds, failure))
@@ -47,9 +55,9 @@ def sim(*, seed: int, rounds: float, check: int) -> bool:
     return failure is None
 
 
-def _one(seed: int, most_rounds: int, check: int, tally: Tally) -> Failure | None:
-    """Run the scenario of that seed, and count it."""
-    simulation = Simulation(scenario(seed), check)
+def _one(scenario: Scenario, most_rounds: int | None, check: int, tally: Tally) -> Failure | None:
+    """Run the scenario, and count it."""
+    simulation = Simulation(scenario, check)
     try:
         simulation.run(most_rounds)
     except Exception as error:

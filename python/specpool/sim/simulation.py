@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -298,7 +299,7 @@ class Simulation:
 
     # --- the laws -------------------------------------------------------------------------------
 
-    def _admit(self, watch: Watch, starts: tuple[int, ...]) -> None:
+    def _admit(self, watch: Watch, starts: Sequence[int]) -> None:
         """It has got a row."""
         self._admissions += 1
         watch.admission = self._admissions
@@ -328,8 +329,8 @@ class Simulation:
                 starts = {shared_len(tokens, pins) for pins in (pinned, self._pins.kept)}
                 found = self._talks.start(watch)
                 if watch.request.handle is not None:
-                    found = 0
-                self._admit(watch, tuple(starts) if found is None else (found,))
+                    found = (0,)
+                self._admit(watch, tuple(starts) if found is None else found)
             self._note(f"admitted: {[w.arrival.request_id for w in admitted]}")
             first = min(waiting, key=lambda watch: watch.order, default=None)
             if first is not None and first.order < admitted[-1].order:

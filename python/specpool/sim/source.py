@@ -276,8 +276,11 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
 
-def scenario(seed: int) -> Scenario:
-    """The scenario of a seed: small pools, so that requests are retracted, and many ways to end."""
+def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
+    """The scenario of a seed: small pools, so that requests are retracted, and many ways to end.
+
+    With `talks_only` there are sessions in any case, and nearly all that comes is a turn of one.
+    """
     rng = random.Random(seed)
     settings = _settings(rng)
     num_requests = rng.choice([8, 20, 40, 150])
@@ -307,9 +310,10 @@ def scenario(seed: int) -> Scenario:
     steps = sorted(rng.sample(range(1, 20 * num_requests), num_faults))
     kinds: list[FaultKind] = ["launch", "result", "result", "not_finite", "interrupt"]
     faults = tuple(Fault(step, rng.choice(kinds)) for step in steps)
-    arrivals = _share(random.Random(~seed), settings, arrivals)
+    if not talks_only:
+        arrivals = _share(random.Random(~seed), settings, arrivals)
     talks = random.Random(seed ^ 0x5E55)
-    if talks.random() < 0.5:
+    if talks.random() < 0.5 or talks_only:
         settings = replace(
             settings,
             max_sessions=talks.choice([1, 4, 16]),

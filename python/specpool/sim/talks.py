@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specpool._core import Ledger
@@ -118,17 +118,17 @@ class Talks:
                 found = min(found, int(self._ledger.drafted_len[conversation.row]))
             self._before[number] = conversation.drop_ct, self._cut_to(conversation.row, found)
 
-    def start(self, watch: Watch) -> int | None:
-        """How many tokens with KV the turn finds, which has got a row now; None = no turn."""
+    def start(self, watch: Watch) -> Sequence[int] | None:
+        """How many tokens with KV the turn may find, which has got a row now; None = no turn."""
         for number, talk in self._talks.items():
             if talk.watch is watch and number in self._before:
                 drop_ct, found = self._before[number]
                 assert talk.conversation is not None
                 if talk.conversation.drop_ct == drop_ct:
                     if self._settings.window is not None:  # a cut may have gone further back
-                        found = min(found, watch.request.prefilled_len)
+                        return range(found + 1)
                     talk.start, talk.drop_ct = found, drop_ct
-                    return found
+                    return (found,)
         return None
 
     def lose(self) -> None:

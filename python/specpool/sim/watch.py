@@ -54,7 +54,7 @@ class Watch:
     came_at: int  # turn
     admission: int = 0  # the how manieth it was; 0 = without a row
     taken: tuple[int, int] | None = None  # the row then, and its epoch
-    starts: tuple[int, ...] = ()  # where its first prefill step may begin; () = it has begun
+    starts: Sequence[int] = ()  # where its first prefill step may begin; () = it has begun
     num_tokens: int = 0  # when it was looked at last
     last_step: int = 0  # the turn in which it was in a step, or could not yet be
     may_end: set[str] = field(default_factory=set)  # finish reasons besides the planned one
