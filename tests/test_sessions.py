@@ -266,3 +266,29 @@ def test_a_fork_of_a_fork_stops_nothing(build, reference):
     assert output.token_ids == reference.text(second, 9), output.error
     for each in sessions:
         each.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_turn_that_saw_nan_keeps_no_kv(build, reference, monkeypatch, depth):
+    """A draft that was not accepted: the turn goes on, and its pages are zeroed at its end."""
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=0)
+    first, second = corpus.prompts(2, 40)
+    engine = build("specpool/tiny-eagle3", Shape.eagle(3, 4, 12), overlap_depth=depth)
+    forward, rounds = engine.target.forward, []
+
+    def spoiled(token_ids, positions, batch, logits_index):
+        output = forward(token_ids, positions, batch, logits_index)
+        if logits_index is None:
+            rounds.append(len(positions))
+            if len(rounds) == 1:
+                output.logits[-1] = torch.nan  # the tree's last node
+        return output
+
+    session = engine.open_session()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "forward", spoiled)
+        output = session.append(first, params).output()
+    assert rounds[0] == 12 and output.finish_reason == "length"
+    check_logprobs(reference, output)
+    check_logprobs(reference, session.append(second, params).output())
+    session.close()
