@@ -372,6 +372,27 @@ def test_nan_in_the_middle_of_a_text_names_the_position(model, monkeypatch):
         assert second.token_ids[:10] == expected[1].token_ids[:10]
 
 
+@pytest.mark.parametrize("draft", [None, "specpool/tiny-eagle3"])
+def test_nan_under_overlap_ends_one_request_and_no_other(monkeypatch, draft):
+    """The next round is on its way by then: a root that is no token must not fail all its lanes."""
+    prompts, params = corpus.prompts(2, 40), SamplingParams(max_new_tokens=30)
+    with Engine.from_pretrained(draft=draft, overlap_depth=1, max_context_len=256) as engine:
+        expected = engine.generate(prompts, params)
+        forward = engine.target.forward
+
+        def failing(token_ids, positions, batch, logits_index):
+            output = forward(token_ids, positions, batch, logits_index)
+            if logits_index is None and len(positions) > 1:
+                lane = torch.arange(len(positions)) < len(positions) // 2
+                output.logits[(positions == 50) & lane] = torch.nan
+            return output
+
+        monkeypatch.setattr(engine.target, "forward", failing)
+        first, second = engine.generate(prompts, params)
+        assert first.error == "the logits at position 50 are not finite"
+        assert second.token_ids == expected[1].token_ids, second.error
+
+
 def test_a_forward_that_raises_returns_every_page(engine, monkeypatch):
     prompts = corpus.prompts(3, 50)
     expected = engine.generate(prompts, SamplingParams(max_new_tokens=30))

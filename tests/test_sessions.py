@@ -242,3 +242,53 @@ def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
         stats = engine.stats()
         assert stats.host.failed_ct > 0 and stats.host.reload_ct == 0
         assert stats.host.num_handles == stats.failed_ct == 0
+
+
+def test_a_fork_of_a_fork_stops_nothing(build, reference):
+    """Its partly filled page is copied with the next step only: until then it has no KV to share."""
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    first, second = corpus.prompts(2, 30)
+    engine = build()
+    session = engine.open_session()
+    said = first + session.append(first, params).output().token_ids
+    items: list[Chunk | RequestOutput] = []
+    engine.submit(second, params, on_item=lambda _, item: items.append(item))
+    engine.turn()
+    sessions = [session, session.fork()]
+    sessions += [each.fork() for each in sessions]
+    for copy in sessions:
+        assert copy.tokens == said
+        output = copy.append(second[:5], params).output()
+        assert output.token_ids == reference.text(said + second[:5], 9)
+    while engine.turn():
+        pass
+    (output,) = [item for item in items if isinstance(item, RequestOutput)]
+    assert output.token_ids == reference.text(second, 9), output.error
+    for each in sessions:
+        each.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_turn_that_saw_nan_keeps_no_kv(build, reference, monkeypatch, depth):
+    """A draft that was not accepted: the turn goes on, and its pages are zeroed at its end."""
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=0)
+    first, second = corpus.prompts(2, 40)
+    engine = build("specpool/tiny-eagle3", Shape.eagle(3, 4, 12), overlap_depth=depth)
+    forward, rounds = engine.target.forward, []
+
+    def spoiled(token_ids, positions, batch, logits_index):
+        output = forward(token_ids, positions, batch, logits_index)
+        if logits_index is None:
+            rounds.append(len(positions))
+            if len(rounds) == 1:
+                output.logits[-1] = torch.nan  # the tree's last node
+        return output
+
+    session = engine.open_session()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "forward", spoiled)
+        output = session.append(first, params).output()
+    assert rounds[0] == 12 and output.finish_reason == "length"
+    check_logprobs(reference, output)
+    check_logprobs(reference, session.append(second, params).output())
+    session.close()

@@ -253,7 +253,8 @@ class Conversations:
         copy = self.new(list(conversation.tokens))
         copy.said = list(conversation.said)
         if conversation.row:
-            with contextlib.suppress(OutOfRows, OutOfPages):
+            # Not ready: the row is a fork itself, and its copy of a page waits for the next step.
+            with contextlib.suppress(OutOfRows, OutOfPages, NotReady):
                 row = self._ledger.fork(conversation.row, f"session {copy.number}")
                 self.keep(copy, row, self.kept_len(conversation))
         return copy

@@ -75,7 +75,9 @@ class RowState:
         """What the rows have come to: int32 [B], int64 [B]. Right after verify."""
         rows = lanes.index
         self.seq_lens.index_copy_(0, rows, seq_lens)
-        self.root_tokens.index_copy_(0, rows, root_tokens)
+        # -1 where the logits were not finite: the row's next round may be on its way already, and
+        # what is no token would fail the whole forward.
+        self.root_tokens.index_copy_(0, rows, root_tokens.clamp(min=0))
         if self._copy is not None:  # on its way before draft-extend is launched
             self._copy = Download(self.seq_lens)
 
