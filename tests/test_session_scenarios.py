@@ -292,7 +292,10 @@ def test_scenario_56_a_fork_with_a_round_in_flight(target, reference, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "drain", lambda self: None)
         with pytest.raises(NotReady):
-            engine._scheduler.conversations.fork(stops._conversation)
+            engine.ledger.fork(stops._conversation.row)
+        early = stops.fork()
+        assert early.append([5], PARAMS).output().num_reused == 0  # it shares nothing
+        early.close()
     copy = stops.fork()
     engine.abort(other)
     turn.close()

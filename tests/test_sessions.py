@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.host_memory import HostMemory
 from specpool.models import EagleHead, TargetModel
 from specpool.output import Chunk
+from specpool.pending import PendingStep
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
@@ -245,7 +246,7 @@ def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
 
 
 def test_a_fork_of_a_fork_stops_nothing(build, reference):
-    """Its partly filled page is copied with the next step only: until then it has no KV to share."""
+    """Its partly filled page is copied with the next step only: until then it shares none."""
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     first, second = corpus.prompts(2, 30)
     engine = build()
@@ -292,3 +293,43 @@ def test_a_turn_that_saw_nan_keeps_no_kv(build, reference, monkeypatch, depth):
     check_logprobs(reference, output)
     check_logprobs(reference, session.append(second, params).output())
     session.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_turn_whose_end_ctrl_c_hits_leaves_no_scrubbed_kv(build, monkeypatch, when):
+    """Law: no NaN outlives its request, and no zeros that were written over it do either."""
+    engine = build(HEADS[0], CHAIN, overlap_depth=1)
+    with engine.open_session() as session:
+        conversations = engine._scheduler.conversations
+        keep = conversations.keep
+
+        def stopped(*args):
+            monkeypatch.undo()
+            if when == "after":
+                keep(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(conversations, "keep", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            session.append(PROMPTS[0], PARAMS).output()
+        assert session.num_tokens == len(PROMPTS[0]) + PARAMS.max_new_tokens
+        output = session.append(PROMPTS[1][:3], PARAMS).output()
+        (wanted,) = engine.generate([output.prompt_ids], PARAMS)
+        assert output.token_ids == wanted.token_ids
+
+
+def test_a_draft_with_logits_that_are_not_finite_leaves_no_scrubbed_kv(build, monkeypatch):
+    """It is not accepted, and the turn ends well; its row has been scrubbed all the same."""
+    result = PendingStep.result
+    engine = build(HEADS[0], CHAIN)
+    with engine.open_session() as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                PendingStep,
+                "result",
+                lambda self: replace(result(self), not_finite=[True]),
+            )
+            session.append(PROMPTS[0], PARAMS).output()
+        output = session.append(PROMPTS[1][:3], PARAMS).output()
+        (wanted,) = engine.generate([output.prompt_ids], PARAMS)
+        assert output.token_ids == wanted.token_ids

@@ -712,6 +712,7 @@ class Scheduler:
 
     def _give_back(self, request: Request, is_whole: bool) -> None:
         """The row of a request that is over goes back, or to its conversation."""
+        # What is tainted has been scrubbed.
         if is_whole and request.conversation is not None and not request.tainted:
             self.conversations.keep(request.conversation, request.row, len(request.tokens))
         elif is_whole:
