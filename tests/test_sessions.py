@@ -306,3 +306,23 @@ def test_ctrl_c_while_a_turn_is_told_leaves_its_output_to_be_told(build, monkeyp
                 pass
         assert not engine.turn()
         assert told[-1][0] == number and isinstance(told[-1][1], RequestOutput)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["append", "submit"])
+def test_a_session_whose_append_ctrl_c_hits_is_not_busy(build, monkeypatch, way, when):
+    engine = build()
+    submit = engine._scheduler.submit
+
+    def stopped(request):
+        monkeypatch.undo()
+        if when == "after":
+            submit(request)
+        raise KeyboardInterrupt
+
+    with engine.open_session() as session:
+        monkeypatch.setattr(engine._scheduler, "submit", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            session.append([5]) if way == "append" else engine.submit([5], session=session)
+        assert not session.is_busy
+        assert session.append(PROMPTS[0], PARAMS).output().finish_reason == "length"
