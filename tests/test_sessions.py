@@ -333,3 +333,46 @@ def test_a_draft_with_logits_that_are_not_finite_leaves_no_scrubbed_kv(build, mo
         output = session.append(PROMPTS[1][:3], PARAMS).output()
         (wanted,) = engine.generate([output.prompt_ids], PARAMS)
         assert output.token_ids == wanted.token_ids
+
+
+def test_ctrl_c_while_a_turn_is_told_leaves_its_output_to_be_told(build, monkeypatch):
+    """A reader that comes back hears the end, and does not wait for it for ever."""
+    engine, told = build(), []
+
+    def stopped(*args):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with engine.open_session() as session:
+        turn = session.append(PROMPTS[0], PARAMS)
+        monkeypatch.setattr("specpool.output.output_of", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            turn.output()
+        assert turn.output().finish_reason == "length"
+        number = engine.submit(PROMPTS[1], PARAMS, on_item=lambda n, item: told.append((n, item)))
+        monkeypatch.setattr("specpool.output.output_of", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            while engine.turn():
+                pass
+        assert not engine.turn()
+        assert told[-1][0] == number and isinstance(told[-1][1], RequestOutput)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["append", "submit"])
+def test_a_session_whose_append_ctrl_c_hits_is_not_busy(build, monkeypatch, way, when):
+    engine = build()
+    submit = engine._scheduler.submit
+
+    def stopped(request):
+        monkeypatch.undo()
+        if when == "after":
+            submit(request)
+        raise KeyboardInterrupt
+
+    with engine.open_session() as session:
+        monkeypatch.setattr(engine._scheduler, "submit", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            session.append([5]) if way == "append" else engine.submit([5], session=session)
+        assert not session.is_busy
+        assert session.append(PROMPTS[0], PARAMS).output().finish_reason == "length"

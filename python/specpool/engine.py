@@ -359,9 +359,9 @@ class Engine:
         with self._lock:
             if session is None:
                 (request,) = self._prompts.requests([prompt], params, shape, priority)
+                self._scheduler.submit(request)
             else:
-                request = session.request(prompt, params, shape, priority)
-            self._scheduler.submit(request)
+                request = session.submit(prompt, params, shape, priority)
             self._submitted[request.request_id] = _Submitted(
                 request, Report(request, self.tokenizer), on_item
             )

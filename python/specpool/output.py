@@ -68,8 +68,9 @@ class Report:
             yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
         # Who took the chunk may have raised, or asked for news in between.
         if done and not self._is_done:
+            output = output_of(request, self._tokenizer)  # Ctrl-C may come: told it is only then
             self._is_done = True
-            yield output_of(request, self._tokenizer)
+            yield output
 
 
 def _visible(tokens: list[int], request: Request) -> list[int]:

@@ -159,8 +159,7 @@ class Session:
         """
         engine = self._engine
         with engine._lock:
-            request = self.request(prompt, params, shape, priority)
-            engine._scheduler.submit(request)
+            request = self.submit(prompt, params, shape, priority)
         return Turn(engine, request)
 
     async def append_async(
@@ -225,15 +224,20 @@ class Session:
                 self._engine._scheduler.conversations.close(self._conversation)
                 self._engine._loop.rest()
 
-    def request(
+    def submit(
         self, prompt: Prompt, params: SamplingParams | None, shape: Shape | None, priority: int
     ) -> Request:
-        """The next turn, to be queued; the session is busy from now on."""
+        """Queue the next turn; the session is busy from now on."""
         self._check_idle("append to")
         request = self._engine._prompts.turn(
             self._conversation, prompt, params, shape, priority, self.max_tokens
         )
-        self._conversation.turn = request
+        try:
+            self._conversation.turn = request
+            self._engine._scheduler.submit(request)
+        except BaseException:  # Ctrl-C: nobody would run it
+            self.abort()
+            raise
         return request
 
     def _check_idle(self, verb: str) -> None:
