@@ -302,7 +302,7 @@ class Scheduler:
             lens += drawn
             self.counts.prefill(plan.start, plan.new_len, drawn)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
-                if request.siblings and end == request.prefill_len - 1:
+                if request.siblings and end == request.prefill_len - 1 and not request.tainted:
                     self._fork(request)
         self._lens[rows] = lens
         may_end = (lens >= self._limits[rows]).tolist()
