@@ -393,6 +393,20 @@ def test_nan_under_overlap_ends_one_request_and_no_other(monkeypatch, draft):
         assert second.token_ids == expected[1].token_ids, second.error
 
 
+def test_an_abort_of_what_runs_leaves_no_nan(model):
+    """Under overlap its pages are given back before anybody knows what the forward wrote there."""
+    broken = copy.deepcopy(model)
+    broken.model.embed_tokens.weight.data[POISON] = torch.nan
+    with Engine.from_pretrained(broken, overlap_depth=1, max_context_len=256) as engine:
+        number = engine.submit([5, POISON, 7])
+        engine.turn()
+        engine.abort(number)
+        while engine.turn():
+            pass
+        for buffer in engine.cache.keys + engine.cache.values:
+            assert buffer.isfinite().all()
+
+
 def test_a_forward_that_raises_returns_every_page(engine, monkeypatch):
     prompts = corpus.prompts(3, 50)
     expected = engine.generate(prompts, SamplingParams(max_new_tokens=30))

@@ -246,7 +246,7 @@ def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
 
 
 def test_a_fork_of_a_fork_stops_nothing(build, reference):
-    """Its partly filled page is copied with the next step only: until then it shares none."""
+    """Its partly filled page is copied with the next step: until then it has no KV to share."""
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     first, second = corpus.prompts(2, 30)
     engine = build()

@@ -207,6 +207,18 @@ def test_a_pool_full_of_pins_makes_room_for_who_waits():
     assert Simulation(small(*pins, late, **tight)).run().dropped_pins == 2
 
 
+def test_a_fork_whose_copy_holds_the_last_page_begins_anew():
+    """Its copy rides on its own next step, which needs the page that the copy holds."""
+    says = Arrival(request_id=1, turn=0, prompt_len=1, max_len=2, session=8, pause=10)
+    fork = dataclasses.replace(
+        says, request_id=2, turn=2, prompt_len=3, max_len=4, session=13, fork_of=8
+    )
+    later = dataclasses.replace(says, request_id=10, turn=8, pause=1)
+    tight = {"num_pages": (2,), "max_sessions": 16, "max_context_len": 8}
+    tally = Simulation(small(says, fork, later, policy="double_buffer", **tight)).run()
+    assert tally.session_forks == 1 and tally.retractions == 1 and tally.turns == 3
+
+
 VERBS = ["admit", "fork", "pin_prefix", "release_prefix", "finish", "abort", "launch", "resolve"]
 
 

@@ -17,7 +17,7 @@ import torch
 
 import eagle_checkpoints
 from families import make_model
-from lossless import Comparison
+from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter, ScriptedDrafter
@@ -315,6 +315,42 @@ def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size,
     engine.unpin(short)
     engine.unpin(pin)
     assert all(s.free_pages == s.num_pages for s in engine.pool_stats())
+
+
+# --- What is no number ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill_tokens", [16, 128])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_no_nan_is_left_behind_a_window(family, depth, prefill_tokens):
+    """Its last token need not see it, nor hold its page any more: it ends its request all the same.
+
+    Whoever got the page would read it, masked, and a masked NaN is still one.
+    """
+    poison, rng, config = 250, random.Random(2), config_of(family, 8, 512)
+    config.tie_word_embeddings = False
+    model = make_model(config)
+    reference = Reference(model)
+    model.get_input_embeddings().weight.data[poison] = torch.nan
+    bad, *good = [[min(token, 249) for token in prompt(rng, n)] for n in (100, 40, 40, 40, 40)]
+    bad[2] = poison
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+    with Engine.from_pretrained(
+        model,
+        page_size=4,
+        prefill_tokens=prefill_tokens,
+        overlap_depth=depth,
+        max_context_len=160,
+        max_batch=2,
+        busy_check=2,
+    ) as engine:
+        first, *others, last = engine.generate([bad, *good, bad], params)
+        for output in (first, last):
+            assert output.error == "the logits at position 99 are not finite"
+        assert_speaks(reference, [bad, *good], others)
+        for buffer in engine.cache.keys + engine.cache.values:
+            assert buffer.isfinite().all()
 
 
 # --- What it costs ------------------------------------------------------------------------------

@@ -221,12 +221,25 @@ class Loop:
             self._fail(flying.step, error)
             return
         with self.clock.finish:
-            if any(result.not_finite):
-                for request, not_finite in zip(
-                    flying.step.requests, result.not_finite, strict=True
-                ):
-                    request.tainted |= not_finite
+            if not any(result.not_finite):
+                self._scheduler.finish(flying.step, result)
+                return
+            plan = flying.step.plan
+            for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
+                request.tainted |= not_finite
+            lost = result.not_finite & (self._ledger.epoch[plan.rows] != plan.epochs)
             self._scheduler.finish(flying.step, result)
+            self._scrub_free(all_groups=bool(lost.any()))
+
+    def _scrub_free(self, *, all_groups: bool) -> None:
+        """Zero what has been given back already, perhaps with a NaN: nobody has taken it yet.
+
+        Behind a window, by a round that was prepared meanwhile; or, in all groups, by an abort.
+        """
+        for group, window in enumerate(self._cache.windows):
+            if all_groups or window is not None:
+                states, _, _ = self._ledger.ownership_map(group)
+                self._cache.scrub(group, np.flatnonzero(states[1:] == 0).astype(np.int32) + 1)
 
     def _observe(self, steps: list[Step], seconds: float) -> None:
         """Learn what the prefill of a token takes, from a forward of nothing else."""

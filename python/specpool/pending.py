@@ -33,7 +33,7 @@ class PendingStep:
             tokens: int64 [B, A], the target's at the nodes that were accepted.
             logits: [n, V], of the nodes that `verdict` names, or of the B lanes.
             verdict: how many tokens count; None = one in each lane.
-            done: lanes whose tokens count; None = all.
+            done: lanes whose tokens count, but for a -1, which always does; None = all.
         """
         self._done = done
         self._wanted = [request.params.logprobs for request in requests]
@@ -60,7 +60,8 @@ class PendingStep:
             not_finite = (packed[:, 0] < 0).tolist()
         kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
         if self._done is not None:
-            kept = [lane if done else [] for lane, done in zip(kept, self._done, strict=True)]
+            lanes = zip(kept, self._done, strict=True)
+            kept = [lane if done or lane[0] < 0 else [] for lane, done in lanes]
         if self._logprobs is None:
             return StepResult(kept, lens, not_finite)
         logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)

@@ -70,6 +70,7 @@ class Request:
     said: list[Said] = field(default_factory=list)  # the turns before, in its tokens
     messages: tuple[Message, ...] | None = None  # of a chat, that its turn begins with
     num_reused: int = 0  # prompt tokens with KV when it got its first row
+    shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
 
     @property

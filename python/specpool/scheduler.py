@@ -302,7 +302,7 @@ class Scheduler:
             lens += drawn
             self.counts.prefill(plan.start, plan.new_len, drawn)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
-                if request.siblings and end == request.prefill_len - 1:
+                if request.siblings and end == request.prefill_len - 1 and not request.tainted:
                     self._fork(request)
         self._lens[rows] = lens
         may_end = (lens >= self._limits[rows]).tolist()
@@ -458,6 +458,7 @@ class Scheduler:
         """The request has a row, with KV of its first tokens."""
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
+        request.shared_len = prefilled_len
         if request.handle is None:
             self._count_start(request)
         self._by_row[row] = request
@@ -646,7 +647,12 @@ class Scheduler:
             self.unpin(self._pins[0])
             return
         victim = min(reversed(self._running), key=lambda request: request.priority)
-        if len(self._running) > 1:
+        if len(self._running) == 1 and victim.shared_len:
+            # A copy of what it shares waits for its next step, and holds a page that it needs.
+            self._before_release(victim)
+            self._ledger.retract(victim.row)
+            self._requeue(victim)
+        elif len(self._running) > 1:
             self._before_release(victim)
             if not self.conversations.fall_back(victim):
                 if victim.handle is None and not victim.tainted and victim.conversation is None:

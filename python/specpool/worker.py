@@ -129,6 +129,7 @@ class EagleWorker:
                 feature_layers=() if drafter is None else drafter.feature_layers,
             )
         )
+        self._has_windows = any(cache.windows[group] is not None for group in target_groups)
         self._last_position = max_context_len - 1
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
@@ -185,6 +186,9 @@ class EagleWorker:
         def finish(output: TargetOutput) -> PendingStep:
             positions = new_lens.long().unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            if self._has_windows:  # the last token need not see what is no number
+                spoiled = _not_finite(lanes, output.hidden)
+                drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
             self._state.put(lanes, new_lens, drawn[:, 0])
             pending = PendingStep(requests, drawn, output.logits, done=done)
             if drafts is not None:
@@ -375,6 +379,12 @@ class EagleWorker:
 def _features(output: TargetOutput) -> Tensor:
     """What a head reads: the captured layers' inputs, or the last hidden state."""
     return output.hidden if output.features is None else output.features
+
+
+def _not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:
+    """Bool [B]: lanes with a hidden state, [T, h], that is not finite, and so with such KV."""
+    spoiled = (~hidden.isfinite().all(1)).cumsum(0).index_select(0, lanes.lasts)
+    return spoiled.diff(prepend=spoiled.new_zeros(1)) > 0
 
 
 def _greedy(requests: Sequence[Request]) -> bool:

@@ -84,6 +84,7 @@ class Simulation:
         self._admissions = 0
         self._has_samples = any(arrival.sample_of for arrival in scenario.arrivals)
         self._pins = Pins(self._ledger)
+        self._begins_anew: Request | None = None
         self._idle_turns = 0  # since the last new token or end of a request
         self._P = np.array(settings.page_sizes)
 
@@ -359,6 +360,8 @@ class Simulation:
         kept = [w for w, epoch in before if w.request.row and w.request.epoch == epoch]
         gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
         self._note(f"retracted: {[w.arrival.request_id for w in gone]}")
+        if not kept and len(gone) == 1 and self._begins_anew == gone[0].request:
+            return
         users = {id(request) for step in steps for request in step.requests}
         for victim in gone:
             if victim.request.row and users.isdisjoint(id(w.request) for w in kept):
@@ -384,6 +387,11 @@ class Simulation:
         """Whoever is retracted had to be: nothing is in flight, and what comes next has no room."""
         if victim.finish_reason is not None or not self.check:
             return
+        # Alone, on what it shares: what it shares is in its way.
+        alone = self._scheduler.num_running == 1 and victim.shared_len > 0
+        self._begins_anew = victim if alone else None
+        if alone:
+            self._talks.begins_anew(victim)
         if self._flying:
             raise BrokenLaw("a request is retracted while results are still to come")
         ledger = self._ledger
