@@ -546,7 +546,7 @@ PLANTS = {
     retract_without_draining: "retracted while results are still to come",
     keep_the_row_of_who_ended: "its client|pages free, .* held by running|leak|livelock",
     give_tokens_to_dropped_lanes: "went on after its end",
-    forget_a_resolve: "OrderError|left out|livelock|not all in",
+    forget_a_resolve: "OrderError|left out|livelock|not all in|retracted, though",
     resolve_one_token_alone: "keeps KV of|the true roots .* are not all in|livelock",
     hand_pages_out_early: "position .* slot .* holds|OrderError|not written",
     lose_a_table_delta: "has no page|holds|not written",
