@@ -231,7 +231,8 @@ class Talks:
                 f"its client {len(talk.tokens)}, or others"
             )
         if not conversation.row:
-            if why == "abort" and talk.start and conversation.drop_ct == talk.drop_ct:
+            is_lost = conversation.handle is None and conversation.drop_ct == talk.drop_ct
+            if why == "abort" and talk.start and is_lost:
                 raise BrokenLaw(
                     f"session {conversation.number} found KV of {talk.start} tokens for a turn "
                     "that was aborted, and has none now"
