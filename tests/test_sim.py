@@ -219,6 +219,12 @@ def test_a_fork_whose_copy_holds_the_last_page_begins_anew():
     assert tally.session_forks == 1 and tally.retractions == 1 and tally.turns == 3
 
 
+def test_a_retracted_fork_at_its_checkpoint_gives_its_pages_back():
+    """Else it would come again at once, and the one before it find no page again, for ever."""
+    found = scenario(7 * SEEDS + 1659, talks_only=True)
+    assert broken_law(found) is None
+
+
 VERBS = ["admit", "fork", "pin_prefix", "release_prefix", "finish", "abort", "launch", "resolve"]
 
 

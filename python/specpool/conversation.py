@@ -276,7 +276,7 @@ class Conversations:
         for row, conversation in list(self._idle.items()):
             if not self.owns(row):
                 self._forget(conversation)
-                self._count_drop(conversation)
+                self.count_drop(conversation)
 
     def _is_over(self) -> bool:
         """Whether idle rows keep more pages than they may."""
@@ -291,9 +291,10 @@ class Conversations:
             conversation.handle = self.release(conversation.row)
         self._forget(conversation)
         if conversation.handle is None:
-            self._count_drop(conversation)
+            self.count_drop(conversation)
 
-    def _count_drop(self, conversation: Conversation) -> None:
+    def count_drop(self, conversation: Conversation) -> None:
+        """Its KV had to give way."""
         conversation.drop_ct += 1
         self.drop_ct += 1
 

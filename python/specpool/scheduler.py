@@ -654,11 +654,16 @@ class Scheduler:
             self._requeue(victim)
         elif len(self._running) > 1:
             self._before_release(victim)
-            if not self.conversations.fall_back(victim):
+            # At its checkpoint it would give nothing back, and come again for the same.
+            checkpoint = self._ledger.checkpoint_len(victim.row) or 0
+            is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
+            if not (is_ahead and self.conversations.fall_back(victim)):
                 if victim.handle is None and not victim.tainted and victim.conversation is None:
                     victim.handle = self.conversations.release(victim.row)
                 else:
                     self._ledger.retract(victim.row)
+                if victim.conversation is not None:
+                    self.conversations.count_drop(victim.conversation)
             self._requeue(victim)
         else:
             needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
