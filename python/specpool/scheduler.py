@@ -647,31 +647,34 @@ class Scheduler:
             self.unpin(self._pins[0])
             return
         victim = min(reversed(self._running), key=lambda request: request.priority)
-        if len(self._running) == 1 and victim.shared_len:
-            # A copy of what it shares waits for its next step, and holds a page that it needs.
-            self._before_release(victim)
-            self._ledger.retract(victim.row)
-            self._requeue(victim)
-        elif len(self._running) > 1:
-            self._before_release(victim)
-            # At its checkpoint it would give nothing back, and come again for the same.
-            checkpoint = self._ledger.checkpoint_len(victim.row) or 0
-            is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
-            if not (is_ahead and self.conversations.fall_back(victim)):
-                if victim.handle is None and not victim.tainted and victim.conversation is None:
-                    victim.handle = self.conversations.release(victim.row)
-                else:
-                    self._ledger.retract(victim.row)
-                if victim.conversation is not None:
-                    self.conversations.count_drop(victim.conversation)
-            self._requeue(victim)
-        else:
+        is_alone = len(self._running) == 1
+        if is_alone and not victim.shared_len:
             needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
             victim.error = (
                 f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
                 f"{self._num_pages.tolist()}"
             )
             self._end(victim, "error")
+            return
+        self._before_release(victim)
+        self._give_way(victim, is_alone)
+        self._requeue(victim)
+
+    def _give_way(self, victim: Request, is_alone: bool) -> None:
+        """Take the row of who is retracted; what can come back without a prefill is kept."""
+        conversation = victim.conversation
+        # At its checkpoint it would give nothing back, and come again for the same. Alone, a copy
+        # of what it shares may wait for its next step, and hold a page that this step needs.
+        checkpoint = self._ledger.checkpoint_len(victim.row) or 0
+        is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
+        if is_ahead and not is_alone and self.conversations.fall_back(victim):
+            return
+        if conversation is not None or is_alone or victim.handle is not None or victim.tainted:
+            self._ledger.retract(victim.row)
+        else:
+            victim.handle = self.conversations.release(victim.row)
+        if conversation is not None:
+            self.conversations.count_drop(conversation)
 
     def _requeue(self, request: Request) -> None:
         """A request without its row any more waits again; its text goes on where it was."""

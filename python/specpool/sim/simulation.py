@@ -390,8 +390,6 @@ class Simulation:
         # Alone, on what it shares: what it shares is in its way.
         alone = self._scheduler.num_running == 1 and victim.shared_len > 0
         self._begins_anew = victim if alone else None
-        if alone:
-            self._talks.begins_anew(victim)
         if self._flying:
             raise BrokenLaw("a request is retracted while results are still to come")
         ledger = self._ledger
@@ -527,7 +525,7 @@ class Simulation:
         for g, num_pages in enumerate(settings.num_pages):
             held = int(self._ledger.allocated_len(g)[rows].sum()) // int(self._P[g])
             if settings.windows[g] is not None:  # checkpoints are held outside the table
-                held = self._num_idle(g, [])
+                held = self._num_held(g, rows)
             elif self.tally.forks or self.tally.pins or self.tally.session_forks:
                 held = self._pins.num_held(g, rows)
             free, fenced = self._ledger.free_pages(g), self._ledger.fenced_pages(g)
@@ -572,7 +570,7 @@ class Simulation:
         free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
         idle = self._talks.idle_rows
         if self._pins.kept or idle:
-            free = tuple(n + self._num_idle(g, idle) for g, n in enumerate(free))
+            free = tuple(n + self._num_held(g, idle) for g, n in enumerate(free))
         num_free_rows = ledger.num_free_rows + len(idle)
         if free != self.scenario.settings.num_pages or num_free_rows != ledger.num_rows:
             raise BrokenLaw(
@@ -582,11 +580,21 @@ class Simulation:
         if ledger.steps():
             raise BrokenLaw(f"{when} steps are in flight: {ledger.steps()}")
 
-    def _num_idle(self, g: int, idle: list[int]) -> int:
-        """Pages of pins and idle rows."""
-        if self.scenario.settings.windows[g] is None:
-            return self._pins.num_held(g, idle)
-        return int((self._ledger.ownership_map(g)[2][1:] > 0).sum())
+    def _num_held(self, g: int, rows: list[int]) -> int:
+        """Pages of pins and these rows; of a window group, checkpoints may keep some more."""
+        window = self.scenario.settings.windows[g]
+        if window is None:
+            return self._pins.num_held(g, rows)
+        held = int((self._ledger.ownership_map(g)[2][1:] > 0).sum())
+        pages = self._ledger.page_table(g)[rows]
+        in_table = len(np.unique(pages[pages > 0]))
+        most = in_table + len(rows) * (-(-(window - 1) // int(self._P[g])) + 1)
+        if not in_table <= held <= most:
+            raise BrokenLaw(
+                f"group {g}: {held} pages are held, rows {rows} have {in_table} in the table, and "
+                f"with their checkpoints {most} at most"
+            )
+        return held
 
     def _check_end(self) -> None:
         self.tally.dropped_sessions += self._scheduler.conversations.drop_ct

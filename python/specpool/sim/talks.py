@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from specpool._core import Ledger
 from specpool.conversation import Conversation, Conversations
-from specpool.request import Request
 from specpool.sim.device import BrokenLaw
 from specpool.sim.source import STOP, Arrival, Settings
 from specpool.sim.watch import Tally, Watch
@@ -131,13 +130,6 @@ class Talks:
                     talk.start, talk.drop_ct = found, drop_ct
                     return (found,)
         return None
-
-    def begins_anew(self, request: Request) -> None:
-        """Its session's KV was in its way: it has none now."""
-        for number, talk in self._talks.items():
-            if talk.watch is not None and talk.watch.request is request:
-                self._before.pop(number, None)
-                talk.start = 0
 
     def lose(self) -> None:
         """A fault has come: who knows what is left of the turns that run."""
