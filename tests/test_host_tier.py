@@ -28,7 +28,7 @@ from specpool.host_memory import reload
 from specpool.host_tier import HostTier
 
 SETTINGS = settings(
-    max_examples=140,
+    max_examples=200,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -187,6 +187,21 @@ class HostAgainstOracle(RuleBasedStateMachine):
                 assert ledger.resolved_len[row] == handle.length
                 assert ledger.drafted_len[row] == handle.drafted_len
 
+    @rule(back=st.sampled_from([0, 1, 4, 9, 40]))
+    def trim(self, back: int) -> None:
+        if self.world.away and self.draw.random() < 0.2:  # or the host is never full
+            handle = self.draw.choice(list(self.world.away))
+            kv, length = self.world.away.pop(handle), max(handle.length - back, 0)
+            with self.doing("trim"):
+                shorter = self.world.tier.trim(handle, length)
+                if shorter is None:
+                    self.counts["trimmed away"] += 1
+                    assert length <= handle.last_start and length < handle.length
+                else:
+                    self.world.away[shorter] = kv
+                    drafted_len = min(handle.drafted_len, length)
+                    assert (shorter.length, shorter.drafted_len) == (length, drafted_len)
+
     @rule()
     def drop(self) -> None:
         if self.world.away:
@@ -208,8 +223,16 @@ class HostAgainstOracle(RuleBasedStateMachine):
 def test_what_comes_back_is_what_went_byte_by_byte():
     run_state_machine_as_test(HostAgainstOracle, settings=SETTINGS)
     counts = HostAgainstOracle.counts
-    wanted = ["offload", "reload", "drop", "full", "unfit", "fork", "cut", "launch"]
-    for name in [*wanted, "offload NotReady", "reload OutOfPages", "reload OutOfRows"]:
+    wanted = ["offload", "reload", "drop", "trim", "trimmed away", "full", "unfit"]
+    for name in [
+        *wanted,
+        "fork",
+        "cut",
+        "launch",
+        "offload NotReady",
+        "reload OutOfPages",
+        "reload OutOfRows",
+    ]:
         assert counts[name] >= 5, counts
 
 
@@ -508,6 +531,32 @@ def test_a_handle_is_good_once():
             with pytest.raises(OrderError, match=f"handle {handle.number} .* not held"):
                 call()
     world.tier.check()
+
+
+def test_a_trimmed_handle_gives_back_the_pages_behind_it():
+    """A window's first pages, long slid away, are not held: less than it reads is no use."""
+    world = World(groups(4, windows=[(1, 4)]), max_chunk=16, sessions=True)
+    row = world.admit(12)
+    world.extend(row, 21)
+    handle, free = world.offload(row), [pages.num_free for pages in world.tier._pages]
+    assert world.tier.trim(handle, 21) is handle
+    assert handle.last_start == 12 and handle.columns == (9, 0)
+    shorter = world.tier.trim(handle, 15)
+    world.away[shorter] = world.away.pop(handle)
+    assert [pages.num_free for pages in world.tier._pages] == [free[0] + 6, free[1] + 2]
+    world.tier.check()
+    with pytest.raises(ShapeError, match=r"length must be in \[0, 15\], got 16"):
+        world.tier.trim(shorter, 16)
+    with pytest.raises(OrderError, match=r"handle 1 .* not held"):
+        world.tier.trim(handle, 13)
+    row = world.reload(shorter)
+    assert world.ledger.resolved_len[row] == 15
+    world.check()
+    handle = world.offload(row)
+    del world.away[handle]
+    assert world.tier.trim(handle, 12) is None and not world.tier.handles
+    assert world.tier.stats().drop_ct == 1
+    world.is_clean()
 
 
 def test_what_cannot_be_offloaded_or_reloaded_is_said():

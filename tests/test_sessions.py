@@ -245,6 +245,51 @@ def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
         assert stats.host.num_handles == stats.failed_ct == 0
 
 
+def test_only_what_is_of_use_is_kept_on_the_host_and_comes_back(build, reference):
+    """Law: behind a rewind, or draft KV that a turn would read, nothing on the host is of use."""
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    engine = build(HEADS[0], CHAIN, max_sessions=1, **HOST)
+    ends: list[int] = []
+    next_extend = engine._host.next_extend
+
+    def listening(handle, start):
+        end, writes_draft = next_extend(handle, start)
+        ends.append(end)
+        return end, writes_draft
+
+    engine._host.next_extend = listening
+
+    def held() -> int:
+        (pool,) = {g.num_pages - g.free_pages for g in engine.stats().host.groups}
+        return pool
+
+    def move_out() -> None:
+        """The one idle row is another session's from here on."""
+        with engine.open_session() as other:
+            other.append(PROMPTS[1], PARAMS).output()
+
+    with engine.open_session() as session:
+        prompt = PROMPTS[0][:40]
+        said = prompt + session.append(prompt, params).output().token_ids
+        move_out()
+        assert held() == 12  # pages of 4: the last token of 49 has no KV
+        session.rewind(30)
+        assert held() == 8
+        output = session.append(PROMPTS[2][:5], params).output()
+        assert output.num_reused == max(ends) == 30
+        assert output.token_ids == reference.text(said[:30] + PROMPTS[2][:5], 9)
+
+        session.rewind(10)
+        output = session.append(PROMPTS[3][:20], params, shape=Shape.none()).output()
+        move_out()
+        assert held() > 2
+        ends.clear()
+        output = session.append(PROMPTS[4][:5], params).output()  # it drafts
+        assert output.num_reused == max(ends) == 10
+        assert output.token_ids == reference.text(output.prompt_ids, 9)
+    assert held() == 0
+
+
 def test_a_fork_of_a_fork_stops_nothing(build, reference):
     """Its partly filled page is copied with the next step: until then it has no KV to share."""
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)

@@ -197,15 +197,21 @@ class Conversations:
             From where the request is to be prefilled; an aborted turn falls back to it.
         """
         conversation, kept_len = request.conversation, int(self._ledger.resolved_len[row])
-        length = min(kept_len, len(request.tokens) - 1)  # the last one gives the first root
-        if self._keeps_draft_kv and request.shape_index:
-            length = min(length, int(self._ledger.drafted_len[row]))
+        length = self._useful_len(request, kept_len, int(self._ledger.drafted_len[row]))
         if conversation is None:
             return length if length == kept_len else self._ledger.trim(row, length)
-        length = min(length, common_len(conversation.tokens, request.tokens))
         if length < kept_len or self._ledger.checkpoint_len(row) is None:
             return self._ledger.end_turn(row, length)
         return length
+
+    def take_handle(self, request: Request) -> None:
+        """What the request has on the host, or its conversation, as far as it is of use."""
+        conversation, handle = request.conversation, request.handle
+        if conversation is not None and handle is None:
+            handle, conversation.handle = conversation.handle, None
+        if handle is not None and self._host is not None:
+            length = self._useful_len(request, handle.length, handle.drafted_len)
+            request.handle = self._host.trim(handle, length)
 
     def release(self, row: int) -> Handle | None:
         """Give a row back whose KV would be of use again: to the host, if that is worth it."""
@@ -234,8 +240,9 @@ class Conversations:
     def cut(self, conversation: Conversation, num_tokens: int) -> int:
         """Leave that many tokens; returns how many of them have KV."""
         conversation.cut(num_tokens)
-        if num_tokens == 0:
-            self.drop_handle(conversation)
+        handle = conversation.handle
+        if handle is not None and self._host is not None:
+            conversation.handle = self._host.trim(handle, min(num_tokens, handle.length))
         if not conversation.row:
             return 0
         if num_tokens == 0:
@@ -277,6 +284,15 @@ class Conversations:
             if not self.owns(row):
                 self._forget(conversation)
                 self.count_drop(conversation)
+
+    def _useful_len(self, request: Request, kept_len: int, drafted_len: int) -> int:
+        """How many of the request's tokens need no prefill, where so many of a row have KV."""
+        length = min(kept_len, len(request.tokens) - 1)  # the last one gives the first root
+        if self._keeps_draft_kv and request.shape_index:
+            length = min(length, drafted_len)
+        if request.conversation is not None:
+            length = min(length, common_len(request.conversation.tokens, request.tokens))
+        return length
 
     def _is_over(self) -> bool:
         """Whether idle rows keep more pages than they may."""

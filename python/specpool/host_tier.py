@@ -8,7 +8,7 @@ pages lie and how they are copied is the `Copies`' affair: memory (`host_memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -46,7 +46,7 @@ class Copies(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """KV on the host; good until it is dropped or reloaded.
+    """KV on the host; good until it is dropped, trimmed or reloaded.
 
     Attributes:
         number: of the handle, from 1.
@@ -239,6 +239,41 @@ class HostTier:
                     reclaimable,
                 )
 
+    def trim(self, handle: Handle, length: int) -> Handle | None:
+        """Keep the KV of a handle's first `length` tokens alone.
+
+        Returns:
+            The handle to use from here on; None where it is dropped: no token is left, or less of a
+            window than any reload would leave.
+
+        Raises:
+            OrderError: it is not held any more.
+            ShapeError: it has fewer tokens.
+        """
+        self._check(handle)
+        if not 0 <= length <= handle.length:
+            raise ShapeError(f"length must be in [0, {handle.length}], got {length}")
+        if length == handle.length:
+            return handle
+        if handle.last_start >= length:
+            self.drop(handle)
+            return None
+        kept, spare = [], []
+        for size, first, pages in zip(self._sizes, handle.columns, handle.pages, strict=True):
+            num_pages = max(-(-length // size) - first, 0)
+            kept.append(pages[:num_pages])
+            spare.append(pages[num_pages:])
+        shorter = replace(
+            handle,
+            length=length,
+            drafted_len=min(handle.drafted_len, length),
+            pages=tuple(kept),
+        )
+        self._handles[handle.number] = shorter
+        for pool, pages in zip(self._pages, spare, strict=True):
+            pool.give_back(pages)
+        return shorter
+
     def drop(self, handle: Handle) -> None:
         """Keep a handle's KV no longer.
 
@@ -348,7 +383,7 @@ class HostTier:
     def _check(self, handle: Handle) -> None:
         if self._handles.get(handle.number) is not handle:
             raise OrderError(
-                f"handle {handle.number} of {handle.tag} is not held: dropped or reloaded"
+                f"handle {handle.number} of {handle.tag} is not held: dropped, trimmed or reloaded"
             )
 
     def _give_back(self, handle: Handle) -> None:

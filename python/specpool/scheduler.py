@@ -432,9 +432,7 @@ class Scheduler:
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
         """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
-        conversation = request.conversation
-        if conversation is not None and conversation.handle is not None:
-            request.handle, conversation.handle = conversation.handle, None
+        self.conversations.take_handle(request)
         pins = self._pins_of(request.tokens) if request.handle is None else []
         while True:
             pin, length = pins[0] if pins else (None, 0)

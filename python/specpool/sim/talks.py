@@ -111,12 +111,18 @@ class Talks:
         self._before = {}
         for number, talk in self._talks.items():
             conversation, watch = talk.conversation, talk.watch
-            if conversation is None or watch is None or not conversation.row:
+            if conversation is None or watch is None:
                 continue
-            found = min(self._kept_len(conversation), len(watch.request.tokens) - 1)
+            if row := conversation.row:
+                kept_len = self._kept_len(conversation)
+            elif row := watch.request.row:  # where a retraction would take it
+                kept_len = self._ledger.checkpoint_len(row) or 0
+            else:
+                continue
+            found = min(kept_len, len(watch.request.tokens) - 1)
             if self._settings.keeps_draft_kv and watch.request.shape_index:
-                found = min(found, int(self._ledger.drafted_len[conversation.row]))
-            self._before[number] = conversation.drop_ct, self._cut_to(conversation.row, found)
+                found = min(found, int(self._ledger.drafted_len[row]))
+            self._before[number] = conversation.drop_ct, self._cut_to(row, found)
 
     def start(self, watch: Watch) -> Sequence[int] | None:
         """How many tokens with KV the turn may find, which has got a row now; None = no turn."""
