@@ -1,13 +1,15 @@
-"""The commands and their options."""
+"""The commands and their options; `bench` has a file of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import specpool
+from specpool.cli.bench_commands import bench
+from specpool.cli.options import DeviceName, Draft, Json, ShapeText, Target
 from specpool.config import HEADROOM, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 
@@ -16,9 +18,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="KV-cache memory manager for speculative decoding.",
-)
-bench = typer.Typer(
-    no_args_is_help=True, help="Speed and memory, beside a reference in the same run."
 )
 app.add_typer(bench, name="bench")
 
@@ -36,30 +35,6 @@ def options(
     ] = False,
 ) -> None:
     """KV-cache memory manager for speculative decoding."""
-
-
-Target = Annotated[
-    str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="EAGLE head: a folder, a hub name, specpool/tiny-eagle, specpool/tiny-eagle3; 'ngram' "
-        "or 'ngram:6' = prompt lookup, on any model; or 'none'. [default: specpool/tiny-eagle with "
-        "the embedded target, else none]"
-    ),
-]
-ShapeText = Annotated[
-    str | None,
-    typer.Option(
-        "--shape",
-        help="What a round drafts: SxKxN, num_steps x topk x num_draft_tokens (root included), or "
-        "a chain's depth alone. [default: 3, that is 3x1x4]",
-    ),
-]
-Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 @app.command()
@@ -433,256 +408,3 @@ def sim(
 
     if not run(seed=seed, rounds=rounds, check=check, turns=turns):
         raise typer.Exit(1)
-
-
-@bench.command("generate")
-def bench_generate(
-    target: Target = "specpool/tiny",
-    draft: Annotated[
-        str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
-    ] = None,
-    shape: ShapeText = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,
-    requests: Annotated[
-        int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
-    ] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
-    device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Drafting beside plain decoding on our pages, beside transformers' own generate."""
-    from specpool.cli.bench import generate as run
-
-    run(
-        target=target,
-        draft=draft,
-        shape=shape,
-        num_tokens=tokens or [96, 400],
-        batch_sizes=batch or [1, 8],
-        num_requests=requests,
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        json=json,
-        plot=plot,
-    )
-
-
-@bench.command("reserve")
-def bench_reserve(
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 64,
-    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
-    layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
-    draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace",
-            help="Serve a trace of requests instead, SGLang's way and ours, on the same bytes of a "
-            "simulated device: how many run at once. It has the options that follow.",
-        ),
-    ] = False,
-    memory: Annotated[
-        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
-    ] = None,
-    prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None,
-    output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None,
-    accept_rate: Annotated[
-        float | None,
-        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
-    ] = None,
-    headroom: Annotated[
-        int | None,
-        typer.Option(help=f"Tokens of growth that admission asks for. [default: {HEADROOM}]"),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
-    from specpool.cli.bench_reserve import reserve
-    from specpool.cli.bench_trace import trace as run_trace
-
-    of_trace: dict[str, Any] = {
-        "memory": memory,
-        "prompt": prompt,
-        "output": output,
-        "requests": requests,
-        "accept_rate": accept_rate,
-        "headroom": headroom,
-        "seed": seed,
-    }
-    given = {name: value for name, value in of_trace.items() if value is not None}
-    if given and not trace:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"only --trace takes {names}")
-    options: dict[str, Any] = {
-        "page_size": page_size,
-        "shape": shape,
-        "overlap_depth": depth,
-        "target_layers": layers,
-        "draft_layers": draft_layers,
-        "json": json,
-        "plot": plot,
-    }
-    if trace:
-        run_trace(**options, **given)
-    else:
-        reserve(**options)
-
-
-@bench.command("ledger")
-def bench_ledger(
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
-    placement: Annotated[Placement, typer.Option(help="Two groups, or one.")] = "shared",
-    layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """The ledger's calls for one decode step, beside the same bookkeeping in plain Python."""
-    from specpool.cli.bench_ledger import BATCHES
-    from specpool.cli.bench_ledger import ledger as run
-
-    run(
-        batch_sizes=batch or BATCHES,
-        repeats=repeats,
-        overlap_depth=depth,
-        placement=placement,
-        layout=layout,
-        json=json,
-        plot=plot,
-    )
-
-
-@bench.command("windows")
-def bench_windows(
-    family: Annotated[
-        list[str] | None,
-        typer.Option(help="Of models with sliding layers. [default: all four]"),
-    ] = None,
-    window: Annotated[int, typer.Option(help="Positions that a sliding layer sees.")] = 64,
-    batch: Annotated[int, typer.Option(help="Rows that run at once.")] = 4,
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 448,
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Memory held per row: sliding layers in window groups, and all layers in full groups."""
-    from specpool.cli.bench_windows import windows
-
-    windows(
-        families=family or (),
-        window=window,
-        num_rows=batch,
-        prompt_len=prompt,
-        num_tokens=tokens,
-        page_size=page_size,
-        overlap_depth=depth,
-        json=json,
-        plot=plot,
-    )
-
-
-@bench.command("scheduler")
-def bench_scheduler(
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Rows of a round. [default: 1, 32, 256 and 1024]")
-    ] = None,
-    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "3x1x4",
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
-    repeats: Annotated[int, typer.Option(help="Turns of each batch; the median counts.")] = 5,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """The host's time for a round of scheduler and ledger, in its parts."""
-    from specpool.cli.bench_scheduler import BATCHES
-    from specpool.cli.bench_scheduler import scheduler as run
-
-    run(
-        batch_sizes=batch or BATCHES,
-        shape=shape,
-        page_size=page_size,
-        overlap_depth=depth,
-        repeats=repeats,
-        json=json,
-        plot=plot,
-    )
-
-
-@bench.command("host")
-def bench_host(
-    target: Target = "specpool/tiny",
-    draft: Annotated[
-        str, typer.Option(help="EAGLE head, whose KV goes along; none = the target's alone.")
-    ] = "specpool/tiny-eagle",
-    shape: ShapeText = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(help="Tokens with KV; may be repeated. [default: 1000]")
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
-    device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """A request comes back from the host, beside prefilling it again."""
-    from specpool.cli.bench_host import host as run
-
-    run(
-        target=target,
-        draft=draft,
-        shape=shape,
-        num_tokens=tokens or [1000],
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        json=json,
-        plot=plot,
-    )
-
-
-@bench.command("session")
-def bench_session(
-    target: Target = "specpool/tiny",
-    draft: Annotated[
-        str, typer.Option(help="EAGLE head, whose KV stays too; none = the target's alone.")
-    ] = "specpool/tiny-eagle",
-    shape: ShapeText = None,
-    history: Annotated[int, typer.Option(help="Tokens of the turns before.")] = 1500,
-    new: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens that the turn adds; may be repeated. [default: 16 and 128]"),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
-    device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Time to a turn's first token, beside the same tokens as a new prompt."""
-    from specpool.cli.bench_session import session as run
-
-    run(
-        target=target,
-        draft=draft,
-        shape=shape,
-        history=history,
-        num_new=new or [16, 128],
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        json=json,
-        plot=plot,
-    )
