@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 
 from specpool.conversation import Conversations
+from specpool.pins import Pins
 from specpool.request import Request
 from specpool.scheduler import Scheduler
 from specpool.sim import Settings, SimDevice
@@ -297,42 +298,37 @@ def take_a_pin_for_what_it_is_not(patch):
         pins = sorted(self._pins, key=lambda pin: -len(pin.tokens))[: len(tokens) > 1]
         return [(pin, min(len(pin.tokens), len(tokens) - 1)) for pin in pins]
 
-    patch.setattr(Scheduler, "_pins_of", longest)
+    patch.setattr(Pins, "shared_with", longest)
 
 
 def take_the_shortest_pin(patch):
-    longest = Scheduler._pins_of
-    patch.setattr(Scheduler, "_pins_of", lambda self, tokens: longest(self, tokens)[::-1])
+    longest = Pins.shared_with
+    patch.setattr(Pins, "shared_with", lambda self, tokens: longest(self, tokens)[::-1])
 
 
 def find_no_pin(patch):
-    patch.setattr(Scheduler, "_pins_of", lambda self, tokens: [])
+    patch.setattr(Pins, "shared_with", lambda self, tokens: [])
 
 
 def keep_the_pages_of_a_dropped_pin(patch):
-    def unpin(self, pin):
+    def drop(self, pin):
         if pin in self._pins:
             self._pins.remove(pin)
 
-    patch.setattr(Scheduler, "unpin", unpin)
+    patch.setattr(Pins, "drop", drop)
 
 
 def drop_the_newest_pin(patch):
-    def make_room(self):
-        if self._pins:
-            self.unpin(self._pins[-1])
-        else:
-            room(self)
-
-    room = Scheduler._make_room
-    patch.setattr(Scheduler, "_make_room", make_room)
+    patch.setattr(Pins, "drop_oldest", lambda self: self.drop(self._pins[-1]))
 
 
 def retract_before_a_pin_is_dropped(patch):
     def make_room(self):
-        pins, self._pins = self._pins, [] if len(self._running) > 1 else self._pins
+        pins = self.pins
+        if len(self._running) > 1:
+            self.pins = ()
         room(self)
-        self._pins = pins if self._pins == [] else self._pins
+        self.pins = pins
 
     room = Scheduler._make_room
     patch.setattr(Scheduler, "_make_room", make_room)
@@ -342,8 +338,8 @@ def drop_pins_without_draining(patch):
     schedule = Scheduler.schedule
 
     def hasty(self):
-        if self._in_flight and self._pins and self._is_starved:
-            self.unpin(self._pins[0])
+        if self._in_flight and self.pins and self._is_starved:
+            self.pins.drop_oldest()
         return schedule(self)
 
     patch.setattr(Scheduler, "schedule", hasty)

@@ -160,7 +160,7 @@ def test_no_request_that_fits_is_exhausted_by_pins(shape):
     scheduler.submit(late)
     run(scheduler)
     assert (late.finish_reason, late.error) == ("length", None)
-    scheduler.unpin_all()
+    scheduler.pins.drop_all()
     assert scheduler._ledger.free_pages(0) == 13
 
 

@@ -223,6 +223,17 @@ def test_caps_of_idle_sessions_take_the_oldest_kv_and_no_tokens():
         assert session.append([5], PARAMS).output().num_reused == 0
 
 
+def test_a_rewind_is_use():
+    """The session that was not touched for longest gives way."""
+    with Engine.from_pretrained(max_sessions=2, max_context_len=64, page_size=4) as engine:
+        sessions = [engine.open_session() for _ in range(3)]
+        for i, session in enumerate(sessions):
+            if i == 2:
+                sessions[0].rewind(9)
+            session.append(PROMPTS[0][:20], PARAMS).output()
+        assert [s.state for s in engine.stats().sessions] == ["idle", "dropped", "idle"]
+
+
 def test_a_full_host_pool_costs_a_prefill_and_nothing_else():
     options = {"max_context_len": 128, "page_size": 4, "max_sessions": 1, "offload": "always"}
     with Engine.from_pretrained(**options) as engine:

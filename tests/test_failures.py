@@ -429,7 +429,7 @@ def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
             break
     else:
         raise AssertionError(f"Ctrl-C at line {at}: requests are lost, {engine.stats()}")
-    engine._scheduler.unpin_all()
+    engine._scheduler.pins.drop_all()
     assert {item.finish_reason for item in told.values()} <= {"length", "abort", "error"}
     assert all(isinstance(item, RequestOutput) for item in told.values()), at
     if at is None:

@@ -63,7 +63,7 @@ def test_a_pin_of_another_engine_releases_nothing(engine):
         engine.pin("a" * 40)
         engine.unpin(other.pin("a" * 40))
         assert [group.pinned_pages for group in engine.stats().groups] == [2]
-    engine.unpin(engine._scheduler.pins[0])
+    engine.unpin(next(iter(engine._scheduler.pins)))
 
 
 def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):

@@ -220,7 +220,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
 
     def insists(self: Scheduler, request: Any) -> tuple[int, int]:
         """On the pinned text, at whatever length."""
-        for pin, length in self._pins_of(request.tokens):
+        for pin, length in self.pins.shared_with(request.tokens):
             return self._ledger.admit(prefix=pin.prefix, length=length), length
         return self._ledger.admit(), 0
 
@@ -231,7 +231,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
     def believes(self: Scheduler, request: Any) -> tuple[int, int]:
         """That a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
-        for pin, _ in self._pins_of(request.tokens):
+        for pin, _ in self.pins.shared_with(request.tokens):
             row = self._ledger.admit(prefix=pin.prefix)
             assert self._ledger.trim(row, length) == 0
             return row, length

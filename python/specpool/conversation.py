@@ -156,6 +156,7 @@ class Conversations:
         """A turn is over: the row stays idle, with KV of that many tokens at most."""
         self._ledger.end_turn(row, num_tokens)
         conversation.row, conversation.epoch = row, int(self._ledger.epoch[row])
+        self._idle.pop(row, None)  # a rewind is use too
         self._idle[row] = conversation
         while len(self._idle) > self._max_idle or self._is_over():
             self._drop_oldest()

@@ -27,10 +27,11 @@ from specpool.loop import Loop
 from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
+from specpool.pins import Pin
 from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
-from specpool.scheduler import Pin, Scheduler
+from specpool.scheduler import Scheduler
 from specpool.session import Session
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.worker import EagleWorker, routed
@@ -402,7 +403,7 @@ class Engine:
     def unpin(self, pin: Pin) -> None:
         """Keep a pinned text no longer; requests that run on it go on."""
         with self._lock, self._loop.recovering():
-            self._scheduler.unpin(pin)
+            self._scheduler.pins.drop(pin)
 
     def abort(self, number: int) -> None:
         """End a submitted request, wherever it is; its output comes with the next turn.
@@ -465,7 +466,7 @@ class Engine:
                     self._scheduler.abort(request)
             self._loop.drain()
             if not self.ledger.closed:
-                self._scheduler.unpin_all()
+                self._scheduler.pins.drop_all()
                 self._scheduler.conversations.close_all()
                 if self._host is not None:
                     self._host.close()

@@ -13,8 +13,8 @@ from specpool.tokens import TextStream
 if TYPE_CHECKING:
     from specpool.conversation import Conversation, Said
     from specpool.host_tier import Handle
+    from specpool.pins import Pin
     from specpool.prompts import Message
-    from specpool.scheduler import Pin
 
 
 @dataclass(frozen=True, slots=True)

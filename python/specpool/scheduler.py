@@ -20,6 +20,7 @@ from specpool.conversation import Conversation, Conversations
 from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
 from specpool.host_tier import Handle, HostTier
 from specpool.page_needs import PageNeeds
+from specpool.pins import Pins
 from specpool.request import Request, TokenLogprob
 from specpool.stats import Counts
 
@@ -44,14 +45,6 @@ class Step:
     def is_decode(self) -> bool:
         """Whether it is a round, with accept lengths to come."""
         return self.plan.kind == "decode"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pin:
-    """A text whose KV is kept for requests that begin with it; another engine's is another."""
-
-    prefix: int  # the ledger's number
-    tokens: list[int]  # of whole pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +127,7 @@ class Scheduler:
         self._num_admitted = 0
         self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
         self._needs = PageNeeds(ledger, headroom)
-        self._pins: list[Pin] = []  # the oldest first
+        self.pins = Pins(ledger)
         self.conversations = Conversations(
             ledger,
             max_idle=max_idle,
@@ -176,17 +169,6 @@ class Scheduler:
             min(request.prompt_len, last_root), last_root, request.shape_index
         )
 
-    def unpin(self, pin: Pin) -> None:
-        """Keep a pinned text's pages no longer; twice is once."""
-        if pin in self._pins:
-            self._pins.remove(pin)
-            self._ledger.release_prefix(pin.prefix)
-
-    def unpin_all(self) -> None:
-        """Keep no pinned text any longer."""
-        for pin in list(self._pins):
-            self.unpin(pin)
-
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request, wherever it is; twice is once."""
         if request.finish_reason is None:
@@ -209,11 +191,6 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """All requests, running ones first."""
         return [*self._running, *self._waiting]
-
-    @property
-    def pins(self) -> list[Pin]:
-        """The pinned texts, the oldest first."""
-        return list(self._pins)
 
     @property
     def num_running(self) -> int:
@@ -244,7 +221,7 @@ class Scheduler:
                 return steps
             if was_starved and not self._is_starved:
                 continue  # whoever the pages were kept for has ended
-            if not self._running and not (self._waiting and self._pins):
+            if not self._running and not (self._waiting and self.pins):
                 return steps
             self._make_room()
 
@@ -385,8 +362,7 @@ class Scheduler:
             if state == "launched":
                 self._ledger.abandon(number)
             self._ledger.complete(number)
-        for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
-            self._ledger.release_prefix(prefix)  # of a pin on its way in or out
+        self.pins.recover()
         self.conversations.forget_lost()
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
@@ -433,7 +409,7 @@ class Scheduler:
     def _take_row(self, request: Request) -> tuple[int, int] | None:
         """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
         self.conversations.take_handle(request)
-        pins = self._pins_of(request.tokens) if request.handle is None else []
+        pins = self.pins.shared_with(request.tokens) if request.handle is None else []
         while True:
             pin, length = pins[0] if pins else (None, 0)
             try:
@@ -482,15 +458,6 @@ class Scheduler:
         self._next[row] = shape
         self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
 
-    def _pins_of(self, tokens: list[int]) -> list[tuple[Pin, int]]:
-        """Pinned texts that `tokens` begin with, and how many do: most first, never the last."""
-        found = []
-        for pin in self._pins:
-            shared = min(len(pin.tokens), len(tokens) - 1)
-            if shared > 0 and pin.tokens[:shared] == tokens[:shared]:
-                found.append((pin, shared))
-        return sorted(found, key=lambda each: -each[1])
-
     def _fork(self, request: Request) -> None:
         """All but the prompt's last token is there: the siblings share it, as far as rows go."""
         while request.siblings:
@@ -507,15 +474,10 @@ class Scheduler:
     def _pin(self, request: Request) -> None:
         """The text that was to be pinned is there; the row is not needed for it."""
         try:
-            prefix = self._ledger.pin_prefix(request.row, request.prefill_len)
-        except (ShapeError, NotReady) as error:  # it fills no page, or a window below is gone
+            request.pin = self.pins.add(request.row, request.tokens[: request.prefill_len])
+        except (ShapeError, NotReady) as error:
             request.error = str(error)
-            self._end(request, "error")
-            return
-        length = self._ledger.prefix_len(prefix)
-        request.pin = Pin(prefix, request.tokens[:length])
-        self._pins.append(request.pin)
-        self._end(request, "stop")
+        self._end(request, "stop" if request.pin else "error")
 
     def _reload(self) -> Step | None:
         """The next chunks of what comes back from the host; as many as pages allow."""
@@ -641,8 +603,8 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""
-        if self._pins:
-            self.unpin(self._pins[0])
+        if self.pins:
+            self.pins.drop_oldest()
             return
         victim = min(reversed(self._running), key=lambda request: request.priority)
         is_alone = len(self._running) == 1

@@ -173,8 +173,8 @@ class Simulation:
     def _unpin(self, pinned: Pinned) -> None:
         self._note(f"the text of request {pinned.watch.arrival.request_id} is pinned no longer")
         self._pins.kept.remove(pinned)
-        self._scheduler.unpin(pinned.pin)
-        self._scheduler.unpin(pinned.pin)  # twice is once
+        self._scheduler.pins.drop(pinned.pin)
+        self._scheduler.pins.drop(pinned.pin)  # twice is once
 
     def _schedule(self) -> list[Step]:
         num_retracted = self._scheduler.num_retracted
