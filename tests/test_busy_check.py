@@ -405,9 +405,9 @@ def test_ctrl_c_while_a_text_is_pinned_leaves_no_prefix_behind(target, heads, wh
                 ledger.pin_prefix(row, length)
             raise KeyboardInterrupt
 
-    scheduler._ledger = Interrupted()
+    scheduler.pins._ledger = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         engine.pin(PROMPTS[0])
-    scheduler._ledger = ledger
+    scheduler.pins._ledger = ledger
     assert ledger.prefixes == []
     assert len(engine.generate(PROMPTS[0], PARAMS)[0].token_ids) == 40
