@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from os import PathLike
+from typing import TYPE_CHECKING, Literal, get_args
 
 from specpool._core import Shape
 from specpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specpool.adaptive import AdaptiveConfig
 
 Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
@@ -105,6 +109,9 @@ class EngineConfig:
             prefilled again.
         offload: who goes there: `cost` = whose copies there and back take less time than a prefill,
             `always` = whoever fits, `never` = nobody.
+        adaptive: chooses a shape for each round of the requests that name none: `ema` = SGLang's
+            rule and table, `cost` = what has the most expected tokens per second, a JSON file (see
+            docs/adaptive.md), or an `AdaptiveConfig`; None = they have `shape`.
         busy_check: what is looked at before each turn: 0 = nothing beyond what every call checks,
             1 = sums and rows, 2 = every page, and the device's page tables. The default is the
             environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -135,6 +142,7 @@ class EngineConfig:
     kv_bytes: int | None = None
     host_bytes: int = 0
     offload: Offload = "cost"
+    adaptive: AdaptiveConfig | str | PathLike[str] | None = None
     busy_check: int = field(default_factory=busy_check_of_environment)
     on_finding: OnFinding = "raise"
 
@@ -172,6 +180,10 @@ class EngineConfig:
             check_int("kv_bytes", self.kv_bytes, 1, 1 << 50)
         check_int("host_bytes", self.host_bytes, 0, 1 << 50)
         check_choice("offload", self.offload, get_args(Offload))
+        if self.adaptive is not None:
+            from specpool.adaptive import AdaptiveConfig
+
+            object.__setattr__(self, "adaptive", AdaptiveConfig.of(self.adaptive))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 
@@ -194,6 +206,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: strings that end the request, wherever the tokens' edges lie. The text ends before the
             earliest place where one of them begins; nothing of it is ever given out.
+        max_draft_steps: drafting steps of a round at most, where the request names no shape; 0 =
+            plain decoding. None = what the engine drafts, or its controller chooses.
     """
 
     max_new_tokens: int = 128
@@ -206,6 +220,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    max_draft_steps: int | None = None
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
@@ -229,3 +244,5 @@ class SamplingParams:
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, (1 << 31) - 1)
         check_stop(self.stop)
+        if self.max_draft_steps is not None:
+            check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)

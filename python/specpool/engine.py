@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
+from specpool.adaptive import controller_of
 from specpool.attention import BACK_ENDS, back_end, check_trees
 from specpool.busy_check import BusyCheck, BusyFinding
+from specpool.calibration import Tour, calibrate
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
@@ -62,8 +65,11 @@ class Engine:
         """
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
+        controller = controller_of(config.adaptive, config.shape)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
-        shapes = [self.shape, *config.shapes]
+        if controller is not None and config.shape is None:
+            self.shape = controller.activate_step_by_batch(1)
+        shapes = [self.shape, *config.shapes, *(controller.candidates if controller else ())]
         for each in shapes if drafter is None else ():
             if each.num_draft_tokens > 1:
                 raise ConfigError(f"{each} drafts, but there is no draft model")
@@ -118,39 +124,37 @@ class Engine:
         if config.host_bytes:
             memory = HostMemory(self.ledger, self.cache, config.host_bytes)
             self._host = HostTier(self.ledger, memory, policy=config.offload)
-        self._scheduler = Scheduler(
+        scheduler = partial(
+            Scheduler,
             self.ledger,
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=bool(draft_layers),
             headroom=config.headroom,
+            reads_tokens=drafter is not None and drafter.reads_tokens,
+            trims_rounds=worker == "v1",
+            shares_prompts=not target.keeps_state,
+        )
+        if controller is not None and controller.needs_seconds:
+            tour = Tour(controller.candidates)
+            calibrate(
+                controller,
+                tour,
+                self.ledger,
+                lambda: self._loop_of(scheduler(controller=tour), level=0),
+                max_batch=config.max_batch,
+            )
+        self._scheduler = scheduler(
             max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=self._host,
             token_seconds=lambda: self._loop.token_seconds,
-            reads_tokens=drafter is not None and drafter.reads_tokens,
-            trims_rounds=worker == "v1",
-            shares_prompts=not target.keeps_state,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
+            controller=controller,
             before_release=self._scrub,
         )
-        self._busy_check = BusyCheck(
-            self.ledger,
-            self._scheduler,
-            self.cache,
-            level=config.busy_check,
-            on_finding=config.on_finding,
-        )
-        self._loop = Loop(
-            self.ledger,
-            self._scheduler,
-            self._worker,
-            self.cache,
-            self._busy_check,
-            overlap_depth=config.overlap_depth,
-            mixed_chunks=config.mixed_chunks,
-            host=self._host,
-        )
+        self._loop = self._loop_of(self._scheduler, level=config.busy_check)
+        self._busy_check = self._loop.busy_check
         self._submitted: dict[int, _Submitted] = {}
         # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
         self._lock = threading.RLock()
@@ -162,6 +166,22 @@ class Engine:
             shapes=self.ledger.shapes,
             num_pages=[group.num_pages for group in self.ledger.groups],
             max_context_len=self.max_context_len,
+        )
+
+    def _loop_of(self, scheduler: Scheduler, *, level: int) -> Loop:
+        """A loop that runs what the scheduler prepares."""
+        config = self.config
+        return Loop(
+            self.ledger,
+            scheduler,
+            self._worker,
+            self.cache,
+            BusyCheck(
+                self.ledger, scheduler, self.cache, level=level, on_finding=config.on_finding
+            ),
+            overlap_depth=config.overlap_depth,
+            mixed_chunks=config.mixed_chunks,
+            host=self._host,
         )
 
     @classmethod

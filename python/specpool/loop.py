@@ -15,7 +15,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from specpool._core import Ledger
+from specpool._core import Ledger, Shape
 from specpool.busy_check import BusyCheck
 from specpool.errors import CorruptState, SpecpoolError, StalePlan
 from specpool.host_tier import HostTier
@@ -44,6 +44,8 @@ class Loop:
     """Runs the steps of a scheduler on a worker.
 
     Attributes:
+        scheduler: whose.
+        busy_check: before each turn.
         clock: seconds by phase.
         peak_pages: most pages of each group that were taken at once.
         token_seconds: what the prefill of a token takes, of late; 0 = none has run.
@@ -63,13 +65,14 @@ class Loop:
     ) -> None:
         """Nothing is on its way; see `EngineConfig` for the options."""
         self._host = host
-        self._ledger, self._scheduler, self._worker = ledger, scheduler, worker
-        self._cache, self._busy_check = cache, busy_check
+        self._ledger, self.scheduler, self._worker = ledger, scheduler, worker
+        self._cache, self.busy_check = cache, busy_check
         self._overlap_depth, self._mixed_chunks = overlap_depth, mixed_chunks
         self._turns = 0
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._num_pages = [group.num_pages for group in ledger.groups]
         self.clock, self.token_seconds = Clock(), 0.0
+        self._round: Shape | None = None  # of the latest turn, if it was a round alone
         self.peak_pages = [0] * len(self._num_pages)
 
     @property
@@ -84,7 +87,7 @@ class Loop:
         try:
             for request in requests:
                 if request.sample == 0:  # it brings its siblings along
-                    self._scheduler.submit(request)
+                    self.scheduler.submit(request)
             while pending:
                 # Another iterator's turns may have moved ours on, so look before each turn.
                 for index in sorted(pending):
@@ -100,12 +103,12 @@ class Loop:
         finally:
             with self.recovering():
                 for request in requests:
-                    self._scheduler.abort(request)
+                    self.scheduler.abort(request)
                 self.rest()
 
     def rest(self) -> None:
         """With nobody left to run, leave nothing on its way either."""
-        if not self._scheduler.requests():
+        if not self.scheduler.requests():
             self.drain()
 
     @contextlib.contextmanager
@@ -116,12 +119,12 @@ class Loop:
         except BaseException as error:
             self._flying.clear()
             self._synchronize()
-            self._scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
+            self.scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
             raise
 
     def turn(self) -> None:
         """One turn, if a request is there; else take over what is on its way."""
-        if self._scheduler.requests():
+        if self.scheduler.requests():
             self._run_turn()
         else:
             self.drain()
@@ -139,12 +142,13 @@ class Loop:
         """
         with self.recovering():
             self._look()
+            started = time.perf_counter()
             with self.clock.schedule:
-                steps = self._scheduler.schedule()
-            if not self._scheduler.requests():  # the busy check has ended the last ones
+                steps = self.scheduler.schedule()
+            if not self.scheduler.requests():  # the busy check has ended the last ones
                 return
             if not steps and not self._flying:
-                out_of_use = f"{len(self._busy_check.rows)} of {self._ledger.num_rows} rows"
+                out_of_use = f"{len(self.busy_check.rows)} of {self._ledger.num_rows} rows"
                 raise CorruptState(f"no request can run: {out_of_use} are out of use")
             self._turns += 1
             reloads = [step for step in steps if step.handles is not None]
@@ -156,12 +160,13 @@ class Loop:
             last = self._turns - (self._overlap_depth if steps else 1)
             while self._flying and self._flying[0].turn <= last:
                 self._take_over(self._flying.popleft())
+            self._observe_round(steps, time.perf_counter() - started)
 
     def _look(self) -> None:
         """The busy check, before anything else is prepared."""
-        found = self._busy_check.finding_ct
-        error = self._busy_check.look()
-        if error is None and self._busy_check.finding_ct == found:
+        found = self.busy_check.finding_ct
+        error = self.busy_check.look()
+        if error is None and self.busy_check.finding_ct == found:
             return
         try:
             self.drain()  # no step that is under way has a row that is out of use
@@ -178,9 +183,9 @@ class Loop:
         launched = []
         for step in steps:
             try:
-                self._scheduler.launch(step)
+                self.scheduler.launch(step)
             except StalePlan:  # a forward of this turn has failed, and took a row of it along
-                self._scheduler.cancel(step)
+                self.scheduler.cancel(step)
             else:
                 launched.append(step)
         if not launched:
@@ -189,7 +194,7 @@ class Loop:
         try:
             with self.clock.launch:
                 for step in launched:
-                    self._busy_check.apply_delta(step.plan.step)
+                    self.busy_check.apply_delta(step.plan.step)
                     self._cache.copy_pages(step.plan.page_copies)
                 if launched[0].handles is None:
                     pending += self._worker.run(launched)
@@ -210,7 +215,7 @@ class Loop:
         if flying.pending is None:
             lanes = len(flying.step.requests)
             nothing = StepResult([[]] * lanes, np.zeros(lanes, np.int32), [False] * lanes)
-            self._scheduler.finish(flying.step, nothing)
+            self.scheduler.finish(flying.step, nothing)
             return
         try:
             with self.clock.wait:
@@ -222,13 +227,13 @@ class Loop:
             return
         with self.clock.finish:
             if not any(result.not_finite):
-                self._scheduler.finish(flying.step, result)
+                self.scheduler.finish(flying.step, result)
                 return
             plan = flying.step.plan
             for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
                 request.tainted |= not_finite
             lost = result.not_finite & (self._ledger.epoch[plan.rows] != plan.epochs)
-            self._scheduler.finish(flying.step, result)
+            self.scheduler.finish(flying.step, result)
             self._scrub_free(all_groups=bool(lost.any()))
 
     def _scrub_free(self, *, all_groups: bool) -> None:
@@ -249,12 +254,23 @@ class Loop:
             known = self.token_seconds or latest
             self.token_seconds = known + (latest - known) / _OBSERVED
 
+    def _observe_round(self, steps: list[Step], seconds: float) -> None:
+        """Learn what a round takes, from a turn of nothing else."""
+        before, self._round = self._round, None
+        if len(steps) > 1 or not steps or (choice := steps[0].choice) is None:
+            return
+        self._round = choice.shape
+        # Under overlap a device works, in this turn, on the round of the turn before.
+        runs_here = self._cache.device.type == "cpu" or not self._overlap_depth
+        if runs_here or before == choice.shape:
+            self.scheduler.round_shapes.observe(choice, steps[0].plan.shapes, seconds)
+
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""
         self._synchronize()
         while self._flying and self._flying[0].step.plan.step < step.plan.step:
             self._take_over(self._flying.popleft())
-        self._scheduler.fail(step, error)
+        self.scheduler.fail(step, error)
 
     def _synchronize(self) -> None:
         if self._cache.device.type == "cuda":

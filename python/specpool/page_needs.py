@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from specpool.plan_groups import GroupSizes
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 
 class PageNeeds:
@@ -21,10 +23,14 @@ class PageNeeds:
     The core reckons them (`Ledger.pages_needed`), once for each shape and number of tokens.
     """
 
-    def __init__(self, ledger: Ledger, headroom: int) -> None:
-        """Reckon for rows of `ledger` that may grow by `headroom` tokens first."""
+    def __init__(self, ledger: Ledger, headroom: int, candidates: Sequence[int] = ()) -> None:
+        """Reckon for rows of `ledger` that may grow by `headroom` tokens first.
+
+        One index behind its shapes stands for any of `candidates`: for the most of each group.
+        """
         self._ledger, self._headroom = ledger, headroom
-        size = len(ledger.shapes), ledger.max_context_len + 1, len(ledger.groups)
+        self._alike = [*((shape,) for shape in range(len(ledger.shapes))), tuple(candidates)]
+        size = len(self._alike), ledger.max_context_len + 1, len(ledger.groups)
         self._counts = np.full(size, -1, np.int32)  # by shape and tokens; -1 = not reckoned yet
         self._step_pages = np.array(step_pages(ledger), np.int32)
 
@@ -34,8 +40,15 @@ class PageNeeds:
         if counts[0] < 0:
             last = self._ledger.max_context_len - 1
             hi = min(length + self._headroom, last)
-            counts[:] = row_pages(self._ledger, length, hi, shape)
+            pages = [row_pages(self._ledger, length, hi, each) for each in self._alike[shape]]
+            counts[:] = np.max(pages, axis=0)
         return counts
+
+    def at_most(self, lo: int, hi: int, shape: int) -> Int64:
+        """int64 [num_groups], as `Ledger.pages_needed`."""
+        pages = [self._ledger.pages_needed(lo, hi, each) for each in self._alike[shape]]
+        most: Int64 = np.max(pages, axis=0)
+        return most
 
     def of_all(self, lens: Int32, shapes: Int32) -> Int32:
         """int32 [num_groups], of these requests together and a prefill step; lens, shapes [n]."""

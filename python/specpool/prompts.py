@@ -135,10 +135,13 @@ class Prompts:
         if self._target.closed:
             raise ConfigError("the engine, or its target model, has been closed: make a new one")
 
-    def _shapes_of(self, shape: Shape | Sequence[Shape] | None, num_prompts: int) -> list[Shape]:
-        """One for each prompt."""
+    def _shapes_of(
+        self, shape: Shape | Sequence[Shape] | None, num_prompts: int
+    ) -> list[Shape | None]:
+        """One for each prompt; None = the engine's."""
+        shapes: list[Shape | None]
         if shape is None or isinstance(shape, Shape):
-            shapes = [shape or self._shape] * num_prompts
+            shapes = [shape] * num_prompts
         elif isinstance(shape, Sequence) and len(shape) == num_prompts:
             shapes = list(shape)
         else:
@@ -146,7 +149,7 @@ class Prompts:
                 f"shape must be a Shape, or one for each of {num_prompts} prompts: {shape!r:.80}"
             )
         for one in shapes:
-            if one not in self._shapes:
+            if one is not None and one not in self._shapes:
                 raise ConfigError(f"{one} is not among the engine's shapes {self._shapes}")
         return shapes
 
@@ -170,7 +173,7 @@ class Prompts:
         index: int,
         ids: list[int],
         params: SamplingParams,
-        shape: Shape,
+        shape: Shape | None,
         priority: int,
         max_tokens: int | None = None,
     ) -> Request:
@@ -186,6 +189,14 @@ class Prompts:
                 f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
+        most_steps, choices = params.max_draft_steps, None
+        if shape is None:
+            rounds = self._scheduler.round_shapes
+            shape, shape_index, choices = rounds.allowed(self._shape, most_steps)
+        else:
+            shape_index = self._shapes.index(shape)
+            if most_steps is not None and shape.num_steps > most_steps:
+                raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
         request = Request(
             request_id=next(self._ids),
@@ -194,7 +205,8 @@ class Prompts:
             tokens=ids,
             params=params,
             shape=shape,
-            shape_index=self._shapes.index(shape),
+            shape_index=shape_index,
+            choices=choices,
             max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=fresh_seed() if params.seed is None else params.seed,

@@ -44,10 +44,11 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     shape: Shape
-    shape_index: int  # of the ledger's shapes
+    shape_index: int  # of the ledger's shapes; their number = whichever the controller chooses
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int
+    choices: tuple[int, ...] | None = None  # shapes by the controller's candidates; None = fixed
     priority: int = 0  # the greater comes first
     row: int = 0  # 0 = none
     epoch: int = 0  # of the row when it was taken

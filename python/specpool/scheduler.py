@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress, repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,11 @@ from specpool.host_tier import Handle, HostTier
 from specpool.page_needs import PageNeeds
 from specpool.pins import Pins
 from specpool.request import Request, TokenLogprob
+from specpool.round_shapes import Choice, RoundShapes
 from specpool.stats import Counts
+
+if TYPE_CHECKING:
+    from specpool.adaptive import Controller
 
 Int32 = npt.NDArray[np.int32]
 
@@ -30,7 +35,6 @@ _Lane = tuple[Request, list[int], list[TokenLogprob] | None]
 
 # A row's place among the lanes: its shape, then the number of its admission.
 _ORDER_BITS = 48
-_ORDER = (1 << _ORDER_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Step:
     plan: Plan
     requests: list[Request]  # the plan's lanes
     handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
+    choice: Choice | None = None  # of a round whose lanes adapt
 
     @property
     def is_decode(self) -> bool:
@@ -80,6 +85,7 @@ class Scheduler:
         host: HostTier | None = None,
         token_seconds: Callable[[], float] = float,
         is_promising: Callable[[list[int]], bool] | None = None,
+        controller: Controller | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Schedule on `ledger`.
@@ -101,6 +107,8 @@ class Scheduler:
             token_seconds: what the prefill of a token takes, 0 = not known.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
                 it is not, the row decodes plainly. None = it always is.
+            controller: chooses the shape of each round for requests that leave it to it; None =
+                there are none.
             before_release: called while the request still has its row.
         """
         self._ledger = ledger
@@ -117,16 +125,17 @@ class Scheduler:
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
-        # it cannot decode), index of its shape, and of its next round's.
+        # it cannot decode), and index of its shape.
         num_rows = ledger.num_rows + 1
         self._by_row = np.full(num_rows, None, object)
         self._accept_len = np.ones(num_rows, np.int32)  # of its latest round
-        self._lens, self._limits, self._shapes, self._next = np.zeros((4, num_rows), np.int32)
-        # By row: lanes of one shape stand side by side, in the order of admission.
-        self._lane_order = np.zeros(num_rows, np.int64)
+        self._lens, self._limits, self._shapes = np.zeros((3, num_rows), np.int32)
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller)
+        self._admission = np.zeros(num_rows, np.int64)  # by row: which it was
         self._num_admitted = 0
         self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
-        self._needs = PageNeeds(ledger, headroom)
+        adapts = [] if controller is None else controller.candidates
+        self._needs = PageNeeds(ledger, headroom, [ledger.shapes.index(s) for s in adapts])
         self.pins = Pins(ledger)
         self.conversations = Conversations(
             ledger,
@@ -165,7 +174,7 @@ class Scheduler:
         """Pages of each group that the request can ever hold, int64 [num_groups]."""
         last_root = max(request.prompt_len, request.max_len - 1)
         last_root = min(last_root, self._ledger.max_context_len - 1)
-        return self._ledger.pages_needed(
+        return self._needs.at_most(
             min(request.prompt_len, last_root), last_root, request.shape_index
         )
 
@@ -272,6 +281,8 @@ class Scheduler:
         if is_decode:
             lens += accept_len
             self.counts.round(accept_len)
+            if step.choice is not None:
+                self.round_shapes.learn(step.choice, plan.shapes[alive], accept_len)
             if self._ledger.overlap_depth:
                 self._accept_len[rows] = accept_len
         else:
@@ -292,7 +303,9 @@ class Scheduler:
         for request, new, entries in lanes:
             request.append(new, entries, is_decode)
             if self._is_promising is not None and request.shape_index:
-                self._choose(request, self._is_promising(request.tokens))
+                drafts = self._is_promising(request.tokens)
+                own = request.choices or request.shape_index
+                self.round_shapes.put(request.row, own if drafts else 0)
             if request.finish_reason is not None:
                 if request.wants_pin and request.error is None:
                     self._pin(request)
@@ -437,9 +450,10 @@ class Scheduler:
             self._count_start(request)
         self._by_row[row] = request
         self._lens[row], self._accept_len[row] = len(request.tokens), 1
-        self._shapes[row] = self._next[row] = request.shape_index
+        self._shapes[row] = request.shape_index
+        self.round_shapes.put(row, request.choices or request.shape_index)
         self._prompts[row] = request
-        self._lane_order[row] = request.shape_index << _ORDER_BITS | self._num_admitted
+        self._admission[row] = self._num_admitted
         self._num_admitted += 1
         self._running.append(request)
 
@@ -451,12 +465,6 @@ class Scheduler:
             request.conversation.reused_token_ct += request.prefilled_len
             num_computed = request.prefill_len - request.prefilled_len
             request.conversation.computed_token_ct += num_computed
-
-    def _choose(self, request: Request, drafts: bool) -> None:
-        """The row's next round drafts, or not."""
-        row, shape = request.row, request.shape_index if drafts else 0
-        self._next[row] = shape
-        self._lane_order[row] = shape << _ORDER_BITS | self._lane_order[row] & _ORDER
 
     def _fork(self, request: Request) -> None:
         """All but the prompt's last token is there: the siblings share it, as far as rows go."""
@@ -574,15 +582,21 @@ class Scheduler:
             wanted &= in_flight <= self._ledger.overlap_depth
         else:
             wanted = (self._lens < self._limits) & (in_flight == 0)
+        if not wanted.any():
+            self._is_starved = False
+            return None
+        of_rows = self.round_shapes.choose(int(np.count_nonzero(self._limits)))
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | (self._next == 0)
+            wanted &= (in_flight == 0) & known | (of_rows == 0)
         (rows,) = wanted.nonzero()
         if not len(rows):
             self._is_starved = False
             return None
-        rows = rows[self._lane_order[rows].argsort()]
-        shapes = self._next[rows]
+        # Lanes of one shape stand side by side, in the order of admission.
+        order = of_rows[rows].astype(np.int64) << _ORDER_BITS | self._admission[rows]
+        rows = rows[order.argsort()]
+        shapes = of_rows[rows]
         writes_draft = self._keeps_draft_kv and bool(self._shapes[rows].any())
         while True:
             try:
@@ -593,7 +607,7 @@ class Scheduler:
                 self._is_starved = True
                 return None
             self._is_starved = False
-            return Step(plan, self._by_row[rows].tolist())
+            return Step(plan, self._by_row[rows].tolist(), choice=self.round_shapes.choice)
 
     def _reclaim(self, shortage: OutOfPages) -> bool:
         """Take an idle row's pages, unless enough of them are on their way back anyway."""

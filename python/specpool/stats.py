@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from specpool._core import Ledger
+from specpool._core import Ledger, Shape
 from specpool.host_tier import HostStats
 
 if TYPE_CHECKING:
@@ -111,6 +111,21 @@ class SessionStats:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptiveStats:
+    """What a controller has chosen.
+
+    Attributes:
+        shape: for the latest round; None = there was none.
+        switch_ct: rounds for which another shape was chosen than for the round before.
+        round_cts: rounds by what was chosen.
+    """
+
+    shape: Shape | None
+    switch_ct: int
+    round_cts: dict[Shape, int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine holds now and has done since it was built.
 
@@ -134,6 +149,7 @@ class EngineStats:
         seconds: by phase.
         sessions: those that are open.
         host: of the host tier; None = there is none.
+        adaptive: of the controller; None = there is none.
     """
 
     groups: tuple[GroupStats, ...]
@@ -155,6 +171,7 @@ class EngineStats:
     seconds: PhaseSeconds
     sessions: tuple[SessionStats, ...]
     host: HostStats | None
+    adaptive: AdaptiveStats | None
 
     @property
     def num_sessions(self) -> int:
@@ -323,6 +340,7 @@ def engine_stats(
             for conversation in list(scheduler.conversations.open.values())
         ),
         host=None if host is None else host.stats(),
+        adaptive=scheduler.round_shapes.stats(),
     )
 
 

@@ -1,0 +1,115 @@
+"""What a round takes, by shape and batch size: measured before the first request comes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from specpool._core import Ledger, Shape
+from specpool.config import SamplingParams
+from specpool.request import Request
+
+if TYPE_CHECKING:
+    from specpool.adaptive import Controller
+    from specpool.adaptive.base import NumCorrectDrafts
+    from specpool.loop import Loop
+
+# Rounds of each shape and batch size: the first ones do not count.
+_WARM_UP, _TIMED = 1, 5
+_PROMPT_LEN = 32
+
+
+class Tour:
+    """A controller that has each candidate run in its turn, and notes how long that takes."""
+
+    def __init__(self, candidates: Sequence[Shape]) -> None:
+        """Begin with the first."""
+        self.candidates = tuple(candidates)
+        self.shape = self.candidates[0]
+        self.seconds: list[float] = []  # of the rounds of `shape`, the oldest first
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        """The candidate whose turn it is."""
+        return self.shape
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
+    ) -> None:
+        """What the drafts are worth does not matter here."""
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """Note it."""
+        if shape == self.shape:
+            self.seconds.append(seconds)
+
+
+def calibrate(
+    controller: Controller,
+    tour: Tour,
+    ledger: Ledger,
+    build: Callable[[], Loop],
+    *,
+    max_batch: int,
+) -> None:
+    """Tell `controller` what a round of each of its candidates takes, by batch size.
+
+    Args:
+        controller: is told the median of a few rounds each.
+        tour: of its candidates.
+        ledger: nothing runs on it.
+        build: a loop whose scheduler has `tour` for its controller.
+        max_batch: the sizes are the powers of two up to it, and itself; as many as find pages.
+    """
+    sizes = {1 << i for i in range(max_batch.bit_length())} | {max_batch}
+    for size in sorted(n for n in sizes if n <= max_batch):
+        loop = build()
+        scheduler = loop.scheduler
+        requests = [_request(i, tour, ledger) for i in range(size)]
+        if not all(scheduler.fits(request) for request in requests):
+            return
+        with loop.recovering():
+            for request in requests:
+                scheduler.submit(request)
+            tour.seconds = []
+            while not tour.seconds and any(r.finish_reason is None for r in requests):
+                loop.turn()
+            num_rows = scheduler.num_running
+            if num_rows == size:  # else the pages are too few for more
+                for shape in tour.candidates:
+                    tour.shape, tour.seconds = shape, []
+                    while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
+                        loop.turn()
+                    if timed := tour.seconds[_WARM_UP:]:
+                        controller.on_round_seconds(shape, size, statistics.median(timed))
+            for request in requests:
+                scheduler.abort(request)
+            loop.drain()
+        if num_rows < size:
+            return
+
+
+def _can_go_on(requests: Sequence[Request]) -> bool:
+    return all(request.finish_reason is None for request in requests)
+
+
+def _request(number: int, tour: Tour, ledger: Ledger) -> Request:
+    """A text of nothing; what it says is not looked at."""
+    shapes = ledger.shapes
+    most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
+    num_rounds = (_WARM_UP + _TIMED) * len(tour.candidates) + 1
+    num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
+    prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
+    return Request(
+        request_id=number,
+        index=number,
+        prompt_len=prompt_len,
+        tokens=[0] * prompt_len,
+        params=SamplingParams(max_new_tokens=1 << 20, ignore_eos=True),
+        shape=most,
+        shape_index=len(shapes),
+        choices=tuple(shapes.index(shape) for shape in tour.candidates),
+        max_len=min(prompt_len + num_tokens + 1, ledger.max_context_len),
+        stop_ids=frozenset(),
+        seed=number,
+    )

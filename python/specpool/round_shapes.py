@@ -1,0 +1,114 @@
+"""`RoundShapes`: which shape the next round of each row has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Shape
+from specpool.stats import AdaptiveStats
+
+if TYPE_CHECKING:
+    from specpool.adaptive import Controller
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a controller has chosen for a round."""
+
+    shape: Shape
+    batch_size: int  # rows that decode
+
+
+class RoundShapes:
+    """Each row's shape, given what the controller chooses: its own, or the choice as far as it may.
+
+    Attributes:
+        choice: for the latest round; None = there is no controller.
+        switch_ct: rounds whose choice was another than the round's before.
+        round_cts: rounds by what was chosen.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Shape], num_rows: int, controller: Controller | None
+    ) -> None:
+        """No row has a request; indices count `shapes`, the ledger's."""
+        self._controller = controller
+        self._index = {shape: index for index, shape in enumerate(shapes)}
+        choices = () if controller is None else controller.candidates
+        self._lines = {shape: line for line, shape in enumerate(choices)}
+        # By choice and row. Without a controller there is one choice.
+        self._following = np.zeros((max(len(choices), 1), num_rows), np.int32)
+        self.choice: Choice | None = None
+        self.switch_ct = 0
+        self.round_cts: Counter[Shape] = Counter()
+
+    def allowed(
+        self, default: Shape, max_steps: int | None
+    ) -> tuple[Shape, int, tuple[int, ...] | None]:
+        """For a request that names no shape, and drafts at most so many steps.
+
+        Returns:
+            A shape of it, and `Request.shape_index` and `choices`.
+        """
+        wanted = [*self._lines] or [default]
+        shapes = [_capped(shape, [*self._lines] or [*self._index], max_steps) for shape in wanted]
+        if len({*shapes}) == 1:
+            return shapes[0], self._index[shapes[0]], None
+        most = max(shapes, key=lambda shape: shape.num_draft_tokens)
+        return most, len(self._index), tuple(self._index[shape] for shape in shapes)
+
+    def put(self, row: int, shapes: int | tuple[int, ...]) -> None:
+        """The row's shape, or that for each of the controller's candidates; 0 = none."""
+        self._following[:, row] = shapes
+
+    def choose(self, batch_size: int) -> Int32:
+        """int32 [num_rows], the shape of each row's round if it runs now; `batch_size` decode."""
+        if self._controller is None:
+            return self._following[0]
+        shape = self._controller.activate_step_by_batch(batch_size)
+        if self.choice is None or self.choice.shape != shape or self.choice.batch_size != batch_size:
+            self.switch_ct += self.choice is not None and self.choice.shape != shape
+            self.choice = Choice(shape, batch_size)
+        return self._following[self._lines[shape]]
+
+    def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
+        """The results of a round: int32 [B], each lane's shape and accept length."""
+        assert self._controller is not None
+        self.round_cts[choice.shape] += 1
+        chosen = shapes == self._index[choice.shape]
+        if chosen.any():
+            num_correct_drafts = accept_len[chosen] - 1
+            self._controller.on_verify_complete(
+                choice.shape, choice.batch_size, num_correct_drafts
+            )
+
+    def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
+        """How long a turn took that was this round alone, lanes of one shape."""
+        assert self._controller is not None
+        if (shapes == self._index[choice.shape]).all():
+            self._controller.on_round_seconds(choice.shape, len(shapes), seconds)
+
+    def stats(self) -> AdaptiveStats | None:
+        """What was chosen so far; None without a controller."""
+        if self._controller is None:
+            return None
+        shape = None if self.choice is None else self.choice.shape
+        return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts))
+
+
+def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Shape:
+    """The shape, or else the greatest of those with fewer steps."""
+    if max_steps is None or shape.num_steps <= max_steps:
+        return shape
+    fewer = [each for each in shapes if each.num_steps <= max_steps]
+    return max(
+        fewer, key=lambda each: (each.num_steps, each.num_draft_tokens), default=Shape.none()
+    )
