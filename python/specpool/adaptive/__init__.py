@@ -1,0 +1,14 @@
+"""Which shape each decode round drafts, from what the rounds before it gave."""
+
+from specpool.adaptive.config import AdaptiveConfig, SlotConfig
+from specpool.adaptive.controller import AdaptiveController
+from specpool.adaptive.router import StepRouter
+from specpool.adaptive.slot import StepSlot
+
+__all__ = [
+    "AdaptiveConfig",
+    "AdaptiveController",
+    "SlotConfig",
+    "StepRouter",
+    "StepSlot",
+]

@@ -1,0 +1,277 @@
+"""`AdaptiveConfig`: which shapes each range of batch sizes may use, and how one is picked.
+
+Read from a JSON file or a dict of the same form; whatever is wrong with it is one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from specpool._core import Shape
+from specpool.adaptive.shapes import chain, depth_order, name_of, parse_candidate
+from specpool.config import check_choice, check_int
+from specpool.errors import ConfigError
+
+PolicyName = Literal["ema", "cost"]
+
+_FORM = (
+    'the form that works: {"1": {"candidates": ["chain:7", "chain:3", "none"]}, '
+    '"8": {"candidate_steps": [1, 3]}}'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotConfig:
+    """What a range of batch sizes may use.
+
+    Attributes:
+        candidates: the shapes, no duplicates.
+        up_hysteresis: added to the mean of correct drafts above which a deeper shape is tried.
+        down_hysteresis: added to the mean at or below which a shallower one is enough.
+        ceiling_coeff: a slot that does not deepen keeps at most this many times the mean as its
+            depth; 0 = no such ceiling.
+        ema_alpha: weight of the newest round.
+        update_interval: rounds between two decisions.
+        warmup_batches: rounds before the first.
+    """
+
+    candidates: tuple[Shape, ...]
+    up_hysteresis: float = 0.0
+    down_hysteresis: float = -0.25
+    ceiling_coeff: float = 0.0
+    ema_alpha: float = 0.2
+    update_interval: int = 5
+    warmup_batches: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.candidates:
+            raise ConfigError("candidates must hold at least one shape, got none")
+        for i, shape in enumerate(self.candidates):
+            if shape in self.candidates[:i]:
+                raise ConfigError(f"candidates hold {name_of(shape)} twice")
+        _check_number("up_hysteresis", self.up_hysteresis)
+        _check_number("down_hysteresis", self.down_hysteresis)
+        _check_number("ceiling_coeff", self.ceiling_coeff, least=0.0)
+        _check_number("ema_alpha", self.ema_alpha, least=0.0, most=1.0)
+        if self.ema_alpha == 0:
+            raise ConfigError("ema_alpha must be above 0, or the slot would never move; got 0")
+        check_int("update_interval", self.update_interval, 1, 1 << 30)
+        check_int("warmup_batches", self.warmup_batches, 0, 1 << 30)
+
+    def check_ema(self) -> None:
+        """Raise `ConfigError` where the rule on the EMA cannot work with these candidates.
+
+        That is where two of them have one depth, or where no mean would leave the slot at a
+        candidate: it would move up and down for ever.
+        """
+        shapes = sorted(self.candidates, key=depth_order)
+        for shallow, deep in zip(shapes, shapes[1:], strict=False):
+            if shallow.num_steps == deep.num_steps:
+                raise ConfigError(
+                    f"candidates {name_of(shallow)} and {name_of(deep)} both draft "
+                    f"{deep.num_steps} deep, which policy 'ema' cannot tell apart (policy 'cost' "
+                    "can)"
+                )
+        for i, shape in enumerate(shapes):
+            if shape.num_steps == 0:
+                continue
+            below = shapes[i - 1].num_steps if i else 0
+            # It stays for a mean in (low, high], and a round gives 0 to num_steps. Next to no
+            # drafting the edge is upstream's own, and such files of theirs exist.
+            low = below - 0.5 + self.down_hysteresis if below else -math.inf
+            high = math.inf if i + 1 == len(shapes) else shape.num_steps - 0.5 + self.up_hysteresis
+            if high < 0 or low >= min(high, shape.num_steps):
+                raise ConfigError(
+                    f"up_hysteresis {self.up_hysteresis:g} and down_hysteresis "
+                    f"{self.down_hysteresis:g} contradict each other: the slot would leave "
+                    f"{name_of(shape)} at every mean of correct drafts; take down_hysteresis "
+                    "at or below up_hysteresis, both near 0"
+                )
+
+
+_SLOT_DEFAULTS = tuple(f.name for f in fields(SlotConfig) if f.name != "candidates")
+_TOP = ("policy", "threshold_rounds")
+_LISTS = ("candidates", "candidate_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveConfig:
+    """Slots by the smallest batch size that they are for.
+
+    Attributes:
+        slots: by key; a batch belongs to the greatest key that is not above it, or to the smallest.
+        policy: `ema` = SGLang's rule on the mean of correct drafts; `cost` = the most expected
+            tokens per second, from measured times.
+        threshold_rounds: the slot changes once so many rounds in a row belong to another one; 0 =
+            at once.
+    """
+
+    slots: Mapping[int, SlotConfig]
+    policy: PolicyName = "ema"
+    threshold_rounds: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.slots:
+            raise ConfigError(f"there is no batch size in it; {_FORM}")
+        check_choice("policy", self.policy, get_args(PolicyName))
+        check_int("threshold_rounds", self.threshold_rounds, 0, 1 << 30)
+        for key, slot in self.slots.items():
+            check_int("a batch size", key, 1, 1 << 16)
+            if self.policy == "ema":
+                try:
+                    slot.check_ema()
+                except ConfigError as error:
+                    raise ConfigError(f'"{key}": {error}') from None
+
+    @classmethod
+    def default(cls) -> AdaptiveConfig:
+        """SGLang's table: the fewer rows, the deeper."""
+        return cls.from_dict(
+            {
+                "1": {"candidate_steps": [1, 3, 7], "down_hysteresis": -0.25},
+                "8": {"candidate_steps": [1, 3]},
+                "32": {"candidate_steps": [1], "down_hysteresis": 0.0},
+            }
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> AdaptiveConfig:
+        """Read a JSON file.
+
+        Raises:
+            ConfigError: naming the file, the key and the value.
+        """
+        try:
+            content = json.loads(Path(path).read_bytes(), object_pairs_hook=_unique)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is not JSON: {error!s:.80}; {_FORM}") from None
+        return cls.from_dict(content, source=str(path))
+
+    @classmethod
+    def from_dict(
+        cls, content: object, *, source: str = "adaptive configuration"
+    ) -> AdaptiveConfig:
+        """Take over what a JSON file of the same form would hold.
+
+        Raises:
+            ConfigError: naming `source`, the key and the value.
+        """
+        try:
+            return cls(**_parse(content))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    @property
+    def candidates(self) -> tuple[Shape, ...]:
+        """Every shape of every slot once, the shallowest first."""
+        shapes = {shape for slot in self.slots.values() for shape in slot.candidates}
+        return tuple(sorted(shapes, key=depth_order))
+
+    def initial_shape(self, initial: Shape | int | None) -> Shape | None:
+        """The candidate that `initial`, a shape or a chain's depth, stands for; None stays None.
+
+        Raises:
+            ConfigError: no slot has it.
+        """
+        if initial is None:
+            return None
+        if not isinstance(initial, Shape):
+            check_int("the initial number of steps", initial, 0, 1 << 20)
+            initial = chain(initial)
+        if initial not in self.candidates:
+            raise ConfigError(
+                f"the initial shape {name_of(initial)} is in no slot; the slots have "
+                f"{', '.join(name_of(shape) for shape in self.candidates)}"
+            )
+        return initial
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(
+                f'key "{key:.80}" stands there twice: {found[key]!r:.80}, {value!r:.80}'
+            )
+        found[key] = value
+    return found
+
+
+def _parse(content: object) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"must be an object, got {content!r:.80}; {_FORM}")
+    top: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    entries: dict[int, object] = {}
+    for key, value in content.items():
+        if key in _LISTS:
+            raise ConfigError(
+                f'"{key}": {value!r:.80} belongs to a batch size, as in {{"1": {{"{key}": '
+                f"[1, 3, 7]}}}} (the flat form of old files is no longer read)"
+            )
+        if key in _TOP:
+            top[key] = value
+        elif key in _SLOT_DEFAULTS:
+            defaults[key] = value
+        else:
+            size = _batch_size(key)
+            if size in entries:
+                raise ConfigError(f"batch size {size} stands there twice")
+            entries[size] = value
+    slots = {size: _slot(size, entries[size], defaults) for size in sorted(entries)}
+    return {"slots": slots, **top}
+
+
+def _batch_size(key: object) -> int:
+    is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 6
+    is_number = isinstance(key, int) and not isinstance(key, bool)
+    size = int(key) if is_text or is_number else 0  # type: ignore[call-overload]
+    if not 1 <= size <= 1 << 16 or (is_text and str(size) != key):
+        raise ConfigError(
+            f"key {key!r:.80} is neither a batch size from 1 to {1 << 16} nor one of "
+            f"{', '.join((*_TOP, *_SLOT_DEFAULTS))}; {_FORM}"
+        )
+    return int(size)
+
+
+def _slot(size: int, entry: object, defaults: Mapping[str, Any]) -> SlotConfig:
+    try:
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"must be an object, got {entry!r:.80}; {_FORM}")
+        for key in entry:
+            if key not in (*_LISTS, *_SLOT_DEFAULTS):
+                raise ConfigError(
+                    f"key {key!r:.80}: {entry[key]!r:.80} is none of "
+                    f"{', '.join((*_LISTS, *_SLOT_DEFAULTS))}"
+                )
+        given = [name for name in _LISTS if name in entry]
+        if len(given) != 1:
+            raise ConfigError(
+                f"must have one of candidates and candidate_steps, got {', '.join(given) or 'none'}"
+                f"; {_FORM}"
+            )
+        values = entry[given[0]]
+        if not isinstance(values, list | tuple):
+            raise ConfigError(f"{given[0]} must be a list, got {values!r:.80}; {_FORM}")
+        shapes = tuple(parse_candidate(given[0], value) for value in values)
+        settings = {k: v for k, v in {**defaults, **entry}.items() if k not in _LISTS}
+        return SlotConfig(candidates=shapes, **settings)
+    except ConfigError as error:
+        raise ConfigError(f'"{size}": {error}') from None
+
+
+def _check_number(
+    name: str, value: object, least: float = -(1 << 20), most: float = 1 << 20
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # type: ignore[operator]  # NaN fails both
+        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {value!r:.80}")

@@ -1,0 +1,68 @@
+"""`AdaptiveController`: upstream's policy, a slot with its own EMA for each range of batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specpool._core import Shape
+from specpool.adaptive.base import NumCorrectDrafts
+from specpool.adaptive.config import AdaptiveConfig
+from specpool.adaptive.router import StepRouter
+from specpool.adaptive.slot import StepSlot
+
+
+class AdaptiveController:
+    """Slots by batch size, each moved by the results of its own rounds."""
+
+    def __init__(
+        self,
+        config: AdaptiveConfig,
+        *,
+        initial: Shape | int | None = None,
+        graph_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Build the slots.
+
+        Args:
+            config: candidates and thresholds; its policy must be `ema`.
+            initial: the shape (or depth) that the slots which have it begin with; the others begin
+                with their middle candidate. None = all of them.
+            graph_sizes: batch sizes for which graphs are captured, None where there are none.
+
+        Raises:
+            ConfigError: no slot has `initial`.
+        """
+        shape = config.initial_shape(initial)
+        steps = None if shape is None else shape.num_steps
+        self.candidates = config.candidates
+        self._slots = {key: StepSlot(slot, steps) for key, slot in config.slots.items()}
+        self._router = StepRouter(
+            config.slots, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
+        )
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        """The shape of the decode round to come, of `batch_size` rows."""
+        return self._slots[self._router.activate(batch_size)].current
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
+    ) -> Shape | None:
+        """Take over a round's result; returns the shape that its slot has switched to, or None."""
+        slot = self._slots[self._router.key_of_result(batch_size)]
+        num_lanes = len(num_correct_drafts) if shape.num_steps else 0
+        if not num_lanes:
+            return slot.update(None)
+        is_array = isinstance(num_correct_drafts, np.ndarray)
+        total = num_correct_drafts.sum() if is_array else sum(num_correct_drafts)
+        return slot.update(int(total) / num_lanes)
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """Nothing: this policy does not ask what a round costs."""
+
+    def graph_sizes_of_candidates(self) -> dict[Shape, list[int] | None]:
+        """The graph sizes that can reach each candidate; None where no graphs are captured."""
+        return self._router.graph_sizes_of(
+            {key: slot.candidates for key, slot in self._slots.items()}
+        )

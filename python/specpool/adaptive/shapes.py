@@ -1,0 +1,56 @@
+"""Candidates in words: `chain:3`, `tree:5x8x32`, `none`, or a chain's depth."""
+
+from __future__ import annotations
+
+import re
+
+from specpool._core import Shape
+from specpool.errors import ConfigError
+
+_FORMS = re.compile(r"chain:(\d{1,7})|(?:tree:)?(\d{1,7})x(\d{1,7})x(\d{1,7})|(none)", re.ASCII)
+
+
+def chain(num_steps: int) -> Shape:
+    """A chain of that depth; 0 = no drafting."""
+    return Shape.eagle(num_steps, 1, num_steps + 1) if num_steps else Shape.none()
+
+
+def name_of(shape: Shape) -> str:
+    """The shape as a configuration names it."""
+    if not shape.num_steps:
+        return "none"
+    if shape == Shape(shape.num_steps, 1, shape.num_steps + 1):
+        return f"chain:{shape.num_steps}"
+    return f"tree:{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}"
+
+
+def depth_order(shape: Shape) -> tuple[int, int, int]:
+    """Sorts shapes by depth, then by nodes."""
+    return shape.num_steps, shape.num_draft_tokens, shape.topk
+
+
+def parse_candidate(key: str, value: object) -> Shape:
+    """The shape that a configuration's candidate names; `candidate_steps` takes depths alone.
+
+    Raises:
+        ConfigError: another form, or a shape that EAGLE cannot build.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20:
+        return chain(value)
+    if key == "candidate_steps":
+        raise ConfigError(
+            f"candidate_steps must be integers from 0 up, as in [0, 1, 3], got {value!r:.80}"
+        )
+    match = _FORMS.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(
+            'candidates must be "chain:S", "tree:SxKxN", "none" or integers from 0 up, as in '
+            f'["tree:5x8x32", "chain:3", "none"], got {value!r:.80}'
+        )
+    depth, *tree = match.groups()[:4]
+    try:
+        if depth is not None:
+            return chain(int(depth))
+        return Shape.eagle(*map(int, tree)) if tree[0] is not None else Shape.none()
+    except ConfigError as error:
+        raise ConfigError(f"candidate {value!r} cannot be built: {error}") from None
