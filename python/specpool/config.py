@@ -181,9 +181,9 @@ class EngineConfig:
         check_int("host_bytes", self.host_bytes, 0, 1 << 50)
         check_choice("offload", self.offload, get_args(Offload))
         if self.adaptive is not None:
-            from specpool.adaptive import AdaptiveConfig
+            from specpool.adaptive import config_of
 
-            object.__setattr__(self, "adaptive", AdaptiveConfig.of(self.adaptive))
+            object.__setattr__(self, "adaptive", config_of(self.adaptive))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.adaptive import controller_of
+from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.attention import BACK_ENDS, back_end, check_trees
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.calibration import Tour, calibrate
@@ -65,7 +65,8 @@ class Engine:
         """
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        controller = controller_of(config.adaptive, config.shape)
+        adaptive = cast("AdaptiveConfig | None", config.adaptive)
+        controller = controller_of(adaptive, config.shape)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if controller is not None and config.shape is None:
             self.shape = controller.activate_step_by_batch(1)
@@ -135,7 +136,7 @@ class Engine:
             trims_rounds=worker == "v1",
             shares_prompts=not target.keeps_state,
         )
-        if controller is not None and controller.needs_seconds:
+        if controller is not None and adaptive.policy == "cost":
             tour = Tour(controller.candidates)
             calibrate(
                 controller,

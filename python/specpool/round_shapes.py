@@ -74,10 +74,19 @@ class RoundShapes:
         if self._controller is None:
             return self._following[0]
         shape = self._controller.activate_step_by_batch(batch_size)
-        if self.choice is None or self.choice.shape != shape or self.choice.batch_size != batch_size:
+        if (
+            self.choice is None
+            or self.choice.shape != shape
+            or self.choice.batch_size != batch_size
+        ):
             self.switch_ct += self.choice is not None and self.choice.shape != shape
             self.choice = Choice(shape, batch_size)
         return self._following[self._lines[shape]]
+
+    def latest(self, rows: Sequence[int]) -> Int32:
+        """int32 [B], of these rows as the latest round would have them, whether it ran or not."""
+        line = 0 if self.choice is None else self._lines[self.choice.shape]
+        return self._following[line, rows]
 
     def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
         """The results of a round: int32 [B], each lane's shape and accept length."""
@@ -86,9 +95,7 @@ class RoundShapes:
         chosen = shapes == self._index[choice.shape]
         if chosen.any():
             num_correct_drafts = accept_len[chosen] - 1
-            self._controller.on_verify_complete(
-                choice.shape, choice.batch_size, num_correct_drafts
-            )
+            self._controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
     def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
         """How long a turn took that was this round alone, lanes of one shape."""

@@ -1,14 +1,19 @@
 """Which shape each decode round drafts, from what the rounds before it gave."""
 
+from specpool.adaptive.base import Controller
 from specpool.adaptive.config import AdaptiveConfig, SlotConfig
 from specpool.adaptive.controller import AdaptiveController
+from specpool.adaptive.policy import config_of, controller_of
 from specpool.adaptive.router import StepRouter
 from specpool.adaptive.slot import StepSlot
 
 __all__ = [
     "AdaptiveConfig",
     "AdaptiveController",
+    "Controller",
     "SlotConfig",
     "StepRouter",
     "StepSlot",
+    "config_of",
+    "controller_of",
 ]

@@ -106,6 +106,9 @@ def _plainer(arrival: Arrival) -> Iterator[Arrival]:
         "sample_of": None,
         "origins": (),
         "is_pin": False,
+        "jump": None,
+        "adapts": False,
+        "most_steps": None,
     }
     for name, value in plain.items():
         if getattr(arrival, name) != value:

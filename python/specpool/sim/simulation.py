@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specpool._core import Shape
 from specpool.errors import StalePlan
 from specpool.host_tier import Handle, HostTier
 from specpool.request import Request
 from specpool.scheduler import Scheduler, Step
+from specpool.sim.controllers import simulated_controller
 from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
 from specpool.sim.source import Arrival, Scenario, Text
 from specpool.sim.talks import Talks
@@ -55,6 +57,8 @@ class Simulation:
         self._host = None
         if settings.host_pages:
             self._host = HostTier(self._ledger, SimHost(self._device, settings, rng))
+        controller = simulated_controller(settings, scenario.seed)
+        self._candidates = () if controller is None else controller.candidates
         self._scheduler = Scheduler(
             self._ledger,
             max_batch=settings.max_batch,
@@ -66,6 +70,7 @@ class Simulation:
             idle_pages=settings.session_pages,
             host=self._host,
             token_seconds=lambda: 0.3,
+            controller=controller,
             before_release=self._check_need,
         )
         self.tally = Tally(scenarios=1)
@@ -162,6 +167,11 @@ class Simulation:
     def _watch(self, arrival: Arrival) -> Request:
         """Somebody comes."""
         request = arrival.request()
+        if arrival.adapts:
+            of_round = self._scheduler.round_shapes
+            _, request.shape_index, request.choices = of_round.allowed(
+                Shape.none(), arrival.most_steps
+            )
         if not self._scheduler.fits(request):
             raise BrokenLaw(f"{arrival} does not fit pools of a full row and more")
         came_at = self._turn if arrival.session else arrival.turn
@@ -181,6 +191,7 @@ class Simulation:
         before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
         self._talks.look()
         steps = self._scheduler.schedule()
+        self.tally.switches = self._scheduler.round_shapes.switch_ct
         pinned = self._pins.look()
         if len(self._pins.kept) < len(pinned):
             self._check_drop(pinned)
@@ -396,7 +407,8 @@ class Simulation:
         running = [r for r in self._scheduler.requests() if r.row]
         ready = [r for r in running if r.prefilled_len == r.prefill_len]
         if ready:
-            slots = ledger.tokens_required([r.row for r in ready], [r.shape_index for r in ready])
+            rows = [r.row for r in ready]
+            slots = ledger.tokens_required(rows, self._scheduler.round_shapes.latest(rows))
             need = slots // self._P
         else:
             first = running[0]
@@ -443,8 +455,14 @@ class Simulation:
                     )
                 watch.starts = ()
                 continue
-            if shapes[i] != request.shape_index:
-                raise BrokenLaw(f"request {request.request_id} runs with shape {shapes[i]}")
+            wanted = request.shape_index
+            if request.choices is not None:
+                assert step.choice is not None
+                wanted = request.choices[self._candidates.index(step.choice.shape)]
+            if shapes[i] != wanted:
+                raise BrokenLaw(
+                    f"request {request.request_id} runs with shape {shapes[i]}, not {wanted}"
+                )
             if settings.reads_tokens and shapes[i]:
                 known = len(request.tokens) - 1
                 if not los[i] == plan.hi[i] == known:

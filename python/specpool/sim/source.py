@@ -54,6 +54,8 @@ class Settings:
     prefill_tokens: int = 64
     headroom: int = 0
     max_context_len: int = 128
+    adapts: Literal["ema", "dice"] | None = None  # who chooses shapes for requests that adapt
+    threshold_rounds: int = 0
     is_late: bool = False  # forwards run, and results are taken over, at times of the seed's choice
 
     @property
@@ -141,6 +143,9 @@ class Arrival:
     shape: int = 0
     priority: int = 0
     accept_rate: float = 0.0  # probability that a draft is right where those before it are
+    jump: tuple[int, float] | None = None  # from this position on, that rate
+    adapts: bool = False  # names no shape
+    most_steps: int | None = None  # that it drafts, at most
     # Positions of the token whose text completes a stop string, and of the one that decides so.
     stop_text: tuple[int, int] | None = None
     sample_of: int | None = None  # the request whose prompt it has, and whose fork it may be
@@ -244,8 +249,10 @@ class Text:
         for position in (arrival.stop_at, *arrival.stops):
             if position is not None:
                 self.tokens[position] = STOP
-        rate = min(max(arrival.accept_rate, 1e-9), 1 - 1e-9)
-        correct = _LOG_DICE[start : start + num_tokens] / np.log(rate)
+        rates = np.full(num_tokens, arrival.accept_rate)
+        if arrival.jump is not None:
+            rates[arrival.jump[0] :] = arrival.jump[1]
+        correct = _LOG_DICE[start : start + num_tokens] / np.log(rates.clip(1e-9, 1 - 1e-9))
         self.correct_drafts: list[int] = np.minimum(correct, 64).astype(int).tolist()
 
 
@@ -328,7 +335,36 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
         host_pages = tuple(int(room * n) for n in settings.pages_per_row())
         copy_faults = talks.choice([0.0, 0.0, 0.3])
         settings = replace(settings, host_pages=host_pages, copy_faults=copy_faults)
+    adapting = random.Random(seed ^ 0xADA)
+    if settings.shapes and adapting.random() < 0.4:
+        settings = replace(
+            settings,
+            adapts=adapting.choice(["ema", "dice"]),
+            threshold_rounds=adapting.choice([0, 3]),
+        )
+        arrivals = [_adapt(adapting, arrival, arrivals) for arrival in arrivals]
     return Scenario(seed, settings, tuple(arrivals), faults)
+
+
+def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) -> Arrival:
+    """The same, and its drafts may become better or worse on the way; mostly without a shape."""
+    jumps = rng.random() < 0.5
+    jump = rng.randint(arrival.prompt_len, arrival.max_len), rng.choice([0.0, 0.5, 0.9, 1.0])
+    adapts, most_steps = rng.random() < 0.8, rng.choice([None, None, 0, 1, 3])
+    if (
+        arrival.is_pin
+        or arrival.sample_of is not None
+        or any(other.sample_of == arrival.request_id for other in arrivals)
+    ):
+        return arrival  # samples have all in common
+    if arrival.session:
+        return replace(arrival, adapts=adapts)
+    return replace(
+        arrival,
+        adapts=adapts,
+        most_steps=most_steps if adapts else None,
+        jump=jump if jumps else None,
+    )
 
 
 def _slide(rng: random.Random, settings: Settings) -> Settings:

@@ -26,6 +26,7 @@ class Tally:
     aborts: int = 0
     device_errors: int = 0
     tokens: int = 0
+    switches: int = 0  # of a controller's choice
     forks: int = 0
     pins: int = 0
     dropped_pins: int = 0  # to make room

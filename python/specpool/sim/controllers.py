@@ -1,0 +1,58 @@
+"""Controllers in a simulation: the real one, and dice, which switch whenever they like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from specpool._core import Shape
+from specpool.adaptive import AdaptiveConfig, AdaptiveController, Controller, SlotConfig
+from specpool.adaptive.base import NumCorrectDrafts
+from specpool.sim.source import Settings
+
+
+class Dice:
+    """Any candidate may come next; many rounds of one, or another each time."""
+
+    def __init__(self, candidates: Sequence[Shape], rng: random.Random) -> None:
+        """Begin anywhere."""
+        self.candidates, self._rng = tuple(candidates), rng
+        self._changes = rng.choice([0.03, 0.3, 1.0])
+        self._shape = rng.choice(self.candidates)
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        """The candidate that fell."""
+        if self._rng.random() < self._changes:
+            self._shape = self._rng.choice(self.candidates)
+        return self._shape
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
+    ) -> None:
+        """Dice do not learn."""
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """Nor that."""
+
+
+def simulated_controller(settings: Settings, seed: int) -> Controller | None:
+    """The controller that the settings name; None = every request has its own shape."""
+    if settings.adapts is None:
+        return None
+    shapes = [Shape.none(), *(Shape(*shape) for shape in settings.shapes)]
+    rng = random.Random(seed ^ 0xD1CE)
+    if settings.adapts == "dice":
+        return Dice(shapes, rng)
+    by_depth = list({shape.num_steps: shape for shape in shapes}.values())
+    slots = {
+        size: SlotConfig(
+            candidates=tuple(rng.sample(by_depth, rng.randint(1, len(by_depth)))),
+            update_interval=rng.choice([1, 1, 5]),
+            warmup_batches=rng.choice([0, 3]),
+            ema_alpha=rng.choice([0.2, 0.6]),
+        )
+        for size in sorted({1, *rng.sample(range(2, 9), 2)})
+    }
+    return AdaptiveController(
+        AdaptiveConfig(slots=slots, threshold_rounds=settings.threshold_rounds)
+    )
