@@ -13,12 +13,12 @@ import numpy as np
 from specpool._core import Shape
 from specpool.adaptive.base import NumCorrectDrafts
 
-_DECAY = 0.98  # of a count, each round that its depth is drafted: a memory of 50 rounds
+_DECAY = 0.99  # of a count, each round that its depth is drafted: a memory of 100 rounds
 _RECENT_DECAY = 0.85
 _MAX_LANES = 16  # lanes of a round count as so many at most: one text's rounds are alike
 _JUMP = 3.5  # standard deviations by which recent rounds must differ from the rest
 _PRIOR = 0.6  # rate of a first depth that nobody has seen
-_PRIOR_TRIES = 2.0
+_PRIOR_TRIES = 1.0
 _FORGOTTEN_TRIES = 0.5
 _CHAINS = (1, 0)
 _STALE_ROUNDS = 64  # in which half of what an unseen depth has to tell goes
@@ -53,8 +53,9 @@ class _Family:
             self.recent_hits[j] = _RECENT_DECAY * self.recent_hits[j] + hit
             surprise += self.recent_hits[j] - self.recent_tries[j] * rate
             variance += tried * rate * (1 - rate)
-            self.tries[j] = _DECAY * self.tries[j] + tried
-            self.hits[j] = _DECAY * self.hits[j] + hit
+            kept = _DECAY * self._freshness(j, now - 1)
+            self.tries[j] = kept * self.tries[j] + tried
+            self.hits[j] = kept * self.hits[j] + hit
             self.seen[j] = now
         self.variance = _RECENT_DECAY**2 * self.variance + variance
         if surprise * surprise <= _JUMP**2 * self.variance:
@@ -84,10 +85,14 @@ class _Family:
     def hopes(self, now: int) -> list[float]:
         """The rates as they may be by now: the fewer and older the rounds, the nearer to 1."""
         hopes = []
-        for rate, tries, seen in zip(self.rates, self.tries, self.seen, strict=True):
-            known = min(tries, 50.0) * 0.5 ** ((now - seen) / _STALE_ROUNDS)
+        for j, (rate, tries) in enumerate(zip(self.rates, self.tries, strict=True)):
+            known = min(tries, 50.0) * self._freshness(j, now)
             hopes.append(rate + (1 - rate) / (1 + known))
         return hopes
+
+    def _freshness(self, j: int, now: int) -> float:
+        """The share of what a depth has shown that still counts."""
+        return float(0.5 ** ((now - self.seen[j]) / _STALE_ROUNDS))
 
 
 class Acceptance:

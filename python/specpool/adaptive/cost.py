@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from specpool._core import Shape
 from specpool.adaptive.acceptance import Acceptance
 from specpool.adaptive.base import NumCorrectDrafts
@@ -20,7 +22,7 @@ _GAIN = 1.03  # another shape must promise so much more than the one in use
 _CHOICE_ROUNDS = 4  # a choice is good for so many rounds
 _PROBE_SHARE = 0.01  # of the time, for probes
 _PROBE_ROUNDS = 16  # from one to the next at least
-_FEW_LANES = 4  # with fewer, a probe takes two rounds
+_LONGER_ROUNDS = 3  # that a probe may go on, while it gives more than was expected
 
 
 class CostController:
@@ -58,7 +60,7 @@ class CostController:
         self._round = 0
         self._tried: set[Shape] = set()  # run for their times' sake, where nobody measured them
         self._probe: Shape | None = None
-        self._probes_left = 0
+        self._probes_left = self._longer = 0
         self._next_probe = 0
         self._spare = 0.0  # rounds' worth of time that probes may lose
 
@@ -80,6 +82,10 @@ class CostController:
     ) -> Shape | None:
         """Take over a round's result; returns the shape that was switched to, or None."""
         before = self._current
+        if self._longer and shape == self._probe and len(num_correct_drafts):
+            mean = 1 + float(np.mean(num_correct_drafts))
+            self._probes_left = int(mean > self._acceptance.expected(shape))
+            self._longer = self._longer - 1 if self._probes_left else 0
         if self._acceptance.observe(shape, num_correct_drafts):
             self._chosen.clear()
         after = self._choice(self._router.key_of_result(batch_size), batch_size)
@@ -96,7 +102,8 @@ class CostController:
             slot = self._slots[key]
             rates = {shape: self._rate(shape, batch_size) for shape in slot}
             shape = max(slot, key=rates.__getitem__)
-            if self._current in rates and rates[shape] < _GAIN * rates[self._current]:
+            gain = _GAIN if shape.num_steps else 1.0  # plain decoding need not promise more
+            if self._current in rates and rates[shape] < gain * rates[self._current]:
                 shape = self._current
             self._chosen[key, batch_size] = self._round, shape
         self._current = shape
@@ -109,11 +116,10 @@ class CostController:
     def _plan_probe(self, slot: tuple[Shape, ...], batch_size: int) -> None:
         """Begin a probe where there is something to learn and time to spare for it."""
         self._next_probe = self._round + _CHOICE_ROUNDS
-        rounds = 2 if batch_size < _FEW_LANES else 1
         for shape in slot:
             if shape not in self._tried and not self._seconds.is_measured(shape):
                 self._tried.add(shape)
-                self._probe, self._probes_left, self._next_probe = shape, rounds, self._round
+                self._probe, self._probes_left, self._next_probe = shape, 2, self._round
                 return
         current = self._current
         others = [shape for shape in slot if shape != current]
@@ -132,8 +138,8 @@ class CostController:
             probe = others[0]  # plain rounds show nothing: the shallowest draft shows the most
         seconds = self._seconds.of(probe, batch_size)
         lost = seconds * rate - self._acceptance.expected(probe)  # tokens of a lane
-        lost *= rounds / self._acceptance.expected(current)
+        lost /= self._acceptance.expected(current)
         if lost <= self._spare:
             self._spare -= max(lost, 0.0)
-            self._probe, self._probes_left = probe, rounds
+            self._probe, self._probes_left, self._longer = probe, 1, _LONGER_ROUNDS
             self._next_probe = self._round + _PROBE_ROUNDS
