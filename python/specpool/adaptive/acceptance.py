@@ -1,0 +1,169 @@
+"""`Acceptance`: how likely each depth of a draft is right, from the rounds seen, with decay.
+
+A depth's rate is conditional: of the lanes whose draft was right up to there. Chains share their
+rates, so a deep one also tells about the shallower ones; trees of one width share theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from specpool._core import Shape
+from specpool.adaptive.base import NumCorrectDrafts
+
+_DECAY = 0.99  # of a count, each round that its depth is drafted: a memory of 100 rounds
+_RECENT_DECAY = 0.85
+_MAX_LANES = 16  # lanes of a round count as so many at most: one text's rounds are alike
+_JUMP = 3.5  # standard deviations by which recent rounds must differ from the rest
+_PRIOR = 0.6  # rate of a first depth that nobody has seen
+_PRIOR_TRIES = 1.0
+_FORGOTTEN_TRIES = 0.5
+_CHAINS = (1, 0)
+_STALE_ROUNDS = 64  # in which half of what an unseen depth has to tell goes
+
+
+def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> list[int]:
+    """Lanes with at least k correct drafts, for k of 0 to num_steps."""
+    lanes = np.bincount(num_correct_drafts, minlength=num_steps + 1).tolist()
+    for k in range(len(lanes) - 2, -1, -1):
+        lanes[k] += lanes[k + 1]
+    return lanes[: num_steps + 1]
+
+
+class _Family:
+    """Decayed counts of each depth: of the chains, or of the trees of one width."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.hits, self.tries = [0.0] * num_steps, [0.0] * num_steps
+        self.recent_hits, self.recent_tries = [0.0] * num_steps, [0.0] * num_steps
+        self.seen = [0] * num_steps  # round in which each depth was drafted last, 0 = never
+        self.variance = 0.0  # of the recent hits, were the rates what they were
+        self.rates: list[float] = []
+
+    def add(self, survivors: list[int], now: int) -> bool:
+        """Take over a round; returns whether acceptance has jumped."""
+        weight = min(1.0, _MAX_LANES / survivors[0])
+        surprise = variance = 0.0
+        for j in range(len(survivors) - 1):
+            tried, hit = survivors[j] * weight, survivors[j + 1] * weight
+            rate = min(max(self.rates[j], 0.05), 0.95)
+            self.recent_tries[j] = _RECENT_DECAY * self.recent_tries[j] + tried
+            self.recent_hits[j] = _RECENT_DECAY * self.recent_hits[j] + hit
+            surprise += self.recent_hits[j] - self.recent_tries[j] * rate
+            variance += tried * rate * (1 - rate)
+            kept = _DECAY * self._freshness(j, now - 1)
+            self.tries[j] = kept * self.tries[j] + tried
+            self.hits[j] = kept * self.hits[j] + hit
+            self.seen[j] = now
+        self.variance = _RECENT_DECAY**2 * self.variance + variance
+        if surprise * surprise <= _JUMP**2 * self.variance:
+            return False
+        self.hits[:], self.tries[:] = self.recent_hits, self.recent_tries
+        self.variance = 0.0
+        self.recent_hits[:] = self.recent_tries[:] = [0.0] * len(self.hits)
+        return True
+
+    def forget(self, depth: int) -> None:
+        """Keep next to nothing of what `depth` and deeper have shown."""
+        for j in range(depth, len(self.tries)):
+            if self.tries[j] > _FORGOTTEN_TRIES:
+                self.hits[j] *= _FORGOTTEN_TRIES / self.tries[j]
+                self.tries[j] = _FORGOTTEN_TRIES
+            self.recent_hits[j] = self.recent_tries[j] = 0.0
+
+    def estimate(self, prior: list[float]) -> None:
+        """Set the rates; a depth beyond `prior` leans on the one before it."""
+        rate = _PRIOR
+        self.rates = []
+        for j, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
+            lean = prior[j] if j < len(prior) else rate
+            rate = (hits + _PRIOR_TRIES * lean) / (tries + _PRIOR_TRIES)
+            self.rates.append(rate)
+
+    def hopes(self, now: int) -> list[float]:
+        """The rates as they may be by now: the fewer and older the rounds, the nearer to 1."""
+        hopes = []
+        for j, (rate, tries) in enumerate(zip(self.rates, self.tries, strict=True)):
+            known = min(tries, 50.0) * self._freshness(j, now)
+            hopes.append(rate + (1 - rate) / (1 + known))
+        return hopes
+
+    def _freshness(self, j: int, now: int) -> float:
+        """The share of what a depth has shown that still counts."""
+        return float(0.5 ** ((now - self.seen[j]) / _STALE_ROUNDS))
+
+
+class Acceptance:
+    """What a round of each shape is expected to give."""
+
+    def __init__(self, shapes: Iterable[Shape]) -> None:
+        """Reckon with `shapes`."""
+        depths: dict[tuple[int, int], int] = {}
+        for shape in shapes:
+            if shape.num_steps:
+                key = _family_of(shape)
+                depths[key] = max(depths.get(key, 0), shape.num_steps)
+        self._families = {key: _Family(depth) for key, depth in depths.items()}
+        self._now = 0
+        self._estimate()
+
+    def observe(self, shape: Shape, num_correct_drafts: NumCorrectDrafts) -> bool:
+        """Take over a round's result; returns whether acceptance has jumped."""
+        self._now += 1
+        if not shape.num_steps or not len(num_correct_drafts):
+            return False
+        family = self._families.get(_family_of(shape))
+        if family is None or shape.num_steps > len(family.tries):
+            return False
+        jumped = family.add(count_survivors(num_correct_drafts, shape.num_steps), self._now)
+        if jumped:
+            for other in self._families.values():
+                other.forget(shape.num_steps if other is family else 0)
+        self._estimate()
+        return jumped
+
+    def expected(self, shape: Shape) -> float:
+        """Tokens that a lane's round gives, the bonus token among them."""
+        if not shape.num_steps:
+            return 1.0
+        return _tokens(shape, self._families[_family_of(shape)].rates)
+
+    def hoped(self, shape: Shape) -> float:
+        """Tokens that it may give, for all that is known by now."""
+        if not shape.num_steps:
+            return 1.0
+        return _tokens(shape, self._families[_family_of(shape)].hopes(self._now))
+
+    def _estimate(self) -> None:
+        """Set all rates: the family seen last goes by itself, the others lean on it."""
+        families = sorted(self._families.values(), key=lambda family: -family.seen[0])
+        chains = self._families.get(_CHAINS)
+        newest: list[float] = []
+        for i, family in enumerate(families):
+            family.estimate(newest)
+            newest = newest or family.rates
+            # A tree holds the chain: what one of them has shown since bounds the other.
+            if family is chains and i:
+                family.rates[:] = _bounded(min, family.rates, newest)
+            elif chains in families[:i]:
+                family.rates[:] = _bounded(max, family.rates, chains.rates)
+
+
+def _bounded(
+    bound: Callable[[float, float], float], rates: list[float], others: list[float]
+) -> list[float]:
+    return [*map(bound, rates, others), *rates[len(others) :]]
+
+
+def _family_of(shape: Shape) -> tuple[int, int]:
+    return _CHAINS if shape.topk == 1 else (shape.topk, shape.num_draft_tokens)
+
+
+def _tokens(shape: Shape, rates: list[float]) -> float:
+    tokens = reached = 1.0
+    for rate in rates[: shape.num_steps]:
+        reached *= rate
+        tokens += reached
+    return min(tokens, float(shape.max_accept_len))

@@ -1,0 +1,145 @@
+"""`CostController`: the shape with the most expected tokens per second at each batch size.
+
+Expected tokens come from `Acceptance`, seconds from `RoundSeconds`. What does not run is not seen:
+now and then a short probe of another candidate is paid for out of a small share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specpool._core import Shape
+from specpool.adaptive.acceptance import Acceptance
+from specpool.adaptive.base import NumCorrectDrafts
+from specpool.adaptive.config import AdaptiveConfig
+from specpool.adaptive.round_seconds import RoundSeconds
+from specpool.adaptive.router import StepRouter
+from specpool.adaptive.shapes import depth_order
+
+_GAIN = 1.03  # another shape must promise so much more than the one in use
+_CHOICE_ROUNDS = 4  # a choice is good for so many rounds
+_PROBE_SHARE = 0.01  # of the time, for probes
+_PROBE_ROUNDS = 16  # from one to the next at least
+_LONGER_ROUNDS = 3  # that a probe may go on, while it gives more than was expected
+
+
+class CostController:
+    """Picks by measured time and seen acceptance; deterministic."""
+
+    def __init__(
+        self,
+        config: AdaptiveConfig,
+        *,
+        initial: Shape | int | None = None,
+        graph_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Build it.
+
+        Args:
+            config: the candidates of each range of batch sizes.
+            initial: the shape to begin with; None = the deepest that drafts least.
+            graph_sizes: batch sizes for which graphs are captured, None where there are none.
+
+        Raises:
+            ConfigError: no slot has `initial`.
+        """
+        self.candidates = config.candidates
+        self._slots = {
+            key: tuple(sorted(slot.candidates, key=depth_order))
+            for key, slot in config.slots.items()
+        }
+        self._router = StepRouter(
+            config.slots, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
+        )
+        self._acceptance = Acceptance(self.candidates)
+        self._seconds = RoundSeconds(self.candidates)
+        self._current = config.initial_shape(initial)
+        self._chosen: dict[tuple[int, int], tuple[int, Shape]] = {}  # by key and batch size
+        self._round = 0
+        self._tried: set[Shape] = set()  # run for their times' sake, where nobody measured them
+        self._probe: Shape | None = None
+        self._probes_left = self._longer = 0
+        self._next_probe = 0
+        self._spare = 0.0  # rounds' worth of time that probes may lose
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        """The shape of the decode round to come, of `batch_size` rows."""
+        key = self._router.activate(batch_size)
+        slot = self._slots[key]
+        self._round += 1
+        self._spare += _PROBE_SHARE
+        if not self._probes_left and self._round >= self._next_probe:
+            self._plan_probe(slot, batch_size)
+        if self._probes_left and self._probe in slot:
+            self._probes_left -= 1
+            return self._probe
+        return self._choice(key, batch_size)
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
+    ) -> Shape | None:
+        """Take over a round's result; returns the shape that was switched to, or None."""
+        before = self._current
+        if self._longer and shape == self._probe and len(num_correct_drafts):
+            mean = 1 + float(np.mean(num_correct_drafts))
+            self._probes_left = int(mean > self._acceptance.expected(shape))
+            self._longer = self._longer - 1 if self._probes_left else 0
+        if self._acceptance.observe(shape, num_correct_drafts):
+            self._chosen.clear()
+        after = self._choice(self._router.key_of_result(batch_size), batch_size)
+        return None if after == before else after
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """A round took so long."""
+        self._seconds.add(shape, batch_size, seconds)
+
+    def _choice(self, key: int, batch_size: int) -> Shape:
+        """The shape of the most tokens per second, a while old at most."""
+        since, shape = self._chosen.get((key, batch_size), (-_CHOICE_ROUNDS, None))
+        if shape is None or self._round - since >= _CHOICE_ROUNDS:
+            slot = self._slots[key]
+            rates = {shape: self._rate(shape, batch_size) for shape in slot}
+            shape = max(slot, key=rates.__getitem__)
+            gain = _GAIN if shape.num_steps else 1.0  # plain decoding need not promise more
+            if self._current in rates and rates[shape] < gain * rates[self._current]:
+                shape = self._current
+            self._chosen[key, batch_size] = self._round, shape
+        self._current = shape
+        return shape
+
+    def _rate(self, shape: Shape, batch_size: int) -> float:
+        """Expected tokens of a lane per second."""
+        return self._acceptance.expected(shape) / self._seconds.of(shape, batch_size)
+
+    def _plan_probe(self, slot: tuple[Shape, ...], batch_size: int) -> None:
+        """Begin a probe where there is something to learn and time to spare for it."""
+        self._next_probe = self._round + _CHOICE_ROUNDS
+        for shape in slot:
+            if shape not in self._tried and not self._seconds.is_measured(shape):
+                self._tried.add(shape)
+                self._probe, self._probes_left, self._next_probe = shape, 2, self._round
+                return
+        current = self._current
+        others = [shape for shape in slot if shape != current]
+        if current not in slot or not others:
+            return
+        rate = self._rate(current, batch_size)
+        if current.num_steps:
+            hopes = {
+                shape: self._acceptance.hoped(shape) / self._seconds.of(shape, batch_size)
+                for shape in others
+            }
+            probe = max(others, key=hopes.__getitem__)
+            if hopes[probe] <= rate:
+                return
+        else:
+            probe = others[0]  # plain rounds show nothing: the shallowest draft shows the most
+        seconds = self._seconds.of(probe, batch_size)
+        lost = seconds * rate - self._acceptance.expected(probe)  # tokens of a lane
+        lost /= self._acceptance.expected(current)
+        if lost <= self._spare:
+            self._spare -= max(lost, 0.0)
+            self._probe, self._probes_left, self._longer = probe, 1, _LONGER_ROUNDS
+            self._next_probe = self._round + _PROBE_ROUNDS

@@ -1,0 +1,89 @@
+"""`RoundSeconds`: how long a round takes, by shape and batch size, from the rounds measured."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable
+
+from specpool._core import Shape
+
+_NUM_SAMPLES = 5
+_WEIGHT = 0.2  # of the newest median
+
+
+class _Cell:
+    """One shape at one batch size: a running figure of medians, so that one stall is no trend."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._samples.append(seconds)
+        num = len(self._samples)
+        median = sorted(self._samples)[(num - 1) // 2]
+        weight = _WEIGHT if num == _NUM_SAMPLES else 1.0
+        self.seconds += weight * (median - self.seconds)
+
+
+class RoundSeconds:
+    """A table of measured rounds, and a guess in between."""
+
+    def __init__(self, shapes: Iterable[Shape]) -> None:
+        """An empty table for `shapes`."""
+        self._cells: dict[Shape, dict[int, _Cell]] = {shape: {} for shape in shapes}
+        self._sizes: dict[Shape, list[int]] = {shape: [] for shape in self._cells}
+
+    def add(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """A round took so long."""
+        cells = self._cells.get(shape)
+        if cells is None or not seconds > 0:
+            return
+        cell = cells.get(batch_size)
+        if cell is None:
+            cell = cells[batch_size] = _Cell()
+            bisect.insort(self._sizes[shape], batch_size)
+        cell.add(seconds)
+
+    def is_measured(self, shape: Shape) -> bool:
+        """Whether any round of the shape has been."""
+        return bool(self._sizes[shape])
+
+    def of(self, shape: Shape, batch_size: int) -> float:
+        """Seconds that a round takes; an unmeasured shape's are those of the nearest by nodes.
+
+        1 where nothing has been measured.
+        """
+        if self._sizes[shape]:
+            return self._of_measured(shape, batch_size)
+        measured = [other for other, sizes in self._sizes.items() if sizes]
+        if not measured:
+            return 1.0
+        nearest = min(measured, key=lambda s: abs(s.num_draft_tokens - shape.num_draft_tokens))
+        return self._of_measured(nearest, batch_size)
+
+    def _of_measured(self, shape: Shape, batch_size: int) -> float:
+        cells, sizes = self._cells[shape], self._sizes[shape]
+        cell = cells.get(batch_size)
+        if cell is not None:
+            return cell.seconds
+        if len(sizes) == 1:
+            return cells[sizes[0]].seconds * self._growth(sizes[0], batch_size)
+        at = bisect.bisect_left(sizes, batch_size)
+        low, high = sizes[max(min(at, len(sizes) - 1) - 1, 0)], sizes[max(min(at, len(sizes) - 1), 1)]
+        first, last = cells[low].seconds, cells[high].seconds
+        seconds = first + (last - first) * (batch_size - low) / (high - low)
+        if low <= batch_size <= high:
+            return seconds
+        # Beyond what was measured a round takes no less than flat, no more than by the row.
+        edge = low if batch_size < low else high
+        flat, by_row = cells[edge].seconds, cells[edge].seconds * batch_size / edge
+        return min(max(seconds, min(flat, by_row)), max(flat, by_row))
+
+    def _growth(self, start: int, end: int) -> float:
+        """How a round's time grows between two batch sizes, by the shape measured at the most."""
+        shape = max(self._sizes, key=lambda s: len(self._sizes[s]))
+        if len(self._sizes[shape]) < 2:
+            return 1.0
+        return self._of_measured(shape, end) / self._of_measured(shape, start)
