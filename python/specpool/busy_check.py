@@ -100,8 +100,9 @@ class BusyCheck:
         self._taken_out: set[int] = set()
         self._has_shared = [False] * len(self._groups)  # pages, when last counted
         self._step = self._well_at = 0  # the newest step: launched, and at the last good look
-        # What the device's tables must hold; None while that is not known.
-        self._tables: list[npt.NDArray[np.int32]] | None = self._host_tables()
+        # What the device's tables must hold; None while that is not known, as where the rounds were
+        # timed before: what their rows have given back goes to the device with the next step.
+        self._tables: list[npt.NDArray[np.int32]] | None = None
         self.findings: deque[BusyFinding] = deque(maxlen=MAX_FINDINGS)
         self.finding_ct = 0
 

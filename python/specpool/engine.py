@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.adaptive import AdaptiveConfig, controller_of
+from specpool.adaptive import CostController, controller_of
 from specpool.attention import BACK_ENDS, back_end, check_trees
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.calibration import Tour, calibrate
@@ -65,8 +65,7 @@ class Engine:
         """
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        adaptive = cast("AdaptiveConfig | None", config.adaptive)
-        controller = controller_of(adaptive, config.shape)
+        controller = controller_of(config.adaptive, config.shape)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if controller is not None and config.shape is None:
             self.shape = controller.activate_step_by_batch(1)
@@ -136,7 +135,7 @@ class Engine:
             trims_rounds=worker == "v1",
             shares_prompts=not target.keeps_state,
         )
-        if controller is not None and adaptive.policy == "cost":
+        if isinstance(controller, CostController):
             tour = Tour(controller.candidates)
             calibrate(
                 controller,
@@ -145,7 +144,7 @@ class Engine:
                 lambda: self._loop_of(scheduler(controller=tour), level=0),
                 max_batch=config.max_batch,
             )
-        self._scheduler = scheduler(
+        self._scheduler: Scheduler = scheduler(
             max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=self._host,
@@ -154,7 +153,7 @@ class Engine:
             controller=controller,
             before_release=self._scrub,
         )
-        self._loop = self._loop_of(self._scheduler, level=config.busy_check)
+        self._loop: Loop = self._loop_of(self._scheduler, level=config.busy_check)
         self._busy_check = self._loop.busy_check
         self._submitted: dict[int, _Submitted] = {}
         # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.

@@ -45,7 +45,7 @@ class RoundShapes:
         choices = () if controller is None else controller.candidates
         self._lines = {shape: line for line, shape in enumerate(choices)}
         # By choice and row. Without a controller there is one choice.
-        self._following = np.zeros((max(len(choices), 1), num_rows), np.int32)
+        self._following: Int32 = np.zeros((max(len(choices), 1), num_rows), np.int32)
         self.choice: Choice | None = None
         self.switch_ct = 0
         self.round_cts: Counter[Shape] = Counter()
@@ -71,8 +71,9 @@ class RoundShapes:
 
     def choose(self, batch_size: int) -> Int32:
         """int32 [num_rows], the shape of each row's round if it runs now; `batch_size` decode."""
+        following: Int32 = self._following[0]
         if self._controller is None:
-            return self._following[0]
+            return following
         shape = self._controller.activate_step_by_batch(batch_size)
         if (
             self.choice is None
@@ -81,12 +82,14 @@ class RoundShapes:
         ):
             self.switch_ct += self.choice is not None and self.choice.shape != shape
             self.choice = Choice(shape, batch_size)
-        return self._following[self._lines[shape]]
+        following = self._following[self._lines[shape]]
+        return following
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """int32 [B], of these rows as the latest round would have them, whether it ran or not."""
         line = 0 if self.choice is None else self._lines[self.choice.shape]
-        return self._following[line, rows]
+        following: Int32 = self._following[line, rows]
+        return following
 
     def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
         """The results of a round: int32 [B], each lane's shape and accept length."""

@@ -3,6 +3,7 @@
 from specpool.adaptive.base import Controller
 from specpool.adaptive.config import AdaptiveConfig, SlotConfig
 from specpool.adaptive.controller import AdaptiveController
+from specpool.adaptive.cost import CostController
 from specpool.adaptive.policy import config_of, controller_of
 from specpool.adaptive.router import StepRouter
 from specpool.adaptive.slot import StepSlot
@@ -11,6 +12,7 @@ __all__ = [
     "AdaptiveConfig",
     "AdaptiveController",
     "Controller",
+    "CostController",
     "SlotConfig",
     "StepRouter",
     "StepSlot",

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -140,7 +141,7 @@ class AdaptiveConfig:
         )
 
     @classmethod
-    def from_file(cls, path: str | Path) -> AdaptiveConfig:
+    def from_file(cls, path: str | PathLike[str]) -> AdaptiveConfig:
         """Read a JSON file.
 
         Raises:

@@ -8,6 +8,7 @@ from specpool._core import Shape
 from specpool.adaptive.base import Controller
 from specpool.adaptive.config import AdaptiveConfig
 from specpool.adaptive.controller import AdaptiveController
+from specpool.adaptive.cost import CostController
 from specpool.errors import ConfigError
 
 # For every batch size; which of them is worth it shows.
@@ -37,7 +38,9 @@ def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
     return AdaptiveConfig.from_file(value)
 
 
-def controller_of(config: AdaptiveConfig | None, initial: Shape | None) -> Controller | None:
+def controller_of(
+    config: AdaptiveConfig | str | PathLike[str] | None, initial: Shape | None
+) -> Controller | None:
     """The controller of a configuration, which begins with `initial` if that is given.
 
     Raises:
@@ -45,4 +48,6 @@ def controller_of(config: AdaptiveConfig | None, initial: Shape | None) -> Contr
     """
     if config is None:
         return None
-    return AdaptiveController(config, initial=initial)
+    config = config_of(config)
+    policy = CostController if config.policy == "cost" else AdaptiveController
+    return policy(config, initial=initial)

@@ -71,7 +71,10 @@ class RoundSeconds:
         if len(sizes) == 1:
             return cells[sizes[0]].seconds * self._growth(sizes[0], batch_size)
         at = bisect.bisect_left(sizes, batch_size)
-        low, high = sizes[max(min(at, len(sizes) - 1) - 1, 0)], sizes[max(min(at, len(sizes) - 1), 1)]
+        low, high = (
+            sizes[max(min(at, len(sizes) - 1) - 1, 0)],
+            sizes[max(min(at, len(sizes) - 1), 1)],
+        )
         first, last = cells[low].seconds, cells[high].seconds
         seconds = first + (last - first) * (batch_size - low) / (high - low)
         if low <= batch_size <= high:

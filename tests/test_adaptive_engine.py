@@ -1,0 +1,283 @@
+"""Laws of adaptive drafting in an engine: switches change the speed and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lossless import Comparison, Reference
+from specpool import Engine, RequestOutput, SamplingParams, Shape, corpus
+from specpool.adaptive import AdaptiveConfig
+from specpool.assets import resolve
+from specpool.config import EngineConfig
+from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.errors import ConfigError, DraftLag
+from specpool.models import EagleHead, TargetModel
+
+NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
+TREE, WIDE = Shape.eagle(3, 4, 12), Shape.eagle(4, 8, 32)
+PROMPTS = corpus.prompts(8, 40)
+PARAMS = SamplingParams(max_new_tokens=48, ignore_eos=True)
+
+
+class Scripted:
+    """Goes through its shapes, so many rounds each; remembers what it was told."""
+
+    def __init__(self, shapes: Sequence[Shape], rounds: int = 1) -> None:
+        self.candidates = tuple(dict.fromkeys(shapes))
+        self.script = [shape for shape in shapes for _ in range(rounds)]
+        self.given: list[tuple[Shape, int]] = []
+        self.told: list[tuple[Shape, int, list[int]]] = []
+        self.timed: list[tuple[Shape, int]] = []
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        shape = self.script[len(self.given) % len(self.script)]
+        self.given.append((shape, batch_size))
+        return shape
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: np.ndarray
+    ) -> None:
+        self.told.append((shape, batch_size, num_correct_drafts.tolist()))
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        assert seconds > 0
+        self.timed.append((shape, batch_size))
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
+
+
+@pytest.fixture(scope="module")
+def head(target) -> EagleHead:
+    return EagleDrafter.from_pretrained(resolve("specpool/tiny-eagle"), target).head
+
+
+@pytest.fixture
+def build(target, head) -> Callable[..., Engine]:
+    def build(script: Scripted | None = None, *, draft: str = "eagle", **options: Any) -> Engine:
+        drafter = NgramDrafter() if draft == "ngram" else EagleDrafter(head)
+        if script is not None:
+            candidates = [
+                f"tree:{s.num_steps}x{s.topk}x{s.num_draft_tokens}" if s.num_steps else "none"
+                for s in script.candidates
+            ]
+            options["adaptive"] = AdaptiveConfig.from_dict({"1": {"candidates": candidates}})
+        options = {"page_size": 4, "max_context_len": 128, "busy_check": 2, **options}
+        engine = Engine(target, drafter, config=EngineConfig(**options))
+        if script is not None:
+            rounds = engine._scheduler.round_shapes
+            script.candidates = rounds._controller.candidates
+            rounds._controller = script
+        return engine
+
+    return build
+
+
+def check(reference: Reference, outputs: Sequence[RequestOutput]) -> None:
+    comparison = Comparison()
+    for output in outputs:
+        assert output.error is None
+        if output.token_ids != reference.text(output.prompt_ids, len(output.token_ids)):
+            comparison.add(reference, output.prompt_ids, output.token_ids)
+
+
+SCRIPTS = [
+    pytest.param("eagle", [SEVEN, ONE, SEVEN, NONE], {}, id="7 1 7 0"),
+    pytest.param("eagle", [SEVEN, ONE, SEVEN], {"page_size": 1}, id="7 1 7, page 1"),
+    pytest.param("eagle", [WIDE, ONE, TREE, NONE], {"layout": "holey"}, id="holey trees"),
+    pytest.param("eagle", [WIDE, SEVEN], {"placement": "shared", "page_size": 16}, id="shared"),
+    pytest.param("eagle", [SEVEN, NONE, TREE], {"mixed_chunks": True, "prefill_tokens": 9}, id="m"),
+    pytest.param("ngram", [SEVEN, NONE, ONE], {}, id="n-gram"),
+]
+
+
+@pytest.mark.parametrize("worker", ["v1", "v2", "D = 1"])
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize(("draft", "script", "options"), SCRIPTS)
+def test_switches_in_the_middle_of_rounds_change_no_text(
+    build, reference, draft, script, options, is_tight, worker
+):
+    """Drawn tokens too; in a tight pool requests are retracted between the switches."""
+    depth = int(worker == "D = 1")
+    options = {**options, "overlap_depth": depth, "worker": "v1" if worker == "v1" else "auto"}
+    controller = Scripted(script, rounds=1 if depth else 2)
+    if is_tight:
+        ledger = build(controller, draft=draft, **options).ledger
+        least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
+        options |= {"num_pages": least + least // 2, "headroom": 0}
+    engine = build(controller, draft=draft, **options)
+    outputs = engine.generate(PROMPTS[:6], PARAMS)
+    check(reference, outputs)
+    stats = engine.stats()
+    assert stats.adaptive.switch_ct > 4 and set(stats.adaptive.round_cts) == set(script)
+    assert sum(stats.adaptive.round_cts.values()) == stats.round_ct
+    assert (stats.retracted_ct > 0) >= is_tight
+    for group in stats.groups:
+        assert group.used_pages == 0 and group.free_pages == group.num_pages
+    drawn = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.9, seed=3)
+    plain = engine.generate(PROMPTS[:2], drawn, shape=NONE)
+    adaptive = engine.generate(PROMPTS[:2], drawn)
+    assert [o.token_ids for o in adaptive] == [o.token_ids for o in plain]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_results_carry_their_rounds_own_shape_and_batch_size(build, depth):
+    """Under overlap the controller has switched before a round's results come."""
+    script = Scripted([SEVEN, ONE, NONE, SEVEN])
+    engine = build(script, overlap_depth=depth)
+    engine.generate(
+        PROMPTS[:3], [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (9, 30, 48)]
+    )
+    assert {size for _, size in script.given} == {1, 2, 3}
+    steps = iter(script.given)
+    for shape, batch_size, num_correct in script.told:
+        assert (shape, batch_size) in steps  # in the order of the rounds
+        assert len(num_correct) <= batch_size and max(num_correct) <= shape.num_steps
+    assert {shape for shape, _ in script.timed} == {SEVEN, ONE, NONE}
+
+
+def test_who_opts_out_or_has_a_cap_keeps_it(build, reference):
+    script = Scripted([SEVEN, WIDE])
+    engine = build(script, shapes=(ONE,))
+    params = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True, max_draft_steps=cap)
+        for cap in (None, 0, 4, None, None)
+    ]
+    outputs = engine.generate(PROMPTS[:3], params[:3])
+    check(reference, outputs)
+    free, plain, capped = outputs
+    assert max(free.accept_lens) > 5 and set(plain.accept_lens) == {1}
+    assert 3 <= max(capped.accept_lens) <= 5  # whatever was chosen, it had the tree of 4 steps
+    own = engine.generate(PROMPTS[:2], params[3:], shape=[ONE, NONE])
+    check(reference, own)
+    assert max(own[0].accept_lens) == 2 and set(own[1].accept_lens) == {1}
+    with pytest.raises(ConfigError, match=r"prompt 0 asks for .*num_steps=1.*, and for 0 steps"):
+        engine.generate(PROMPTS[0], params[1], shape=ONE)
+    assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+def test_a_cap_holds_without_a_controller(build):
+    engine = build(shape=SEVEN, shapes=(ONE,))
+    for cap, most in ((None, 8), (7, 8), (6, 2), (0, 1)):
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True, max_draft_steps=cap)
+        (output,) = engine.generate(PROMPTS[0], params)
+        assert max(output.accept_lens) == most
+
+
+@pytest.mark.parametrize("policy", ["exact", "double_buffer"])
+def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, policy):
+    """Scenarios 9 and 10: down from 7 to 1, and up again, with the other round in flight.
+
+    Law: a round needs max(0, ...) more pages; what a row has only a trim or its end takes; what is
+    reserved covers the round in flight at its own width and the next at the new one.
+    """
+    script = Scripted([SEVEN, ONE], rounds=1)
+    engine = build(script, overlap_depth=1, page_size=1, policy=policy)
+    ledger, prepared, held = engine.ledger, [], {}
+    scheduler = engine._scheduler
+
+    def decoding() -> Any:
+        rows = [r.row for r in scheduler.requests() if r.row and not r.finish_reason]
+        for row in rows:
+            epoch = int(ledger.epoch[row])
+            before = held.get((row, epoch), 0)
+            held[row, epoch] = int(ledger.allocated_len(0)[row])
+            assert held[row, epoch] >= before
+        if rows:
+            assert (ledger.tokens_required(rows, [1] * len(rows)) >= 0).all()
+        step = decode()
+        if step is not None:
+            plan = step.plan
+            most = np.array([ledger.shapes[s].max_accept_len for s in plan.shapes])
+            prepared.append(plan.shapes[0])
+            assert (ledger.allocated_len(0)[plan.rows] >= plan.hi + most).all()
+            spread = plan.hi - plan.lo
+            if len(prepared) > 1 and spread.any():
+                before = ledger.shapes[prepared[-2]].max_accept_len
+                assert spread.max() == before - 1  # scenario 53: the round's before own width
+        return step
+
+    decode, scheduler._decode = scheduler._decode, decoding
+    check(reference, engine.generate(PROMPTS[:3], PARAMS))
+    assert len({*prepared}) == 2
+
+
+def test_scenario_10_a_retraction_between_switches_gives_everything_back(build, reference):
+    """Scenario 10: 1 -> 7 while a narrow round is in flight, then a retraction.
+
+    Law: the pool is whole again, and nothing that was reserved for either width is lost.
+    """
+    script = Scripted([ONE, SEVEN])
+    options = {"overlap_depth": 1, "page_size": 4, "headroom": 0}
+    ledger = build(script, **options).ledger
+    least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
+    engine = build(script, num_pages=least + 2, **options)
+    check(reference, engine.generate(PROMPTS[:5], PARAMS))
+    assert engine.stats().retracted_ct > 2
+    engine.ledger.check()
+
+
+def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypatch):
+    """Scenario 11: shape 0 for 20 rounds, then drafting. Law: who may draft again keeps draft KV.
+
+    Where a plain round of rows that adapt writes none, the ledger refuses the first draft.
+    """
+    script = Scripted([NONE] * 20 + [SEVEN] * 3)
+    engine = build(script)
+    check(reference, engine.generate(PROMPTS[:2], PARAMS))
+    assert engine.stats().adaptive.switch_ct >= 2
+    engine = build(Scripted([NONE] * 20 + [SEVEN] * 3))
+    prepare = type(engine.ledger).prepare_decode
+
+    class Plain:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine.ledger, name)
+
+        def prepare_decode(self, rows, shapes, *, writes_draft):
+            return prepare(engine.ledger, rows, shapes, writes_draft=bool(shapes.any()))
+
+    monkeypatch.setattr(engine._scheduler, "_ledger", Plain())
+    with pytest.raises(DraftLag):
+        engine.generate(PROMPTS[:2], PARAMS)
+
+
+@pytest.mark.parametrize("policy", ["ema", "cost"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_engines_own_policies_change_no_text(build, reference, policy, depth):
+    engine = build(adaptive=policy, overlap_depth=depth, max_batch=4)
+    check(reference, engine.generate(PROMPTS, PARAMS))
+    stats = engine.stats()
+    assert stats.adaptive.round_cts and stats.finding_ct == 0
+    # What measures the rounds at the start is nobody's request.
+    assert stats.finished_ct == len(PROMPTS) and stats.aborted_ct == 0
+
+
+def test_what_cannot_adapt_is_said_at_the_start(target, build, tmp_path):
+    with pytest.raises(ConfigError, match=r"drafts, but there is no draft model"):
+        Engine(target, config=EngineConfig(adaptive="ema"))
+    with pytest.raises(ConfigError, match="initial shape chain:2 is in no slot; the slots have"):
+        build(shape=Shape.eagle(2, 1, 3), adaptive="ema")
+    with pytest.raises(ConfigError, match="adaptive must be 'ema', 'cost', the path of"):
+        EngineConfig(adaptive=3)
+    path = tmp_path / "adaptive.json"
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read: No such file"):
+        EngineConfig(adaptive=str(path))
+    path.write_text('{"1": {"candidates": ["chain:x"]}}')
+    with pytest.raises(ConfigError, match=f"{path}: \"1\": .*'chain:x'"):
+        EngineConfig(adaptive=path)
+    wide = AdaptiveConfig.from_dict({"1": {"candidates": ["none", "tree:7x8x64"]}})
+    with pytest.raises(ConfigError, match="at least 32, the pages of one row of 128 slots, got 20"):
+        build(adaptive=wide, max_context_len=64, num_pages=20)
