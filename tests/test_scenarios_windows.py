@@ -80,6 +80,31 @@ def test_scenario_55_a_rewind_below_a_window_goes_further_back(page_size, length
     assert_all_back(ledger)
 
 
+@pytest.mark.parametrize("shares", ["pin", "fork"])
+def test_a_checkpoints_own_pages_come_back_below_shared_ones(shares):
+    """Found by `make soak`: the audit took the cut row for corrupt.
+
+    Law: a pin or fork shares what the window holds; what a checkpoint has kept below is the row's
+    own, below p, once a cut has brought it back.
+    """
+    ledger = make(window=9, page_size=4, sessions=True, max_context_len=24)
+    row = ledger.admit()
+    extend(ledger, row, 1)
+    ledger.end_turn(row, 1)
+    extend(ledger, row, 12)
+    extend(ledger, row, 13)
+    assert ledger.evicted_len(0)[row] == 4
+    other = ledger.pin_prefix(row, 12) if shares == "pin" else ledger.fork(row)
+    assert ledger.end_turn(row, 4) == 4
+    assert (ledger.protected_len(0)[row], ledger.evicted_len(0)[row]) == (4, 0)
+    ledger.check()
+    extend(ledger, row, 9)
+    ledger.check()
+    ledger.finish(row)
+    ledger.release_prefix(other) if shares == "pin" else ledger.finish(other)
+    ledger.check()
+
+
 def test_scenario_67_cancelled_extends_leave_the_window_held():
     """w=4, extend 8 -> 16 -> 20.
 

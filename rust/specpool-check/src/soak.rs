@@ -80,6 +80,9 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
     config.page_fencing = rng.below(4) > 0;
     config.max_chunk = rng.flip().then(|| 1 + rng.below(16));
     config.max_batch = rng.flip().then(|| 1 + rng.below(num_rows));
+    for group in &mut config.groups {
+        group.window = group.window.map(|window| window.min(config.max_context_len));
+    }
     for at in 0..config.groups.len() {
         let accepts = |num_pages: i64| {
             let mut config = config.clone();
