@@ -21,7 +21,7 @@ _PRIOR = 0.6  # rate of a first depth that nobody has seen
 _PRIOR_TRIES = 1.0
 _FORGOTTEN_TRIES = 0.5
 _CHAINS = (1, 0)
-_STALE_ROUNDS = 64  # in which half of what an unseen depth has to tell goes
+_STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
 
 def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> list[int]:
@@ -107,6 +107,7 @@ class Acceptance:
                 depths[key] = max(depths.get(key, 0), shape.num_steps)
         self._families = {key: _Family(depth) for key, depth in depths.items()}
         self._now = 0
+        self._is_estimated = False
         self._estimate()
 
     def observe(self, shape: Shape, num_correct_drafts: NumCorrectDrafts) -> bool:
@@ -121,23 +122,28 @@ class Acceptance:
         if jumped:
             for other in self._families.values():
                 other.forget(shape.num_steps if other is family else 0)
-        self._estimate()
+        self._is_estimated = False
         return jumped
 
     def expected(self, shape: Shape) -> float:
         """Tokens that a lane's round gives, the bonus token among them."""
         if not shape.num_steps:
             return 1.0
+        self._estimate()
         return _tokens(shape, self._families[_family_of(shape)].rates)
 
     def hoped(self, shape: Shape) -> float:
         """Tokens that it may give, for all that is known by now."""
         if not shape.num_steps:
             return 1.0
+        self._estimate()
         return _tokens(shape, self._families[_family_of(shape)].hopes(self._now))
 
     def _estimate(self) -> None:
         """Set all rates: the family seen last goes by itself, the others lean on it."""
+        if self._is_estimated:
+            return
+        self._is_estimated = True
         families = sorted(self._families.values(), key=lambda family: -family.seen[0])
         chains = self._families.get(_CHAINS)
         newest: list[float] = []

@@ -18,7 +18,7 @@ from specpool.adaptive.round_seconds import RoundSeconds
 from specpool.adaptive.router import StepRouter
 from specpool.adaptive.shapes import depth_order
 
-_GAIN = 1.03  # another shape must promise so much more than the one in use
+_GAIN = 1.02  # another shape must promise so much more than the one in use
 _CHOICE_ROUNDS = 4  # a choice is good for so many rounds
 _PROBE_SHARE = 0.01  # of the time, for probes
 _PROBE_ROUNDS = 16  # from one to the next at least
@@ -115,7 +115,7 @@ class CostController:
 
     def _plan_probe(self, slot: tuple[Shape, ...], batch_size: int) -> None:
         """Begin a probe where there is something to learn and time to spare for it."""
-        self._next_probe = self._round + _CHOICE_ROUNDS
+        self._next_probe = self._round + _PROBE_ROUNDS // 2
         for shape in slot:
             if shape not in self._tried and not self._seconds.is_measured(shape):
                 self._tried.add(shape)

@@ -10,6 +10,7 @@ from specpool._core import Shape
 
 _NUM_SAMPLES = 5
 _WEIGHT = 0.2  # of the newest median
+_SETTLED_SAMPLES = 3  # with fewer, a stall may be all that was seen
 
 
 class _Cell:
@@ -18,13 +19,17 @@ class _Cell:
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self.seconds = 0.0
+        self.is_settled = False
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> bool:
+        """Take over a measured round; returns whether the cell has settled with it."""
         self._samples.append(seconds)
         num = len(self._samples)
         median = sorted(self._samples)[(num - 1) // 2]
         weight = _WEIGHT if num == _NUM_SAMPLES else 1.0
         self.seconds += weight * (median - self.seconds)
+        was_settled, self.is_settled = self.is_settled, num >= _SETTLED_SAMPLES
+        return self.is_settled and not was_settled
 
 
 class RoundSeconds:
@@ -33,6 +38,7 @@ class RoundSeconds:
     def __init__(self, shapes: Iterable[Shape]) -> None:
         """An empty table for `shapes`."""
         self._cells: dict[Shape, dict[int, _Cell]] = {shape: {} for shape in shapes}
+        # Batch sizes to interpolate between: a shape's first, and every settled one.
         self._sizes: dict[Shape, list[int]] = {shape: [] for shape in self._cells}
 
     def add(self, shape: Shape, batch_size: int, seconds: float) -> None:
@@ -43,8 +49,10 @@ class RoundSeconds:
         cell = cells.get(batch_size)
         if cell is None:
             cell = cells[batch_size] = _Cell()
-            bisect.insort(self._sizes[shape], batch_size)
-        cell.add(seconds)
+        sizes = self._sizes[shape]
+        has_settled = cell.add(seconds)
+        if not sizes or (has_settled and batch_size not in sizes):
+            bisect.insort(sizes, batch_size)
 
     def is_measured(self, shape: Shape) -> bool:
         """Whether any round of the shape has been."""
@@ -64,14 +72,19 @@ class RoundSeconds:
         return self._of_measured(nearest, batch_size)
 
     def _of_measured(self, shape: Shape, batch_size: int) -> float:
-        cells, sizes = self._cells[shape], self._sizes[shape]
-        cell = cells.get(batch_size)
-        if cell is not None:
+        cell = self._cells[shape].get(batch_size)
+        if cell is None:
+            return self._interpolated(shape, batch_size)
+        if cell.is_settled:
             return cell.seconds
+        return min(cell.seconds, self._interpolated(shape, batch_size))
+
+    def _interpolated(self, shape: Shape, batch_size: int) -> float:
+        cells, sizes = self._cells[shape], self._sizes[shape]
         if len(sizes) == 1:
             return cells[sizes[0]].seconds * self._growth(sizes[0], batch_size)
-        at = bisect.bisect_left(sizes, batch_size)
-        low, high = sizes[max(min(at, len(sizes) - 1) - 1, 0)], sizes[max(min(at, len(sizes) - 1), 1)]
+        at = min(max(bisect.bisect_left(sizes, batch_size), 1), len(sizes) - 1)
+        low, high = sizes[at - 1], sizes[at]
         first, last = cells[low].seconds, cells[high].seconds
         seconds = first + (last - first) * (batch_size - low) / (high - low)
         if low <= batch_size <= high:
@@ -86,4 +99,4 @@ class RoundSeconds:
         shape = max(self._sizes, key=lambda s: len(self._sizes[s]))
         if len(self._sizes[shape]) < 2:
             return 1.0
-        return self._of_measured(shape, end) / self._of_measured(shape, start)
+        return self._interpolated(shape, end) / self._interpolated(shape, start)
