@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_scenario_12_a_batch_size_that_swings_round_a_threshold(rounds, run):
     if rounds == 0:
         assert len(found) == every_swing
         return
-    assert all(b - a >= rounds for a, b in zip(found, found[1:], strict=False))
+    assert all(b - a >= rounds for a, b in itertools.pairwise(found))
     assert len(found) == (every_swing if run >= rounds else 0)
 
 
