@@ -21,6 +21,7 @@ from specpool.adaptive.shapes import depth_order
 _GAIN = 1.02  # another shape must promise so much more than the one in use
 _CHOICE_ROUNDS = 4  # a choice is good for so many rounds
 _PROBE_SHARE = 0.01  # of the time, for probes
+_MOST_SPARE = 2.0  # rounds' worth of it that is saved up
 _PROBE_ROUNDS = 16  # from one to the next at least
 _LONGER_ROUNDS = 3  # that a probe may go on, while it gives more than was expected
 
@@ -69,7 +70,7 @@ class CostController:
         key = self._router.activate(batch_size)
         slot = self._slots[key]
         self._round += 1
-        self._spare += _PROBE_SHARE
+        self._spare = min(self._spare + _PROBE_SHARE, _MOST_SPARE)
         if not self._probes_left and self._round >= self._next_probe:
             self._plan_probe(slot, batch_size)
         if self._probes_left and self._probe in slot:
@@ -128,7 +129,7 @@ class CostController:
         rate = self._rate(current, batch_size)
         if current.num_steps:
             hopes = {
-                shape: self._acceptance.hoped(shape) / self._seconds.of(shape, batch_size)
+                shape: self._acceptance.hoped(shape) / self._seconds.hoped(shape, batch_size)
                 for shape in others
             }
             probe = max(others, key=hopes.__getitem__)
@@ -139,7 +140,7 @@ class CostController:
         seconds = self._seconds.of(probe, batch_size)
         lost = seconds * rate - self._acceptance.expected(probe)  # tokens of a lane
         lost /= self._acceptance.expected(current)
-        if lost <= self._spare:
+        if min(lost, _MOST_SPARE) <= self._spare:
             self._spare -= max(lost, 0.0)
             self._probe, self._probes_left, self._longer = probe, 1, _LONGER_ROUNDS
             self._next_probe = self._round + _PROBE_ROUNDS

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from specpool._core import Shape
 
 _NUM_SAMPLES = 5
-_WEIGHT = 0.2  # of the newest median
+_WEIGHT = 0.2  # of the newest median, where it is near
+_NEAR = 0.2  # share by which medians of one figure differ
 _SETTLED_SAMPLES = 3  # with fewer, a stall may be all that was seen
 
 
@@ -18,7 +19,7 @@ class _Cell:
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self.seconds = 0.0
+        self.seconds = self.least = 0.0  # the running figure, and the least of the latest
         self.is_settled = False
 
     def add(self, seconds: float) -> bool:
@@ -26,8 +27,9 @@ class _Cell:
         self._samples.append(seconds)
         num = len(self._samples)
         median = sorted(self._samples)[(num - 1) // 2]
-        weight = _WEIGHT if num == _NUM_SAMPLES else 1.0
-        self.seconds += weight * (median - self.seconds)
+        is_near = abs(median - self.seconds) <= _NEAR * self.seconds
+        self.seconds += (_WEIGHT if is_near else 1.0) * (median - self.seconds)
+        self.least = min(self._samples)
         was_settled, self.is_settled = self.is_settled, num >= _SETTLED_SAMPLES
         return self.is_settled and not was_settled
 
@@ -70,6 +72,12 @@ class RoundSeconds:
             return 1.0
         nearest = min(measured, key=lambda s: abs(s.num_draft_tokens - shape.num_draft_tokens))
         return self._of_measured(nearest, batch_size)
+
+    def hoped(self, shape: Shape, batch_size: int) -> float:
+        """Seconds that it may take, should what was seen have been stalls."""
+        seconds = self.of(shape, batch_size)
+        cell = self._cells[shape].get(batch_size)
+        return seconds if cell is None else min(seconds, cell.least)
 
     def _of_measured(self, shape: Shape, batch_size: int) -> float:
         cell = self._cells[shape].get(batch_size)
