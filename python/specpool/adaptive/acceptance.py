@@ -20,6 +20,7 @@ _JUMP = 3.5  # standard deviations by which recent rounds must differ from the r
 _PRIOR = 0.6  # rate of a first depth that nobody has seen
 _PRIOR_TRIES = 1.0
 _FORGOTTEN_TRIES = 0.5
+_JUMP_TRIES = 4.0  # that are kept after one, of the recent rounds: the first of them are older
 _CHAINS = (1, 0)
 _STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
@@ -60,7 +61,9 @@ class _Family:
         self.variance = _RECENT_DECAY**2 * self.variance + variance
         if surprise * surprise <= _JUMP**2 * self.variance:
             return False
-        self.hits[:], self.tries[:] = self.recent_hits, self.recent_tries
+        kept = min(1.0, _JUMP_TRIES / self.recent_tries[0])
+        self.hits = [kept * hits for hits in self.recent_hits]
+        self.tries = [kept * tries for tries in self.recent_tries]
         self.variance = 0.0
         self.recent_hits[:] = self.recent_tries[:] = [0.0] * len(self.hits)
         return True

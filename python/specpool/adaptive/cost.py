@@ -126,21 +126,17 @@ class CostController:
         others = [shape for shape in slot if shape != current]
         if current not in slot or not others:
             return
-        rate = self._rate(current, batch_size)
-        if current.num_steps:
-            hopes = {
-                shape: self._acceptance.hoped(shape) / self._seconds.hoped(shape, batch_size)
-                for shape in others
-            }
-            probe = max(others, key=hopes.__getitem__)
-            if hopes[probe] <= rate:
-                return
-        else:
-            probe = others[0]  # plain rounds show nothing: the shallowest draft shows the most
-        seconds = self._seconds.of(probe, batch_size)
-        lost = seconds * rate - self._acceptance.expected(probe)  # tokens of a lane
-        lost /= self._acceptance.expected(current)
-        if min(lost, _MOST_SPARE) <= self._spare:
-            self._spare -= max(lost, 0.0)
+        if not current.num_steps:
+            others = others[:1]  # plain rounds show nothing: the shallowest draft shows the most
+        rate, tokens = self._rate(current, batch_size), self._acceptance.expected(current)
+        best = 0.0
+        for shape in others:
+            seconds = self._seconds.hoped(shape, batch_size)
+            gain = self._acceptance.hoped(shape) / seconds / rate - 1  # should all hopes come true
+            lost = max((seconds * rate - self._acceptance.expected(shape)) / tokens, 0.1)
+            if gain / lost > best and min(lost, _MOST_SPARE) <= self._spare:
+                best, probe, price = gain / lost, shape, lost
+        if best:
+            self._spare -= price
             self._probe, self._probes_left, self._longer = probe, 1, _LONGER_ROUNDS
             self._next_probe = self._round + _PROBE_ROUNDS

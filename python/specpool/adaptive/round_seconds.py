@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from specpool._core import Shape
 
-_NUM_SAMPLES = 5
+_NUM_SAMPLES = 7
 _WEIGHT = 0.2  # of the newest median, where it is near
 _NEAR = 0.2  # share by which medians of one figure differ
 _SETTLED_SAMPLES = 3  # with fewer, a stall may be all that was seen
