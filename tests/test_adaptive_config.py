@@ -168,7 +168,7 @@ def test_a_file_that_is_not_there(tmp_path):
     ],
 )
 def test_a_bad_dict(content):
-    with pytest.raises(ConfigError, match="^adaptive configuration: "):
+    with pytest.raises(ConfigError, match=r"^adaptive configuration: "):
         AdaptiveConfig.from_dict(content)
 
 

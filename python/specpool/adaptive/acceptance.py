@@ -16,6 +16,7 @@ from specpool.adaptive.base import NumCorrectDrafts
 _DECAY = 0.99  # of a count, each round that its depth is drafted: a memory of 100 rounds
 _RECENT_DECAY = 0.85
 _MAX_LANES = 16  # lanes of a round count as so many at most: one text's rounds are alike
+_KNOWN_TRIES = 2.0  # below which nothing is a surprise
 _JUMP = 3.5  # standard deviations by which recent rounds must differ from the rest
 _PRIOR = 0.6  # rate of a first depth that nobody has seen
 _PRIOR_TRIES = 1.0
@@ -49,11 +50,12 @@ class _Family:
         surprise = variance = 0.0
         for j in range(len(survivors) - 1):
             tried, hit = survivors[j] * weight, survivors[j + 1] * weight
-            rate = min(max(self.rates[j], 0.05), 0.95)
             self.recent_tries[j] = _RECENT_DECAY * self.recent_tries[j] + tried
             self.recent_hits[j] = _RECENT_DECAY * self.recent_hits[j] + hit
-            surprise += self.recent_hits[j] - self.recent_tries[j] * rate
-            variance += tried * rate * (1 - rate)
+            if self.tries[j] >= _KNOWN_TRIES:
+                rate = min(max(self.hits[j] / self.tries[j], 0.05), 0.95)
+                surprise += self.recent_hits[j] - self.recent_tries[j] * rate
+                variance += tried * rate * (1 - rate)
             kept = _DECAY * self._freshness(j, now - 1)
             self.tries[j] = kept * self.tries[j] + tried
             self.hits[j] = kept * self.hits[j] + hit
