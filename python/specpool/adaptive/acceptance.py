@@ -28,7 +28,7 @@ _STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
 def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> list[int]:
     """Lanes with at least k correct drafts, for k of 0 to num_steps."""
-    lanes = np.bincount(num_correct_drafts, minlength=num_steps + 1).tolist()
+    lanes: list[int] = np.bincount(num_correct_drafts, minlength=num_steps + 1).tolist()
     for k in range(len(lanes) - 2, -1, -1):
         lanes[k] += lanes[k + 1]
     return lanes[: num_steps + 1]

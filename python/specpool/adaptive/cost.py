@@ -40,7 +40,7 @@ class CostController:
 
         Args:
             config: the candidates of each range of batch sizes.
-            initial: the shape to begin with; None = the deepest that drafts least.
+            initial: the shape to begin with; None = what promises most.
             graph_sizes: batch sizes for which graphs are captured, None where there are none.
 
         Raises:
@@ -73,24 +73,27 @@ class CostController:
         self._spare = min(self._spare + _PROBE_SHARE, _MOST_SPARE)
         if not self._probes_left and self._round >= self._next_probe:
             self._plan_probe(slot, batch_size)
-        if self._probes_left and self._probe in slot:
+        if self._probes_left:
             self._probes_left -= 1
-            return self._probe
-        return self._choice(key, batch_size)
+            if self._probe in slot:
+                return self._probe
+        self._current = self._choice(key, batch_size)
+        return self._current
 
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
         """Take over a round's result; returns the shape that was switched to, or None."""
-        before = self._current
+        key = self._router.key_of_result(batch_size)
+        _, before = self._chosen.get((key, batch_size), (0, None))
         if self._longer and shape == self._probe and len(num_correct_drafts):
             mean = 1 + float(np.mean(num_correct_drafts))
             self._probes_left = int(mean > self._acceptance.expected(shape))
             self._longer = self._longer - 1 if self._probes_left else 0
         if self._acceptance.observe(shape, num_correct_drafts):
             self._chosen.clear()
-        after = self._choice(self._router.key_of_result(batch_size), batch_size)
-        return None if after == before else after
+        after = self._choice(key, batch_size)
+        return None if before is None or after == before else after
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """A round took so long."""
@@ -107,7 +110,6 @@ class CostController:
             if self._current in rates and rates[shape] < gain * rates[self._current]:
                 shape = self._current
             self._chosen[key, batch_size] = self._round, shape
-        self._current = shape
         return shape
 
     def _rate(self, shape: Shape, batch_size: int) -> float:
