@@ -65,7 +65,7 @@ class Engine:
         """
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        controller = controller_of(config.adaptive, config.shape)
+        controller = controller_of(config.adaptive, initial=config.shape)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if controller is not None and config.shape is None:
             self.shape = controller.activate_step_by_batch(1)

@@ -16,17 +16,19 @@ from specpool.adaptive.base import NumCorrectDrafts
 _DECAY = 0.99  # of a count, each round that its depth is drafted: a memory of 100 rounds
 _RECENT_DECAY = 0.85
 _MAX_LANES = 16  # lanes of a round count as so many at most: one text's rounds are alike
+_KNOWN_TRIES = 2.0  # below which nothing is a surprise
 _JUMP = 3.5  # standard deviations by which recent rounds must differ from the rest
 _PRIOR = 0.6  # rate of a first depth that nobody has seen
 _PRIOR_TRIES = 1.0
 _FORGOTTEN_TRIES = 0.5
+_JUMP_TRIES = 4.0  # that are kept after one, of the recent rounds: the first of them are older
 _CHAINS = (1, 0)
-_STALE_ROUNDS = 64  # in which half of what an unseen depth has to tell goes
+_STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
 
 def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> list[int]:
     """Lanes with at least k correct drafts, for k of 0 to num_steps."""
-    lanes = np.bincount(num_correct_drafts, minlength=num_steps + 1).tolist()
+    lanes: list[int] = np.bincount(num_correct_drafts, minlength=num_steps + 1).tolist()
     for k in range(len(lanes) - 2, -1, -1):
         lanes[k] += lanes[k + 1]
     return lanes[: num_steps + 1]
@@ -48,11 +50,12 @@ class _Family:
         surprise = variance = 0.0
         for j in range(len(survivors) - 1):
             tried, hit = survivors[j] * weight, survivors[j + 1] * weight
-            rate = min(max(self.rates[j], 0.05), 0.95)
             self.recent_tries[j] = _RECENT_DECAY * self.recent_tries[j] + tried
             self.recent_hits[j] = _RECENT_DECAY * self.recent_hits[j] + hit
-            surprise += self.recent_hits[j] - self.recent_tries[j] * rate
-            variance += tried * rate * (1 - rate)
+            if self.tries[j] >= _KNOWN_TRIES:
+                rate = min(max(self.hits[j] / self.tries[j], 0.05), 0.95)
+                surprise += self.recent_hits[j] - self.recent_tries[j] * rate
+                variance += tried * rate * (1 - rate)
             kept = _DECAY * self._freshness(j, now - 1)
             self.tries[j] = kept * self.tries[j] + tried
             self.hits[j] = kept * self.hits[j] + hit
@@ -60,7 +63,9 @@ class _Family:
         self.variance = _RECENT_DECAY**2 * self.variance + variance
         if surprise * surprise <= _JUMP**2 * self.variance:
             return False
-        self.hits[:], self.tries[:] = self.recent_hits, self.recent_tries
+        kept = min(1.0, _JUMP_TRIES / self.recent_tries[0])
+        self.hits = [kept * hits for hits in self.recent_hits]
+        self.tries = [kept * tries for tries in self.recent_tries]
         self.variance = 0.0
         self.recent_hits[:] = self.recent_tries[:] = [0.0] * len(self.hits)
         return True
@@ -107,6 +112,7 @@ class Acceptance:
                 depths[key] = max(depths.get(key, 0), shape.num_steps)
         self._families = {key: _Family(depth) for key, depth in depths.items()}
         self._now = 0
+        self._is_estimated = False
         self._estimate()
 
     def observe(self, shape: Shape, num_correct_drafts: NumCorrectDrafts) -> bool:
@@ -121,23 +127,28 @@ class Acceptance:
         if jumped:
             for other in self._families.values():
                 other.forget(shape.num_steps if other is family else 0)
-        self._estimate()
+        self._is_estimated = False
         return jumped
 
     def expected(self, shape: Shape) -> float:
         """Tokens that a lane's round gives, the bonus token among them."""
         if not shape.num_steps:
             return 1.0
+        self._estimate()
         return _tokens(shape, self._families[_family_of(shape)].rates)
 
     def hoped(self, shape: Shape) -> float:
         """Tokens that it may give, for all that is known by now."""
         if not shape.num_steps:
             return 1.0
+        self._estimate()
         return _tokens(shape, self._families[_family_of(shape)].hopes(self._now))
 
     def _estimate(self) -> None:
         """Set all rates: the family seen last goes by itself, the others lean on it."""
+        if self._is_estimated:
+            return
+        self._is_estimated = True
         families = sorted(self._families.values(), key=lambda family: -family.seen[0])
         chains = self._families.get(_CHAINS)
         newest: list[float] = []

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -71,7 +72,7 @@ class SlotConfig:
         candidate: it would move up and down for ever.
         """
         shapes = sorted(self.candidates, key=depth_order)
-        for shallow, deep in zip(shapes, shapes[1:], strict=False):
+        for shallow, deep in pairwise(shapes):
             if shallow.num_steps == deep.num_steps:
                 raise ConfigError(
                     f"candidates {name_of(shallow)} and {name_of(deep)} both draft "

@@ -1,4 +1,4 @@
-"""`AdaptiveController`: upstream's policy, a slot with its own EMA for each range of batch sizes."""
+"""`AdaptiveController`: upstream's policy, a slot with its EMA for each range of batch sizes."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class AdaptiveController:
         num_lanes = len(num_correct_drafts) if shape.num_steps else 0
         if not num_lanes:
             return slot.update(None)
-        is_array = isinstance(num_correct_drafts, np.ndarray)
-        total = num_correct_drafts.sum() if is_array else sum(num_correct_drafts)
-        return slot.update(int(total) / num_lanes)
+        if isinstance(num_correct_drafts, np.ndarray):
+            return slot.update(int(num_correct_drafts.sum()) / num_lanes)
+        return slot.update(sum(num_correct_drafts) / num_lanes)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Nothing: this policy does not ask what a round costs."""

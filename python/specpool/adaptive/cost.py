@@ -18,9 +18,10 @@ from specpool.adaptive.round_seconds import RoundSeconds
 from specpool.adaptive.router import StepRouter
 from specpool.adaptive.shapes import depth_order
 
-_GAIN = 1.03  # another shape must promise so much more than the one in use
+_GAIN = 1.02  # another shape must promise so much more than the one in use
 _CHOICE_ROUNDS = 4  # a choice is good for so many rounds
 _PROBE_SHARE = 0.01  # of the time, for probes
+_MOST_SPARE = 2.0  # rounds' worth of it that is saved up
 _PROBE_ROUNDS = 16  # from one to the next at least
 _LONGER_ROUNDS = 3  # that a probe may go on, while it gives more than was expected
 
@@ -39,7 +40,7 @@ class CostController:
 
         Args:
             config: the candidates of each range of batch sizes.
-            initial: the shape to begin with; None = the deepest that drafts least.
+            initial: the shape to begin with; None = what promises most.
             graph_sizes: batch sizes for which graphs are captured, None where there are none.
 
         Raises:
@@ -69,27 +70,30 @@ class CostController:
         key = self._router.activate(batch_size)
         slot = self._slots[key]
         self._round += 1
-        self._spare += _PROBE_SHARE
+        self._spare = min(self._spare + _PROBE_SHARE, _MOST_SPARE)
         if not self._probes_left and self._round >= self._next_probe:
             self._plan_probe(slot, batch_size)
-        if self._probes_left and self._probe in slot:
+        if self._probes_left:
             self._probes_left -= 1
-            return self._probe
-        return self._choice(key, batch_size)
+            if self._probe in slot:
+                return self._probe
+        self._current = self._choice(key, batch_size)
+        return self._current
 
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
         """Take over a round's result; returns the shape that was switched to, or None."""
-        before = self._current
+        key = self._router.key_of_result(batch_size)
+        _, before = self._chosen.get((key, batch_size), (0, None))
         if self._longer and shape == self._probe and len(num_correct_drafts):
             mean = 1 + float(np.mean(num_correct_drafts))
             self._probes_left = int(mean > self._acceptance.expected(shape))
             self._longer = self._longer - 1 if self._probes_left else 0
         if self._acceptance.observe(shape, num_correct_drafts):
             self._chosen.clear()
-        after = self._choice(self._router.key_of_result(batch_size), batch_size)
-        return None if after == before else after
+        after = self._choice(key, batch_size)
+        return None if before is None or after == before else after
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """A round took so long."""
@@ -106,7 +110,6 @@ class CostController:
             if self._current in rates and rates[shape] < gain * rates[self._current]:
                 shape = self._current
             self._chosen[key, batch_size] = self._round, shape
-        self._current = shape
         return shape
 
     def _rate(self, shape: Shape, batch_size: int) -> float:
@@ -115,7 +118,7 @@ class CostController:
 
     def _plan_probe(self, slot: tuple[Shape, ...], batch_size: int) -> None:
         """Begin a probe where there is something to learn and time to spare for it."""
-        self._next_probe = self._round + _CHOICE_ROUNDS
+        self._next_probe = self._round + _PROBE_ROUNDS // 2
         for shape in slot:
             if shape not in self._tried and not self._seconds.is_measured(shape):
                 self._tried.add(shape)
@@ -125,21 +128,17 @@ class CostController:
         others = [shape for shape in slot if shape != current]
         if current not in slot or not others:
             return
-        rate = self._rate(current, batch_size)
-        if current.num_steps:
-            hopes = {
-                shape: self._acceptance.hoped(shape) / self._seconds.of(shape, batch_size)
-                for shape in others
-            }
-            probe = max(others, key=hopes.__getitem__)
-            if hopes[probe] <= rate:
-                return
-        else:
-            probe = others[0]  # plain rounds show nothing: the shallowest draft shows the most
-        seconds = self._seconds.of(probe, batch_size)
-        lost = seconds * rate - self._acceptance.expected(probe)  # tokens of a lane
-        lost /= self._acceptance.expected(current)
-        if lost <= self._spare:
-            self._spare -= max(lost, 0.0)
+        if not current.num_steps:
+            others = others[:1]  # plain rounds show nothing: the shallowest draft shows the most
+        rate, tokens = self._rate(current, batch_size), self._acceptance.expected(current)
+        best = 0.0
+        for shape in others:
+            seconds = self._seconds.hoped(shape, batch_size)
+            gain = self._acceptance.hoped(shape) / seconds / rate - 1  # should all hopes come true
+            lost = max((seconds * rate - self._acceptance.expected(shape)) / tokens, 0.1)
+            if gain / lost > best and min(lost, _MOST_SPARE) <= self._spare:
+                best, probe, price = gain / lost, shape, lost
+        if best:
+            self._spare -= price
             self._probe, self._probes_left, self._longer = probe, 1, _LONGER_ROUNDS
             self._next_probe = self._round + _PROBE_ROUNDS

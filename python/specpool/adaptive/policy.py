@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 
 from specpool._core import Shape
@@ -39,9 +40,12 @@ def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
 
 
 def controller_of(
-    config: AdaptiveConfig | str | PathLike[str] | None, initial: Shape | None
+    config: AdaptiveConfig | str | PathLike[str] | None,
+    *,
+    initial: Shape | int | None = None,
+    graph_sizes: Sequence[int] | None = None,
 ) -> Controller | None:
-    """The controller of a configuration, which begins with `initial` if that is given.
+    """The controller of a configuration; the other arguments are `AdaptiveController`'s.
 
     Raises:
         ConfigError: no slot has `initial`.
@@ -50,4 +54,4 @@ def controller_of(
         return None
     config = config_of(config)
     policy = CostController if config.policy == "cost" else AdaptiveController
-    return policy(config, initial=initial)
+    return policy(config, initial=initial, graph_sizes=graph_sizes)

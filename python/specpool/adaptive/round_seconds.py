@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 from specpool._core import Shape
 
-_NUM_SAMPLES = 5
-_WEIGHT = 0.2  # of the newest median
+_NUM_SAMPLES = 7
+_WEIGHT = 0.2  # of the newest median, where it is near
+_NEAR = 0.2  # share by which medians of one figure differ
+_SETTLED_SAMPLES = 3  # with fewer, a stall may be all that was seen
 
 
 class _Cell:
@@ -17,14 +19,19 @@ class _Cell:
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self.seconds = 0.0
+        self.seconds = self.least = 0.0  # the running figure, and the least of the latest
+        self.is_settled = False
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> bool:
+        """Take over a measured round; returns whether the cell has settled with it."""
         self._samples.append(seconds)
         num = len(self._samples)
         median = sorted(self._samples)[(num - 1) // 2]
-        weight = _WEIGHT if num == _NUM_SAMPLES else 1.0
-        self.seconds += weight * (median - self.seconds)
+        is_near = abs(median - self.seconds) <= _NEAR * self.seconds
+        self.seconds += (_WEIGHT if is_near else 1.0) * (median - self.seconds)
+        self.least = min(self._samples)
+        was_settled, self.is_settled = self.is_settled, num >= _SETTLED_SAMPLES
+        return self.is_settled and not was_settled
 
 
 class RoundSeconds:
@@ -33,6 +40,7 @@ class RoundSeconds:
     def __init__(self, shapes: Iterable[Shape]) -> None:
         """An empty table for `shapes`."""
         self._cells: dict[Shape, dict[int, _Cell]] = {shape: {} for shape in shapes}
+        # Batch sizes to interpolate between: a shape's first, and every settled one.
         self._sizes: dict[Shape, list[int]] = {shape: [] for shape in self._cells}
 
     def add(self, shape: Shape, batch_size: int, seconds: float) -> None:
@@ -43,8 +51,10 @@ class RoundSeconds:
         cell = cells.get(batch_size)
         if cell is None:
             cell = cells[batch_size] = _Cell()
-            bisect.insort(self._sizes[shape], batch_size)
-        cell.add(seconds)
+        sizes = self._sizes[shape]
+        has_settled = cell.add(seconds)
+        if not sizes or (has_settled and batch_size not in sizes):
+            bisect.insort(sizes, batch_size)
 
     def is_measured(self, shape: Shape) -> bool:
         """Whether any round of the shape has been."""
@@ -63,18 +73,26 @@ class RoundSeconds:
         nearest = min(measured, key=lambda s: abs(s.num_draft_tokens - shape.num_draft_tokens))
         return self._of_measured(nearest, batch_size)
 
+    def hoped(self, shape: Shape, batch_size: int) -> float:
+        """Seconds that it may take, should what was seen have been stalls."""
+        seconds = self.of(shape, batch_size)
+        cell = self._cells[shape].get(batch_size)
+        return seconds if cell is None else min(seconds, cell.least)
+
     def _of_measured(self, shape: Shape, batch_size: int) -> float:
-        cells, sizes = self._cells[shape], self._sizes[shape]
-        cell = cells.get(batch_size)
-        if cell is not None:
+        cell = self._cells[shape].get(batch_size)
+        if cell is None:
+            return self._interpolated(shape, batch_size)
+        if cell.is_settled:
             return cell.seconds
+        return min(cell.seconds, self._interpolated(shape, batch_size))
+
+    def _interpolated(self, shape: Shape, batch_size: int) -> float:
+        cells, sizes = self._cells[shape], self._sizes[shape]
         if len(sizes) == 1:
             return cells[sizes[0]].seconds * self._growth(sizes[0], batch_size)
-        at = bisect.bisect_left(sizes, batch_size)
-        low, high = (
-            sizes[max(min(at, len(sizes) - 1) - 1, 0)],
-            sizes[max(min(at, len(sizes) - 1), 1)],
-        )
+        at = min(max(bisect.bisect_left(sizes, batch_size), 1), len(sizes) - 1)
+        low, high = sizes[at - 1], sizes[at]
         first, last = cells[low].seconds, cells[high].seconds
         seconds = first + (last - first) * (batch_size - low) / (high - low)
         if low <= batch_size <= high:
@@ -89,4 +107,4 @@ class RoundSeconds:
         shape = max(self._sizes, key=lambda s: len(self._sizes[s]))
         if len(self._sizes[shape]) < 2:
             return 1.0
-        return self._of_measured(shape, end) / self._of_measured(shape, start)
+        return self._interpolated(shape, end) / self._interpolated(shape, start)
