@@ -269,6 +269,15 @@ def test_a_tree_is_never_expected_to_do_worse_than_the_chain_in_it():
     assert acceptance.expected(TREE) >= acceptance.expected(chain(5)) > 5
 
 
+def test_an_old_chain_is_expected_to_do_no_better_than_the_tree_round_it():
+    acceptance = Acceptance([chain(5), TREE])
+    rng = np.random.default_rng(2)
+    for shape, rate, rounds in ((TREE, 0.7, 20), (chain(5), 0.9, 20), (TREE, 0.5, 60)):
+        for _ in range(rounds):
+            acceptance.observe(shape, draw(rng, shape, 1, const(rate)))
+    assert acceptance.expected(TREE) >= acceptance.expected(chain(5))
+
+
 def test_results_of_shapes_that_say_nothing_change_nothing():
     acceptance = Acceptance([chain(3)])
     before = acceptance.expected(chain(3))
