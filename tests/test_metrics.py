@@ -27,6 +27,7 @@ def test_no_number_is_left_out():
         "seconds",
         "sessions",
         "host",
+        "adaptive",
     }
     assert set(GROUP_GAUGES) == numbers_of(GroupStats) - {"name"} | {"used_pages"}
     assert all(field.endswith("_ct") for field in COUNTERS)
@@ -91,3 +92,19 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
         pytest.raises(ConfigError, match=r"pip install 'specpool\[metrics\]'"),
     ):
         register(engine)
+
+
+def test_what_a_controller_chose_is_told():
+    registry = CollectorRegistry()
+    with Engine.from_pretrained(
+        draft="specpool/tiny-eagle", max_context_len=128, adaptive="ema"
+    ) as engine:
+        register(engine, registry)
+        engine.generate(corpus.prompts(2, 40), SamplingParams(max_new_tokens=60, ignore_eos=True))
+        adaptive = engine.stats().adaptive
+        assert adaptive.round_cts
+        for shape, ct in adaptive.round_cts.items():
+            name = {"shape": f"chain:{shape.num_steps}"}
+            assert registry.get_sample_value("specpool_chosen_rounds_total", name) == ct
+        switches = registry.get_sample_value("specpool_switches_total")
+        assert switches == adaptive.switch_ct

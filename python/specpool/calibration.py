@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -55,7 +54,7 @@ def calibrate(
     """Tell `controller` what a round of each of its candidates takes, by batch size.
 
     Args:
-        controller: is told the median of a few rounds each.
+        controller: is told of a few rounds each.
         tour: of its candidates.
         ledger: nothing runs on it.
         build: a loop whose scheduler has `tour` for its controller.
@@ -80,8 +79,8 @@ def calibrate(
                     tour.shape, tour.seconds = shape, []
                     while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
                         loop.turn()
-                    if timed := tour.seconds[_WARM_UP:]:
-                        controller.on_round_seconds(shape, size, statistics.median(timed))
+                    for seconds in tour.seconds[_WARM_UP:]:
+                        controller.on_round_seconds(shape, size, seconds)
             for request in requests:
                 scheduler.abort(request)
             loop.drain()

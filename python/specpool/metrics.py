@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from specpool.adaptive.shapes import name_of
 from specpool.errors import ConfigError
 from specpool.stats import EngineStats, PhaseSeconds
 
@@ -76,8 +77,8 @@ def register(
         What `registry.unregister` takes.
 
     Raises:
-        ConfigError: prometheus-client is not installed, a label is called `group`, `phase` or
-            `accept_len`, or the names are taken in this registry.
+        ConfigError: prometheus-client is not installed, a label is called `group`, `phase`,
+            `accept_len` or `shape`, or the names are taken in this registry.
     """
     try:
         from prometheus_client import REGISTRY
@@ -86,7 +87,7 @@ def register(
         raise ConfigError(
             "metrics need prometheus-client: pip install 'specpool[metrics]'"
         ) from None
-    taken = sorted({"group", "phase", "accept_len"} & set(labels or ()))
+    taken = sorted({"group", "phase", "accept_len", "shape"} & set(labels or ()))
     if taken:
         raise ConfigError(f"labels must not be called {', '.join(taken)}: specpool has its own")
 
@@ -137,3 +138,12 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
     for each in fields(PhaseSeconds):
         seconds.add_metric([*values, each.name], getattr(stats.seconds, each.name))
     yield seconds
+    if stats.adaptive is not None:
+        text = "Rounds for which another shape was chosen than for the round before."
+        switches = family(CounterMetricFamily, "switches", text)
+        switches.add_metric(values, stats.adaptive.switch_ct)
+        yield switches
+        chosen = family(CounterMetricFamily, "chosen_rounds", "Rounds by chosen shape.", "shape")
+        for shape, ct in stats.adaptive.round_cts.items():
+            chosen.add_metric([*values, name_of(shape)], ct)
+        yield chosen
