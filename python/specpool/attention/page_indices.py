@@ -203,10 +203,10 @@ def indices_of(view: AttentionView, window: int | None) -> Indices:
     """
     if view.read_tokens is not None:
         return DecodeIndices(token_csr(view.read_tokens(), window))
-    kv_lens = view.kv_lens
-    if kv_lens is None:
-        width = view.read_pages.shape[1] * view.page_size
-        kv_lens = np.full(view.num_lanes, width, np.int32)
+    width = view.read_pages.shape[1] * view.page_size
+    kv_lens = np.full(view.num_lanes, width, np.int32) if view.kv_lens is None else view.kv_lens
+    if not view.is_causal:  # upper bounds, maybe of what nobody has pages for
+        kv_lens = np.minimum(kv_lens, np.int32(width))
     pages = page_csr(view.read_pages, kv_lens, view.page_size)
     shown = window if window is not None and window < kv_lens.max() else None
     is_causal = view.is_causal and shown is None
