@@ -19,7 +19,13 @@ import flashinfer_emulation
 from families import make_config, make_model
 from flashinfer_kit import Pages, Rig, compare
 from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError, corpus
-from specpool.attention import BACK_ENDS, attend, flashinfer_backend, page_indices
+from specpool.attention import (
+    BACK_ENDS,
+    attend,
+    flashinfer_backend,
+    page_indices,
+    torch_backend,
+)
 from specpool.attention.flashinfer_backend import FlashInfer
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
 from specpool.draft.branches import DenseBranches, HoleyBranches
@@ -37,7 +43,7 @@ def _cuda() -> Rig:
         pytest.skip(lack)
     import flashinfer
 
-    return Rig(flashinfer, torch.device("cuda"), torch.float16, 64, 5e-3)
+    return Rig(flashinfer, torch.device("cuda:0"), torch.float16, 64, 5e-3)
 
 
 @pytest.fixture(params=["emulated", "cuda"])
@@ -171,6 +177,19 @@ def test_any_view(data: st.DataObject) -> None:
         compare(EMULATED, pages, view, window=window, seed=seed)
 
 
+def test_queries_may_have_another_dtype_than_the_pages() -> None:
+    rig = dataclasses.replace(EMULATED, dtype=torch.bfloat16)
+    pages, outputs = Pages(rig, 4, 2), []
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(8, 4, 8, generator=generator).bfloat16().float()
+    k, v = torch.randn(2, 8, 2, 8, generator=generator)
+    for run in (torch_backend.attend, rig.backend.attend):
+        buffers = [buffer.clone() for buffer in pages.buffers]
+        outputs.append(run(verify_view(pages, [5, 12], 4), *buffers, q, k, v, scaling=1.0))
+    assert outputs[1].dtype == torch.float32
+    torch.testing.assert_close(*outputs, atol=1e-2, rtol=1e-2)  # bfloat16's
+
+
 def test_a_view_without_lengths_is_read_whole() -> None:
     """As views are that somebody else builds: what the mask hides does not count."""
     pages = Pages(EMULATED, 4, 2)
@@ -249,19 +268,19 @@ CASES = {
 }
 
 
-def use_both(monkeypatch) -> list[str]:
+def use_both(monkeypatch, rig: Rig = EMULATED) -> list[str]:
     """Every attention of engines to come runs through both back ends; what was planned for."""
     seen: list[str] = []
 
     def start(device, dtype, layers, model_type):
-        backend = FlashInfer(flashinfer_emulation, device)
+        backend = FlashInfer(rig.library, device)
 
         def run(view, k_buffer, v_buffer, q, k, v, **options):
             spare = [k_buffer.clone(), v_buffer.clone()]
             out = backend.attend(view, *spare, q, k, v, **options)
             plain = dataclasses.replace(view, attend_with=None)
             expected = attend(plain, k_buffer, v_buffer, q, k, v, **options)
-            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(out, expected, atol=rig.tolerance, rtol=rig.tolerance)
             seen.extend(type(plan.wrapper).__name__ for plan in view.plans.values())
             return expected
 
@@ -301,6 +320,21 @@ def test_every_forward_over_windows(family: str, monkeypatch) -> None:
     ) as engine:
         engine.generate([[5, 6, 7, 8] * 4, [9, 3], [1] * 11], params)
     assert "BatchPrefillWithPagedKVCacheWrapper" in seen
+
+
+@pytest.mark.parametrize("shape", [Shape.none(), Shape.eagle(3, 1, 4)], ids=["plain", "chain"])
+def test_every_forward_on_cuda(shape: Shape, monkeypatch) -> None:
+    rig = _cuda()
+    seen = use_both(monkeypatch, rig)
+    config = make_config("llama")
+    config.head_dim = rig.head_dim
+    model = make_model(config).to(rig.device, rig.dtype)
+    draft = "ngram" if shape.num_draft_tokens > 1 else None
+    with Engine.from_pretrained(
+        model, attention="flashinfer", draft=draft, shape=shape, overlap_depth=1, max_context_len=96
+    ) as engine:
+        engine.generate([[5, 6, 7, 8] * 4, [9, 3], [1] * 11], SamplingParams(max_new_tokens=16))
+    assert seen
 
 
 def test_what_is_missing_is_said_at_start(monkeypatch) -> None:

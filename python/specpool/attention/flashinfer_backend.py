@@ -91,8 +91,7 @@ class _Layer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
+    dtype: torch.dtype
     scaling: float
     softcap: float | None
 
@@ -148,7 +147,6 @@ class FlashInfer:
             q.shape[1],
             k_buffer.shape[1],
             q.shape[2],
-            q.dtype,
             k_buffer.dtype,
             scaling,
             softcap,
@@ -161,8 +159,9 @@ class FlashInfer:
         pages = tuple(
             buffer.view(-1, plan.page_size, *buffer.shape[1:]) for buffer in (k_buffer, v_buffer)
         )
-        out: Tensor = plan.wrapper.run(q.contiguous(), pages)
-        return out
+        # Queries that a model made in float32 are read as its keys are.
+        out: Tensor = plan.wrapper.run(q.to(layer.dtype).contiguous(), pages)
+        return out.to(q.dtype)
 
     def _plan(self, indices: Indices, layer: _Layer) -> _Plan:
         options: dict[str, Any] = {
@@ -170,8 +169,8 @@ class FlashInfer:
             "window_left": -1,
             "logits_soft_cap": layer.softcap,
             "sm_scale": layer.scaling,
-            "q_data_type": layer.q_dtype,
-            "kv_data_type": layer.kv_dtype,
+            "q_data_type": layer.dtype,
+            "kv_data_type": layer.dtype,
         }
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, indices.pages.page_size)
         csr = (
