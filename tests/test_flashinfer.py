@@ -28,6 +28,7 @@ from specpool.attention import (
 )
 from specpool.attention.flashinfer_backend import FlashInfer
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
+from specpool.cli import info
 from specpool.draft.branches import DenseBranches, HoleyBranches
 from specpool.kv_cache import LayerKV
 from specpool.models import TargetModel
@@ -347,6 +348,16 @@ def test_what_is_missing_is_said_at_start(monkeypatch) -> None:
     monkeypatch.setattr(flashinfer_backend, "missing", lambda: None)
     with pytest.raises(ConfigError, match="needs a CUDA device, the model is on cpu"):
         Engine.from_pretrained(attention="flashinfer")
+
+
+def test_info_says_what_is_missing(monkeypatch, capsys) -> None:
+    """The extra's brackets are text, no markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(flashinfer_backend.importlib.util, "find_spec", lambda name: None)
+    info.show(json=False)
+    assert "no: the package is not installed: pip install 'specpool[flashinfer]'" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_broken_installation_is_said_at_start(monkeypatch) -> None:
