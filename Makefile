@@ -66,7 +66,7 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	$(BIN)/pytest -n 2
 
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
-	$(BIN)/pytest -k cuda tests/test_device_*.py
+	$(BIN)/pytest -k cuda tests/test_device_*.py tests/test_flashinfer.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
 
 # Without torch's cache every tensor is an allocation of its own, whose ends memcheck knows.

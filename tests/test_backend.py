@@ -33,7 +33,7 @@ def test_trees_on_pages_need_a_back_end_that_reads_them(whole_pages, shapes):
     """Also where only some requests may ask for the tree."""
     message = (
         r"attention 'whole' cannot read trees on pages, and page_size is 16, topk 2 "
-        r"\(Shape.*\): torch can; or take page_size 1, or topk 1"
+        r"\(Shape.*\): torch, flashinfer can; or take page_size 1, or topk 1"
     )
     with pytest.raises(ConfigError, match=message):
         build(page_size=16, **shapes)

@@ -134,12 +134,16 @@ def test_a_failed_mixed_forward_ends_its_requests_alone(depth, monkeypatch):
 
 def test_a_back_end_without_ragged_masks_is_refused_while_drafting(monkeypatch):
     monkeypatch.setitem(BACK_ENDS, "square", BackEnd("square", False, True, False))
-    message = r"needs a back end that reads ragged masks \(torch\), attention is 'square'"
+    message = (
+        r"needs a back end that reads ragged masks \(torch, flashinfer\), attention is 'square'"
+    )
     with pytest.raises(ConfigError, match=message):
         make("chain", attention="square")
     with make("plain", attention="square") as engine:
         assert engine.generate(PROMPTS[:1], GREEDY)[0].finish_reason == "length"
-    with pytest.raises(ConfigError, match="attention must be one of torch, square, got 'none'"):
+    with pytest.raises(
+        ConfigError, match="attention must be one of torch, flashinfer, square, got 'none'"
+    ):
         make("chain", attention="none")
     with pytest.raises(ConfigError, match="mixed_chunks must be True or False, got 1"):
         make("chain", mixed_chunks=1)

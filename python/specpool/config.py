@@ -99,7 +99,7 @@ class EngineConfig:
         headroom: tokens that every row must have room for beyond its next round before another
             request is admitted: with less, rows wait for each other's pages; with more, fewer run.
         mixed_chunks: a turn's prefill chunk and its round share one forward of the target.
-        attention: back end that reads the pages: `torch`.
+        attention: back end that reads the pages: `torch`, or `flashinfer` on CUDA.
         max_context_len: tokens of a sequence at most; None = what the model's positions allow.
         num_pages: pages of each full group; None = what `kv_bytes` holds, at most `max_batch` full
             rows. A window group has the pages of `max_batch` windows and one prefill step, at most

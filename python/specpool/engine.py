@@ -81,6 +81,9 @@ class Engine:
                 f"mixed_chunks while drafting needs a back end that reads ragged masks "
                 f"({', '.join(able)}), attention is {attention.name!r}"
             )
+        draft_layers = drafter.layers if drafter is not None else ()
+        layers = [*target.layer_kv, *draft_layers]
+        attend_with = attention.start(target.device, target.dtype, layers, target.config.model_type)
         worker = routed(config, target, drafter, shapes)
         limit = target.max_context_len
         self.max_context_len = config.max_context_len or limit
@@ -88,7 +91,6 @@ class Engine:
             raise ConfigError(
                 f"max_context_len {self.max_context_len} is above the model's {limit} positions"
             )
-        draft_layers = drafter.layers if drafter is not None else ()
         pools = plan_pools(
             config,
             target.layer_kv,
@@ -101,10 +103,11 @@ class Engine:
         self.ledger = pools.ledger
         self.cache = KVCache(
             pools.ledger,
-            [*target.layer_kv, *draft_layers],
+            layers,
             pools.layer_groups,
             dtype=target.dtype,
             device=target.device,
+            attend_with=attend_with,
         )
         self.kv_bytes = self.cache.num_bytes
         if drafter is not None:

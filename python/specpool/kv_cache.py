@@ -36,6 +36,7 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        attend_with: Callable[..., Tensor] | None = None,
     ) -> None:
         """Allocate zeroed buffers.
 
@@ -45,6 +46,7 @@ class KVCache:
             layer_groups: the group of each layer, `len(layers)` indices into `ledger.groups`.
             dtype: of keys and values.
             device: where the buffers live.
+            attend_with: the back end's `attend`, of all views of these pages; None = torch's.
 
         Raises:
             ConfigError: a CUDA device for which the kernels cannot be built.
@@ -53,6 +55,7 @@ class KVCache:
             prepare(device)
         self.device = device
         self.dtype = dtype
+        self.attend_with = attend_with
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.windows = [group.window for group in ledger.groups]
         self.layer_groups = list(layer_groups)

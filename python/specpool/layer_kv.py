@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,8 @@ class LayerKV:
     k_head_dim: int
     v_head_dim: int
     window: int | None = None  # keys seen by a query, itself included; None = all
+    # Extra scores take part in its softmax; nothing is stored for them.
+    has_sinks: bool = field(default=False, compare=False)
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token's key and value, of numbers of `itemsize` bytes."""

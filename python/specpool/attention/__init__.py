@@ -1,8 +1,8 @@
 """Attention back ends: what one forward reads and writes on pages, and how it attends."""
 
+from specpool.attention.attend import attend
 from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees
-from specpool.attention.torch_backend import attend
-from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, View
+from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, TokenReads, View
 
 __all__ = [
     "BACK_ENDS",
@@ -10,6 +10,7 @@ __all__ = [
     "AttentionView",
     "BackEnd",
     "JoinedView",
+    "TokenReads",
     "View",
     "attend",
     "back_end",

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from specpool._core import Shape
+from specpool.attention import flashinfer_backend
+from specpool.attention.view import Attend
 from specpool.errors import ConfigError
+from specpool.layer_kv import LayerKV
+
+Start = Callable[[torch.device, torch.dtype, Sequence[LayerKV], str], Attend | None]
+
+
+def _start_nothing(
+    device: torch.device, dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str
+) -> None:
+    """Torch's `attend` is there anyway, and does all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +32,28 @@ class BackEnd:
         reads_trees_on_pages: a tree's nodes may lie on pages of several slots.
         needs_host_lengths: the host must know every length before a forward: a round then waits for
             the lengths that the one before left on the device.
+        start: (device, dtype, layers with KV, type of the model) -> the `attend` of the views of
+            one engine, None = torch's. Raises `ConfigError` where it cannot do what they ask for.
     """
 
     name: str
     reads_ragged_masks: bool
     reads_trees_on_pages: bool
     needs_host_lengths: bool
+    start: Start = _start_nothing
 
 
 BACK_ENDS = {
     "torch": BackEnd(
         "torch", reads_ragged_masks=True, reads_trees_on_pages=True, needs_host_lengths=False
+    ),
+    # It plans on the host, from lengths that the host must have.
+    "flashinfer": BackEnd(
+        "flashinfer",
+        reads_ragged_masks=True,
+        reads_trees_on_pages=True,
+        needs_host_lengths=True,
+        start=flashinfer_backend.start,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.attention.view import AttentionView
+from specpool.attention.view import AttentionView, TokenReads
 from specpool.kernels import device as kernels
 from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
@@ -165,6 +166,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     num_columns = pages.shape[1] * cache.page_sizes[group]
     slots = lanes.slots(cache, group).view(-1, num_views)
     length = lanes.seq_lens.common
+    kv_lens, is_exact = _kv_lens(lanes, origins, 1), lanes.seq_lens.is_exact
     biases: dict[int | None, Tensor] = {}  # of all forwards, by window
 
     def bias_for(window: int | None, step: int) -> Tensor:
@@ -187,6 +189,9 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             mask_for=partial(bias_for, step=step),
             decode_len=None if length is None else length + 1 + step - int(origins),
             reader=cache.reader,
+            kv_lens=None if kv_lens is None else kv_lens + np.int32(step),
+            is_causal=is_exact and kv_lens is not None,
+            attend_with=cache.attend_with,
         )
         for step in range(num_views)
     ]
@@ -215,6 +220,7 @@ def own_view(
     own_mask: Tensor,
     own_positions: Tensor,
     q_positions: Tensor,
+    read_tokens: Callable[[], TokenReads] | None = None,
 ) -> AttentionView:
     """Verify and dense drafting: a query sees `[0, start)` and its own choice of cells after it.
 
@@ -226,6 +232,7 @@ def own_view(
         own_mask: bool [B, Q, W]: query i sees cell `start + j`.
         own_positions: int32 [B, W], the model position of the token in each of these cells.
         q_positions: int32 [B, Q], the model position of each query. Windows go by position.
+        read_tokens: see `AttentionView`.
     """
     _, num_queries, num_cells = own_mask.shape
     pages, origins = lanes.pages(cache, group, num_cells)
@@ -253,7 +260,20 @@ def own_view(
         q_lens=num_queries if isinstance(lanes.widths, int) else lanes.widths.tolist(),
         mask_for=bias_for,
         reader=cache.reader,
+        kv_lens=_kv_lens(lanes, origins, lanes.widths if ragged else num_cells),
+        read_tokens=read_tokens,
+        attend_with=cache.attend_with,
     )
+
+
+def _kv_lens(lanes: Lanes, origins: Tensor | int, ahead: Int32 | int) -> Int32 | None:
+    """int32 [B], on the host: cells up to `ahead` behind each start; None = the host cannot tell.
+
+    It knows no origins but common ones.
+    """
+    if not isinstance(origins, int):
+        return None
+    return (lanes.seq_lens.hi + (ahead - origins)).astype(np.int32, copy=False)
 
 
 def _since(origins: Tensor | int, positions: Tensor) -> Tensor:
@@ -286,6 +306,7 @@ def _causal(
 
     # Plain decoding at lengths that the host knows to be equal needs no mask.
     length = lanes.seq_lens.common if isinstance(widths, int) and widths == 1 else None
+    kv_lens = _kv_lens(lanes, origins, widths)
     return AttentionView(
         page_size=cache.page_sizes[group],
         write_slots=slots,
@@ -294,4 +315,7 @@ def _causal(
         mask_for=bias_for,
         decode_len=None if length is None else length + 1 - int(origins),
         reader=cache.reader,
+        kv_lens=kv_lens,
+        is_causal=kv_lens is not None and lanes.seq_lens.is_exact,
+        attend_with=cache.attend_with,
     )

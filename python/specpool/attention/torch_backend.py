@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specpool.attention.view import JoinedView, Reads, View
+from specpool.attention.view import AttentionView, Reads
 
 # Up to this many queries per lane, query heads are folded into the query axis (each K and V head
 # is read once); beyond it the mask would grow by the number of heads and nothing is saved.
@@ -18,7 +18,7 @@ _FOLD_MAX_QUERIES = 32
 
 
 def attend(
-    view: View,
+    view: AttentionView,
     k_buffer: Tensor,
     v_buffer: Tensor,
     q: Tensor,
@@ -30,43 +30,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one layer over pages.
-
-    Args:
-        view: what is read and written; T tokens in B lanes.
-        k_buffer: [num_slots, Hkv, Dk], contiguous, num_slots a multiple of the page size; written.
-        v_buffer: [num_slots, Hkv, Dv], likewise.
-        q: [T, H, Dk] queries, H a multiple of Hkv, positions already applied.
-        k: [T, Hkv, Dk] new keys, written at ``view.write_slots`` before anything is read.
-        v: [T, Hkv, Dv] new values.
-        scaling: factor of the scores.
-        window: a query sees keys whose position is less than this far behind its own.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
-        sinks: [H] extra scores that take part in the softmax only (gpt-oss).
-
-    Returns:
-        [T, H, Dv] in the dtype of q.
-    """
-    if isinstance(view, JoinedView):
-        outs, start = [], 0
-        for each in view.views:
-            mine = slice(start, start + each.num_tokens)
-            start = mine.stop
-            outs.append(
-                attend(
-                    each,
-                    k_buffer,
-                    v_buffer,
-                    q[mine],
-                    k[mine],
-                    v[mine],
-                    scaling=scaling,
-                    window=window,
-                    softcap=softcap,
-                    sinks=sinks,
-                )
-            )
-        return torch.cat(outs)
+    """See `specpool.attention.attend`."""
     lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
     reads = view.reads(window, dtype)  # refuses a bad mask before anything is written
     if k.dtype != k_buffer.dtype:

@@ -6,7 +6,7 @@ not change from layer to layer (masks, page lists, padding) is worked out once a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,8 @@ from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
 
 Mask = Tensor | NDArray[np.bool_] | NDArray[np.float32]
+Attend = Callable[..., Tensor]
+"""What `specpool.attention.attend` calls for one view, with its arguments."""
 Reader = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(k_buffer, v_buffer, page ids [n]) -> what these pages hold, [n, P * Hkv * D] each."""
 
@@ -79,6 +81,14 @@ class Reads:
         return mask
 
 
+@dataclass(frozen=True, slots=True)
+class TokenReads:
+    """What each query reads, one slot after the other, in order of position."""
+
+    kv_indptr: NDArray[np.int32]  # int32 [T + 1], host
+    kv_indices: Tensor  # int32 [kv_indptr[-1] or more], slots, device
+
+
 @dataclass(slots=True)
 class AttentionView:
     """What one forward reads and writes in ONE group.
@@ -101,6 +111,13 @@ class AttentionView:
             positions ``[max(0, decode_len - window), decode_len)``: plain decoding at equal
             lengths, batch 1 above all. Then the read is cut there and no mask is built.
         reader: reads whole pages instead of torch's indexing; it wants int32 page ids.
+        kv_lens: int32 [B], on the host: no query of a lane sees a column from there on; None =
+            C * P.
+        is_causal: query i of a lane sees all columns up to ``kv_len - q_len + i``, less what lies
+            below a window, and no others.
+        read_tokens: the same reads as slots, where queries of one lane go separate ways; None =
+            they are not known so.
+        attend_with: the back end's `attend`; None = torch's.
 
     Raises:
         ShapeError: sizes that do not fit together.
@@ -113,11 +130,16 @@ class AttentionView:
     mask_for: Callable[[int | None], Mask]
     decode_len: int | None = None
     reader: Reader | None = None
+    kv_lens: NDArray[np.int32] | None = None
+    is_causal: bool = False
+    read_tokens: Callable[[], TokenReads] | None = None
+    attend_with: Attend | None = None
     num_lanes: int = field(init=False)  # B
     max_q_len: int = field(init=False)  # Q
     pad_index: Tensor | None = field(init=False, default=None)  # int64 [B * Q], token or 0
     unpad_index: Tensor | None = field(init=False, default=None)  # int64 [T], into B * Q
     _reads: dict[tuple[int | None, torch.dtype], Reads] = field(init=False, default_factory=dict)
+    plans: dict[Hashable, object] = field(init=False, default_factory=dict)  # of `attend_with`
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -179,7 +201,7 @@ class AttentionView:
             return self.reads(None, dtype)  # the window hides nothing: share the full one's mask
         lo, hi, mask = 0, width, None
         if self.decode_len is None:
-            mask = self._additive_mask(window, width, dtype)
+            mask = self._additive_mask(window, dtype)
         else:
             # [pages below the window, not read) | first .. last: the pages read
             lo = 0 if window is None else max(0, self.decode_len - window)
@@ -193,15 +215,24 @@ class AttentionView:
             return Reads(None, run * size, lo, hi, mask)
         return Reads(pages.reshape(-1).long(), 0, lo, hi, mask)
 
-    def _additive_mask(self, window: int | None, width: int, dtype: torch.dtype) -> Tensor:
-        """Float [B, 1, Q, width]: SDPA would make it from a bool mask again in every layer."""
+    def mask(self, window: int | None) -> Tensor:
+        """`mask_for`, on the device and of the right shape.
+
+        Raises:
+            ShapeError: it is not.
+        """
         mask = torch.as_tensor(self.mask_for(window), device=self.write_slots.device)
-        expected = [self.num_lanes, self.max_q_len, width]
+        expected = [self.num_lanes, self.max_q_len, self.read_pages.shape[1] * self.page_size]
         if list(mask.shape) != expected or mask.dtype not in (torch.bool, torch.float32):
             raise ShapeError(
                 f"mask_for({window}) is {mask.dtype} {list(mask.shape)}, expected bool or float32"
                 f" {expected}"
             )
+        return mask
+
+    def _additive_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Float [B, 1, Q, C * P]: SDPA would make it from a bool mask again in every layer."""
+        mask = self.mask(window)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
         return mask.to(dtype).unsqueeze(1)

@@ -7,9 +7,18 @@ import platform
 from importlib import metadata
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-PACKAGES = ("numpy", "torch", "transformers", "safetensors", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = (
+    "numpy",
+    "torch",
+    "transformers",
+    "safetensors",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "flashinfer-python",
+)
 
 
 def collect() -> dict[str, dict[str, str]]:
@@ -22,7 +31,8 @@ def collect() -> dict[str, dict[str, str]]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {"versions": versions, "back ends": {"torch, cpu": _cpu(), "torch, cuda": _cuda()}}
+    back_ends = {"torch, cpu": _cpu(), "torch, cuda": _cuda(), "flashinfer": _flashinfer()}
+    return {"versions": versions, "back ends": back_ends}
 
 
 def _cpu() -> str:
@@ -43,6 +53,15 @@ def _cuda() -> str:
     return f"works, {torch.cuda.get_device_name()}"
 
 
+def _flashinfer() -> str:
+    try:
+        from specpool.attention.flashinfer_backend import missing
+    except ImportError:
+        return "no: pip install 'specpool[hf]'"
+    lack = missing()
+    return "works" if lack is None else f"no: {lack}"
+
+
 def show(*, json: bool) -> None:
     """Print what `collect` finds, as tables or as JSON."""
     found = collect()
@@ -52,6 +71,6 @@ def show(*, json: bool) -> None:
     table = Table(title="specpool info", show_header=False)
     for section in found.values():
         for name, value in section.items():
-            table.add_row(name, value)
+            table.add_row(name, escape(value))
         table.add_section()
     Console().print(table)

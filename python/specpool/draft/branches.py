@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specpool._core import Shape
-from specpool.attention import AttentionView
+from specpool.attention import AttentionView, TokenReads
 from specpool.attention.lanes import Lanes, own_view, paged_view
 from specpool.kernels import device as kernels
 from specpool.kv_cache import KVCache
@@ -64,7 +66,26 @@ class DenseBranches:
             own_mask,
             own_positions,
             (lanes.starts + step).unsqueeze(1).expand(-1, topk).contiguous(),
+            partial(self._read_tokens, step) if lanes.seq_lens.is_exact else None,
         )
+
+    def _read_tokens(self, step: int) -> TokenReads:
+        """The slots of each branch at `step`; to be asked before the next step is viewed."""
+        lanes, topk = self._lanes, self._shape.topk
+        _, indices = kernels.draft_read_indices(
+            self._cache.tables[self._group],
+            self._cache.page_sizes[self._group],
+            lanes.rows,
+            lanes.starts,
+            num_steps=self._shape.num_steps,
+            topk=topk,
+            step=step,
+            layout="dense",
+            ancestors=self._ancestors,
+            hi=lanes.seq_lens.hi,
+        )
+        lens = np.repeat(lanes.seq_lens.hi + (step + 1), topk)
+        return TokenReads(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32), indices)
 
 
 class HoleyBranches:

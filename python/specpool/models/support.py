@@ -244,6 +244,7 @@ class ProbeBatch(AttentionBatch):
         value: Tensor,
         mask: Tensor | None,
         window: int | None,
+        sinks: Tensor | None,
         others: dict[str, Any],
     ) -> None:
         """Notes one call of attention; query, key, value are [1, heads, T, D]."""
@@ -264,7 +265,7 @@ class ProbeBatch(AttentionBatch):
         for name, argument in others.items():
             if argument is not None and name not in _HARMLESS_ARGUMENTS:
                 self.objections.append(f"layer {layer} gives attention an unknown {name!r}")
-        shape = LayerKV(kv_heads, key.shape[3], value.shape[3], window)
+        shape = LayerKV(kv_heads, key.shape[3], value.shape[3], window, sinks is not None)
         self.calls.append((layer, shape))
         if layer not in self.kv:
             num_slots = (_PROBE_PAGES + 1) * _PROBE_PAGE_SIZE

@@ -75,7 +75,7 @@ def _paged_attention(
     told = ATTENDING.get()
     layer = int(module.layer_idx) if told is None else told  # type: ignore[arg-type]
     if isinstance(batch, ProbeBatch):
-        batch.observe(layer, query, key, value, attention_mask, sliding_window, others)
+        batch.observe(layer, query, key, value, attention_mask, sliding_window, s_aux, others)
     k_buffer, v_buffer, view = batch.kv[layer]
     out = attend(
         view,
