@@ -68,7 +68,7 @@ class Engine:
         controller = controller_of(config.adaptive, initial=config.shape)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if controller is not None and config.shape is None:
-            self.shape = controller.activate_step_by_batch(1)
+            self.shape = max(controller.candidates, key=lambda shape: shape.num_draft_tokens)
         shapes = [self.shape, *config.shapes, *(controller.candidates if controller else ())]
         for each in shapes if drafter is None else ():
             if each.num_draft_tokens > 1:
