@@ -23,7 +23,7 @@ def test_links_lead_somewhere(path):
     assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize("name", ["engine", "kernels"])
+@pytest.mark.parametrize("name", ["adaptive", "engine", "kernels"])
 def test_the_pages_examples_run(name):
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
