@@ -10,6 +10,7 @@ import numpy as np
 from specpool.conversation import Conversations
 from specpool.pins import Pins
 from specpool.request import Request
+from specpool.round_shapes import RoundShapes
 from specpool.scheduler import Scheduler
 from specpool.sim import Settings, SimDevice
 from specpool.sim.device import SimHost
@@ -534,7 +535,36 @@ def trust_a_copy_that_failed(patch):
     patch.setattr(Scheduler, "_forget_handles", lambda self: None)
 
 
+def write_no_draft_kv_in_plain_rounds(patch):
+    def prepare_decode(self, rows, shapes, *, writes_draft):
+        drafts = bool(np.asarray(shapes).any())
+        return self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft and drafts)
+
+    lie(patch, prepare_decode=prepare_decode)
+
+
+def run_what_was_chosen_before(patch):
+    choose = RoundShapes.choose
+
+    def late(self, batch_size):
+        before = self.choice
+        shapes = choose(self, batch_size)
+        return shapes if before is None else self._following[self._lines[before.shape]]
+
+    patch.setattr(RoundShapes, "choose", late)
+
+
+def overlook_a_cap(patch):
+    allowed = RoundShapes.allowed
+    patch.setattr(
+        RoundShapes, "allowed", lambda self, default, max_steps: allowed(self, default, None)
+    )
+
+
 PLANTS = {
+    write_no_draft_kv_in_plain_rounds: "DraftLag|draft KV",
+    run_what_was_chosen_before: "runs with shape",
+    overlook_a_cap: "steps at most",
     drop_a_retracted_request: "have not ended",
     admit_the_last_first: "was admitted before request",
     put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",

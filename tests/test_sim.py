@@ -55,6 +55,7 @@ def test_everything_happens():
         seen |= {*settings.page_sizes, settings.placement, settings.layout, settings.policy}
         seen |= {f"D={settings.overlap_depth}", f"reads {settings.reads_tokens}"}
         seen |= {"window"} if settings.window else set()
+        seen.add(settings.adapts)
         seen |= {fault.kind for fault in simulation.scenario.faults}
         if simulation.tally.retractions > simulation.tally.requests / 4:
             seen.add("everybody is retracted")
@@ -65,6 +66,7 @@ def test_everything_happens():
     assert min(tally.forks, tally.pins, tally.dropped_pins, tally.stop_strings) > 10
     assert min(tally.turns, tally.rewinds, tally.session_forks, tally.dropped_sessions) > 10
     assert min(tally.offloads, tally.reloads) > 10 and tally.failed_copies > 0
+    assert seen >= {"ema", "dice"} and tally.switches > 100
 
 
 def test_the_check_level_changes_nothing_that_happens():

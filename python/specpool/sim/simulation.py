@@ -459,6 +459,11 @@ class Simulation:
             if request.choices is not None:
                 assert step.choice is not None
                 wanted = request.choices[self._candidates.index(step.choice.shape)]
+            most = watch.arrival.most_steps
+            if most is not None and (steps := self._ledger.shapes[shapes[i]].num_steps) > most:
+                raise BrokenLaw(
+                    f"request {request.request_id} drafts {steps} steps, {most} steps at most"
+                )
             if shapes[i] != wanted:
                 raise BrokenLaw(
                     f"request {request.request_id} runs with shape {shapes[i]}, not {wanted}"
