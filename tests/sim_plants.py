@@ -546,10 +546,13 @@ def write_no_draft_kv_in_plain_rounds(patch):
 def run_what_was_chosen_before(patch):
     choose = RoundShapes.choose
 
-    def late(self, batch_size):
+    def late(self, limits):
         before = self.choice
-        shapes = choose(self, batch_size)
-        return shapes if before is None else self._following[self._lines[before.shape]]
+        chosen = choose(self, limits)
+        if before is None:
+            return chosen
+        line = self._lines[before.shape]
+        return self._following[line], self._order[line]
 
     patch.setattr(RoundShapes, "choose", late)
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from specpool.adaptive import Controller
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+# A row's place among the lanes: its shape, then the number of its admission.
+_ORDER_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,10 @@ class RoundShapes:
         choices = () if controller is None else controller.candidates
         self._lines = {shape: line for line, shape in enumerate(choices)}
         # By choice and row. Without a controller there is one choice.
-        self._following: Int32 = np.zeros((max(len(choices), 1), num_rows), np.int32)
+        size = max(len(choices), 1), num_rows
+        self._following: Int32 = np.zeros(size, np.int32)
+        self._order: Int64 = np.zeros(size, np.int64)
+        self._admission: Int64 = np.zeros(num_rows, np.int64)
         self.choice: Choice | None = None
         self.switch_ct = 0
         self.round_cts: Counter[Shape] = Counter()
@@ -65,15 +72,30 @@ class RoundShapes:
         most = max(shapes, key=lambda shape: shape.num_draft_tokens)
         return most, len(self._index), tuple(self._index[shape] for shape in shapes)
 
+    def admit(self, row: int, shapes: int | tuple[int, ...], admission: int) -> None:
+        """The row has a request, so many after the first; `shapes` as in `put`."""
+        self._admission[row] = admission
+        self.put(row, shapes)
+
     def put(self, row: int, shapes: int | tuple[int, ...]) -> None:
         """The row's shape, or that for each of the controller's candidates; 0 = none."""
         self._following[:, row] = shapes
+        place = self._following[:, row].astype(np.int64) << _ORDER_BITS
+        self._order[:, row] = place | self._admission[row]
 
-    def choose(self, batch_size: int) -> Int32:
-        """int32 [num_rows], the shape of each row's round if it runs now; `batch_size` decode."""
-        following: Int32 = self._following[0]
-        if self._controller is None:
-            return following
+    def choose(self, limits: Int32) -> tuple[Int32, Int64]:
+        """The shape of each row's round if it runs now, and its place among the lanes.
+
+        Args:
+            limits: int32 [num_rows], not 0 where a row decodes.
+
+        Returns:
+            int32 [num_rows], and int64 [num_rows]: lanes of one shape stand side by side, in the
+            order of admission.
+        """
+        batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
+        if self._controller is None or not batch_size:
+            return self._following[0], self._order[0]
         shape = self._controller.activate_step_by_batch(batch_size)
         if (
             self.choice is None
@@ -82,8 +104,8 @@ class RoundShapes:
         ):
             self.switch_ct += self.choice is not None and self.choice.shape != shape
             self.choice = Choice(shape, batch_size)
-        following = self._following[self._lines[shape]]
-        return following
+        line = self._lines[shape]
+        return self._following[line], self._order[line]
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """int32 [B], of these rows as the latest round would have them, whether it ran or not."""

@@ -33,9 +33,6 @@ Int32 = npt.NDArray[np.int32]
 
 _Lane = tuple[Request, list[int], list[TokenLogprob] | None]
 
-# A row's place among the lanes: its shape, then the number of its admission.
-_ORDER_BITS = 48
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -131,7 +128,6 @@ class Scheduler:
         self._accept_len = np.ones(num_rows, np.int32)  # of its latest round
         self._lens, self._limits, self._shapes = np.zeros((3, num_rows), np.int32)
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller)
-        self._admission = np.zeros(num_rows, np.int64)  # by row: which it was
         self._num_admitted = 0
         self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
         adapts = [] if controller is None else controller.candidates
@@ -451,9 +447,9 @@ class Scheduler:
         self._by_row[row] = request
         self._lens[row], self._accept_len[row] = len(request.tokens), 1
         self._shapes[row] = request.shape_index
-        self.round_shapes.put(row, request.choices or request.shape_index)
+        shapes = request.choices or request.shape_index
+        self.round_shapes.admit(row, shapes, self._num_admitted)
         self._prompts[row] = request
-        self._admission[row] = self._num_admitted
         self._num_admitted += 1
         self._running.append(request)
 
@@ -582,21 +578,16 @@ class Scheduler:
             wanted &= in_flight <= self._ledger.overlap_depth
         else:
             wanted = (self._lens < self._limits) & (in_flight == 0)
-        if not wanted.any():
-            self._is_starved = False
-            return None
-        of_rows = self.round_shapes.choose(int(np.count_nonzero(self._limits)))
+        shape_of, order = self.round_shapes.choose(self._limits)
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | (of_rows == 0)
+            wanted &= (in_flight == 0) & known | (shape_of == 0)
         (rows,) = wanted.nonzero()
         if not len(rows):
             self._is_starved = False
             return None
-        # Lanes of one shape stand side by side, in the order of admission.
-        order = of_rows[rows].astype(np.int64) << _ORDER_BITS | self._admission[rows]
-        rows = rows[order.argsort()]
-        shapes = of_rows[rows]
+        rows = rows[order[rows].argsort()]
+        shapes = shape_of[rows]
         writes_draft = self._keeps_draft_kv and bool(self._shapes[rows].any())
         while True:
             try:
