@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
+from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Shape, corpus
 from specpool.adaptive import AdaptiveConfig
 from specpool.assets import resolve
@@ -22,31 +23,6 @@ NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
 TREE, WIDE = Shape.eagle(3, 4, 12), Shape.eagle(4, 8, 32)
 PROMPTS = corpus.prompts(8, 40)
 PARAMS = SamplingParams(max_new_tokens=48, ignore_eos=True)
-
-
-class Scripted:
-    """Goes through its shapes, so many rounds each; remembers what it was told."""
-
-    def __init__(self, shapes: Sequence[Shape], rounds: int = 1) -> None:
-        self.candidates = tuple(dict.fromkeys(shapes))
-        self.script = [shape for shape in shapes for _ in range(rounds)]
-        self.given: list[tuple[Shape, int]] = []
-        self.told: list[tuple[Shape, int, list[int]]] = []
-        self.timed: list[tuple[Shape, int]] = []
-
-    def activate_step_by_batch(self, batch_size: int) -> Shape:
-        shape = self.script[len(self.given) % len(self.script)]
-        self.given.append((shape, batch_size))
-        return shape
-
-    def on_verify_complete(
-        self, shape: Shape, batch_size: int, num_correct_drafts: np.ndarray
-    ) -> None:
-        self.told.append((shape, batch_size, num_correct_drafts.tolist()))
-
-    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        assert seconds > 0
-        self.timed.append((shape, batch_size))
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +46,11 @@ def build(target, head) -> Callable[..., Engine]:
     def build(script: Scripted | None = None, *, draft: str = "eagle", **options: Any) -> Engine:
         drafter = NgramDrafter() if draft == "ngram" else EagleDrafter(head)
         if script is not None:
-            candidates = [
-                f"tree:{s.num_steps}x{s.topk}x{s.num_draft_tokens}" if s.num_steps else "none"
-                for s in script.candidates
-            ]
-            options["adaptive"] = AdaptiveConfig.from_dict({"1": {"candidates": candidates}})
+            options["adaptive"] = script.config()
         options = {"page_size": 4, "max_context_len": 128, "busy_check": 2, **options}
         engine = Engine(target, drafter, config=EngineConfig(**options))
         if script is not None:
-            rounds = engine._scheduler.round_shapes
-            script.candidates = rounds._controller.candidates
-            rounds._controller = script
+            script.take_over(engine)
         return engine
 
     return build

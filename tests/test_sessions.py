@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
+from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corpus
 from specpool.assets import resolve
 from specpool.config import EngineConfig
@@ -150,6 +151,7 @@ class Talks:
 
 
 HOST = {"host_bytes": 1 << 24, "offload": "always"}
+SWITCHES = [Shape.eagle(7, 1, 8), Shape.eagle(1, 1, 2), CHAIN, Shape.none()]
 # page size, shape, options: what other engines have stumbled over
 CASES = [
     pytest.param(None, None, {}, id="plain"),
@@ -162,6 +164,9 @@ CASES = [
     pytest.param(HEADS[0], CHAIN, HOST, id="host, chain"),
     pytest.param(HEADS[1], TREE, {**HOST, "prefill_tokens": 11}, id="host, tree in chunks"),
     pytest.param(None, None, {**HOST, "page_size": 1, "mixed_chunks": True}, id="host, plain"),
+    pytest.param(HEADS[0], CHAIN, {"script": SWITCHES, "page_size": 1}, id="adaptive"),
+    pytest.param(HEADS[1], TREE, {"script": [*SWITCHES, TREE], "layout": "holey"}, id="adapts"),
+    pytest.param(HEADS[0], CHAIN, {**HOST, "script": SWITCHES}, id="host, adaptive"),
 ]
 
 
@@ -172,12 +177,18 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
     build, reference, draft, shape, options, depth, is_tight
 ):
     """Concurrent sessions with aborts, rewinds, forks; in a tight pool also with retractions."""
+    options, script = dict(options), None
+    if shapes := options.pop("script", None):
+        script = Scripted(shapes)
+        options["adaptive"] = script.config()
     if is_tight:
         options = {**options, "max_sessions": 1 if "host_bytes" in options else 3}
         ledger = build(draft, shape, overlap_depth=depth, **options).ledger
         least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))
         options |= {"num_pages": least + least // 8, "headroom": 0}
     engine = build(draft, shape, overlap_depth=depth, **options)
+    if script is not None:
+        script.take_over(engine)
     talks = Talks(engine, seed=depth + 2 * is_tight, shapes=(None, None, Shape.none()))
     talks.run(24)
     comparison = Comparison()
@@ -192,6 +203,8 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
     assert stats.finding_ct == 0
     if is_tight:
         assert stats.retracted_ct or any(o.num_reused == 0 for o in talks.outputs)
+    if script is not None:
+        assert stats.adaptive.switch_ct > 10
     if stats.host is not None:
         assert stats.host.num_handles == 0
         assert (stats.host.reload_ct > 0) == is_tight
