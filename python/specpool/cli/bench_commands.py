@@ -266,3 +266,35 @@ def bench_session(
         json=json,
         plot=plot,
     )
+
+
+@bench.command("adaptive")
+def bench_adaptive(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Of each phase of the simulated text; 0 = no simulation.")
+    ] = 1000,
+    tokens: Annotated[int, typer.Option(help="Of each text that the shipped pair writes.")] = 160,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
+    ] = 9,
+    device: DeviceName = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Policies that choose a shape for each round, beside every static shape and plain decoding."""
+    from specpool.cli.bench_adaptive import adaptive as run
+
+    run(
+        batch_sizes=batch or [1, 8, 32],
+        rounds=rounds,
+        num_tokens=tokens,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
