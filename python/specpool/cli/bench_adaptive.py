@@ -22,17 +22,17 @@ from rich.table import Table
 from specpool import corpus
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
-from specpool.adaptive.shapes import chain, name_of
+from specpool.adaptive.shapes import name_of
 from specpool.cli import adaptive_model as model
 from specpool.cli.generate import quiet_loading
 from specpool.cli.machine import Result, check_plot, draw, interleaved, machine, print_json
+from specpool.cli.tune import CANDIDATES
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import EagleDrafter
 from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
 
 PLAIN = Shape.none()
-CANDIDATES = (PLAIN, *map(chain, (1, 2, 3, 5, 7)), Shape.eagle(4, 4, 16))
 POLICIES = {
     "policy 'cost'": AdaptiveConfig.from_dict(
         {"policy": "cost", "1": {"candidates": [name_of(shape) for shape in CANDIDATES]}}
@@ -144,7 +144,7 @@ def measured_costs(
 ) -> tuple[model.Costs, dict[int, float]]:
     """What rounds of rows that may change their shape take; and of rows that never draft.
 
-    The least of the passes' medians: whoever else runs on the machine only adds.
+    The least of all: whoever else runs on the machine only adds to it.
     """
     sizes = sorted({1 << i for i in range(max_batch.bit_length())} | {max_batch})
     seconds: dict[tuple[Shape | None, int], float] = {}
@@ -152,8 +152,8 @@ def measured_costs(
         for size in sizes:
             for shape in (*CANDIDATES, None):  # None = plain, and may draft again
                 engine = engines.ready if shape is None else engines.static
-                median = statistics.median(round_seconds(engine, shape, size, 5))
-                seconds[shape, size] = min(median, seconds.get((shape, size), median))
+                least = min(round_seconds(engine, shape, size, 5))
+                seconds[shape, size] = min(least, seconds.get((shape, size), least))
         advance()
     of_shapes = {
         shape: {size: seconds[shape if shape.num_steps else None, size] for size in sizes}
@@ -235,17 +235,15 @@ class _Case:
         return found
 
     def _beside_static(self, cells: model.Cells) -> Iterator[Line]:
-        if len({*self._sizes}) > 1:
-            rates = {name: model.tokens_per_second(each) for name, each in self._static.items()}
+        is_mixed = len({*self._sizes}) > 1
+        for static, of_rows in ((self._static, ""), (self._ready, ", rows may draft again")):
+            rates = {name: model.tokens_per_second(each) for name, each in static.items()}
             best = max(rates, key=rates.__getitem__)
-            yield _line(cells, f"best single static shape, {best}", rates[best], 1.0)
-            return
-        for reference, static, least in (
-            ("best static shape of each phase", self._static, BEST_SHARE),
-            ("the same, rows may draft again", self._ready, None),
-        ):
-            best_cells = model.with_hindsight([*static.values()])
-            yield _line(cells, reference, model.tokens_per_second(best_cells), least)
+            if is_mixed:
+                yield _line(cells, f"best single shape, {best}{of_rows}", rates[best], 1.0)
+            else:
+                rate = model.tokens_per_second(model.with_hindsight([*static.values()]))
+                yield _line(cells, f"best shape of each phase{of_rows}", rate, BEST_SHARE)
 
     def _beside_plain(self, cells: model.Cells) -> Iterator[Line]:
         rate = model.tokens_per_second

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specpool.cli.options import DeviceName, Json, Plot, ShapeText, Target
+from specpool.cli.options import Adaptive, DeviceName, Json, Plot, ShapeText, Target
 from specpool.config import HEADROOM, Placement
 from specpool.errors import ConfigError
 
@@ -22,6 +22,7 @@ def bench_generate(
         str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
     ] = None,
     shape: ShapeText = None,
+    adaptive: Adaptive = None,
     tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,
     requests: Annotated[
@@ -40,6 +41,7 @@ def bench_generate(
         target=target,
         draft=draft,
         shape=shape,
+        adaptive=adaptive,
         num_tokens=tokens or [96, 400],
         batch_sizes=batch or [1, 8],
         num_requests=requests,
