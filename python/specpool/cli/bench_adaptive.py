@@ -27,7 +27,7 @@ from specpool.cli import adaptive_model as model
 from specpool.cli.generate import quiet_loading
 from specpool.cli.machine import Result, check_plot, draw, interleaved, machine, print_json
 from specpool.cli.tune import CANDIDATES
-from specpool.config import EngineConfig, SamplingParams, check_int
+from specpool.config import SamplingParams, check_int
 from specpool.draft import EagleDrafter
 from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
@@ -84,45 +84,50 @@ class Engines:
 
     def __init__(self, stack: ExitStack, device: str, max_batch: int) -> None:
         """Load the pair, with room for so many rows in each engine."""
-        shapes = CANDIDATES
-        config = EngineConfig(shape=shapes[1], shapes=shapes, max_batch=max_batch)
-        self.static = stack.enter_context(
+        self._stack = stack
+        self._first = stack.enter_context(
             Engine.from_pretrained(
                 draft="specpool/tiny-eagle",
                 device=device,
                 dtype="float32",
-                shape=config.shape,
-                shapes=shapes,
+                shape=PLAIN,
                 max_batch=max_batch,
             )
         )
-        self._stack, self._config = stack, config
-        self.ready = self._another(shape=PLAIN, shapes=(), adaptive=READY)
+        # One each: as who knows the shape would have it, without room for others.
+        self.static = {
+            shape: self._another(shape=shape) if shape.num_steps else self._first
+            for shape in CANDIDATES
+        }
+        self.ready = self._another(shape=PLAIN, adaptive=READY)
+
+    @property
+    def max_context_len(self) -> int:
+        """Positions of each."""
+        return self._first.max_context_len
 
     def adaptive(self, config: AdaptiveConfig) -> tuple[Engine, float]:
         """An engine with a policy of its own, and the seconds it took to build."""
         start = time.perf_counter()
-        engine = self._another(shape=None, shapes=(), adaptive=config)
+        engine = self._another(shape=None, adaptive=config)
         return engine, time.perf_counter() - start
 
     def _another(self, **options: object) -> Engine:
-        drafter = self.static.drafter
+        drafter = self._first.drafter
         assert isinstance(drafter, EagleDrafter)
-        config = dataclasses.replace(self._config, **options)  # type: ignore[arg-type]
-        engine = Engine(self.static.target, EagleDrafter(drafter.head), config=config)
+        config = dataclasses.replace(self._first.config, **options)  # type: ignore[arg-type]
+        engine = Engine(self._first.target, EagleDrafter(drafter.head), config=config)
         self._stack.callback(engine.close)
         return engine
 
 
-def round_seconds(
-    engine: Engine, shape: Shape | None, batch_size: int, num_rounds: int
-) -> list[float]:
+def round_seconds(engine: Engine, batch_size: int, num_rounds: int) -> list[float]:
     """Seconds of so many rounds in which all lanes go on, after two that warm up."""
     begun: set[int] = set()
     params = SamplingParams(max_new_tokens=1 << 20, ignore_eos=True)
     prompts = corpus.prompts(batch_size, PROMPT_LEN)
     numbers = [
-        engine.submit(prompt, params, shape=shape, on_item=lambda number, item: begun.add(number))
+        engine.submit(prompt, params, on_item=lambda number, item: begun.add(number))
         for prompt in prompts
     ]
     while len(begun) < batch_size:
@@ -151,8 +156,8 @@ def measured_costs(
     for _ in range(num_passes):
         for size in sizes:
             for shape in (*CANDIDATES, None):  # None = plain, and may draft again
-                engine = engines.ready if shape is None else engines.static
-                least = min(round_seconds(engine, shape, size, 5))
+                engine = engines.ready if shape is None else engines.static[shape]
+                least = min(round_seconds(engine, size, 5))
                 seconds[shape, size] = min(least, seconds.get((shape, size), least))
         advance()
     of_shapes = {
@@ -276,19 +281,16 @@ def real(
     Raises:
         CorruptState: a text is not plain decoding's.
     """
-    contenders: dict[str, tuple[Engine, Shape | None]] = {
-        name_of(shape): (engines.static, shape) for shape in CANDIDATES
-    }
+    contenders = {name_of(shape): engine for shape, engine in engines.static.items()}
     starts = {}
     for name, config in POLICIES.items():
-        engine, starts[name] = engines.adaptive(config)
-        contenders[name] = (engine, None)
+        contenders[name], starts[name] = engines.adaptive(config)
     lines = [Line(Result(f"{OURS}, an engine's start", starts[OURS], "s", THEIRS, starts[THEIRS]))]
     for size in batch_sizes:
         texts = _Texts(size, num_tokens)
-        for engine, shape in contenders.values():
-            engine.generate(texts.prompts[:size], SamplingParams(max_new_tokens=4), shape=shape)
-        before = {name: _switch_ct(engine) for name, (engine, _) in contenders.items()}
+        for engine in contenders.values():
+            engine.generate(texts.prompts[:size], SamplingParams(max_new_tokens=4))
+        before = {name: _switch_ct(engine) for name, engine in contenders.items()}
 
         def taking_turn(run: Callable[[], float]) -> float:
             value = run()
@@ -296,8 +298,8 @@ def real(
             return value
 
         runs = [
-            partial(taking_turn, partial(texts.tokens_per_second, name, *each))
-            for name, each in contenders.items()
+            partial(taking_turn, partial(texts.tokens_per_second, name, engine))
+            for name, engine in contenders.items()
         ]
         rates = dict(zip(contenders, interleaved(runs, repeats), strict=True))
         plain = rates["none"]
@@ -313,7 +315,7 @@ def real(
                 least = PLAIN_SHARE if is_ours else None
                 lines.append(Line(Result(title, rate, "tokens/s", "plain decoding", plain), least))
             if name in POLICIES:
-                switches = _switch_ct(contenders[name][0]) - before[name]
+                switches = _switch_ct(contenders[name]) - before[name]
                 lines.append(Line(Result(title, switches, "switches", "runs", repeats)))
     return lines
 
@@ -328,17 +330,17 @@ class _Texts:
         self._params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         self._plain: list[list[int]] | None = None
 
-    def tokens_per_second(self, name: str, engine: Engine, shape: Shape | None) -> float:
+    def tokens_per_second(self, name: str, engine: Engine) -> float:
         """Run them; the first to come is plain decoding."""
         found: list[list[int]] = []
         start = time.perf_counter()
         for at in range(0, len(self.prompts), self._batch_size):
             group = self.prompts[at : at + self._batch_size]
-            outputs = engine.generate(group, self._params, shape=shape, progress=False)
+            outputs = engine.generate(group, self._params, progress=False)
             found += [output.token_ids for output in outputs]
         seconds = time.perf_counter() - start
         if self._plain is None:
-            assert shape == PLAIN
+            assert engine.shape == PLAIN
             self._plain = found
         for i, (tokens, plain) in enumerate(zip(found, self._plain, strict=True)):
             if tokens != plain:
@@ -387,7 +389,7 @@ def adaptive(
         Progress(transient=True, console=console, disable=not console.is_terminal) as progress,
     ):
         engines = Engines(stack, device, max(batch_sizes))
-        room = engines.static.max_context_len
+        room = engines.max_context_len
         if PROMPT_LEN + num_tokens > room:
             raise ConfigError(
                 f"prompts of {PROMPT_LEN} tokens and {num_tokens} new ones do not fit the model's "
