@@ -292,32 +292,36 @@ def real(
             engine.generate(texts.prompts[:size], SamplingParams(max_new_tokens=4))
         before = {name: _switch_ct(engine) for name, engine in contenders.items()}
 
-        def taking_turn(run: Callable[[], float]) -> float:
-            value = run()
+        def taking_turn(name: str, engine: Engine, texts: _Texts = texts) -> float:
+            value = texts.tokens_per_second(name, engine)
             advance()
             return value
 
-        runs = [
-            partial(taking_turn, partial(texts.tokens_per_second, name, engine))
-            for name, engine in contenders.items()
-        ]
+        runs = [partial(taking_turn, name, engine) for name, engine in contenders.items()]
         rates = dict(zip(contenders, interleaved(runs, repeats), strict=True))
-        plain = rates["none"]
-        best = max((name for name in rates if name not in POLICIES), key=rates.__getitem__)
-        for name, rate in rates.items():
-            title = f"batch {size}: {name}"
-            is_ours = name == OURS
-            if name in POLICIES:
-                least = REAL_BEST_SHARE if is_ours else None
-                reference = f"best static shape, {best}"
-                lines.append(Line(Result(title, rate, "tokens/s", reference, rates[best]), least))
-            if name != "none":
-                least = PLAIN_SHARE if is_ours else None
-                lines.append(Line(Result(title, rate, "tokens/s", "plain decoding", plain), least))
-            if name in POLICIES:
-                switches = _switch_ct(contenders[name]) - before[name]
-                lines.append(Line(Result(title, switches, "switches", "runs", repeats)))
+        for line in _real_lines(rates):
+            name = line.result.name
+            result = dataclasses.replace(line.result, name=f"batch {size}: {name}")
+            lines.append(Line(result, line.least if name == OURS else None))
+        for name in POLICIES:
+            switches = _switch_ct(contenders[name]) - before[name]
+            result = Result(f"batch {size}: {name}", switches, "switches", "runs", repeats)
+            lines.append(Line(result))
     return lines
+
+
+def _real_lines(rates: dict[str, float]) -> Iterator[Line]:
+    """Everyone's tokens per second beside plain decoding's, a policy's beside the best shape's."""
+    best = max((name for name in rates if name not in POLICIES), key=rates.__getitem__)
+    plain = name_of(PLAIN)
+    for name, rate in rates.items():
+        if name in POLICIES:
+            reference = f"best static shape, {best}"
+            result = Result(name, rate, "tokens/s", reference, rates[best])
+            yield Line(result, REAL_BEST_SHARE)
+        if name != plain:
+            result = Result(name, rate, "tokens/s", "plain decoding", rates[plain])
+            yield Line(result, PLAIN_SHARE)
 
 
 class _Texts:
