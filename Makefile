@@ -107,6 +107,7 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench generate
 	$(BIN)/specpool bench host
 	$(BIN)/specpool bench session
+	$(BIN)/specpool bench adaptive
 
 bench-gpu: $(VENV)/.dev ## each kernel beside a device copy on a CUDA device; figures and a picture into benches/results
 	$(BIN)/python benches/bench_kernels.py --device cuda --write benches/results

@@ -35,6 +35,7 @@ def generate(
     target: str,
     draft: str | None,
     shape: str | None,
+    adaptive: str | None,
     num_tokens: Sequence[int],
     batch_sizes: Sequence[int],
     num_requests: int,
@@ -80,6 +81,7 @@ def generate(
                 target,
                 draft=name,
                 shape=parsed,
+                adaptive=adaptive,
                 device=device,
                 dtype="float32",
                 max_batch=max(batch_sizes),
@@ -149,6 +151,8 @@ def _case(
     drafting, plain, transformers = interleaved(runs, repeats)
     shape, where = engine.shape, f"batch {batch}, {tokens} tokens"
     form = f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}"
+    if engine.stats().adaptive is not None:
+        form = "adaptive"
     name = f"{draft} {form}, {where} (accept length {accept_lens[-1]:.2f})"
     unit = "tokens/s"
     return [

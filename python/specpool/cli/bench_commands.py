@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specpool.cli.options import DeviceName, Json, Plot, ShapeText, Target
+from specpool.cli.options import Adaptive, DeviceName, Json, Plot, ShapeText, Target
 from specpool.config import HEADROOM, Placement
 from specpool.errors import ConfigError
 
@@ -22,6 +22,7 @@ def bench_generate(
         str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
     ] = None,
     shape: ShapeText = None,
+    adaptive: Adaptive = None,
     tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,
     requests: Annotated[
@@ -40,6 +41,7 @@ def bench_generate(
         target=target,
         draft=draft,
         shape=shape,
+        adaptive=adaptive,
         num_tokens=tokens or [96, 400],
         batch_sizes=batch or [1, 8],
         num_requests=requests,
@@ -260,6 +262,38 @@ def bench_session(
         shape=shape,
         history=history,
         num_new=new or [16, 128],
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("adaptive")
+def bench_adaptive(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Of each phase of the simulated text; 0 = no simulation.")
+    ] = 1000,
+    tokens: Annotated[int, typer.Option(help="Of each text that the shipped pair writes.")] = 160,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
+    ] = 9,
+    device: DeviceName = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Policies that choose a shape for each round, beside every static shape and plain decoding."""
+    from specpool.cli.bench_adaptive import adaptive as run
+
+    run(
+        batch_sizes=batch or [1, 8, 32],
+        rounds=rounds,
+        num_tokens=tokens,
         repeats=repeats,
         device=device,
         threads=threads,

@@ -9,7 +9,7 @@ import typer
 
 import specpool
 from specpool.cli.bench_commands import bench
-from specpool.cli.options import DeviceName, Draft, Json, ShapeText, Target
+from specpool.cli.options import Adaptive, DeviceName, Draft, Json, Plot, ShapeText, Target
 from specpool.config import HEADROOM, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 
@@ -49,6 +49,7 @@ def generate(
         typer.Option(help="A file with one prompt per line; '-' = one prompt from standard input."),
     ] = None,
     shape: ShapeText = None,
+    adaptive: Adaptive = None,
     page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
     placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
     policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
@@ -131,6 +132,7 @@ def generate(
                 "placement": placement,
                 "policy": policy,
                 "layout": layout,
+                "adaptive": adaptive,
                 "max_batch": batch,
                 "overlap_depth": overlap_depth,
                 "worker": worker,
@@ -152,6 +154,7 @@ def chat(
         str | None, typer.Option(help="What the model is told first, on a line of its own.")
     ] = None,
     shape: ShapeText = None,
+    adaptive: Adaptive = None,
     page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
     placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
     policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
@@ -218,6 +221,7 @@ def chat(
                 "placement": placement,
                 "policy": policy,
                 "layout": layout,
+                "adaptive": adaptive,
                 "overlap_depth": overlap_depth,
                 "prefill_tokens": prefill_tokens,
                 "max_context_len": max_context_len,
@@ -313,6 +317,68 @@ def plan(
             live=live or [],
         ),
         as_json=json,
+    )
+
+
+@app.command()
+def tune(
+    target: Target = "specpool/tiny",
+    draft: Draft = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(help="A file with one prompt per line; '-' = one prompt from standard input."),
+    ] = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shapes: chain:S, tree:SxKxN or none; commas between, or repeated. [default: "
+            "none, chains of 1, 2, 3, 5 and 7, and tree:4x4x16]"
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Of each text, whatever ends it.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
+    policy: Annotated[str, typer.Option(help="Of the file: cost or ema.")] = "cost",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or auto. [default: float32 on a CPU]"),
+    ] = None,
+    device: DeviceName = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the configuration, for --adaptive.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Find the draft shapes that are worth it on a model and its prompts, by batch size."""
+    from specpool.cli.tune import BATCHES, Job, run
+
+    run(
+        Job(
+            target=target,
+            draft=draft,
+            prompts=prompt or [],
+            prompt_file=prompt_file,
+            candidates=candidates or [],
+            batch_sizes=batch or [*BATCHES],
+            num_tokens=tokens,
+            repeats=repeats,
+            policy=policy,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            out=out,
+            force=force,
+            json=json,
+            plot=plot,
+        )
     )
 
 

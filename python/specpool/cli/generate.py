@@ -29,6 +29,7 @@ from rich.text import Text
 
 from specpool import corpus
 from specpool._core import Shape
+from specpool.adaptive.shapes import name_of as name_of_shape
 from specpool.cli.shapes import parse_shape
 from specpool.config import SamplingParams, check_int
 from specpool.draft import named_drafter
@@ -72,31 +73,32 @@ def draft_of(target: str, draft: str | None) -> str | None:
     return None if draft == "none" else draft
 
 
-def read_prompts(job: Job) -> list[str]:
-    """The prompts of the options, a file or standard input; else the built-in ones.
+def read_prompts(
+    given: Sequence[str], prompt_file: str | None, target: str, count: int
+) -> list[str]:
+    """The prompts that are given; else `count` built-in ones, for the embedded target.
 
     Raises:
-        ConfigError: a file that cannot be read, or one without a prompt.
+        ConfigError: a file that cannot be read, one without a prompt, or no prompt at all.
     """
-    prompts = list(job.prompts)
-    if job.prompt_file == "-":
+    prompts = list(given)
+    if prompt_file == "-":
         try:
             prompts.append(sys.stdin.read())
         except UnicodeDecodeError as error:
             raise ConfigError(f"standard input is no text: {error}") from None
-    elif job.prompt_file is not None:
+    elif prompt_file is not None:
         try:
-            lines = Path(job.prompt_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(prompt_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the prompt file {job.prompt_file}: {error}") from None
+            raise ConfigError(f"cannot read the prompt file {prompt_file}: {error}") from None
         prompts += [line for line in lines if line.strip()]
         if not prompts:
-            raise ConfigError(f"the prompt file {job.prompt_file} holds no prompt")
+            raise ConfigError(f"the prompt file {prompt_file} holds no prompt")
     if prompts:
         return prompts
-    if job.target != "specpool/tiny":
+    if target != "specpool/tiny":
         raise ConfigError("no prompt: give --prompt or --prompt-file")
-    count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
     return [bytes(ids).decode() for ids in corpus.prompts(count)]
 
 
@@ -260,7 +262,8 @@ def run(job: Job) -> None:
     if shape is None and job.compare_ancestry:
         shape = ANCESTRY_SHAPE
     params = SamplingParams(**job.sampling)
-    texts = read_prompts(job)
+    count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
+    texts = read_prompts(job.prompts, job.prompt_file, job.target, count)
     draft = draft_of(job.target, job.draft)
     if job.compare_ancestry and (draft is None or named_drafter(draft) is not None):
         raise ConfigError("--compare-ancestry needs a draft model")
@@ -313,6 +316,7 @@ def _generate(
     for kind in (None, Shape.none()):
         timed(engine, prompts[:1], warm_up, interrupt, shape=kind)
     total = len(prompts) * params.n * params.max_new_tokens
+    before = _chosen(engine)
     if job.json:
         with _bar(console, "generating", total) as on_chunk:
             drafted = timed(engine, prompts, params, interrupt, on_chunk=on_chunk)
@@ -322,11 +326,14 @@ def _generate(
             engine, prompts, params, interrupt, on_chunk=printer.chunk, on_output=printer.done
         )
     peak = list(engine.peak_pages)
+    chosen = _chosen(engine) - before
     with _bar(console, "decoding plainly, for comparison", total) as on_chunk:
         plain = timed(engine, prompts, params, interrupt, shape=Shape.none(), on_chunk=on_chunk)
     if interrupt.asked:
         return
     report = _report(engine, drafted, plain, peak)
+    if chosen:
+        report["chosen"] = {name_of_shape(shape): count for shape, count in chosen.most_common()}
     if job.json:
         report["outputs"] = [asdict(output) for output in drafted.outputs]
         print(json.dumps(report))
@@ -338,6 +345,12 @@ def _generate(
             print(f"error: {name}: {output.error}", file=sys.stderr)
     if report["errors"]:
         raise SystemExit(2)
+
+
+def _chosen(engine: Engine) -> Counter[Shape]:
+    """Rounds by the shape that a controller chose."""
+    stats = engine.stats().adaptive
+    return Counter({} if stats is None else stats.round_cts)
 
 
 @contextmanager
@@ -382,7 +395,11 @@ def _report(
 def _table(report: dict[str, Any]) -> Table:
     table = Table(show_header=False, title="specpool generate")
     steps, topk, nodes = report["shape"]
-    table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
+    if "chosen" in report:
+        counts = ", ".join(f"{name} {count}" for name, count in report["chosen"].items())
+        table.add_row("shapes, rounds of each", counts)
+    else:
+        table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
     table.add_row("rounds", str(report["rounds"]))
     table.add_row("accept length", f"{report['accept_len']:.2f} tokens a round, bonus included")
     most = max(report["accept_histogram"].values(), default=1)

@@ -26,6 +26,13 @@ ShapeText = Annotated[
         "a chain's depth alone. [default: 3, that is 3x1x4]",
     ),
 ]
+Adaptive = Annotated[
+    str | None,
+    typer.Option(
+        help="A shape for each round: 'ema' (SGLang's rule), 'cost' (the most expected tokens per "
+        "second), or a file, such as `specpool tune` writes."
+    ),
+]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]

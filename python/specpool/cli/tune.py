@@ -1,0 +1,316 @@
+"""`specpool tune`: which shapes are worth it on a model and its prompts, written as a file.
+
+The file is what `EngineConfig.adaptive` takes: a slot for each batch size that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specpool._core import Shape
+from specpool.adaptive import AdaptiveConfig
+from specpool.adaptive.config import PolicyName
+from specpool.adaptive.shapes import chain, depth_order, name_of, parse_candidate
+from specpool.cli.generate import draft_of, mean_accept_len, quiet_loading, read_prompts
+from specpool.cli.machine import Result, as_json, check_plot, machine
+from specpool.config import SamplingParams, check_choice, check_int
+from specpool.engine import Engine
+from specpool.errors import ConfigError, CorruptState
+
+CANDIDATES = (Shape.none(), *map(chain, (1, 2, 3, 5, 7)), Shape.eagle(4, 4, 16))
+BATCHES = (1, 8, 32)
+#: Prompts that a run goes through at least, where none are given.
+NUM_BUILT_IN = 4
+#: Of the best shape's tokens per second: with less, a shape is no candidate.
+REACH = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the command line asked for."""
+
+    target: str
+    draft: str | None
+    prompts: list[str]
+    prompt_file: str | None
+    candidates: list[str]
+    batch_sizes: list[int]
+    num_tokens: int
+    repeats: int
+    policy: str
+    dtype: str | None
+    device: str
+    threads: int
+    out: Path | None
+    force: bool
+    json: bool
+    plot: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a shape gives at a batch size."""
+
+    tokens_per_second: float
+    accept_len: float  # mean, bonus included
+
+
+#: By batch size, the smallest first, and shape.
+Cells = Mapping[int, Mapping[Shape, Cell]]
+
+
+def run(job: Job) -> None:
+    """Measure, print, and write the file if asked.
+
+    Raises:
+        ConfigError: an option that cannot work; nothing is written then.
+    """
+    check_int("tokens", job.num_tokens, 1, 1 << 20)
+    check_int("repeats", job.repeats, 1, 1 << 16)
+    check_int("threads", job.threads, 1, 1 << 10)
+    check_choice("policy", job.policy, get_args(PolicyName))
+    for batch in job.batch_sizes:
+        check_int("batch", batch, 1, 1 << 16)
+    shapes = parse_candidates(job.candidates)
+    if job.plot is not None:
+        check_plot(job.plot)
+    if job.out is not None:
+        _check_out(job.out, force=job.force)
+    draft = draft_of(job.target, job.draft)
+    if draft is None:
+        raise ConfigError("tune needs a draft model: give --draft")
+    batch_sizes = sorted({*job.batch_sizes})
+    count = max(NUM_BUILT_IN, batch_sizes[-1])
+    prompts = read_prompts(job.prompts, job.prompt_file, job.target, count)
+    is_given = bool(job.prompts or job.prompt_file)
+    torch.set_num_threads(job.threads)
+    quiet_loading()
+    with Engine.from_pretrained(
+        job.target,
+        draft=draft,
+        dtype=job.dtype,
+        device=job.device,
+        shape=shapes[0],
+        shapes=shapes,
+        max_batch=batch_sizes[-1],
+    ) as engine:
+        cells = {}
+        console = Console(stderr=True)
+        with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+            for batch in batch_sizes:
+                num_texts = max(len(prompts) if is_given else NUM_BUILT_IN, batch)
+                texts = [prompts[i % len(prompts)] for i in range(num_texts)]
+                task = progress.add_task(f"batch {batch}", total=job.repeats)
+                runs = _Runs(engine, texts, batch, job.num_tokens)
+                for _ in range(job.repeats):
+                    runs.turn(shapes)
+                    progress.advance(task)
+                cells[batch] = runs.cells()
+    content = configuration(cells, job.policy)
+    if job.json:
+        found = json.loads(as_json(machine(job.device, job.threads, ("torch",)), results(cells)))
+        print(json.dumps(found | {"configuration": content}, indent=1))
+    else:
+        console = Console()
+        Console(width=max(console.width, 24 + 24 * len(cells))).print(_table(job, cells))
+    if job.plot is not None:
+        _draw(cells, job.plot)
+    if job.out is not None:
+        write(content, job.out, force=job.force)
+        Console(stderr=job.json, highlight=False).print(f"written: {job.out}", soft_wrap=True)
+
+
+def parse_candidates(texts: Sequence[str]) -> tuple[Shape, ...]:
+    """The shapes that the options name, each of which may hold several with commas between.
+
+    Raises:
+        ConfigError: another form, a shape that EAGLE cannot build, or one that stands there twice.
+    """
+    shapes: list[Shape] = []
+    for text in ",".join(texts).split(",") if texts else ():
+        word = text.strip()
+        shape = parse_candidate(
+            "candidates", int(word) if word.isascii() and word.isdigit() else word
+        )
+        if shape in shapes:
+            raise ConfigError(f"candidates hold {name_of(shape)} twice")
+        shapes.append(shape)
+    return tuple(sorted(shapes or CANDIDATES, key=depth_order))
+
+
+class _Runs:
+    """Runs of each shape by turns, in batches of one size."""
+
+    def __init__(self, engine: Engine, texts: list[str], batch_size: int, num_tokens: int) -> None:
+        self._engine = engine
+        self._groups = [texts[at : at + batch_size] for at in range(0, len(texts), batch_size)]
+        self._params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+        self._rates: dict[Shape, list[float]] = {}
+        self._accept_len: dict[Shape, float] = {}
+
+    def turn(self, shapes: Sequence[Shape]) -> None:
+        """Have each shape run once; before its first time, it warms up."""
+        for shape in shapes:
+            if shape not in self._rates:
+                params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+                self._engine.generate(self._groups[0], params, shape=shape, progress=False)
+            outputs = []
+            start = time.perf_counter()
+            for group in self._groups:
+                outputs += self._engine.generate(group, self._params, shape=shape, progress=False)
+            seconds = time.perf_counter() - start
+            for output in outputs:
+                if output.error is not None:
+                    raise ConfigError(f"{name_of(shape)}, prompt {output.index}: {output.error}")
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            self._rates.setdefault(shape, []).append(num_tokens / seconds)
+            self._accept_len[shape] = mean_accept_len(outputs)
+
+    def cells(self) -> dict[Shape, Cell]:
+        """The medians."""
+        return {
+            shape: Cell(statistics.median(rates), self._accept_len[shape])
+            for shape, rates in self._rates.items()
+        }
+
+
+def best_of(cells: Mapping[Shape, Cell]) -> Shape:
+    """The shape with the most tokens per second."""
+    return max(cells, key=lambda shape: cells[shape].tokens_per_second)
+
+
+def configuration(cells: Cells, policy: str) -> dict[str, Any]:
+    """The file's content: for each batch size the shapes within reach of the best.
+
+    A slot holds up to the next one's batch size, so within reach is also who is so there; plain
+    decoding always stays, for texts that are harder to guess. Policy `ema` tells shapes by their
+    depth: the best of each depth stays.
+    """
+    content: dict[str, Any] = {"policy": policy}
+    for size, upper in pairwise([*cells, max(cells)]):
+        kept = {
+            shape
+            for at in (size, upper)
+            for shape, cell in cells[at].items()
+            if cell.tokens_per_second >= REACH * cells[at][best_of(cells[at])].tokens_per_second
+            or not shape.num_steps
+        }
+        if policy == "ema":
+            depths = {shape.num_steps for shape in kept}
+            kept = {
+                best_of({s: cells[size][s] for s in kept if s.num_steps == depth})
+                for depth in depths
+            }
+        names = [name_of(shape) for shape in sorted(kept, key=depth_order)]
+        content[str(size)] = {"candidates": names}
+    return content
+
+
+def _check_out(path: Path, *, force: bool) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists: give --force to write over it")
+
+
+def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
+    """Write the file whole or not at all, once it reads as what it should say.
+
+    Raises:
+        ConfigError: it cannot be written, or has come to exist meanwhile.
+        CorruptState: it reads as something else.
+    """
+    wanted = AdaptiveConfig.from_dict(content)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+        beside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        if (found := AdaptiveConfig.from_file(beside)) != wanted:
+            raise CorruptState(f"{path} would read as {found}, not as {wanted}")
+        _check_out(path, force=force)
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def results(cells: Cells) -> list[Result]:
+    """Every figure beside the best one's of its batch size."""
+    found = []
+    for size, of_shapes in cells.items():
+        best = best_of(of_shapes)
+        for shape, cell in of_shapes.items():
+            name = f"batch {size}, {name_of(shape)}"
+            most = of_shapes[best].tokens_per_second
+            found += [
+                Result(
+                    name, cell.tokens_per_second, "tokens/s", f"the best, {name_of(best)}", most
+                ),
+                Result(f"{name}: accept length", cell.accept_len, "tokens/round", "plain", 1.0),
+            ]
+    return found
+
+
+def _table(job: Job, cells: Cells) -> Table:
+    table = Table(
+        title=f"tune: {job.target}, {job.num_tokens} tokens, medians of {job.repeats}",
+        caption="tokens/s, of the best (*), and accept length: tokens a round, bonus included",
+    )
+    table.add_column("shape")
+    for size in cells:
+        table.add_column(f"batch {size}", justify="right", no_wrap=True)
+    for shape in next(iter(cells.values())):
+        columns = []
+        for of_shapes in cells.values():
+            cell, best = of_shapes[shape], best_of(of_shapes)
+            share = cell.tokens_per_second / of_shapes[best].tokens_per_second
+            text = f"{cell.tokens_per_second:,.0f}  {share:.2f}  {cell.accept_len:.2f}"
+            columns.append(f"[bold]* {text}[/bold]" if shape == best else text)
+        table.add_row(name_of(shape), *columns)
+    return table
+
+
+def _draw(cells: Cells, path: Path) -> None:
+    """Tokens per second over the batch size, a line for each shape.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    sizes = [*cells]
+    for shape in cells[sizes[0]]:
+        rates = [cells[size][shape].tokens_per_second for size in sizes]
+        axes.plot(sizes, rates, marker="o", label=name_of(shape))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("tokens/s")
+    axes.set_title("tune")
+    axes.legend(fontsize="small")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+    pyplot.close(figure)
