@@ -124,11 +124,13 @@ def replay(
     for row in rows if choices else ():
         round_shapes.put(int(row), choices or 0)
     run, before = Run(), None
+    limits = np.zeros(max(batch_sizes), np.int32)
     for name, rate in PHASES.items():
         for i in range(rounds):
             size, at = batch_sizes[i % len(batch_sizes)], i / rounds
+            limits[:] = np.arange(len(limits)) < size
             start = time.perf_counter_ns()
-            lanes = round_shapes.choose(size)[:size]
+            lanes = round_shapes.choose(limits)[0][:size]
             chosen = time.perf_counter_ns() - start
             choice = round_shapes.choice
             assert choice is not None
