@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specpool.loop import Loop
 
 # Rounds of each shape and batch size: the first ones do not count.
-_WARM_UP, _TIMED = 1, 5
+WARM_UP, TIMED = 1, 5
 _PROMPT_LEN = 32
 
 
@@ -77,9 +77,9 @@ def calibrate(
             if num_rows == size:  # else the pages are too few for more
                 for shape in tour.candidates:
                     tour.shape, tour.seconds = shape, []
-                    while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
+                    while len(tour.seconds) < WARM_UP + TIMED and _can_go_on(requests):
                         loop.turn()
-                    for seconds in tour.seconds[_WARM_UP:]:
+                    for seconds in tour.seconds[WARM_UP:]:
                         controller.on_round_seconds(shape, size, seconds)
             for request in requests:
                 scheduler.abort(request)
@@ -96,7 +96,7 @@ def _request(number: int, tour: Tour, ledger: Ledger) -> Request:
     """A text of nothing; what it says is not looked at."""
     shapes = ledger.shapes
     most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
-    num_rounds = (_WARM_UP + _TIMED) * len(tour.candidates) + 1
+    num_rounds = (WARM_UP + TIMED) * len(tour.candidates) + 1
     num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
     prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
     return Request(
