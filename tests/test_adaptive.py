@@ -20,6 +20,7 @@ from specpool.adaptive import (
     StepSlot,
     controller_of,
 )
+from specpool.adaptive.acceptance import Acceptance, _Family
 from specpool.adaptive.shapes import chain
 
 TREE = Shape.eagle(5, 8, 32)
@@ -223,3 +224,41 @@ def test_the_policy_names_the_controller():
     cost = controller_of(one_slot("cost"), initial=3, graph_sizes=[1, 2])
     assert type(cost) is CostController
     assert cost.candidates == (Shape.none(), chain(1), chain(3))
+
+
+def test_a_late_result_counts_for_the_slot_that_chose_its_shape():
+    """Law of overlap: the slot has changed before the round's result comes."""
+    config = AdaptiveConfig.from_dict(
+        {
+            "threshold_rounds": 2,
+            "warmup_batches": 0,
+            "1": {"candidate_steps": [1, 3, 7]},
+            "8": {"candidate_steps": [1, 3]},
+        }
+    )
+    controller = AdaptiveController(config, initial=7)
+    shapes = [controller.activate_step_by_batch(size) for size in (1, 8, 8)]
+    assert [shape.num_steps for shape in shapes] == [7, 7, 3]  # one round more from the old slot
+    before = {key: slot.ema for key, slot in controller._slots.items()}
+    controller.on_verify_complete(shapes[1], 8, [0])
+    assert controller._slots[1].ema < before[1] and controller._slots[8].ema == before[8]
+    controller.on_verify_complete(shapes[2], 8, [0])
+    assert controller._slots[8].ema < before[8]
+
+
+def test_ctrl_c_while_rates_are_reckoned_leaves_them_to_be_reckoned(monkeypatch):
+    shapes = [Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6), Shape.eagle(7, 1, 8)]
+    one, other = Acceptance(shapes), Acceptance(shapes)
+    for acceptance in (one, other):
+        acceptance.observe(shapes[0], [3, 2, 3])
+        acceptance.observe(shapes[1], [1, 0, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(_Family, "estimate", lambda self, prior: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            one.expected(shapes[2])
+    for shape in shapes:
+        assert one.expected(shape) == other.expected(shape)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt

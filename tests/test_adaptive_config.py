@@ -177,3 +177,18 @@ def test_two_candidates_of_one_depth_are_for_the_cost_policy():
     with pytest.raises(ConfigError, match="both draft 3 deep"):
         AdaptiveConfig.from_dict(content)
     assert len(AdaptiveConfig.from_dict({**content, "policy": "cost"}).candidates) == 2
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SlotConfig(candidates=("chain:3",)), "candidates must be a tuple of Shape"),
+        (lambda: AdaptiveConfig(slots=[1]), "slots must map batch sizes to SlotConfig"),
+        (lambda: AdaptiveConfig(slots={1: {}}, policy="cost"), r"slots\[1\] must be a SlotConfig"),
+        (lambda: AdaptiveConfig.from_dict({"1": {"candidates": [10**5000]}}), "the form that"),
+        (lambda: AdaptiveConfig.from_dict({10**5000: {}}), "the form that works"),
+    ],
+)
+def test_objects_of_ones_own_are_checked_too(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from lossless import Comparison, Reference
 from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Shape, corpus
-from specpool.adaptive import AdaptiveConfig
+from specpool.adaptive import AdaptiveConfig, CostController
 from specpool.assets import resolve
+from specpool.calibration import Tour
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.errors import ConfigError, DraftLag
@@ -94,6 +96,8 @@ def test_switches_in_the_middle_of_rounds_change_no_text(
     stats = engine.stats()
     assert stats.adaptive.switch_ct > 4 and set(stats.adaptive.round_cts) == set(script)
     assert sum(stats.adaptive.round_cts.values()) == stats.round_ct
+    # What is chosen stays until a round has run with it, whatever was in its way.
+    assert len(controller.given) - stats.round_ct in (0, 1)
     assert (stats.retracted_ct > 0) >= is_tight
     for group in stats.groups:
         assert group.used_pages == 0 and group.free_pages == group.num_pages
@@ -251,3 +255,44 @@ def test_what_cannot_adapt_is_said_at_the_start(target, build, tmp_path):
     wide = AdaptiveConfig.from_dict({"1": {"candidates": ["none", "tree:7x8x64"]}})
     with pytest.raises(ConfigError, match="at least 32, the pages of one row of 128 slots, got 20"):
         build(adaptive=wide, max_context_len=64, num_pages=20)
+
+
+def test_a_round_that_failed_took_no_time(build, monkeypatch):
+    """What fails at once would else be the fastest shape of all."""
+    script = Scripted([NONE, SEVEN], rounds=3)
+    engine = build(script)
+    propose = engine.drafter.propose
+
+    def failing(lanes, shape, *args):
+        if shape == SEVEN:
+            raise RuntimeError("out of memory")
+        return propose(lanes, shape, *args)
+
+    monkeypatch.setattr(engine.drafter, "propose", failing)
+    outputs = engine.generate(PROMPTS[:4], PARAMS)
+    assert {output.finish_reason for output in outputs} == {"error"}
+    assert (SEVEN, 4) in script.given and {shape for shape, _ in script.timed} == {NONE}
+
+
+@pytest.mark.parametrize("num_rows", [1.3, 2.2, 6])
+def test_the_start_measures_the_batch_sizes_that_it_tells(build, monkeypatch, num_rows):
+    """In a tight pool rows are retracted on the way: rounds of fewer lanes are another size's."""
+    ran: Counter[int] = Counter()
+    told: Counter[int] = Counter()
+    note, take = Tour.on_round_seconds, CostController.on_round_seconds
+
+    def noting(self, shape, batch_size, seconds):
+        ran[batch_size] += 1
+        note(self, shape, batch_size, seconds)
+
+    def taking(self, shape, batch_size, seconds):
+        told[batch_size] += 1
+        take(self, shape, batch_size, seconds)
+
+    monkeypatch.setattr(Tour, "on_round_seconds", noting)
+    monkeypatch.setattr(CostController, "on_round_seconds", taking)
+    options = {"max_batch": 6, "headroom": 0, "adaptive": "cost"}
+    least = build(**options).ledger.pages_per_row(0)
+    ran.clear(), told.clear()
+    build(num_pages=int(least * num_rows), **options)
+    assert told and all(told[size] <= ran[size] for size in told)

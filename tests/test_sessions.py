@@ -15,6 +15,7 @@ from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corpus
 from specpool.assets import resolve
 from specpool.config import EngineConfig
+from specpool.conversation import Conversations
 from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.host_memory import HostMemory
 from specpool.models import EagleHead, TargetModel
@@ -374,6 +375,30 @@ def test_a_turn_whose_end_ctrl_c_hits_leaves_no_scrubbed_kv(build, monkeypatch, 
         output = session.append(PROMPTS[1][:3], PARAMS).output()
         (wanted,) = engine.generate([output.prompt_ids], PARAMS)
         assert output.token_ids == wanted.token_ids
+
+
+def test_ctrl_c_while_a_turn_takes_its_row_leaves_the_session_none(build, reference, monkeypatch):
+    engine = build()
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with engine.open_session() as session:
+        session.append(PROMPTS[0][:20], params).output()
+
+        def stopped(self, conversation):
+            del self._idle[conversation.row]
+            raise KeyboardInterrupt
+
+        turn = session.append(PROMPTS[1][:5], params)
+        with monkeypatch.context() as patch:
+            patch.setattr(Conversations, "_forget", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                turn.output()
+        engine.submit(PROMPTS[2], params, priority=1)  # takes the row
+        engine.turn()
+        session.abort()
+        output = session.append(PROMPTS[1][:5], params).output()
+        assert output.token_ids == reference.text(output.prompt_ids, 6)
+    while engine.turn():
+        pass
 
 
 def test_a_draft_with_logits_that_are_not_finite_leaves_no_scrubbed_kv(build, monkeypatch):

@@ -26,7 +26,8 @@ class Tour:
         """Begin with the first."""
         self.candidates = tuple(candidates)
         self.shape = self.candidates[0]
-        self.seconds: list[float] = []  # of the rounds of `shape`, the oldest first
+        self.size = 1  # lanes of the rounds that count
+        self.seconds: list[float] = []  # of those of `shape`, the oldest first
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """The candidate whose turn it is."""
@@ -39,7 +40,7 @@ class Tour:
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Note it."""
-        if shape == self.shape:
+        if shape == self.shape and batch_size == self.size:
             self.seconds.append(seconds)
 
 
@@ -70,7 +71,7 @@ def calibrate(
         with loop.recovering():
             for request in requests:
                 scheduler.submit(request)
-            tour.seconds = []
+            tour.size, tour.seconds = size, []
             while not tour.seconds and any(r.finish_reason is None for r in requests):
                 loop.turn()
             num_rows = scheduler.num_running

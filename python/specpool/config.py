@@ -206,8 +206,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: strings that end the request, wherever the tokens' edges lie. The text ends before the
             earliest place where one of them begins; nothing of it is ever given out.
-        max_draft_steps: drafting steps of a round at most, where the request names no shape; 0 =
-            plain decoding. None = what the engine drafts, or its controller chooses.
+        max_draft_steps: drafting steps of a round at most; 0 = plain decoding. None = what the
+            engine drafts, or its controller chooses. A shape that a request names must be within.
     """
 
     max_new_tokens: int = 128

@@ -280,11 +280,14 @@ class Conversations:
             self._forget(self._idle[row])
 
     def forget_lost(self) -> None:
-        """A step was abandoned, and rows with it that were idle already."""
+        """A step was abandoned, and rows with it that were idle already; or Ctrl-C has come."""
         for row, conversation in list(self._idle.items()):
             if not self.owns(row):
                 self._forget(conversation)
                 self.count_drop(conversation)
+        for conversation in self.open.values():
+            if self._idle.get(conversation.row) is not conversation:
+                conversation.row = 0
 
     def _useful_len(self, request: Request, kept_len: int, drafted_len: int) -> int:
         """How many of the request's tokens need no prefill, where so many of a row have KV."""

@@ -73,6 +73,7 @@ class Loop:
         self._num_pages = [group.num_pages for group in ledger.groups]
         self.clock, self.token_seconds = Clock(), 0.0
         self._round: Shape | None = None  # of the latest turn, if it was a round alone
+        self._num_lost = 0  # steps that failed, or were never launched
         self.peak_pages = [0] * len(self._num_pages)
 
     @property
@@ -142,7 +143,7 @@ class Loop:
         """
         with self.recovering():
             self._look()
-            started = time.perf_counter()
+            started, num_lost = time.perf_counter(), self._num_lost
             with self.clock.schedule:
                 steps = self.scheduler.schedule()
             if not self.scheduler.requests():  # the busy check has ended the last ones
@@ -160,7 +161,8 @@ class Loop:
             last = self._turns - (self._overlap_depth if steps else 1)
             while self._flying and self._flying[0].turn <= last:
                 self._take_over(self._flying.popleft())
-            self._observe_round(steps, time.perf_counter() - started)
+            if self._num_lost == num_lost:
+                self._observe_round(steps, time.perf_counter() - started)
 
     def _look(self) -> None:
         """The busy check, before anything else is prepared."""
@@ -185,6 +187,7 @@ class Loop:
             try:
                 self.scheduler.launch(step)
             except StalePlan:  # a forward of this turn has failed, and took a row of it along
+                self._num_lost += 1
                 self.scheduler.cancel(step)
             else:
                 launched.append(step)
@@ -267,6 +270,7 @@ class Loop:
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""
+        self._num_lost += 1
         self._synchronize()
         while self._flying and self._flying[0].step.plan.step < step.plan.step:
             self._take_over(self._flying.popleft())

@@ -35,7 +35,7 @@ class RoundShapes:
     """Each row's shape, given what the controller chooses: its own, or the choice as far as it may.
 
     Attributes:
-        choice: for the latest round; None = there is no controller.
+        choice: for the latest round, or the next one that was tried; None = there was none.
         switch_ct: rounds whose choice was another than the round's before.
         round_cts: rounds by what was chosen.
     """
@@ -54,6 +54,8 @@ class RoundShapes:
         self._order: Int64 = np.zeros(size, np.int64)
         self._admission: Int64 = np.zeros(num_rows, np.int64)
         self.choice: Choice | None = None
+        self._is_open = False  # the choice has had no round yet
+        self._ran: Shape | None = None  # the choice of the latest round
         self.switch_ct = 0
         self.round_cts: Counter[Shape] = Counter()
 
@@ -96,16 +98,21 @@ class RoundShapes:
         batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
         if self._controller is None or not batch_size:
             return self._following[0], self._order[0]
-        shape = self._controller.activate_step_by_batch(batch_size)
-        if (
-            self.choice is None
-            or self.choice.shape != shape
-            or self.choice.batch_size != batch_size
-        ):
-            self.switch_ct += self.choice is not None and self.choice.shape != shape
-            self.choice = Choice(shape, batch_size)
+        if self.choice is None or not self._is_open:
+            shape = self._controller.activate_step_by_batch(batch_size)
+        else:  # it is good for one round, whenever that finds rows and pages
+            shape = self.choice.shape
+        self.choice, self._is_open = Choice(shape, batch_size), True
         line = self._lines[shape]
         return self._following[line], self._order[line]
+
+    def run(self) -> Choice | None:
+        """A round is prepared as was chosen; returns the choice."""
+        if self.choice is not None:
+            shape = self.choice.shape
+            self.switch_ct += self._ran not in (None, shape)
+            self._ran, self._is_open = shape, False
+        return self.choice
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """int32 [B], of these rows as the latest round would have them, whether it ran or not."""

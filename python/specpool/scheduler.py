@@ -598,7 +598,7 @@ class Scheduler:
                 self._is_starved = True
                 return None
             self._is_starved = False
-            return Step(plan, self._by_row[rows].tolist(), choice=self.round_shapes.choice)
+            return Step(plan, self._by_row[rows].tolist(), choice=self.round_shapes.run())
 
     def _reclaim(self, shortage: OutOfPages) -> bool:
         """Take an idle row's pages, unless enough of them are on their way back anyway."""

@@ -80,12 +80,12 @@ class _Family:
 
     def estimate(self, prior: list[float]) -> None:
         """Set the rates; a depth beyond `prior` leans on the one before it."""
-        rate = _PRIOR
-        self.rates = []
+        rate, rates = _PRIOR, list[float]()
         for j, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
             lean = prior[j] if j < len(prior) else rate
             rate = (hits + _PRIOR_TRIES * lean) / (tries + _PRIOR_TRIES)
-            self.rates.append(rate)
+            rates.append(rate)
+        self.rates = rates  # at once, whenever Ctrl-C comes
 
     def hopes(self, now: int) -> list[float]:
         """The rates as they may be by now: the fewer and older the rounds, the nearer to 1."""
@@ -148,7 +148,6 @@ class Acceptance:
         """Set all rates: the family seen last goes by itself, the others lean on it."""
         if self._is_estimated:
             return
-        self._is_estimated = True
         families = sorted(self._families.values(), key=lambda family: -family.seen[0])
         chains = self._families.get(_CHAINS)
         newest: list[float] = []
@@ -160,6 +159,7 @@ class Acceptance:
                 family.rates[:] = _bounded(min, family.rates, newest)
             elif chains in families[:i]:
                 family.rates[:] = _bounded(max, family.rates, chains.rates)
+        self._is_estimated = True
 
 
 def _bounded(

@@ -51,6 +51,10 @@ class SlotConfig:
     warmup_batches: int = 10
 
     def __post_init__(self) -> None:
+        if not isinstance(self.candidates, tuple | list) or not all(
+            isinstance(shape, Shape) for shape in self.candidates
+        ):
+            raise ConfigError(f"candidates must be a tuple of Shape, got {self.candidates!r:.80}")
         if not self.candidates:
             raise ConfigError("candidates must hold at least one shape, got none")
         for i, shape in enumerate(self.candidates):
@@ -118,12 +122,16 @@ class AdaptiveConfig:
     threshold_rounds: int = 8
 
     def __post_init__(self) -> None:
+        if not isinstance(self.slots, Mapping):
+            raise ConfigError(f"slots must map batch sizes to SlotConfig, got {self.slots!r:.80}")
         if not self.slots:
             raise ConfigError(f"there is no batch size in it; {_FORM}")
         check_choice("policy", self.policy, get_args(PolicyName))
         check_int("threshold_rounds", self.threshold_rounds, 0, 1 << 30)
         for key, slot in self.slots.items():
             check_int("a batch size", key, 1, 1 << 16)
+            if not isinstance(slot, SlotConfig):
+                raise ConfigError(f"slots[{key}] must be a SlotConfig, got {slot!r:.80}")
             if self.policy == "ema":
                 try:
                     slot.check_ema()
@@ -171,6 +179,8 @@ class AdaptiveConfig:
             return cls(**_parse(content))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+        except ValueError as error:  # an integer that has too many digits to be printed
+            raise ConfigError(f"{source}: {error}; {_FORM}") from None
 
     @property
     def candidates(self) -> tuple[Shape, ...]:

@@ -38,19 +38,24 @@ class AdaptiveController:
         steps = None if shape is None else shape.num_steps
         self.candidates = config.candidates
         self._slots = {key: StepSlot(slot, steps) for key, slot in config.slots.items()}
+        self._keys: dict[tuple[Shape, int], int] = {}  # of the slot that chose it last
         self._router = StepRouter(
             config.slots, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
         )
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """The shape of the decode round to come, of `batch_size` rows."""
-        return self._slots[self._router.activate(batch_size)].current
+        key = self._router.activate(batch_size)
+        shape = self._slots[key].current
+        self._keys[shape, batch_size] = key
+        return shape
 
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
         """Take over a round's result; returns the shape that its slot has switched to, or None."""
-        slot = self._slots[self._router.key_of_result(batch_size)]
+        key = self._keys.get((shape, batch_size))
+        slot = self._slots[self._router.key_of(batch_size) if key is None else key]
         num_lanes = len(num_correct_drafts) if shape.num_steps else 0
         if not num_lanes:
             return slot.update(None)

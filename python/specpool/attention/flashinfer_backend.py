@@ -118,7 +118,7 @@ class FlashInfer:
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # Wrappers that no view uses, by kind, in the order in which they became idle; and when the
         # copies of their last plan are through.
-        self._idle: dict[str, deque[tuple[Any, torch.cuda.Event | None]]] = {}
+        self._idle: dict[str, deque[tuple[Any, Any]]] = {}
 
     def attend(
         self,
@@ -193,7 +193,8 @@ class FlashInfer:
         plan = _Plan(wrapper, indices.pages.page_size)
         planned = None
         if self._device.type == "cuda":
-            planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            make_event: Any = torch.cuda.Event  # which has types in some versions of torch only
+            planned = make_event()
             planned.record()
         finalize(plan, self._idle[kind].append, (wrapper, planned)).atexit = False
         return plan
@@ -207,7 +208,7 @@ class FlashInfer:
         idle = self._idle.setdefault(kind, deque())
         if idle:
             wrapper, planned = idle[0]
-            if planned is None or planned.query():  # type: ignore[no-untyped-call]
+            if planned is None or planned.query():
                 idle.popleft()
                 return wrapper
         # "fa2" is the kernel that takes custom masks.
