@@ -134,7 +134,7 @@ def replay(
             start = time.perf_counter_ns()
             lanes = round_shapes.choose(limits)[0][:size]
             chosen = time.perf_counter_ns() - start
-            choice = round_shapes.choice
+            choice = round_shapes.run()
             assert choice is not None
             seconds = costs.of(choice.shape, size)
             run.cells.setdefault((name, size), Cell()).add(
