@@ -28,6 +28,7 @@ def test_no_number_is_left_out():
         "sessions",
         "host",
         "adaptive",
+        "graphs",
     }
     assert set(GROUP_GAUGES) == numbers_of(GroupStats) - {"name"} | {"used_pages"}
     assert all(field.endswith("_ct") for field in COUNTERS)

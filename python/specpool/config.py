@@ -59,6 +59,16 @@ def check_stop(stop: object) -> None:
             ) from None
 
 
+def check_graph_sizes(sizes: object, max_batch: int) -> None:
+    """Raise `ConfigError` unless `sizes` is a tuple of different batch sizes that can run."""
+    if not isinstance(sizes, tuple | list):
+        raise ConfigError(f"graph_sizes must be a tuple of batch sizes or None, got {sizes!r:.80}")
+    for size in sizes:
+        check_int("a size in graph_sizes", size, 1, max_batch)
+    if len({*sizes}) < len(sizes):
+        raise ConfigError(f"graph_sizes must be different batch sizes, got {sizes!r:.80}")
+
+
 def busy_check_of_environment() -> int:
     """The level in `SPECPOOL_BUSY_CHECK`; 0 where that is not set.
 
@@ -112,6 +122,9 @@ class EngineConfig:
         adaptive: chooses a shape for each round of the requests that name none: `ema` = SGLang's
             rule and table, `cost` = what has the most expected tokens per second, a JSON file (see
             docs/adaptive.md), or an `AdaptiveConfig`; None = they have `shape`.
+        graph_sizes: batch sizes whose decode rounds are captured as CUDA graphs; a smaller batch is
+            padded to the next of them. () = no graphs; None = powers of two and `max_batch` on a
+            CUDA device, where back end and models allow it.
         busy_check: what is looked at before each turn: 0 = nothing beyond what every call checks,
             1 = sums and rows, 2 = every page, and the device's page tables. The default is the
             environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -143,6 +156,7 @@ class EngineConfig:
     host_bytes: int = 0
     offload: Offload = "cost"
     adaptive: AdaptiveConfig | str | PathLike[str] | None = None
+    graph_sizes: tuple[int, ...] | None = None
     busy_check: int = field(default_factory=busy_check_of_environment)
     on_finding: OnFinding = "raise"
 
@@ -184,6 +198,8 @@ class EngineConfig:
             from specpool.adaptive import config_of
 
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
+        if self.graph_sizes is not None:
+            check_graph_sizes(self.graph_sizes, self.max_batch)
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 

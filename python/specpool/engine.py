@@ -19,6 +19,7 @@ from specpool.adaptive import CostController, controller_of
 from specpool.attention import BACK_ENDS, back_end, check_trees
 from specpool.busy_check import BusyCheck, BusyFinding
 from specpool.calibration import Tour, calibrate
+from specpool.capture import capture_on
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
@@ -34,6 +35,7 @@ from specpool.pins import Pin
 from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
+from specpool.runtime_state import graph_sizes, round_kinds
 from specpool.scheduler import Scheduler
 from specpool.session import Session
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
@@ -65,7 +67,14 @@ class Engine:
         """
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        controller = controller_of(config.adaptive, initial=config.shape)
+        attention, capture = back_end(config.attention), capture_on(target.device)
+        sizes = graph_sizes(
+            config,
+            attention,
+            has_capture=capture is not None,
+            keeps_state=target.keeps_state,
+        )
+        controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if controller is not None and config.shape is None:
             self.shape = max(controller.candidates, key=lambda shape: shape.num_draft_tokens)
@@ -73,7 +82,6 @@ class Engine:
         for each in shapes if drafter is None else ():
             if each.num_draft_tokens > 1:
                 raise ConfigError(f"{each} drafts, but there is no draft model")
-        attention = back_end(config.attention)
         check_trees(attention, config.page_size, shapes)
         if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
             able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
@@ -123,6 +131,13 @@ class Engine:
             max_context_len=self.max_context_len,
             attention=attention,
         )
+        if capture is not None and sizes:
+            kinds = round_kinds(config, sizes, drafter, self.shape)
+            captured = self._worker.capture(capture, self.ledger, kinds).sizes
+            if captured != sizes:  # whichever are left decide where a batch size belongs
+                controller = controller_of(
+                    config.adaptive, initial=config.shape, graph_sizes=captured
+                )
         self._host = None
         if config.host_bytes:
             memory = HostMemory(self.ledger, self.cache, config.host_bytes)
@@ -147,6 +162,8 @@ class Engine:
                 lambda: self._loop_of(scheduler(controller=tour), level=0),
                 max_batch=config.max_batch,
             )
+            if self._worker.states is not None:
+                self._worker.states.restart()
         self._scheduler: Scheduler = scheduler(
             max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
@@ -467,8 +484,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now and has done since it was built."""
+        states = self._worker.states
         return engine_stats(
-            self.ledger, self._scheduler, self._busy_check, self._loop.clock, self._host
+            self.ledger,
+            self._scheduler,
+            self._busy_check,
+            self._loop.clock,
+            self._host,
+            None if states is None else states.stats(),
         )
 
     @property

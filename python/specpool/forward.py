@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from specpool.attention import AttentionBatch, AttentionView, JoinedView, View
 from specpool.attention.lanes import Lanes
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
-from specpool.pending import PendingStep
+from specpool.pending import Outcome, PendingStep
+from specpool.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Pass:
     """What one step wants of a forward, and what becomes of its results.
 
     Attributes:
+        requests: of the lanes; those of a graph have none.
         lanes: whose tokens they are.
         tokens: int64 [T].
         positions: int64 [T], of each, none beyond the context's end.
@@ -27,9 +29,12 @@ class Pass:
         logits_at: int64 [n], tokens whose logits are wanted; None = all.
         wants_features: a drafter reads what the captured layers had for inputs.
         is_round: its lanes keep some of their tokens: `finish` calls `Forward.keep`.
-        finish: is called with what the forward gave these tokens.
+        finish: takes what the forward gave these tokens; yields what the host is to know, once,
+            and goes on with what only later steps need.
+        done: as `PendingStep` has it.
     """
 
+    requests: Sequence[Request]
     lanes: Lanes
     tokens: Tensor
     positions: Tensor
@@ -37,7 +42,15 @@ class Pass:
     logits_at: Tensor | None
     wants_features: bool
     is_round: bool
-    finish: Callable[[TargetOutput], PendingStep]
+    finish: Callable[[TargetOutput], Iterator[Outcome]]
+    done: Sequence[bool] | None = None
+
+    def deliver(self, output: TargetOutput) -> PendingStep:
+        """Finish; the host's copy is on its way before the rest is launched."""
+        steps = self.finish(output)
+        pending = PendingStep(self.requests, next(steps), self.done)
+        next(steps, None)  # to its end
+        return pending
 
 
 class Forward:
@@ -65,12 +78,9 @@ class Forward:
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
         """One forward for all passes, the first one's tokens first; then each is finished."""
-        # Features cost hooks in every forward: have them only while somebody drafts.
-        wants_features = any(each.wants_features for each in passes)
-        self._target.capture(self._feature_layers if wants_features else ())
         if len(passes) == 1:
-            (one,) = passes
-            return [one.finish(self._output(one.tokens, one.positions, one.views, one.logits_at))]
+            return [passes[0].deliver(self._alone(passes[0]))]
+        self._capture(passes)
         logits_at, first = [], 0
         for each in passes:
             size = len(each.tokens)
@@ -89,11 +99,24 @@ class Forward:
             token, row = tokens.stop, rows.stop
             features = None if output.features is None else output.features[tokens]
             part = TargetOutput(output.logits[rows], output.hidden[tokens], features)
-            pending.append(each.finish(part))
+            pending.append(each.deliver(part))
         return pending
+
+    def steps(self, one: Pass) -> Iterator[Outcome]:
+        """The forward of one pass, finished as far as it is asked for."""
+        return one.finish(self._alone(one))
 
     def keep(self, accept_len: Tensor) -> None:
         """Of each lane of a round so many tokens stay, int32 [B]; of KV that is all there is."""
+
+    def _capture(self, passes: Sequence[Pass]) -> None:
+        """Features cost hooks in every forward: have them only while somebody drafts."""
+        wants_features = any(each.wants_features for each in passes)
+        self._target.capture(self._feature_layers if wants_features else ())
+
+    def _alone(self, one: Pass) -> TargetOutput:
+        self._capture([one])
+        return self._output(one.tokens, one.positions, one.views, one.logits_at)
 
     def _output(
         self,

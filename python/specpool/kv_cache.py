@@ -80,6 +80,7 @@ class KVCache:
         self.tables = upload(device, *(ledger.full_table(g) for g in range(len(ledger.groups))))
         self._whole_groups: dict[int, kernels.Fields] = {}  # all layers of each
         self._gathered: dict[tuple[int, ...], kernels.Fields] = {}  # by widths: the latest read
+        self._pinned: dict[tuple[int, ...], kernels.Fields] = {}  # where graphs read to
         # K and V of a layer with a page for a slot, by the address of the keys
         self._by_page: dict[int, kernels.Fields] = {}
         if runs_kernels(device):
@@ -148,6 +149,29 @@ class KVCache:
         index, origins = upload(self.device, columns.astype(np.int64), firsts * size)
         return table[rows.long().unsqueeze(1), index], origins
 
+    def window_pages(
+        self, group: int, rows: Tensor, starts: Tensor, num_cells: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `pages_of` of a window group, where the host does not know where the lanes stand.
+
+        Args:
+            group: whose pages.
+            rows: int32 [B], on the device.
+            starts: int32 [B], on the device: the first query of each lane.
+            num_cells: cells that the lane's queries see from there on, at most.
+
+        Returns:
+            int32 [B, C], page 0 where a row has none; int32 [B], the positions they begin at.
+        """
+        table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
+        assert window is not None
+        firsts = torch.clamp(starts - (window - 1), min=0) // size
+        # Wherever in a page the window begins.
+        num_columns = (window - 1 + num_cells + size - 2) // size + 1
+        columns = firsts.unsqueeze(1) + torch.arange(num_columns, device=self.device)
+        index = columns.clamp(max=table.shape[1] - 1)
+        return table[rows.long().unsqueeze(1), index], (firsts * size).int()
+
     @property
     def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         """`read_pages` where kernels run; None: torch's own indexing reads the pages."""
@@ -165,13 +189,20 @@ class KVCache:
             [n, P * Hkv * Dk] and [n, P * Hkv * Dv], valid until the next call.
         """
         fields = self._by_page[keys.data_ptr()]
-        space = self._gathered.get(fields.widths)
+        space = self._pinned.get(fields.widths)
+        if space is None or space.num_slots < len(pages):
+            space = self._gathered.get(fields.widths)
         if space is None or space.num_slots < len(pages):
             # With some room, so that a text that gets longer does not ask for more each time.
             space = self._gathered[fields.widths] = fields.empty(len(pages) + len(pages) // 8)
         kernels.gather_kv(fields, pages, out=space)
         rows = [buffer[: len(pages)].view(self.dtype) for buffer in space.buffers]
         return rows[0], rows[1]
+
+    def pin_reads(self) -> None:
+        """What pages were read to so far stays in its place, since graphs will have its address."""
+        self._pinned |= self._gathered
+        self._gathered = {}
 
     def scrub(self, group: int, pages: npt.NDArray[np.int32]) -> None:
         """Zero these pages in every layer of a group, so that no NaN outlives its request."""

@@ -56,6 +56,15 @@ COUNTERS = {
     "correct_draft_ct": ("correct_drafts", "Drafts that were accepted."),
 }
 
+GRAPH_GAUGES = {
+    "num_graphs": ("graphs", "Decode rounds captured as CUDA graphs."),
+    "num_bytes": ("graph_bytes", "Device memory that the CUDA graphs take."),
+}
+GRAPH_COUNTERS = {
+    "replay_ct": ("replayed_rounds", "Decode steps that replayed a CUDA graph."),
+    "eager_ct": ("eager_rounds", "Decode steps that had no CUDA graph to replay."),
+}
+
 
 def register(
     engine: Engine,
@@ -147,3 +156,12 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
         for shape, ct in stats.adaptive.round_cts.items():
             chosen.add_metric([*values, name_of(shape)], ct)
         yield chosen
+    if stats.graphs is not None:
+        for field, (name, text) in GRAPH_GAUGES.items():
+            gauge = family(GaugeMetricFamily, name, text)
+            gauge.add_metric(values, getattr(stats.graphs, field))
+            yield gauge
+        for field, (name, text) in GRAPH_COUNTERS.items():
+            counter = family(CounterMetricFamily, name, text)
+            counter.add_metric(values, getattr(stats.graphs, field))
+            yield counter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,39 +15,52 @@ from specpool.scheduler import StepResult
 from specpool.verify import Logprobs, Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step gave each lane, on the device.
+
+    Attributes:
+        packed: int64 [B, A], the target's tokens; of a verify [B, A + 2]: at the nodes that were
+            accepted, and behind them how many count and whether some logits were not finite.
+        is_verify: whether `packed` says what counts; else one token of each lane does.
+        logits: [n, V], of all nodes, or of the B lanes; None = they are not to be had.
+        nodes: int64 [B, A], of a verify: which of the logits each token is from.
+    """
+
+    packed: Tensor
+    is_verify: bool
+    logits: Tensor | None = None
+    nodes: Tensor | None = None
+
+    @classmethod
+    def of_verify(cls, verdict: Verdict, logits: Tensor) -> Outcome:
+        """What `verdict` says, whose nodes are those of `logits`."""
+        lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
+        return cls(torch.cat([verdict.tokens, lens, not_finite], 1), True, logits, verdict.nodes)
+
+
 class PendingStep:
     """A forward that has been launched; its results are on their way to the host."""
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        tokens: Tensor,
-        logits: Tensor,
-        verdict: Verdict | None = None,
-        *,
-        done: Sequence[bool] | None = None,
+        self, requests: Sequence[Request], outcome: Outcome, done: Sequence[bool] | None = None
     ) -> None:
         """Start the copies.
 
         Args:
             requests: the lanes.
-            tokens: int64 [B, A], the target's at the nodes that were accepted.
-            logits: [n, V], of the nodes that `verdict` names, or of the B lanes.
-            verdict: how many tokens count; None = one in each lane.
+            outcome: theirs.
             done: lanes whose tokens count, but for a -1, which always does; None = all.
         """
-        self._done = done
+        packed, logits = outcome.packed, outcome.logits
+        self._done, self._counted = done, outcome.is_verify
         self._wanted = [request.params.logprobs for request in requests]
-        self._counted = verdict is not None
-        if verdict is not None:
-            lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
-            self._packed = Download(torch.cat([tokens, lens, not_finite], 1))  # [B, A + 2]
-        else:
-            self._packed = Download(tokens)
+        self._packed = Download(packed)
         self._logprobs = None
         most = max((n for n in self._wanted if n is not None), default=None)
-        if most is not None:
-            chosen = logits if verdict is None else logits[verdict.nodes.view(-1)]
+        if most is not None and logits is not None:
+            tokens = packed[:, :-2] if outcome.is_verify else packed
+            chosen = logits if outcome.nodes is None else logits[outcome.nodes.view(-1)]
             self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
 
     def result(self) -> StepResult:

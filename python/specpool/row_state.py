@@ -71,6 +71,15 @@ class RowState:
             lens.refresh_seq_lens_cpu(sync=True)
         return Lanes(on_device, lens, 1)
 
+    def lanes_within(self, rows: Tensor, least: Tensor, most: Tensor, bound: int) -> Lanes:
+        """As `lanes`, for a graph: rows and bounds, int32 [B] each, are known on the device alone.
+
+        The host reckons with roots in `[0, bound]`.
+        """
+        starts = torch.clamp(self.seq_lens.index_select(0, rows), least, most)
+        lo = np.zeros(len(rows), np.int32)
+        return Lanes(rows, SeqLens(starts, lo, np.full_like(lo, bound)), 1)
+
     def put(self, lanes: Lanes, seq_lens: Tensor, root_tokens: Tensor) -> None:
         """What the rows have come to: int32 [B], int64 [B]. Right after verify."""
         rows = lanes.index

@@ -82,7 +82,7 @@ class StateForward(Forward):
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
         """As `Forward.run`."""
-        return [one.finish(self._run(one)) for one in passes]
+        return [one.deliver(self._run(one)) for one in passes]
 
     def keep(self, accept_len: Tensor) -> None:
         """Of each lane of the round so many tokens stay, int32 [B]: its state is the one there."""

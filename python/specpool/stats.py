@@ -126,6 +126,25 @@ class AdaptiveStats:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphStats:
+    """Decode rounds that were captured as CUDA graphs.
+
+    Attributes:
+        sizes: batch sizes with a graph, by shape.
+        num_graphs: graphs of rounds: one for each kind of round, size and reach of its reads.
+        num_bytes: of the device's memory that they take.
+        replay_ct: rounds that were replayed.
+        eager_ct: rounds that had no graph, or could not be alone with it.
+    """
+
+    sizes: dict[Shape, tuple[int, ...]]
+    num_graphs: int
+    num_bytes: int
+    replay_ct: int
+    eager_ct: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine holds now and has done since it was built.
 
@@ -150,6 +169,7 @@ class EngineStats:
         sessions: those that are open.
         host: of the host tier; None = there is none.
         adaptive: of the controller; None = there is none.
+        graphs: None = rounds are not captured.
     """
 
     groups: tuple[GroupStats, ...]
@@ -172,6 +192,7 @@ class EngineStats:
     sessions: tuple[SessionStats, ...]
     host: HostStats | None
     adaptive: AdaptiveStats | None
+    graphs: GraphStats | None
 
     @property
     def num_sessions(self) -> int:
@@ -311,6 +332,7 @@ def engine_stats(
     busy_check: BusyCheck,
     clock: Clock,
     host: HostTier | None,
+    graphs: GraphStats | None,
 ) -> EngineStats:
     """What an engine of these parts holds and has done."""
     counts, ends = scheduler.counts, scheduler.counts.end_cts
@@ -341,6 +363,7 @@ def engine_stats(
         ),
         host=None if host is None else host.stats(),
         adaptive=scheduler.round_shapes.stats(),
+        graphs=graphs,
     )
 
 

@@ -8,16 +8,17 @@ copied to it right after verify, while draft-extend still runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specpool._core import Plan, Shape
+from specpool._core import Ledger, Plan, Shape
 from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
+from specpool.capture import Capture
 from specpool.config import EngineConfig, Worker
 from specpool.draft.base import Drafter, DraftTree
 from specpool.errors import ConfigError, ShapeError
@@ -27,9 +28,11 @@ from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
-from specpool.pending import PendingStep
+from specpool.pending import Outcome, PendingStep
 from specpool.request import Request
+from specpool.round_graph import RoundKind
 from specpool.row_state import RowState
+from specpool.runtime_state import RuntimeStates
 from specpool.scheduler import Step
 from specpool.seq_lens import SeqLens
 from specpool.state_forward import StateForward
@@ -91,7 +94,11 @@ def routed(
 
 
 class EagleWorker:
-    """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12)."""
+    """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12).
+
+    Attributes:
+        states: the rounds that it has graphs of; None = there are none.
+    """
 
     def __init__(
         self,
@@ -115,6 +122,7 @@ class EagleWorker:
             max_context_len: positions beyond it are clamped.
             attention: the back end, which says whether rounds wait for their lengths.
         """
+        self.states: RuntimeStates | None = None
         self._drafter, self._cache = drafter, cache
         self._vocab_size = target.vocab_size
         self._keeps_state = target.keeps_state
@@ -145,13 +153,24 @@ class EagleWorker:
             for group in sorted(set(target_groups))
         }
 
+    def capture(
+        self, capture: Capture, ledger: Ledger, sizes: Mapping[RoundKind, Sequence[int]]
+    ) -> RuntimeStates:
+        """Build `states` for these kinds of rounds, each with its batch sizes; nothing runs yet."""
+        self.states = RuntimeStates(capture, ledger, self._cache, self._state)
+        self.states.build(sizes, self.steps_of)
+        return self.states
+
     @torch.inference_mode()
     def run(self, steps: Sequence[Step]) -> list[PendingStep]:
         """Run the forward of launched steps: of one, or of a prefill and a round side by side.
 
         A prefill step runs the next chunk of each prompt; the lanes whose prompt ends get their
-        first token. A round is draft, verify, compact, draft-extend.
+        first token. A round is draft, verify, compact, draft-extend; a graph's, if it has one.
         """
+        pending = None if self.states is None else self.states.replay(steps)
+        if pending is not None:
+            return [pending]
         passes = [
             (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
             for step in steps
@@ -183,30 +202,50 @@ class EagleWorker:
             drafts = None
         greedy = _greedy(requests)
 
-        def finish(output: TargetOutput) -> PendingStep:
+        def finish(output: TargetOutput) -> Iterator[Outcome]:
             positions = new_lens.long().unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             if self._has_windows:  # the last token need not see what is no number
                 spoiled = _not_finite(lanes, output.hidden)
                 drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
             self._state.put(lanes, new_lens, drawn[:, 0])
-            pending = PendingStep(requests, drawn, output.logits, done=done)
+            yield Outcome(drawn, False, output.logits)
             if drafts is not None:
                 shifted = tokens.roll(-1)
                 shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
                 drafts.extend(lanes, shifted, _features(output))
-            return pending
 
-        return self._causal_pass(lanes, tokens, lanes.lasts, drafts is not None, finish)
+        return self._causal_pass(
+            requests, lanes, tokens, lanes.lasts, drafts is not None, finish, done=done
+        )
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
-        if self._drafter is None or not (plan.shapes.any() or plan.writes_draft):
-            return self._plain_round(plan, requests)
-        drafter = self._drafter
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
-        parts = self._parts(lanes, plan, requests)
+        if self._drafter is None or not (plan.shapes.any() or plan.writes_draft):
+            return self._plain_round(lanes, requests, greedy=_greedy(requests))
+        return self._draft_round(lanes, self._parts(lanes, plan, requests), requests)
 
-        def finish(output: TargetOutput) -> PendingStep:
+    def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
+        """A round of lanes that only the device knows, for a graph.
+
+        Its tokens are drawn by the rows' own parameters, the likeliest where they say so: the same
+        as `run` draws.
+        """
+        if self._drafter is None or not kind.drafts:
+            one = self._plain_round(lanes, (), greedy=False)
+        else:
+            part = self._part(lanes, 0, len(lanes.seq_lens), kind.shape, None, greedy=False)
+            one = self._draft_round(lanes, [part], ())
+        yield from self._forward.steps(one)
+
+    def _draft_round(
+        self, lanes: Lanes, parts: Sequence[_Part], requests: Sequence[Request]
+    ) -> Pass:
+        """Verify the parts' trees, keep what agrees, and have the drafter follow."""
+        assert self._drafter is not None
+        drafter = self._drafter
+
+        def finish(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
             for part in parts:
                 size = part.positions.numel()
@@ -216,58 +255,69 @@ class EagleWorker:
                 verdicts.append(verify(part.tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
-            pending = PendingStep(requests, verdict.tokens, output.logits, verdict)
+            yield Outcome.of_verify(verdict, output.logits)
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
             if drafter.reads_tokens:  # it has all that it needs
-                return pending
+                return
             accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
             features = _features(output).index_select(0, nodes)
             if accepted_lanes.padding is not None:
                 # A NaN of some other lane must not reach the sink, which all lanes read (masked).
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
-            return pending
 
-        return self._tree_pass(lanes, parts, not drafter.reads_tokens, finish)
+        return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, finish)
 
-    def _plain_round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
+    def _plain_round(self, lanes: Lanes, requests: Sequence[Request], *, greedy: bool) -> Pass:
         """Shape 0 alone: the root goes through the target; no draft KV is kept."""
-        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
         roots = self._state.root_tokens.index_select(0, lanes.rows)
-        greedy = _greedy(requests)
 
-        def finish(output: TargetOutput) -> PendingStep:
+        def finish(output: TargetOutput) -> Iterator[Outcome]:
             new_lens = lanes.starts + 1
             positions = new_lens.long().unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             self._state.put(lanes, new_lens, drawn[:, 0])
-            return PendingStep(requests, drawn, output.logits)
+            yield Outcome(drawn, False, output.logits)
 
-        return self._causal_pass(lanes, roots, None, False, finish)
+        return self._causal_pass(requests, lanes, roots, None, False, finish)
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
         """The runs of lanes that share a shape, each with its trees."""
-        assert self._drafter is not None
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
-        root_tokens = self._state.root_tokens.index_select(0, lanes.rows)
         parts: list[_Part] = []
         start = first = 0
         for end in ends:
             mine, shape = requests[start:end], self._shapes[shapes[start]]
-            num_nodes = shape.num_draft_tokens
-            part, roots = lanes.part(start, end, num_nodes), root_tokens[start:end]
-            if num_nodes == 1:
-                tree = DraftTree.chain(roots.unsqueeze(1))
-            else:
-                tree = self._propose(self._drafter, part, shape, roots, mine)
-            positions = part.starts.unsqueeze(1) + tree.depths
-            parts.append(_Part(part, tree, positions, shape.num_steps, _greedy(mine), first))
-            first += (end - start) * num_nodes
+            part = self._part(lanes, start, end, shape, mine, greedy=_greedy(mine), first=first)
+            parts.append(part)
+            first += (end - start) * shape.num_draft_tokens
             start = end
         return parts
+
+    def _part(
+        self,
+        lanes: Lanes,
+        start: int,
+        end: int,
+        shape: Shape,
+        requests: Sequence[Request] | None,
+        *,
+        greedy: bool,
+        first: int = 0,
+    ) -> _Part:
+        """The lanes `[start, end)` with trees of one shape; `requests` are theirs, if known."""
+        assert self._drafter is not None
+        part = lanes.part(start, end, shape.num_draft_tokens)
+        roots = self._state.root_tokens.index_select(0, part.rows)
+        if shape.num_draft_tokens == 1:
+            tree = _bare(roots)
+        else:
+            tree = self._propose(self._drafter, part, shape, roots, requests)
+        positions = part.starts.unsqueeze(1) + tree.depths
+        return _Part(part, tree, positions, shape.num_steps, greedy, first)
 
     def _compact(self, part: _Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV right behind the prefix, in every target layer."""
@@ -289,14 +339,16 @@ class EagleWorker:
         lanes: Lanes,
         shape: Shape,
         roots: Tensor,
-        requests: Sequence[Request],
+        requests: Sequence[Request] | None,
     ) -> DraftTree:
         """A tree that verify may walk; the values of one that the host made are checked."""
-        texts = [request.tokens for request in requests] if drafter.reads_tokens else None
+        texts = None
+        if drafter.reads_tokens and requests is not None:
+            texts = [request.tokens for request in requests]
         tree = drafter.propose(lanes, shape, roots, texts)
         if not isinstance(tree, DraftTree):
             raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
-        tree.check(shape, len(requests))
+        tree.check(shape, len(roots))
         if self._keeps_state:
             tree.check_chain()
         if texts is not None and tree.tokens.device.type == "cpu":
@@ -326,12 +378,15 @@ class EagleWorker:
 
     def _causal_pass(
         self,
+        requests: Sequence[Request],
         lanes: Lanes,
         tokens: Tensor,
         logits_at: Tensor | None,
         wants_features: bool,
-        finish: Callable[[TargetOutput], PendingStep],
+        finish: Callable[[TargetOutput], Iterator[Outcome]],
+        *,
         is_round: bool = False,
+        done: Sequence[bool] | None = None,
     ) -> Pass:
         """Prefill or plain decode: every query sees all positions up to its own."""
         groups = () if self._keeps_state else self._fields
@@ -339,14 +394,16 @@ class EagleWorker:
         positions = lanes.positions
         if lanes.most > self._last_position + 1:
             positions = positions.clamp(max=self._last_position)
-        return Pass(lanes, tokens, positions, views, logits_at, wants_features, is_round, finish)
+        wants = logits_at, wants_features, is_round
+        return Pass(requests, lanes, tokens, positions, views, *wants, finish, done)
 
     def _tree_pass(
         self,
+        requests: Sequence[Request],
         lanes: Lanes,
         parts: Sequence[_Part],
         wants_features: bool,
-        finish: Callable[[TargetOutput], PendingStep],
+        finish: Callable[[TargetOutput], Iterator[Outcome]],
     ) -> Pass:
         """Verify: node i of a lane lies in cell start + i, at position start + depth."""
         of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
@@ -367,13 +424,22 @@ class EagleWorker:
                 start += batch
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
         if self._keeps_state:  # all trees are chains
-            return self._causal_pass(lanes, tokens, None, False, finish, is_round=True)
+            return self._causal_pass(requests, lanes, tokens, None, False, finish, is_round=True)
         views = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
             views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
         flat = torch.cat([positions.view(-1) for positions in of_parts])
-        return Pass(lanes, tokens, flat.long(), views, None, wants_features, True, finish)
+        wants = None, wants_features, True
+        return Pass(requests, lanes, tokens, flat.long(), views, *wants, finish)
+
+
+def _bare(roots: Tensor) -> DraftTree:
+    """Trees of int64 [B] roots alone."""
+    size = len(roots), 1
+    depths = torch.zeros(size, dtype=torch.int32, device=roots.device)
+    alone = torch.ones(*size, 1, dtype=torch.bool, device=roots.device)
+    return DraftTree(roots.unsqueeze(1), depths, alone, depths - 1, depths - 1)
 
 
 def _features(output: TargetOutput) -> Tensor:

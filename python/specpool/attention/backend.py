@@ -32,6 +32,7 @@ class BackEnd:
         reads_trees_on_pages: a tree's nodes may lie on pages of several slots.
         needs_host_lengths: the host must know every length before a forward: a round then waits for
             the lengths that the one before left on the device.
+        runs_in_graphs: its forwards can be captured in CUDA graphs.
         start: (device, dtype, layers with KV, type of the model) -> the `attend` of the views of
             one engine, None = torch's. Raises `ConfigError` where it cannot do what they ask for.
     """
@@ -40,19 +41,26 @@ class BackEnd:
     reads_ragged_masks: bool
     reads_trees_on_pages: bool
     needs_host_lengths: bool
+    runs_in_graphs: bool = False
     start: Start = _start_nothing
 
 
 BACK_ENDS = {
     "torch": BackEnd(
-        "torch", reads_ragged_masks=True, reads_trees_on_pages=True, needs_host_lengths=False
+        "torch",
+        reads_ragged_masks=True,
+        reads_trees_on_pages=True,
+        needs_host_lengths=False,
+        runs_in_graphs=True,
     ),
-    # It plans on the host, from lengths that the host must have.
+    # It plans on the host, from lengths that the host must have: a replay would keep the plan of
+    # the capture.
     "flashinfer": BackEnd(
         "flashinfer",
         reads_ragged_masks=True,
         reads_trees_on_pages=True,
         needs_host_lengths=True,
+        runs_in_graphs=False,
         start=flashinfer_backend.start,
     ),
 }

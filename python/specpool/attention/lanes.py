@@ -112,6 +112,9 @@ class Lanes:
     ) -> tuple[Tensor, Tensor | int]:
         """The pages that their queries see, up to `num_cells` cells on; see `KVCache.pages_of`."""
         lens, ahead = self.seq_lens, self.widths if num_cells is None else num_cells
+        window = cache.windows[group]
+        if window is not None and isinstance(ahead, int) and (lens.hi - lens.lo).max() > window:
+            return cache.window_pages(group, self.rows, self.starts, ahead)
         return cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
 
     def slots(self, cache: KVCache, group: int) -> Tensor:

@@ -1,0 +1,269 @@
+"""`RuntimeState`: what the rounds of one shape have, built at the start; and all of them together.
+
+Nothing is captured, compiled or allocated while requests run. A round whose shape, batch size and
+lengths have a graph replays it; any other runs eagerly, with the same text.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from specpool._core import Ledger, Shape
+from specpool.adaptive import config_of
+from specpool.adaptive.router import StepRouter
+from specpool.adaptive.shapes import name_of
+from specpool.attention import BackEnd
+from specpool.attention.lanes import Lanes
+from specpool.capture import Capture, Work, is_out_of_memory
+from specpool.config import EngineConfig
+from specpool.draft import Drafter
+from specpool.errors import ConfigError, OrderError
+from specpool.kernels.transfer import no_transfers
+from specpool.kv_cache import KVCache
+from specpool.pending import Outcome, PendingStep
+from specpool.round_graph import LaneBuffer, RoundGraph, RoundKind
+from specpool.row_state import RowState
+from specpool.scheduler import Step
+from specpool.stats import GraphStats
+
+#: Roots that the graphs with the shortest reads are good for; each further one reads twice as far.
+LEAST_BOUND = 1024
+
+_log = logging.getLogger("specpool")
+
+Rounds = Callable[[RoundKind, Lanes], Iterator[Outcome]]
+Place = tuple[RoundKind, int, int]  # of a graph: its lanes, and the bound of their roots
+
+
+class RuntimeState:
+    """The graphs of one kind of round, by batch size and bound."""
+
+    def __init__(self, graphs: Iterable[RoundGraph], bounds: Sequence[int]) -> None:
+        """Find a graph for each batch size; `bounds` are those that graphs may have, ascending."""
+        self._bounds = list(bounds)
+        found = {(graph.size, graph.bound): graph for graph in graphs}
+        self.sizes = tuple(sorted({size for size, _ in found}))
+        self.num_graphs = len(found)
+        # By bound, then by number of lanes: the least graph that holds both
+        self._by_batch: list[list[RoundGraph]] = []
+        for least in self._bounds:
+            line: list[RoundGraph] = []
+            for size, bound in sorted(at for at in found if at[1] >= least):
+                line += [found[size, bound]] * (size + 1 - len(line))
+            self._by_batch.append(line)
+
+    def graph_for(self, batch_size: int, root: int) -> RoundGraph | None:
+        """The least that holds so many lanes whose roots are at `root` at most."""
+        place = bisect.bisect_left(self._bounds, root)
+        if place == len(self._bounds) or batch_size >= len(self._by_batch[place]):
+            return None
+        return self._by_batch[place][batch_size]
+
+
+class RuntimeStates:
+    """One `RuntimeState` for each kind of round that has graphs; counts what replays."""
+
+    def __init__(self, capture: Capture, ledger: Ledger, cache: KVCache, rows: RowState) -> None:
+        """No graphs yet.
+
+        Args:
+            capture: captures them.
+            ledger: whose plans are replayed.
+            cache: the pages.
+            rows: where each row stands.
+        """
+        self._capture, self._ledger, self._cache, self._rows = capture, ledger, cache, rows
+        most = max(shape.max_accept_len for shape in ledger.shapes)
+        # No round's root is beyond: whoever is at the end of the context is not prepared.
+        last = ledger.max_context_len - 1 + ledger.overlap_depth * most
+        self._bounds = [LEAST_BOUND << i for i in range(32) if LEAST_BOUND << i < last] + [last]
+        self._states: dict[tuple[int, bool], RuntimeState] = {}
+        self._num_bytes = self._replay_ct = self._eager_ct = 0
+
+    @torch.inference_mode()
+    def build(self, sizes: Mapping[RoundKind, Sequence[int]], rounds: Rounds) -> None:
+        """Capture a graph for each kind, size and bound, the largest first.
+
+        Where memory runs out, those at least as large are given up. Kinds of rounds that cannot be
+        captured at all have none.
+
+        Args:
+            sizes: batch sizes of each kind of round.
+            rounds: launches a round of these lanes.
+        """
+        places = [(kind, n, b) for kind, of in sizes.items() for n in of for b in self._bounds]
+        places.sort(key=lambda place: place[1:], reverse=True)
+        if not places:
+            return
+        buffer = LaneBuffer(places[0][1], self._cache.device)
+        graphs: dict[RoundKind, list[RoundGraph]] = {kind: [] for kind in sizes}
+        refused: set[RoundKind] = set()
+
+        def work_of(place: Place) -> Work:
+            kind, size, bound = place
+            lanes = buffer.lanes(size)
+            return lambda: rounds(kind, self._rows.lanes_within(*lanes, bound))
+
+        def record(place: Place) -> None:
+            kind = place[0]
+            if kind in refused:
+                return
+            try:
+                graphs[kind].append(self._record(place, work_of(place), buffer))
+            except (RuntimeError, OrderError) as error:
+                if is_out_of_memory(error):
+                    raise
+                refused.add(kind)
+                graphs[kind].clear()
+                _log.warning(
+                    "rounds of %s cannot be captured as CUDA graphs (%s) and run eagerly",
+                    name_of(kind.shape),
+                    error,
+                )
+
+        warm = _within_memory(places, lambda place: self._capture.warm_up(work_of(place)))
+        self._cache.pin_reads()
+        before = self._capture.used_bytes()
+        tried = _within_memory(warm, record)
+        self._num_bytes = max(self._capture.used_bytes() - before, 0)
+        for kind, mine in graphs.items():
+            if mine:
+                self._states[self._key(kind)] = RuntimeState(mine, self._bounds)
+        if len(tried) < len(places):
+            _log.warning(
+                "out of memory while capturing CUDA graphs: there are %d of %d, with %d bytes, for "
+                "batch sizes %s; other rounds run eagerly",
+                self.stats().num_graphs,
+                len(places),
+                self._num_bytes,
+                list(self.sizes),
+            )
+
+    def _record(self, place: Place, work: Work, buffer: LaneBuffer) -> RoundGraph:
+        with no_transfers():
+            recording = self._capture.record(work, follows=place[0].drafts)
+        ledger = self._ledger
+        return RoundGraph(*place, recording, buffer, num_rows=ledger.num_rows, groups=ledger.groups)
+
+    def _key(self, kind: RoundKind) -> tuple[int, bool]:
+        return self._ledger.shapes.index(kind.shape), kind.writes_draft
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes with a graph of whatever kind, ascending."""
+        return tuple(sorted({size for state in self._states.values() for size in state.sizes}))
+
+    def replay(self, steps: Sequence[Step]) -> PendingStep | None:
+        """The results of a turn that is one round, if that has a graph; else None."""
+        graph = self._graph_for(steps[0]) if len(steps) == 1 else None
+        if graph is None:
+            self._eager_ct += sum(step.is_decode for step in steps)
+            return None
+        pending = graph.replay(steps[0].plan, steps[0].requests)
+        self._replay_ct += 1
+        return pending
+
+    def _graph_for(self, step: Step) -> RoundGraph | None:
+        plan = step.plan
+        if not step.is_decode or plan.shapes[0] != plan.shapes[-1]:  # equal ones side by side
+            return None
+        state = self._states.get((int(plan.shapes[0]), plan.writes_draft))
+        if state is None or any(request.params.logprobs is not None for request in step.requests):
+            return None
+        return state.graph_for(len(plan), int(plan.hi.max()))
+
+    def restart(self) -> None:
+        """What ran so far does not count: nobody had asked for it."""
+        self._replay_ct = self._eager_ct = 0
+
+    def stats(self) -> GraphStats:
+        """What there is, and was replayed so far."""
+        sizes: dict[Shape, tuple[int, ...]] = {}
+        for (index, _), state in self._states.items():
+            shape = self._ledger.shapes[index]
+            sizes[shape] = tuple(sorted({*sizes.get(shape, ()), *state.sizes}))
+        return GraphStats(
+            sizes=sizes,
+            num_graphs=sum(state.num_graphs for state in self._states.values()),
+            num_bytes=self._num_bytes,
+            replay_ct=self._replay_ct,
+            eager_ct=self._eager_ct,
+        )
+
+
+def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> list[Place]:
+    """Those that were run: what finds no memory is left out, and whatever is not smaller."""
+    found, too_large = [], None
+    for place in places:
+        if too_large is not None and place[1] >= too_large:
+            continue
+        try:
+            run(place)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            too_large = place[1]
+        else:
+            found.append(place)
+    return found
+
+
+def graph_sizes(
+    config: EngineConfig, attention: BackEnd, *, has_capture: bool, keeps_state: bool
+) -> tuple[int, ...]:
+    """The batch sizes to capture, ascending; none where that cannot be.
+
+    Raises:
+        ConfigError: `config` asks for some nevertheless.
+    """
+    why = None
+    if not has_capture:
+        why = "they need a CUDA device"
+    elif not attention.runs_in_graphs:
+        why = f"attention {attention.name!r} plans each forward on the host"
+    elif keeps_state:
+        why = "the target has recurrent layers, which run on the synchronous worker"
+    if config.graph_sizes is None:
+        most = config.max_batch
+        powers = {1 << i for i in range(most.bit_length())}
+        return () if why else tuple(sorted(powers | {most}))
+    if why and config.graph_sizes:
+        raise ConfigError(f"graph_sizes {list(config.graph_sizes)} cannot be captured: {why}")
+    return tuple(sorted(config.graph_sizes))
+
+
+def round_kinds(
+    config: EngineConfig, sizes: Sequence[int], drafter: Drafter | None, shape: Shape
+) -> dict[RoundKind, list[int]]:
+    """What to capture: each kind of round that lanes of one shape can have, with its batch sizes.
+
+    What a controller chooses is captured for the sizes at which it can be chosen.
+
+    Args:
+        config: its shapes, and candidates.
+        sizes: all of them.
+        drafter: of the engine.
+        shape: the engine's own.
+    """
+    keeps_draft_kv = drafter is not None and bool(drafter.layers)
+    found: dict[RoundKind, list[int]] = {}
+    named = list(config.shapes)
+    if config.adaptive is None:
+        named.append(shape)
+    else:
+        slots = config_of(config.adaptive).slots
+        router = StepRouter(slots, graph_sizes=sizes)
+        reach = router.graph_sizes_of({key: slot.candidates for key, slot in slots.items()})
+        found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
+    found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
+    found[RoundKind(Shape.none(), False)] = list(sizes)  # whoever opts out
+    reads_tokens = drafter is not None and drafter.reads_tokens  # which only the host has
+    return {
+        kind: mine
+        for kind, mine in found.items()
+        if mine and not (reads_tokens and kind.shape.num_draft_tokens > 1)
+    }

@@ -1,0 +1,190 @@
+"""A double of CUDA-graph capture for the CPU, as strict as a real one (`HostCapture`).
+
+It has no graphs, so a replay runs the work again; but it writes down each operation and kernel
+launch of the capture, with all sizes, numbers and outside addresses, and a replay must be the same
+to the letter. What a real graph would have baked in cannot be another then: a host's number, memory
+that has moved since, a branch on what a tensor holds. Results come in the tensors of the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel_kit import backend
+from specpool.capture import Recording, Work, host_capture
+from specpool.kernels import launch
+
+_WAITS = ["numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"]
+_HIDDEN = ("nonzero", "masked_select", "_local_scalar_dense", "unique_dim", "_unique2")
+
+
+class Tape(TorchDispatchMode):
+    """What work does to a device; refuses whatever would wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple] = []
+        self._own: dict[int, int] = {}  # address of a storage made within -> its number
+        self._alive: list[Tensor] = []  # so that no address is given twice
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        assert name not in _HIDDEN, f"{name} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} by a mask"
+        if name == "repeat_interleave":
+            assert kwargs.get("output_size") is not None, f"{name} waits for the device"
+        read = self._sign([*args, kwargs])
+        result = func(*args, **kwargs)
+        for made in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(made, Tensor) and self._is_new(made, [*args, *kwargs.values()]):
+                self._own.setdefault(made.untyped_storage().data_ptr(), len(self._own))
+                self._alive.append(made)
+        self.entries.append((name, read))
+        return result
+
+    def launch(self, entry, grid, block, args, shared_mem, touches):
+        """A kernel's."""
+        self.entries.append((entry, grid, block, self._sign(args), shared_mem, self._sign(touches)))
+
+    def _is_new(self, made: Tensor, given: Sequence[Any]) -> bool:
+        address = made.untyped_storage().data_ptr()
+        tensors = [value for value in _flat(given) if isinstance(value, Tensor)]
+        return all(tensor.untyped_storage().data_ptr() != address for tensor in tensors)
+
+    def _sign(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage().data_ptr()
+            whose = ("own", self._own[storage]) if storage in self._own else ("outside", storage)
+            place = value.storage_offset(), *value.shape, *value.stride()
+            return (*whose, str(value.dtype), *place)
+        if isinstance(value, dict):
+            return {key: self._sign(one) for key, one in value.items()}
+        if isinstance(value, tuple | list):
+            return [self._sign(one) for one in value]
+        return repr(value)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+class _Spy:
+    """The kernels' runner, written down."""
+
+    def __init__(self, runner: launch.Backend, tape: Tape) -> None:
+        self._runner, self._tape = runner, tape
+
+    def launch(self, *args) -> None:
+        self._tape.launch(*args)
+        self._runner.launch(*args)
+
+
+@contextlib.contextmanager
+def _recorded(tape: Tape) -> Iterator[None]:
+    methods = {name: getattr(Tensor, name) for name in _WAITS}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(self: Tensor, *args: Any) -> Any:
+            raise AssertionError(f"{name} of {self.dtype} {tuple(self.shape)} waits for the device")
+
+        return refuse
+
+    for name in _WAITS:
+        setattr(Tensor, name, refusing(name))
+    try:
+        with launch.host_backend(_Spy(launch._host, tape)), tape:
+            yield
+    finally:
+        for name, method in methods.items():
+            setattr(Tensor, name, method)
+
+
+class HostCapture:
+    """Captures work on CPU tensors.
+
+    Attributes:
+        recordings: how many there are.
+        replays: how many ran.
+    """
+
+    def __init__(self, is_full: Callable[[int], bool] = lambda number: False) -> None:
+        """`is_full`: whether memory runs out at a capture, counted from 1; negative: a warm-up."""
+        self.is_full = is_full
+        self.recordings = self.replays = self._tried = self._warm = self._bytes = 0
+
+    def warm_up(self, work: Work) -> None:
+        self._warm += 1
+        self._take(-self._warm)
+        for _ in work():
+            pass
+
+    def record(self, work: Work, *, follows: bool) -> Recording:
+        self._tried += 1
+        first, rest = Tape(), Tape()
+        with _recorded(first):
+            steps = work()
+            outcome = next(steps)
+        self._take(self._tried)
+        rest._own, rest._alive = dict(first._own), first._alive
+        with _recorded(rest):
+            assert next(steps, None) is None
+        assert bool(rest.entries) == follows
+        packed = outcome.packed
+        packed.fill_(-7)  # a capture computes nothing
+        running: list[tuple[Tape, Iterator[Any]]] = []
+
+        def decide() -> None:
+            tape = Tape()
+            with _recorded(tape):
+                again = work()
+                result = next(again)
+            _same(tape, first)
+            packed.copy_(result.packed)
+            running[:] = [(tape, again)]
+            self.replays += 1
+
+        def follow() -> None:
+            ((before, again),) = running
+            tape = Tape()
+            tape._own, tape._alive = before._own, before._alive
+            with _recorded(tape):
+                next(again, None)
+            _same(tape, rest)
+            running.clear()
+
+        self.recordings += 1
+        self._bytes += packed.nbytes
+        return Recording(outcome, decide, follow if follows else None)
+
+    def used_bytes(self) -> int:
+        return 1000 + self._bytes
+
+    def _take(self, number: int) -> None:
+        if self.is_full(number):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def _same(tape: Tape, other: Tape) -> None:
+    for number, (one, two) in enumerate(zip(tape.entries, other.entries, strict=False)):
+        assert one == two, f"launch {number} of a replay is not the capture's: {one}, was {two}"
+    assert len(tape.entries) == len(other.entries), "a replay has another number of launches"
+
+
+@contextlib.contextmanager
+def graphs_run(is_full: Callable[[int], bool] = lambda number: False) -> Iterator[HostCapture]:
+    """Kernels run on CPU tensors, and engines that are built capture their rounds."""
+    capture = HostCapture(is_full)
+    with launch.host_backend(backend("fast", "forward")), host_capture(lambda: capture):
+        yield capture
