@@ -17,8 +17,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_kit import backend
+from specpool import Engine, SamplingParams, Shape, corpus
 from specpool.capture import Recording, Work, host_capture
 from specpool.kernels import launch
+
+NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
+CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
+PROMPTS = [p[:n] for p, n in zip(corpus.prompts(6), (17, 40, 9, 3, 26, 33), strict=True)]
+# Of unlike lengths, so that all batch sizes come; greedy ones beside drawn ones.
+PARAMS = [
+    SamplingParams(max_new_tokens=30, ignore_eos=True),
+    SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=1.0, seed=3),
+    SamplingParams(max_new_tokens=25, ignore_eos=True),
+    SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=0.7, top_p=0.9, seed=4),
+    SamplingParams(max_new_tokens=19, ignore_eos=True, temperature=1.3, top_k=40, seed=5),
+    SamplingParams(max_new_tokens=5, ignore_eos=True),
+]
+
+
+def make(shape: Shape | None, *, head: str = "tiny-eagle", **options: Any) -> Engine:
+    return Engine.from_pretrained(
+        draft=None if shape is NONE else f"specpool/{head}",
+        shape=shape,
+        **{"max_context_len": 200, "max_batch": 4, "busy_check": 2, **options},
+    )
+
 
 _WAITS = ["numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"]
 _HIDDEN = ("nonzero", "masked_select", "_local_scalar_dense", "unique_dim", "_unique2")

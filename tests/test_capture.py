@@ -1,0 +1,314 @@
+"""Laws of the capture: what a replay is checked for, what is captured, and where that fails.
+
+The double of a capture (`graph_kit.py`) is held to be as strict as a graph here, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cuda_host
+from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCapture, graphs_run, make
+from kernel_kit import backend
+from specpool import Engine, SamplingParams, Shape, runtime_state
+from specpool.adaptive import AdaptiveConfig
+from specpool.capture import host_capture
+from specpool.config import EngineConfig
+from specpool.errors import ConfigError, OrderError, ShapeError
+from specpool.kernels import launch
+from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
+from specpool.kv_cache import KVCache
+from specpool.round_graph import RoundGraph
+from specpool.runtime_state import RuntimeStates
+
+pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
+
+
+# --- what a replay is checked for ---------------------------------------------------------------
+
+
+class FakePlan(SimpleNamespace):
+    """As far as a replay reads one."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def plan_of(**changes: Any) -> FakePlan:
+    lanes = {"rows": [1, 2], "lo": [5, 9], "hi": [8, 9], "allocated_after": [[32, 32]] * 2}
+    arrays = {name: np.array(value, np.int32) for name, value in {**lanes, **changes}.items()}
+    return FakePlan(**arrays)
+
+
+BAD_PLANS = {
+    "too many lanes": (
+        {name: [1, 2, 3] for name in ("rows", "lo", "hi")} | {"allocated_after": [[32] * 3] * 2},
+        "3 lanes in a graph of 2",
+    ),
+    "no lanes": ({"rows": [], "lo": [], "hi": []}, "0 lanes in a graph of 2"),
+    "the padding's row": ({"rows": [1, 0]}, r"row of lane 1 must be in \[1, 20\], got 0"),
+    "a row beyond": ({"rows": [21, 1]}, r"row of lane 0 must be in \[1, 20\], got 21"),
+    "no position": ({"lo": [-1, 9]}, r"lo of lane 0 must be in \[0, 8\], got -1"),
+    "bounds that cross": ({"lo": [5, 10]}, r"lo of lane 1 must be in \[0, 9\], got 10"),
+    "a root beyond the reads": ({"hi": [8, 65]}, r"hi of lane 1 must be in \[9, 64\], got 65"),
+    "too few slots for the nodes": (
+        {"allocated_after": [[32, 12], [32, 32]]},
+        "lane 1, row 2, writes up to slot 13 of group 0, where it has 12",
+    ),
+    "too few slots for the drafts": (
+        {"allocated_after": [[32, 32], [16, 32]]},
+        "lane 0, row 1, writes up to slot 17 of group 1, where it has 16",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def graph_and_replays() -> tuple[RoundGraph, HostCapture]:
+    """Of two lanes, whose roots are at 64 at most."""
+    with pytest.MonkeyPatch.context() as patch, graphs_run() as capture:
+        patch.setattr(runtime_state, "LEAST_BOUND", 64)
+        with make(Shape.eagle(3, 3, 4), graph_sizes=(2,)) as engine:
+            return engine._worker.states._states[1, True].graph_for(2, 64), capture
+
+
+@pytest.mark.parametrize("why", BAD_PLANS)
+def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
+    """Spec 7: host checks do not run on a replay, so the wrapper runs them, by upper bounds."""
+    graph, capture = graph_and_replays
+    changes, text = BAD_PLANS[why]
+    cells, replays = graph._buffer._cells.clone(), capture.replays
+    with pytest.raises(ShapeError, match=text):
+        graph.replay(plan_of(**changes), [])
+    assert torch.equal(graph._buffer._cells, cells) and capture.replays == replays
+    graph._check(plan_of())
+
+
+# --- what a capture refuses, and the double with it ---------------------------------------------
+
+
+def test_no_transfer_within_a_capture():
+    """Each replay would repeat it, from memory that is somebody else's by then."""
+    tensor, array = torch.zeros(3, dtype=torch.int32), np.zeros(3, np.int32)
+    with no_transfers():
+        with pytest.raises(OrderError, match="an upload of 2 arrays within the capture"):
+            upload(tensor.device, array, array)
+        with pytest.raises(OrderError, match="an upload within"), no_transfers():
+            overwrite(tensor, array)
+        with pytest.raises(OrderError, match="a download within"):
+            Download(tensor)
+    upload(tensor.device, array)
+    overwrite(tensor, array)
+    Download(tensor)
+
+
+def test_a_download_is_of_its_time():
+    """The next replay writes the tensor that this one's results are on their way from."""
+    tensor = torch.zeros(2)
+    download = Download(tensor)
+    tensor.fill_(1)
+    assert download.array().tolist() == [0, 0]
+
+
+class Faulty:
+    """Work with a fault that a real graph would keep silent about, or die of."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault, self.calls = fault, 0
+        self.table = torch.arange(4)
+
+    def __call__(self) -> Iterator[Any]:
+        self.calls += 1
+        taken = self.table[:3]
+        match self.fault:
+            case "reads the device":
+                taken = taken + int(self.table.sum())
+            case "selects by a mask":
+                taken = self.table[self.table > 0]
+            case "a number of the host":
+                taken = taken * self.calls
+            case "memory that moved":
+                self.held = self.table
+                self.table = self.table.clone()
+            case "another way":
+                taken = taken + 1 if self.calls > 1 else taken
+            case "sizes that grow":
+                taken = torch.zeros(self.calls, dtype=torch.int64)
+        yield SimpleNamespace(packed=taken.clone(), is_verify=False)
+
+
+@pytest.mark.parametrize("fault", ["reads the device", "selects by a mask"])
+def test_the_double_refuses_to_wait(fault):
+    with graphs_run() as capture, pytest.raises(AssertionError, match=r"waits|by a mask"):
+        capture.record(Faulty(fault), follows=False)
+
+
+@pytest.mark.parametrize(
+    "fault", ["a number of the host", "memory that moved", "another way", "sizes that grow"]
+)
+def test_the_double_keeps_what_a_graph_keeps(fault):
+    with graphs_run() as capture:
+        recording = capture.record(Faulty(fault), follows=False)
+        with pytest.raises(AssertionError, match=r"not the capture's|number of"):
+            recording.decide()
+        capture.record(Faulty("none"), follows=False).decide()
+
+
+def test_reads_of_the_graphs_stay_in_their_place(monkeypatch):
+    """A long prompt wants more room to read to: not the room that the graphs have."""
+
+    def say() -> list:
+        with graphs_run(), make(CHAIN, max_batch=2, graph_sizes=(1,)) as engine:
+            first = engine.generate(PROMPTS[3], PARAMS[0])
+            engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=120, ignore_eos=True))
+            return [*first, *engine.generate(PROMPTS[3], PARAMS[0])]
+
+    first, again = say()
+    assert first.error is None and first.token_ids == again.token_ids
+    monkeypatch.setattr(KVCache, "pin_reads", lambda self: None)
+    assert "not the capture's" in say()[1].error
+
+
+# --- what is captured, and what if that fails ---------------------------------------------------
+
+
+def test_each_candidate_has_the_sizes_that_reach_it():
+    config = AdaptiveConfig.from_dict(
+        {
+            "1": {"candidates": ["chain:7", "chain:3"]},
+            "4": {"candidates": ["chain:3", "chain:1", "none"]},
+        }
+    )
+    with (
+        graphs_run() as capture,
+        make(
+            None, max_batch=8, adaptive=config, shapes=(TREE,), graph_sizes=(8, 1, 3, 4)
+        ) as engine,
+    ):
+        graphs = engine.stats().graphs
+        assert graphs.sizes == {
+            SEVEN: (1, 3),
+            CHAIN: (1, 3, 4, 8),
+            ONE: (4, 8),
+            TREE: (1, 3, 4, 8),  # whoever asks for it
+            NONE: (1, 3, 4, 8),  # whoever opts out, at every size
+        }
+        assert graphs.num_graphs == capture.recordings == 2 + 4 + 2 + 4 + 4 + 2
+        # A batch of 2 runs in the graph of 3: that is what decides where it belongs.
+        router = engine._scheduler.round_shapes._controller._router
+        assert router._graph_sizes == [1, 3, 4, 8]
+
+
+def test_by_default_a_cuda_device_has_graphs_of_powers_of_two():
+    with graphs_run(), make(CHAIN, max_batch=6) as engine:
+        assert engine.stats().graphs.sizes == {CHAIN: (1, 2, 4, 6), NONE: (1, 2, 4, 6)}
+    with launch.host_backend(backend("fast", "forward")), make(CHAIN, max_batch=6) as engine:
+        assert engine.stats().graphs is None  # nothing captures here
+
+
+@pytest.mark.parametrize("at", [-1, -4, -9, 1, 2, 5, 8])
+def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
+    """The rounds of the others run eagerly; whatever is smaller is still tried."""
+    with graphs_run(), make(CHAIN, graph_sizes=()) as engine:
+        expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS)]
+    caplog.set_level(logging.WARNING)
+    adaptive = AdaptiveConfig.from_dict({"1": {"candidates": ["chain:3", "none"]}})
+    with (
+        graphs_run(lambda number: number == at) as capture,
+        make(None, graph_sizes=(1, 2, 4), adaptive=adaptive) as engine,
+    ):
+        outputs = engine.generate(PROMPTS, PARAMS)
+        graphs, router = engine.stats().graphs, engine._scheduler.round_shapes._controller._router
+    assert [o.token_ids for o in outputs] == expected
+    assert graphs.num_graphs == capture.recordings < 9
+    # Of each size three: the chain's, the plain ones' with draft KV and without.
+    kept = {-1: 6, -4: 6, -9: 8, 1: 6, 2: 7, 5: 7, 8: 7}[at]
+    assert graphs.num_graphs == kept
+    sizes = sorted({size for of in graphs.sizes.values() for size in of})
+    assert router._graph_sizes == sizes
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"out of memory while capturing CUDA graphs: there are {kept} of 9, with "
+        f"{graphs.num_bytes} bytes, for batch sizes {sizes}; other rounds run eagerly"
+    )
+
+
+def test_without_any_memory_serving_goes_on(caplog):
+    with graphs_run(lambda number: number > 0), make(CHAIN, graph_sizes=(1, 2, 4)) as engine:
+        outputs = engine.generate(PROMPTS, PARAMS)
+        stats = engine.stats()
+    assert all(o.error is None for o in outputs)
+    assert (stats.graphs.num_graphs, stats.graphs.num_bytes, stats.graphs.sizes) == (0, 0, {})
+    assert stats.graphs.eager_ct == stats.round_ct
+    assert "there are 0 of 6, with 0 bytes, for batch sizes []" in caplog.text
+
+
+def test_a_fault_that_is_not_memorys_is_told(caplog):
+    """A model that asks the device in its forward cannot be captured: it runs eagerly."""
+
+    class Refusing(HostCapture):
+        def record(self, work: Any, *, follows: bool) -> Any:
+            if follows:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().record(work, follows=follows)
+
+    capture = Refusing()
+    with graphs_run(), host_capture(lambda: capture), make(CHAIN, graph_sizes=(1, 2)) as engine:
+        outputs = engine.generate(PROMPTS[:2], PARAMS[:2])
+        assert set(engine.stats().graphs.sizes) == {NONE}
+    assert all(o.error is None for o in outputs)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rounds of chain:3 cannot be captured as CUDA graphs (operation not permitted when stream "
+        "is capturing) and run eagerly"
+    )
+
+
+def test_a_warm_up_that_fails_is_the_engines_own_fault():
+    class Failing(HostCapture):
+        def warm_up(self, work: Any) -> None:
+            raise RuntimeError("no such kernel")
+
+    with graphs_run(), host_capture(Failing), pytest.raises(RuntimeError, match="no such"):
+        make(CHAIN, graph_sizes=(1,))
+
+
+def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
+    seen = []
+    restart = RuntimeStates.restart
+    monkeypatch.setattr(
+        RuntimeStates, "restart", lambda self: (seen.append(self.stats()), restart(self))
+    )
+    with graphs_run(), make(None, adaptive="cost", max_batch=2, graph_sizes=(1, 2)) as engine:
+        graphs = engine.stats().graphs
+        assert (graphs.replay_ct, graphs.eager_ct) == (0, 0)
+    (stats,) = seen
+    assert stats.replay_ct >= 2 * 5 * 5 and stats.eager_ct == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"graph_sizes": 4}, "graph_sizes must be a tuple of batch sizes or None, got 4"),
+        ({"graph_sizes": (1, 9)}, r"a size in graph_sizes must be an integer in \[1, 8\], got 9"),
+        ({"graph_sizes": (0,)}, r"a size in graph_sizes must be an integer in \[1, 8\], got 0"),
+        ({"graph_sizes": (2, "4")}, r"must be an integer in \[1, 8\], got '4'"),
+        ({"graph_sizes": (2, True)}, r"must be an integer in \[1, 8\], got True"),
+        ({"graph_sizes": [2, 4, 2]}, r"must be different batch sizes, got \[2, 4, 2\]"),
+    ],
+)
+def test_sizes_that_cannot_be(options, text):
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(**options)
+
+
+def test_graphs_that_are_asked_for_in_vain():
+    with pytest.raises(ConfigError, match=r"^graph_sizes \[4, 1\] cannot .*: they need a CUDA dev"):
+        Engine.from_pretrained(graph_sizes=[4, 1], max_context_len=64)
+    Engine.from_pretrained(graph_sizes=(), max_context_len=64).close()
