@@ -75,7 +75,7 @@ sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, th
 	@command -v compute-sanitizer > /dev/null || \
 	{ echo "make sanitize needs compute-sanitizer, which comes with the CUDA toolkit: it is not in PATH" >&2; exit 1; }
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck \
-	$(BIN)/python -m pytest -k cuda --timeout 0 tests/test_device_*.py
+	$(BIN)/python -m pytest -k "cuda and not test_device_graphs" --timeout 0 tests/test_device_*.py
 	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest -k cuda --timeout 0 tests/test_device_*.py
 
 guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (11 minutes)

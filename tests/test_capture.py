@@ -5,6 +5,7 @@ The double of a capture (`graph_kit.py`) is held to be as strict as a graph here
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,12 +20,13 @@ from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCaptur
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape, runtime_state
 from specpool.adaptive import AdaptiveConfig
-from specpool.capture import host_capture
+from specpool.capture import CudaCapture, host_capture, is_out_of_memory
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels import launch
 from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
 from specpool.kv_cache import KVCache
+from specpool.pending import Outcome
 from specpool.round_graph import RoundGraph
 from specpool.runtime_state import RuntimeStates
 
@@ -312,3 +314,83 @@ def test_graphs_that_are_asked_for_in_vain():
     with pytest.raises(ConfigError, match=r"^graph_sizes \[4, 1\] cannot .*: they need a CUDA dev"):
         Engine.from_pretrained(graph_sizes=[4, 1], max_context_len=64)
     Engine.from_pretrained(graph_sizes=(), max_context_len=64).close()
+
+
+class FakeCuda:
+    """What `torch.cuda` is asked for, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.into: list[tuple[Any, Any]] = []
+        self._num_graphs = 0
+
+    def Stream(self, device: Any) -> Any:  # noqa: N802 - torch's name
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append("side after current"))
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        self._num_graphs += 1
+        name = f"graph {self._num_graphs}"
+        return SimpleNamespace(name=name, replay=lambda: self.calls.append(f"replay {name}"))
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, *, pool: Any, stream: Any) -> Iterator[None]:
+        self.into.append((id(pool), id(stream)))
+        self.calls.append(f"begin {graph.name}")
+        yield
+        self.calls.append(f"end {graph.name}")
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append("on the side")
+        yield
+        self.calls.append("back")
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("Stream", "CUDAGraph", "graph", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        current = SimpleNamespace(wait_stream=lambda other: self.calls.append("current after side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append("wait"))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+
+
+def test_what_torch_is_asked_to_capture(monkeypatch):
+    """Two graphs of a round that drafts, one pool and one stream for all of them."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    capture = CudaCapture(torch.device("cuda", 0))
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+
+    def work() -> Iterator[Outcome]:
+        cuda.calls.append("decides")
+        yield outcome
+        cuda.calls.append("follows")
+
+    capture.warm_up(work)
+    on_the_side = ["on the side", "decides", "follows", "back"]
+    assert cuda.calls == ["side after current", *on_the_side, "current after side"]
+    cuda.calls.clear()
+    recording = capture.record(work, follows=True)
+    one, two = ["begin graph 1", "decides", "end graph 1"], ["begin graph 2", "follows"]
+    assert cuda.calls == [*one, *two, "end graph 2"]
+    cuda.calls.clear()
+    recording.decide(), recording.follow()
+    assert cuda.calls == ["replay graph 1", "replay graph 2"] and recording.outcome is outcome
+    plain = capture.record(lambda: iter([outcome]), follows=False)
+    assert plain.follow is None and len({*cuda.into}) == 1 and len(cuda.into) == 3
+    cuda.calls.clear()
+    assert capture.used_bytes() == 700 and cuda.calls == ["wait", "empty"]
+
+
+def test_memory_that_ran_out_is_found_behind_the_captures_own_fault():
+    error = RuntimeError("capture was invalidated")
+    assert not is_out_of_memory(error)
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise error
+    except RuntimeError:
+        assert is_out_of_memory(error)

@@ -185,7 +185,7 @@ def watched(method, running, steps):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_never_waits_for_the_device_cuda(case, kind, monkeypatch):
     """CUDA itself reports every call that would wait, the results' own event aside."""
-    with make(case, device="cuda", dtype="float32") as engine:
+    with make(case, device="cuda", dtype="float32", graph_sizes=()) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS[kind])]
         monkeypatch.setattr(engine._worker, "run", unsynchronised(engine._worker.run))
         again = engine.generate(PROMPTS, PARAMS[kind])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ import pytest
 import torch
 
 import cuda_host
+import eagle_checkpoints
 from families import make_model
 from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, graphs_run, make
 from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape, runtime_state
 from specpool.kv_cache import KVCache
 from specpool.round_graph import RoundGraph
-from window_kit import config_of
+from window_kit import VOCAB, config_of
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 
@@ -391,3 +393,25 @@ def test_windows_are_read_alone(family, page_size, depth, monkeypatch):
     params = [dataclasses.replace(each, max_new_tokens=40) for each in PARAMS[:3]]
     stats = runs(build, PROMPTS[:3], params)
     assert stats.graphs.eager_ct == 0 and read and all(read)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((3, 2, 6), "holey")])
+def test_drafts_beside_windows(monkeypatch, tmp_path, family, shape, layout):
+    monkeypatch.setattr(eagle_checkpoints, "H", 64)
+    monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
+    layer_state = partial(eagle_checkpoints.layer_state, h=64)
+    monkeypatch.setattr(eagle_checkpoints, "layer_state", layer_state)
+    config = eagle_checkpoints.base_config(max_position_embeddings=512, sliding_window=5)
+    state = eagle_checkpoints.eagle_state()
+    folder = eagle_checkpoints.write(tmp_path / "head", config, state)
+    model = make_model(config_of(family, 8, 512))
+
+    def build(**options: Any) -> Engine:
+        how = {"layout": layout, "page_size": 4, "overlap_depth": 1, "max_batch": 4, **options}
+        return Engine.from_pretrained(
+            model, draft=folder, shape=Shape(*shape), max_context_len=120, **how
+        )
+
+    stats = runs(build, PROMPTS[:3], PARAMS[:3], sizes=(4,))
+    assert stats.graphs.eager_ct == 0 < stats.graphs.replay_ct

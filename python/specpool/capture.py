@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -85,6 +86,8 @@ class CudaCapture:
         return torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
 
 
+_NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
 _host: Callable[[], Capture] | None = None
 
 
@@ -102,7 +105,8 @@ def host_capture(make: Callable[[], Capture]) -> Iterator[None]:
 def capture_on(device: torch.device) -> Capture | None:
     """What captures graphs on `device`; None = nothing does."""
     if device.type == "cuda":
-        return CudaCapture(device)
+        # Without its cache, as under compute-sanitizer, torch has no pools for graphs.
+        return None if os.environ.get(_NO_CACHE) else CudaCapture(device)
     return None if _host is None else _host()
 
 
