@@ -109,8 +109,9 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench session
 	$(BIN)/specpool bench adaptive
 
-bench-gpu: $(VENV)/.dev ## each kernel beside a device copy on a CUDA device; figures and a picture into benches/results
+bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results
 	$(BIN)/python benches/bench_kernels.py --device cuda --write benches/results
+	$(BIN)/python benches/bench_graphs.py --write benches/results
 
 all: fmt lint test build ## everything CI does, and a wheel
 

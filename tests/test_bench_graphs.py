@@ -1,0 +1,51 @@
+"""`benches/bench_graphs.py`: it measures what it says; the double stands in for the graphs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
+
+import bench_graphs  # noqa: E402 - from the folder above
+
+import cuda_host  # noqa: E402
+from graph_kit import graphs_run  # noqa: E402
+from specpool import Shape  # noqa: E402
+
+
+def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, capsys):
+    if cuda_host.unavailable():
+        pytest.skip(cuda_host.unavailable())
+    shapes, measure = (Shape.none(), Shape.eagle(2, 1, 3)), bench_graphs.results
+
+    def small(device, repeats):
+        with graphs_run():
+            yield from measure("cpu", repeats, shapes=shapes, batches=(1, 2), context=60)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_graphs, "results", small)
+    where = {"device": "No GPU", "date": "2000-01-01"}
+    monkeypatch.setattr(bench_graphs, "cuda_machine", lambda device: where)
+    assert bench_graphs.main(["--repeats", "9", "--json", "--write", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    path = tmp_path / "2000-01-01-no-gpu-graphs.json"
+    assert json.loads(path.read_text()) == printed
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    found = {result["name"]: result for result in printed["results"]}
+    for where in ("none, batch 1", "none, batch 2", "chain:2, batch 1", "chain:2, batch 2"):
+        one, memory = found[f"a round, {where}"], found[f"graphs, {where}"]
+        assert one["unit"] == "us" and one["value"] > 0 < one["reference_value"]
+        assert memory["reference"] == "KV" and 0 < memory["value"] < memory["reference_value"]
+    assert len(found) == 8
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_graphs.main([]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and out.err.count("\n") == 1 and "no CUDA device" in out.err
