@@ -20,7 +20,8 @@ from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCaptur
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape, runtime_state
 from specpool.adaptive import AdaptiveConfig
-from specpool.capture import CudaCapture, host_capture, is_out_of_memory
+from specpool.attention import back_end
+from specpool.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels import launch
@@ -28,7 +29,7 @@ from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
 from specpool.kv_cache import KVCache
 from specpool.pending import Outcome
 from specpool.round_graph import RoundGraph
-from specpool.runtime_state import RuntimeStates
+from specpool.runtime_state import RuntimeStates, graph_sizes
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 
@@ -308,6 +309,30 @@ def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
 def test_sizes_that_cannot_be(options, text):
     with pytest.raises(ConfigError, match=text):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("attention", "keeps_state", "why"),
+    [
+        ("flashinfer", False, "attention 'flashinfer' plans each forward on the host"),
+        ("torch", True, "the target has recurrent layers"),
+    ],
+)
+def test_what_cannot_be_captured_has_no_graphs(attention, keeps_state, why):
+    how = {"has_capture": True, "keeps_state": keeps_state}
+    assert graph_sizes(EngineConfig(), back_end(attention), **how) == ()
+    with pytest.raises(ConfigError, match=rf"^graph_sizes \[2\] cannot be captured: {why}"):
+        graph_sizes(EngineConfig(graph_sizes=(2,)), back_end(attention), **how)
+    assert graph_sizes(EngineConfig(graph_sizes=()), back_end(attention), **how) == ()
+
+
+def test_torch_without_its_cache_has_no_pools_for_graphs(monkeypatch):
+    """So compute-sanitizer's runs are eager."""
+    FakeCuda().install(monkeypatch)
+    device = torch.device("cuda", 0)
+    assert isinstance(capture_on(device), CudaCapture)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert capture_on(device) is None
 
 
 def test_graphs_that_are_asked_for_in_vain():

@@ -74,7 +74,7 @@ class Engine:
             has_capture=capture is not None,
             keeps_state=target.keeps_state,
         )
-        controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes)
+        controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
         self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
         if controller is not None and config.shape is None:
             self.shape = max(controller.candidates, key=lambda shape: shape.num_draft_tokens)
@@ -136,7 +136,7 @@ class Engine:
             captured = self._worker.capture(capture, self.ledger, kinds).sizes
             if captured != sizes:  # whichever are left decide where a batch size belongs
                 controller = controller_of(
-                    config.adaptive, initial=config.shape, graph_sizes=captured
+                    config.adaptive, initial=config.shape, graph_sizes=captured or None
                 )
         self._host = None
         if config.host_bytes:
