@@ -93,6 +93,20 @@ def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
     graph._check(plan_of())
 
 
+def test_a_round_beside_another_step_is_not_replayed_alone():
+    """In whatever order they come: the other step would be lost."""
+    with graphs_run() as capture, make(CHAIN, graph_sizes=(1,)) as engine:
+        request = SimpleNamespace(params=SamplingParams())
+        plan = plan_of(rows=[1], lo=[5], hi=[5], allocated_after=[[32], [32]])
+        plan.shapes, plan.writes_draft = np.ones(1, np.int32), True
+        step = SimpleNamespace(is_decode=True, plan=plan, requests=[request])
+        states = engine._worker.states
+        assert states.replay([step, SimpleNamespace(is_decode=False)]) is None
+        assert capture.replays == 0 and states.stats().eager_ct == 1
+        with torch.inference_mode():
+            assert states.replay([step]) is not None and capture.replays == 1
+
+
 # --- what a capture refuses, and the double with it ---------------------------------------------
 
 
@@ -258,7 +272,7 @@ def test_a_fault_that_is_not_memorys_is_told(caplog):
     class Refusing(HostCapture):
         def record(self, work: Any, *, follows: bool) -> Any:
             if follows:
-                raise RuntimeError("operation not permitted when stream is capturing")
+                raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
             return super().record(work, follows=follows)
 
     capture = Refusing()

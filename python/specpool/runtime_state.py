@@ -122,7 +122,7 @@ class RuntimeStates:
                 _log.warning(
                     "rounds of %s cannot be captured as CUDA graphs (%s) and run eagerly",
                     name_of(kind.shape),
-                    error,
+                    str(error).partition("\n")[0],
                 )
 
         warm = _within_memory(places, lambda place: self._capture.warm_up(work_of(place)))
