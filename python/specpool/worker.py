@@ -19,7 +19,7 @@ from specpool._core import Plan, Shape
 from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.config import EngineConfig, Worker
-from specpool.draft.base import Drafter, DraftTree
+from specpool.draft.base import Drafter, DraftTree, Patient
 from specpool.errors import ConfigError, ShapeError
 from specpool.forward import Forward, Pass
 from specpool.kernels import device as kernels
@@ -131,6 +131,9 @@ class EagleWorker:
         )
         self._has_windows = any(cache.windows[group] is not None for group in target_groups)
         self._last_position = max_context_len - 1
+        self._patient = drafter if isinstance(drafter, Patient) else None
+        # Rows whose last token it has written and no more; on the host.
+        self._late = np.zeros(num_rows + 1, np.bool_)
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
         self._state = RowState(
@@ -195,15 +198,17 @@ class EagleWorker:
                 shifted = tokens.roll(-1)
                 shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
                 drafts.extend(lanes, shifted, _features(output))
+                self._late[plan.rows] = False
             return pending
 
         return self._causal_pass(lanes, tokens, lanes.lasts, drafts is not None, finish)
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
-        if self._drafter is None or not (plan.shapes.any() or plan.writes_draft):
+        if self._drafter is None or not plan.shapes.any():
             return self._plain_round(plan, requests)
         drafter = self._drafter
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
+        self._catch_up(lanes, plan)
         parts = self._parts(lanes, plan, requests)
 
         def finish(output: TargetOutput) -> PendingStep:
@@ -228,24 +233,41 @@ class EagleWorker:
                 # A NaN of some other lane must not reach the sink, which all lanes read (masked).
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
+            self._late[plan.rows] = False
             return pending
 
         return self._tree_pass(lanes, parts, not drafter.reads_tokens, finish)
 
     def _plain_round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
-        """Shape 0 alone: the root goes through the target; no draft KV is kept."""
+        """Shape 0 alone: the root goes through the target, and its draft KV is kept if wanted."""
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
         roots = self._state.root_tokens.index_select(0, lanes.rows)
         greedy = _greedy(requests)
+        drafter = self._drafter if plan.writes_draft else None
 
         def finish(output: TargetOutput) -> PendingStep:
             new_lens = lanes.starts + 1
             positions = new_lens.long().unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             self._state.put(lanes, new_lens, drawn[:, 0])
-            return PendingStep(requests, drawn, output.logits)
+            pending = PendingStep(requests, drawn, output.logits)
+            if drafter is not None:
+                tokens, features = drawn[:, 0].clamp(min=0), _features(output)
+                if self._patient is None:
+                    drafter.extend(lanes, tokens, features)
+                else:
+                    self._patient.write(lanes, tokens, features)
+                    self._late[plan.rows] = True
+            return pending
 
-        return self._causal_pass(lanes, roots, None, False, finish)
+        return self._causal_pass(lanes, roots, None, drafter is not None, finish)
+
+    def _catch_up(self, lanes: Lanes, plan: Plan) -> None:
+        """Let the drafter make up for the plain rounds of rows that draft again."""
+        late = self._late[plan.rows] & (plan.shapes > 0)
+        if self._patient is not None and late.any():
+            lanes = lanes.filter(late)
+            self._patient.catch_up(lanes, self._state.root_tokens.index_select(0, lanes.rows))
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
         """The runs of lanes that share a shape, each with its trees."""
