@@ -131,7 +131,7 @@ class EagleWorker:
         )
         self._has_windows = any(cache.windows[group] is not None for group in target_groups)
         self._last_position = max_context_len - 1
-        self._patient = drafter if isinstance(drafter, Patient) else None
+        self._patient: Patient | None = drafter if isinstance(drafter, Patient) else None
         # Rows whose last token it has written and no more; on the host.
         self._late = np.zeros(num_rows + 1, np.bool_)
         self._shapes = list(shapes)
