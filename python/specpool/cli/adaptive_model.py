@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from specpool._core import Shape
 from specpool.adaptive import Controller
-from specpool.calibration import TIMED
+from specpool.calibration import TOLD
 from specpool.round_shapes import RoundShapes
 
 Float64 = npt.NDArray[np.float64]
@@ -126,7 +126,7 @@ def replay(
     rng = np.random.default_rng(seed)
     for shape, cells in costs.seconds.items():  # as an engine measures at its start
         for size, seconds in cells.items():
-            for _ in range(TIMED):
+            for _ in range(TOLD):
                 controller.on_round_seconds(shape, size, seconds * _noise(rng))
     shapes = list(costs.seconds)
     rows = np.arange(max(batch_sizes))
