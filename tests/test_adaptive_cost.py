@@ -269,7 +269,7 @@ def test_the_first_rounds_try_a_draft():
     controller = by_cost()
     for shape in SHAPES:
         for _ in range(3):
-            controller.on_round_seconds(shape, 1, 1.0 if shape == PLAIN else 3.0)
+            controller.on_round_seconds(shape, 1, 1.0 + 0.7 * shape.num_steps)
     first = [controller.activate_step_by_batch(1) for _ in range(3)]
     assert any(shape != PLAIN for shape in first) and PLAIN in first
 

@@ -72,6 +72,8 @@ class CostController:
         key = self._router.activate(batch_size)
         slot = self._slots[key]
         self._round += 1
+        if self._current is None:
+            self._current = self._choice(key, batch_size)
         self._spare = min(self._spare + _PROBE_SHARE, _MOST_SPARE)
         if not self._probes_left and self._round >= self._next_probe:
             self._plan_probe(slot, batch_size)
