@@ -198,10 +198,10 @@ def run_too_many(patch):
 def leave_a_row_out(patch):
     decode = Scheduler._decode
 
-    def unfair(self):
+    def unfair(self, *chosen):
         row = self._running[-1].row if self._running else 0
         kept, self._limits[row] = self._limits[row], 0
-        step = decode(self)
+        step = decode(self, *chosen)
         self._limits[row] = kept
         return step
 
@@ -223,7 +223,9 @@ def keep_pages_for_nobody(patch):
         while True:
             if not self._is_starved:
                 self._admit()
-            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            chosen = self.round_shapes.choose(self._limits)
+            prepared = self._prefill(), self._decode(*chosen)
+            steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight or not self._running:
                 return steps

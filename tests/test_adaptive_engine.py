@@ -163,7 +163,7 @@ def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, po
     ledger, prepared, held = engine.ledger, [], {}
     scheduler = engine._scheduler
 
-    def decoding() -> Any:
+    def decoding(*chosen: Any) -> Any:
         rows = [r.row for r in scheduler.requests() if r.row and not r.finish_reason]
         for row in rows:
             epoch = int(ledger.epoch[row])
@@ -172,7 +172,7 @@ def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, po
             assert held[row, epoch] >= before
         if rows:
             assert (ledger.tokens_required(rows, [1] * len(rows)) >= 0).all()
-        step = decode()
+        step = decode(*chosen)
         if step is not None:
             plan = step.plan
             most = np.array([ledger.shapes[s].max_accept_len for s in plan.shapes])

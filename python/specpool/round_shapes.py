@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Shape
+from specpool.errors import ConfigError
 from specpool.stats import AdaptiveStats
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ class RoundShapes:
         Returns:
             int32 [num_rows], and int64 [num_rows]: lanes of one shape stand side by side, in the
             order of admission.
+
+        Raises:
+            ConfigError: the controller has answered what is no candidate of it.
         """
         batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
         if self._controller is None or not batch_size:
@@ -102,8 +106,14 @@ class RoundShapes:
             shape = self._controller.activate_step_by_batch(batch_size)
         else:  # it is good for one round, whenever that finds rows and pages
             shape = self.choice.shape
+        try:
+            line = self._lines[shape]
+        except (KeyError, TypeError):  # what cannot be a key is no shape either
+            raise ConfigError(
+                f"for a batch of {batch_size} the controller chose {shape!r:.80}, which is "
+                f"none of its candidates {', '.join(map(str, self._lines))}"
+            ) from None
         self.choice, self._is_open = Choice(shape, batch_size), True
-        line = self._lines[shape]
         return self._following[line], self._order[line]
 
     def run(self) -> Choice | None:

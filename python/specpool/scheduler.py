@@ -214,12 +214,16 @@ class Scheduler:
 
         They are to be launched in this order. None, and steps in flight: finish those first. None
         and nothing in flight: there is nothing to do.
+
+        Raises:
+            ConfigError: the controller chose what it may not; nothing has been prepared.
         """
         while True:
             was_starved = self._is_starved
             if not was_starved:
                 self._admit()
-            prepared = self._reload(), self._prefill(), self._decode()
+            chosen = self.round_shapes.choose(self._limits)  # it may raise: before all else
+            prepared = self._reload(), self._prefill(), self._decode(*chosen)
             steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight:
@@ -568,8 +572,8 @@ class Scheduler:
             return plan
         return None
 
-    def _decode(self) -> Step | None:
-        """One round of every row that is ready for it."""
+    def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
+        """One round of every row that is ready for it; see `RoundShapes.choose`."""
         in_flight = self._ledger.in_flight
         # Who will be at the limit if what is in flight gives as much as the latest round did needs
         # no other: it would be lost, while who is left out of a round only comes a round later.
@@ -578,7 +582,6 @@ class Scheduler:
             wanted &= in_flight <= self._ledger.overlap_depth
         else:
             wanted = (self._lens < self._limits) & (in_flight == 0)
-        shape_of, order = self.round_shapes.choose(self._limits)
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | (shape_of == 0)

@@ -1,0 +1,46 @@
+"""Laws of the shapes that a controller chooses, on a simulated device."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_loop import Loop, arrival
+from scripted import Scripted
+from specpool import ConfigError, Shape
+
+NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
+OPTIONS = {"placement": "shared", "shapes": ((1, 1, 2), (7, 1, 8))}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (Shape.eagle(2, 1, 3), "Shape(num_steps=2, topk=1, num_draft_tokens=3)"),
+        (ONE, "Shape(num_steps=1, topk=1, num_draft_tokens=2)"),  # the ledger knows it
+        (None, "None"),
+        ([7], "[7]"),
+    ],
+)
+def test_an_answer_that_is_no_candidate_stops_nothing(monkeypatch, answer, says, depth):
+    """Law: it is one error before anything is prepared, and the next turn asks again."""
+    script = Scripted([SEVEN, NONE])
+    arrivals = [arrival(i, prompt_len=6 * i, max_len=30, adapts=True) for i in (1, 2)]
+    options = {**OPTIONS, "num_pages": (30,), "prefill_tokens": 6, "overlap_depth": depth}
+    loop = Loop(*arrivals, controller=script, **options)
+    loop.turn()
+    loop.take()  # the first decodes from here on, the second has two chunks to come
+    before = loop.ledger.state_hash()
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "activate_step_by_batch", lambda batch_size: answer)
+        with pytest.raises(ConfigError) as caught:
+            loop.scheduler.schedule()
+    assert says in str(caught.value)
+    assert str(caught.value).endswith(f"none of its candidates {SEVEN}, {NONE}")
+    assert loop.ledger.state_hash() == before and not loop.ledger.steps()
+    assert not script.given
+    steps = loop.turn()
+    assert [step.plan.kind for step in steps] == ["extend", "decode"]
+    assert script.given == [(SEVEN, 1)]
+    loop.run()
+    assert {request.finish_reason for request in loop.requests} == {"length"}
