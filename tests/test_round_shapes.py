@@ -7,6 +7,8 @@ import pytest
 from scheduler_loop import Loop, arrival
 from scripted import Scripted
 from specpool import ConfigError, Shape
+from specpool.page_needs import PageNeeds
+from specpool.round_shapes import RoundShapes
 
 NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
 OPTIONS = {"placement": "shared", "shapes": ((1, 1, 2), (7, 1, 8))}
@@ -44,3 +46,35 @@ def test_an_answer_that_is_no_candidate_stops_nothing(monkeypatch, answer, says,
     assert script.given == [(SEVEN, 1)]
     loop.run()
     assert {request.finish_reason for request in loop.requests} == {"length"}
+
+
+WIDE = {"placement": "shared", "shapes": ((1, 1, 2), (3, 1, 4), (5, 8, 32)), "num_pages": (24,)}
+ALL = [NONE, ONE, Shape.eagle(3, 1, 4), Shape.eagle(5, 8, 32)]
+
+
+@pytest.mark.parametrize(("most_steps", "num_running"), [(None, 1), (5, 1), (4, 4), (1, 4)])
+def test_admission_counts_the_shapes_that_a_request_may_run(most_steps, num_running):
+    """Law: who has a cap needs what its own widest shape needs, not what another's does."""
+    cap = {"adapts": True, "most_steps": most_steps}
+    arrivals = [arrival(i, prompt_len=9, **cap) for i in range(1, 5)]
+    loop = Loop(*arrivals, controller=Scripted(ALL), **WIDE)
+    loop.turn()
+    assert loop.scheduler.num_running == num_running
+    loop.take()
+    loop.run()
+
+
+def test_pages_are_counted_for_the_widest_shape_within_each_cap():
+    ledger = Loop(**WIDE).ledger
+    rounds = RoundShapes(ledger.shapes, ledger.num_rows + 1, Scripted(ALL))
+    needs = PageNeeds(ledger, 3, rounds.all_choices)
+    counts = []
+    for cap in (0, 1, 2, 3, 4, 5, None):
+        _, index, choices = rounds.allowed(NONE, cap)
+        own = choices or (index,)
+        assert max(ledger.shapes[i].num_steps for i in own) <= (9 if cap is None else cap)
+        most = max(int(needs.of(8, i)[0]) for i in own)
+        assert needs.of(8, index).tolist() == [most]
+        assert needs.at_most(8, 20, index) == max(ledger.pages_needed(8, 20, i) for i in own)
+        counts.append(most)
+    assert counts == sorted(counts) and counts[0] < counts[3] < counts[-1]

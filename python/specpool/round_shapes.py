@@ -39,6 +39,7 @@ class RoundShapes:
         choice: for the latest round, or the next one that was tried; None = there was none.
         switch_ct: rounds whose choice was another than the round's before.
         round_cts: rounds by what was chosen.
+        all_choices: what `Request.choices` can be: without a cap, then with each that matters.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class RoundShapes:
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         self._lines = {shape: line for line, shape in enumerate(choices)}
+        caps = [None, *sorted({shape.num_steps for shape in choices})] if choices else []
+        self.all_choices = [*dict.fromkeys(self._choices(cap) for cap in caps)]
         # By choice and row. Without a controller there is one choice.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
@@ -68,12 +71,20 @@ class RoundShapes:
         Returns:
             A shape of it, and `Request.shape_index` and `choices`.
         """
-        wanted = [*self._lines] or [default]
-        shapes = [_capped(shape, [*self._lines] or [*self._index], max_steps) for shape in wanted]
-        if len({*shapes}) == 1:
-            return shapes[0], self._index[shapes[0]], None
-        most = max(shapes, key=lambda shape: shape.num_draft_tokens)
-        return most, len(self._index), tuple(self._index[shape] for shape in shapes)
+        shapes = [*self._index]
+        if not self._lines:
+            shape = _capped(default, shapes, max_steps)
+            return shape, self._index[shape], None
+        choices = self._choices(max_steps)
+        most = max((shapes[index] for index in choices), key=lambda shape: shape.num_draft_tokens)
+        if len({*choices}) == 1:
+            return most, choices[0], None
+        return most, len(shapes) + self.all_choices.index(choices), choices
+
+    def _choices(self, max_steps: int | None) -> tuple[int, ...]:
+        """The shape for each of the controller's candidates, of so many steps at most."""
+        candidates = [*self._lines]
+        return tuple(self._index[_capped(shape, candidates, max_steps)] for shape in candidates)
 
     def admit(self, row: int, shapes: int | tuple[int, ...], admission: int) -> None:
         """The row has a request, so many after the first; `shapes` as in `put`."""

@@ -130,8 +130,7 @@ class Scheduler:
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller)
         self._num_admitted = 0
         self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
-        adapts = [] if controller is None else controller.candidates
-        self._needs = PageNeeds(ledger, headroom, [ledger.shapes.index(s) for s in adapts])
+        self._needs = PageNeeds(ledger, headroom, self.round_shapes.all_choices)
         self.pins = Pins(ledger)
         self.conversations = Conversations(
             ledger,
