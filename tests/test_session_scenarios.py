@@ -1,7 +1,7 @@
 """Regression scenarios about sessions, each on the simulated device or on the shipped pair.
 
 Numbers, laws and guards as in `test_scenarios_claims.py`. Guards are taken away by the planted bugs
-of `sim_plants.py`, or by a patch in the test.
+of `session_plants.py`, or by a patch in the test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
-from sim_plants import (
+from session_plants import (
     PLANTS,
     forget_the_last_token,
     give_the_checkpoint_back_with_the_turn,
