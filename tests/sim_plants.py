@@ -186,9 +186,8 @@ def draft_from_old_tokens(patch):
 def run_too_many(patch):
     init = Scheduler.__init__
 
-    def greedy(self, ledger, *, max_batch, **options):
-        init(self, ledger, max_batch=max_batch, **options)
-        self._prefill_tokens += 1
+    def greedy(self, ledger, *, prefill_tokens, **options):
+        init(self, ledger, prefill_tokens=prefill_tokens + 1, **options)
 
     patch.setattr(Scheduler, "__init__", greedy)
 
@@ -222,7 +221,7 @@ def keep_pages_for_nobody(patch):
             if not self._is_starved:
                 self._admit()
             chosen = self.round_shapes.choose(self._limits)
-            prepared = self._prefill(), self._decode(*chosen)
+            prepared = self._prefills.chunk(), self._decode(*chosen)
             steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight or not self._running:

@@ -15,7 +15,8 @@ from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter
 from specpool.models import EagleHead, TargetModel
-from specpool.scheduler import Scheduler, Step, StepResult
+from specpool.scheduler import Scheduler
+from specpool.step import Step, StepResult
 from test_scheduler import HEADS, SEEDS, Workload, run_mixed
 
 

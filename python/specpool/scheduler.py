@@ -9,22 +9,23 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from specpool._core import Ledger, Plan
+from specpool._core import Ledger
 from specpool.conversation import Conversation, Conversations
 from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
-from specpool.host_tier import Handle, HostTier
+from specpool.host_tier import HostTier
 from specpool.page_needs import PageNeeds
 from specpool.pins import Pins
+from specpool.prefills import Prefills
 from specpool.request import Request, TokenLogprob
-from specpool.round_shapes import Choice, RoundShapes
+from specpool.round_shapes import RoundShapes
 from specpool.stats import Counts
+from specpool.step import Step, StepResult
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -32,31 +33,6 @@ if TYPE_CHECKING:
 Int32 = npt.NDArray[np.int32]
 
 _Lane = tuple[Request, list[int], list[TokenLogprob] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A prepared step: a chunk of some prompts, or one round of some rows."""
-
-    plan: Plan
-    requests: list[Request]  # the plan's lanes
-    handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
-    choice: Choice | None = None  # of a round whose lanes adapt
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is a round, with accept lengths to come."""
-        return self.plan.kind == "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave each lane."""
-
-    tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
-    accept_len: Int32  # [B], of a decode step
-    not_finite: list[bool]
-    logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 class Scheduler:
@@ -110,7 +86,6 @@ class Scheduler:
         """
         self._ledger = ledger
         self._max_batch = max_batch
-        self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
         self._trims_rounds, self._shares_prompts = trims_rounds, shares_prompts
         self._is_promising = is_promising
@@ -118,7 +93,6 @@ class Scheduler:
         self._waiting: list[Request] = []  # in the order in which they will be admitted
         self._running: list[Request] = []  # in the order in which they were
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
-        self._has_windows = any(group.window is not None for group in ledger.groups)
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
@@ -129,7 +103,13 @@ class Scheduler:
         self._lens, self._limits, self._shapes = np.zeros((3, num_rows), np.int32)
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller)
         self._num_admitted = 0
-        self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
+        self._prefills = Prefills(
+            ledger,
+            prefill_tokens=prefill_tokens,
+            keeps_draft_kv=keeps_draft_kv,
+            host=host,
+            reclaim=self._reclaim,
+        )
         self._needs = PageNeeds(ledger, headroom, self.round_shapes.all_choices)
         self.pins = Pins(ledger)
         self.conversations = Conversations(
@@ -222,7 +202,8 @@ class Scheduler:
             if not was_starved:
                 self._admit()
             chosen = self.round_shapes.choose(self._limits)  # it may raise: before all else
-            prepared = self._reload(), self._prefill(), self._decode(*chosen)
+            prepared = [] if was_starved else [self._prefills.reload(), self._prefills.chunk()]
+            prepared.append(self._decode(*chosen))
             steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight:
@@ -240,7 +221,7 @@ class Scheduler:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
                     self._limits[request.row] = request.max_len
-                    self._prompts.pop(request.row, None)
+                    self._prefills.drop(request.row)
 
     def cancel(self, step: Step) -> None:
         """The newest step is not to be launched after all."""
@@ -379,7 +360,7 @@ class Scheduler:
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
-        self._prompts.clear()
+        self._prefills.clear()
         for request in self._waiting:
             request.row = 0
         if self._host is not None:
@@ -452,7 +433,7 @@ class Scheduler:
         self._shapes[row] = request.shape_index
         shapes = request.choices or request.shape_index
         self.round_shapes.admit(row, shapes, self._num_admitted)
-        self._prompts[row] = request
+        self._prefills.add(request)
         self._num_admitted += 1
         self._running.append(request)
 
@@ -486,28 +467,6 @@ class Scheduler:
             request.error = str(error)
         self._end(request, "stop" if request.pin else "error")
 
-    def _reload(self) -> Step | None:
-        """The next chunks of what comes back from the host; as many as pages allow."""
-        if self._host is None or self._is_starved:
-            return None
-        chosen: list[Request] = []
-        handles: list[Handle] = []
-        ends: list[int] = []
-        writes_draft = False
-        for request in self._prompts.values():
-            handle = request.handle
-            if handle is None or request.prefilled_len >= handle.length:
-                continue
-            end, writes = self._host.next_extend(handle, request.prefilled_len)
-            if not chosen:
-                writes_draft = writes
-            if writes == writes_draft and len(chosen) < self._ledger.max_batch:
-                chosen.append(request)
-                handles.append(handle)
-                ends.append(end)
-        plan = self._extend(chosen, ends, writes_draft)
-        return None if plan is None else Step(plan, chosen, handles[: len(chosen)])
-
     def _come_back(self, request: Request, length: int) -> None:
         """A reload has come to so many tokens; from the last of them on, the rest is prefilled."""
         if request.handle is not None and length == request.handle.length:
@@ -529,47 +488,6 @@ class Scheduler:
             for owner in self._owners():
                 if owner.handle not in held:
                     owner.handle = None
-
-    def _prefill(self) -> Step | None:
-        """The next chunks of prompts, in the order of admission; as many as pages allow."""
-        if self._is_starved or not self._prompts:  # or every row can decode
-            return None
-        budget = self._prefill_tokens
-        chosen: list[Request] = []
-        ends: list[int] = []
-        for request in self._prompts.values():
-            # One with siblings waits before its last token, until they have been forked.
-            left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if request.wants_pin and self._has_windows and left > 1:  # no more of it is held then
-                left -= 1
-            if (
-                request.handle is None
-                and left > 0
-                and budget > 0
-                and len(chosen) < self._ledger.max_batch
-            ):
-                chosen.append(request)
-                ends.append(request.prefilled_len + min(left, budget))
-                budget -= min(left, budget)
-        writes_draft = self._keeps_draft_kv and any(r.shape_index for r in chosen)
-        plan = self._extend(chosen, ends, writes_draft)
-        return None if plan is None else Step(plan, chosen)
-
-    def _extend(self, chosen: list[Request], ends: list[int], writes_draft: bool) -> Plan | None:
-        """Prepare the extends of these requests, but for the last ones that find no pages."""
-        while chosen:
-            try:
-                plan = self._ledger.prepare_extend(
-                    [r.row for r in chosen], ends, writes_draft=writes_draft
-                )
-            except OutOfPages as shortage:
-                if not self._reclaim(shortage):
-                    chosen.pop(), ends.pop()
-                continue
-            for request, end in zip(chosen, ends, strict=True):
-                request.prefilled_len = end
-            return plan
-        return None
 
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
         """One round of every row that is ready for it; see `RoundShapes.choose`."""
@@ -704,7 +622,7 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
         self._by_row[request.row] = None
-        self._prompts.pop(request.row, None)
+        self._prefills.drop(request.row)
         self._lens[request.row] = self._limits[request.row] = request.row = 0
 
 

@@ -25,7 +25,7 @@ from specpool.errors import ConfigError, CorruptState
 from specpool.host_memory import HostMemory, reload
 from specpool.host_tier import Handle, HostTier
 from specpool.request import Request
-from specpool.scheduler import Step
+from specpool.step import Step
 
 
 class Return:

@@ -26,8 +26,9 @@ from specpool.adaptive.shapes import parse_shape
 from specpool.cli.machine import Result, check_plot, draw, machine, print_json
 from specpool.config import check_int
 from specpool.errors import ConfigError
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
+from specpool.step import Step
 
 BATCHES = (1, 32, 256, 1024)
 PARTS = ("schedule", "launch", "finish", "all")

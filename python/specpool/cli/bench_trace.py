@@ -28,8 +28,9 @@ from specpool.config import HEADROOM, EngineConfig, Layout, Placement, Policy, c
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV
 from specpool.plan_groups import GroupSizes, size_groups
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
+from specpool.step import Step
 
 # Of an 8B model in 16 bits.
 LAYER = LayerKV(num_kv_heads=8, k_head_dim=128, v_head_dim=128)

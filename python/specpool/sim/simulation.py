@@ -10,13 +10,14 @@ from specpool._core import Shape
 from specpool.errors import StalePlan
 from specpool.host_tier import Handle, HostTier
 from specpool.request import Request
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler
 from specpool.sim.controllers import simulated_controller
 from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
 from specpool.sim.laws import Laws
 from specpool.sim.source import Arrival, Scenario, Text
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch
+from specpool.step import Step
 
 
 @dataclass(frozen=True, slots=True)
