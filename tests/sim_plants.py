@@ -12,6 +12,7 @@ from specpool.request import Request
 from specpool.round_shapes import RoundShapes
 from specpool.scheduler import Scheduler
 from specpool.sim import Settings, SimDevice
+from specpool.waiting import Waiting
 
 
 class Lying:
@@ -41,7 +42,8 @@ def drop_a_retracted_request(patch):
 
 def admit_the_last_first(patch):
     def submit(self, request):
-        bisect.insort(self._waiting, request, key=lambda r: (-r.priority, -r.request_id))
+        waiting = self._waiting._requests
+        bisect.insort(waiting, request, key=lambda r: (-r.priority, -r.request_id))
 
     patch.setattr(Scheduler, "submit", submit)
 
@@ -52,7 +54,7 @@ def put_the_retracted_behind(patch):
     def behind(self, request):
         requeue(self, request)
         self._waiting.remove(request)
-        self._waiting.append(request)
+        self._waiting._requests.append(request)
 
     patch.setattr(Scheduler, "_requeue", behind)
 
@@ -257,13 +259,13 @@ def fork_somebody_else(patch):
 
 
 def forget_samples_without_a_row(patch):
-    queue = Scheduler._queue
+    add = Waiting.add
 
     def forgetful(self, request):
         if not (request.sample and request.num_retractions == 0):
-            queue(self, request)
+            add(self, request)
 
-    patch.setattr(Scheduler, "_queue", forgetful)
+    patch.setattr(Waiting, "add", forgetful)
 
 
 def give_samples_the_first_ones_tokens(patch):

@@ -6,7 +6,6 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Callable
 from itertools import compress, repeat
@@ -26,6 +25,7 @@ from specpool.request import Request, TokenLogprob
 from specpool.round_shapes import RoundShapes
 from specpool.stats import Counts
 from specpool.step import Step, StepResult
+from specpool.waiting import Waiting
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -87,11 +87,10 @@ class Scheduler:
         self._ledger = ledger
         self._max_batch = max_batch
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
-        self._trims_rounds, self._shares_prompts = trims_rounds, shares_prompts
-        self._is_promising = is_promising
+        self._trims_rounds, self._is_promising = trims_rounds, is_promising
         self._before_release = before_release
-        self._waiting: list[Request] = []  # in the order in which they will be admitted
-        self._running: list[Request] = []  # in the order in which they were
+        self._waiting = Waiting(shares_prompts=shares_prompts)
+        self._running: list[Request] = []  # in the order in which they were admitted
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
@@ -135,11 +134,10 @@ class Scheduler:
         Raises:
             ConfigError: it has been submitted already, or another with its number.
         """
-        at = bisect.bisect_left(self._waiting, _order(request), key=_order)
-        rivals = [*self._running, *self._waiting[at : at + 1]]
-        if request.finish_reason or any(r.request_id == request.request_id for r in rivals):
+        is_known = any(r.request_id == request.request_id for r in self._running)
+        if request.finish_reason or is_known or self._waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
-        self._queue(request)
+        self._waiting.add(request)
 
     def fits(self, request: Request) -> bool:
         """Whether an empty pool would hold the request to its end."""
@@ -378,7 +376,7 @@ class Scheduler:
         """Take rows for who is next, while what every row needs next fits beside them."""
         claimed = None
         while self._waiting and len(self._running) < self._max_batch:
-            request = self._waiting[0]
+            request = self._waiting.first
             need = self._needs.of(len(request.tokens), request.shape_index)
             if claimed is None:
                 free = [
@@ -395,9 +393,9 @@ class Scheduler:
                 return
             row, length = place
             self._start(request, row, length)
-            del self._waiting[0]
+            self._waiting.remove(request)
             if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
-                self._part(request)
+                self._waiting.part(request)
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
         """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
@@ -456,7 +454,7 @@ class Scheduler:
             if row:
                 self._start(sibling, row, request.prefilled_len)
             else:
-                self._queue(sibling)
+                self._waiting.add(sibling)
             del request.siblings[0]
 
     def _pin(self, request: Request) -> None:
@@ -475,7 +473,7 @@ class Scheduler:
             request.epoch = int(self._ledger.epoch[request.row])
             self._count_start(request)
             if request.prefilled_len == request.prefill_len - 1:  # no prefill ends there
-                self._part(request)
+                self._waiting.part(request)
 
     def _owners(self) -> list[Request | Conversation]:
         """Whoever may have something on the host."""
@@ -568,31 +566,15 @@ class Scheduler:
         self.num_retracted += 1
         if request.conversation is not None:
             request.conversation.retraction_ct += 1
-        self._queue(request)  # first: whoever is in neither list when Ctrl-C comes would be lost
+        self._waiting.add(request)  # first: who is in neither when Ctrl-C comes would be lost
         self._running.remove(request)
-
-    def _queue(self, request: Request) -> None:
-        """Wait, and let siblings that share nothing yet wait beside it."""
-        shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
-        siblings = [] if shares else request.siblings
-        for waiting in [request, *siblings]:
-            if waiting.finish_reason is None and waiting not in self._waiting:
-                bisect.insort(self._waiting, waiting, key=_order)
-        if siblings:
-            request.siblings = []
-
-    def _part(self, request: Request) -> None:
-        """Its siblings wait by themselves."""
-        for sibling in request.siblings:
-            self._queue(sibling)
-        request.siblings = []
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         is_whole = reason in ("stop", "length")
         if is_whole and request.conversation is not None:
             request.conversation.end(request)
-        self._part(request)
+        self._waiting.part(request)
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
@@ -624,7 +606,3 @@ class Scheduler:
         self._by_row[request.row] = None
         self._prefills.drop(request.row)
         self._lens[request.row] = self._limits[request.row] = request.row = 0
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return -request.priority, request.request_id
