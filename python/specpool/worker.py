@@ -30,9 +30,9 @@ from specpool.models.target import TargetModel, TargetOutput
 from specpool.pending import PendingStep
 from specpool.request import Request
 from specpool.row_state import RowState
-from specpool.scheduler import Step
 from specpool.seq_lens import SeqLens
 from specpool.state_forward import StateForward
+from specpool.step import Step
 from specpool.verify import Verdict, verify
 
 _log = logging.getLogger("specpool")
