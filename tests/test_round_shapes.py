@@ -48,6 +48,11 @@ def test_an_answer_that_is_no_candidate_stops_nothing(monkeypatch, answer, says,
     assert {request.finish_reason for request in loop.requests} == {"length"}
 
 
+def test_a_candidate_that_the_ledger_does_not_know_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"candidate Shape\(num_steps=7.*none of .*num_steps=1"):
+        RoundShapes([NONE, ONE], 3, Scripted([ONE, SEVEN]))
+
+
 WIDE = {"placement": "shared", "shapes": ((1, 1, 2), (3, 1, 4), (5, 8, 32)), "num_pages": (24,)}
 ALL = [NONE, ONE, Shape.eagle(3, 1, 4), Shape.eagle(5, 8, 32)]
 

@@ -45,10 +45,20 @@ class RoundShapes:
     def __init__(
         self, shapes: Sequence[Shape], num_rows: int, controller: Controller | None
     ) -> None:
-        """No row has a request; indices count `shapes`, the ledger's."""
+        """No row has a request; indices count `shapes`, the ledger's.
+
+        Raises:
+            ConfigError: a candidate of the controller is none of them.
+        """
         self._controller = controller
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
+        for shape in choices:
+            if shape not in self._index:
+                raise ConfigError(
+                    f"the controller's candidate {shape} is none of the ledger's shapes "
+                    f"{', '.join(map(str, shapes))}"
+                )
         self._lines = {shape: line for line, shape in enumerate(choices)}
         caps = [None, *sorted({shape.num_steps for shape in choices})] if choices else []
         self.all_choices = [*dict.fromkeys(self._choices(cap) for cap in caps)]
