@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from specpool import Shape
+from specpool.assets import resolve
+from specpool.config import EngineConfig
+from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.engine import Engine
+from specpool.models import EagleHead, TargetModel
 
 if TYPE_CHECKING:
     from kernel_kit import Kit
+    from lossless import Reference
 
 pytest_plugins = ["pytester"]
 
@@ -61,6 +67,42 @@ def _one_thread() -> None:
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """What the shipped target says by itself."""
+    from transformers import AutoModelForCausalLM
+
+    from lossless import Reference
+
+    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    """The shipped target."""
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def heads(target: TargetModel) -> dict[str, EagleHead]:
+    """The shipped heads, by name."""
+    names = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
+    return {name: EagleDrafter.from_pretrained(resolve(name), target).head for name in names}
+
+
+@pytest.fixture
+def build(target: TargetModel, heads: dict[str, EagleHead]) -> Callable[..., Engine]:
+    """Builds engines of the shipped models, at check level 2."""
+
+    def build(draft: str | None = None, shape: Shape | None = None, **options: Any) -> Engine:
+        drafter = NgramDrafter() if draft == "ngram" else draft and EagleDrafter(heads[draft])
+        options = {"page_size": 4, "max_context_len": 256, "busy_check": 2, **options}
+        return Engine(target, drafter or None, config=EngineConfig(shape=shape, **options))
+
+    return build
 
 
 def _kits() -> list[object]:

@@ -8,8 +8,11 @@ from collections import deque
 import numpy as np
 
 from sim_plants import Lying
-from specpool.scheduler import Scheduler, Step
+from specpool import Shape
+from specpool.adaptive import Controller
+from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
+from specpool.step import Step
 
 
 class Unfenced(Lying):
@@ -26,7 +29,13 @@ class Unfenced(Lying):
 class Loop:
     """A scheduler on a simulated device, turned by hand."""
 
-    def __init__(self, *arrivals: Arrival, fenced: bool = True, **options) -> None:
+    def __init__(
+        self,
+        *arrivals: Arrival,
+        fenced: bool = True,
+        controller: Controller | None = None,
+        **options,
+    ) -> None:
         settings = Settings(**{"page_sizes": (4,), "max_context_len": 32, **options})
         self.ledger = settings.ledger() if fenced else Unfenced(settings.ledger())
         self.device = SimDevice(self.ledger, settings, random.Random(0))
@@ -35,12 +44,16 @@ class Loop:
             max_batch=settings.max_batch,
             prefill_tokens=settings.prefill_tokens,
             keeps_draft_kv=settings.keeps_draft_kv,
+            controller=controller,
         )
         self.requests = [arrival.request() for arrival in arrivals]
         self.texts = {arrival.request_id: Text(arrival) for arrival in arrivals}
         self.flying: deque[Step] = deque()
         self.depth = settings.overlap_depth
-        for request in self.requests:
+        for request, arrival in zip(self.requests, arrivals, strict=True):
+            if arrival.adapts:
+                allowed = self.scheduler.round_shapes.allowed(Shape.none(), arrival.most_steps)
+                _, request.shape_index, request.choices = allowed
             self.scheduler.submit(request)
 
     def turn(self) -> list[Step]:

@@ -7,13 +7,12 @@ import dataclasses
 
 import numpy as np
 
-from specpool.conversation import Conversations
 from specpool.pins import Pins
 from specpool.request import Request
 from specpool.round_shapes import RoundShapes
 from specpool.scheduler import Scheduler
 from specpool.sim import Settings, SimDevice
-from specpool.sim.device import SimHost
+from specpool.waiting import Waiting
 
 
 class Lying:
@@ -43,7 +42,8 @@ def drop_a_retracted_request(patch):
 
 def admit_the_last_first(patch):
     def submit(self, request):
-        bisect.insort(self._waiting, request, key=lambda r: (-r.priority, -r.request_id))
+        waiting = self._waiting._requests
+        bisect.insort(waiting, request, key=lambda r: (-r.priority, -r.request_id))
 
     patch.setattr(Scheduler, "submit", submit)
 
@@ -54,7 +54,7 @@ def put_the_retracted_behind(patch):
     def behind(self, request):
         requeue(self, request)
         self._waiting.remove(request)
-        self._waiting.append(request)
+        self._waiting._requests.append(request)
 
     patch.setattr(Scheduler, "_requeue", behind)
 
@@ -188,9 +188,8 @@ def draft_from_old_tokens(patch):
 def run_too_many(patch):
     init = Scheduler.__init__
 
-    def greedy(self, ledger, *, max_batch, **options):
-        init(self, ledger, max_batch=max_batch, **options)
-        self._prefill_tokens += 1
+    def greedy(self, ledger, *, prefill_tokens, **options):
+        init(self, ledger, prefill_tokens=prefill_tokens + 1, **options)
 
     patch.setattr(Scheduler, "__init__", greedy)
 
@@ -198,10 +197,10 @@ def run_too_many(patch):
 def leave_a_row_out(patch):
     decode = Scheduler._decode
 
-    def unfair(self):
+    def unfair(self, *chosen):
         row = self._running[-1].row if self._running else 0
         kept, self._limits[row] = self._limits[row], 0
-        step = decode(self)
+        step = decode(self, *chosen)
         self._limits[row] = kept
         return step
 
@@ -223,7 +222,9 @@ def keep_pages_for_nobody(patch):
         while True:
             if not self._is_starved:
                 self._admit()
-            steps = [step for step in (self._prefill(), self._decode()) if step is not None]
+            chosen = self.round_shapes.choose(self._limits)
+            prepared = self._prefills.chunk(), self._decode(*chosen)
+            steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight or not self._running:
                 return steps
@@ -258,13 +259,13 @@ def fork_somebody_else(patch):
 
 
 def forget_samples_without_a_row(patch):
-    queue = Scheduler._queue
+    add = Waiting.add
 
     def forgetful(self, request):
         if not (request.sample and request.num_retractions == 0):
-            queue(self, request)
+            add(self, request)
 
-    patch.setattr(Scheduler, "_queue", forgetful)
+    patch.setattr(Waiting, "add", forgetful)
 
 
 def give_samples_the_first_ones_tokens(patch):
@@ -386,112 +387,6 @@ def search_in_dropped_tokens(patch):
     patch.setattr(Request, "append", append)
 
 
-def keep_the_overshoot(patch):
-    """sgl#22897: what was accepted behind the end stays in the session."""
-    keep = Conversations.keep
-    patch.setattr(Conversations, "keep", lambda self, c, row, n: keep(self, c, row, n + 4))
-
-
-def forget_the_last_token(patch):
-    """sgl#22651: a turn that finishes with a round in flight is one token short."""
-    end = Scheduler._end
-
-    def short(self, request, reason):
-        end(self, request, reason)
-        if reason == "length" and request.conversation is not None:
-            del request.conversation.tokens[-1:]
-
-    patch.setattr(Scheduler, "_end", short)
-
-
-def take_a_partial_turn_for_a_checkpoint(patch):
-    """sgl#40252: after an abort or a retraction, the text of the turn is the session's."""
-
-    def fall_back(self, request):
-        if request.conversation is None:
-            return False
-        request.conversation.tokens = list(request.tokens)
-        self.keep(request.conversation, request.row, len(request.tokens))
-        return True
-
-    patch.setattr(Conversations, "fall_back", fall_back)
-
-
-def give_the_checkpoint_back_with_the_turn(patch):
-    patch.setattr(Conversations, "fall_back", lambda self, request: False)
-
-
-def find_nothing_of_a_session(patch):
-    def take(self, request):
-        if request.conversation is not None:
-            self._give_back(request.conversation)
-
-    patch.setattr(Conversations, "take", take)
-
-
-def draft_on_old_draft_kv(patch):
-    init = Conversations.__init__
-    keeps = {"keeps_draft_kv": False}
-    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **keeps}))
-
-
-def keep_a_row_that_runs(patch):
-    """sgl#22753: session and request both claim it."""
-    take = Conversations.take
-
-    def taken_twice(self, request):
-        place = take(self, request)
-        if place is not None:
-            request.conversation.row = place[0]
-            self._idle[place[0]] = request.conversation
-        return place
-
-    patch.setattr(Conversations, "take", taken_twice)
-
-
-def keep_more_sessions_than_fit(patch):
-    init = Conversations.__init__
-    most = {"max_idle": 99}
-    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **most}))
-
-
-def retract_before_a_session_is_dropped(patch):
-    patch.setattr(Conversations, "reclaim", lambda self, shortage: False)
-
-
-def leave_a_closed_session_its_row(patch):
-    patch.setattr(Conversations, "close", lambda self, c: self.open.pop(c.number, None))
-
-
-def give_idle_rows_back_at_an_interrupt(patch):
-    """The row goes to somebody else, while its session believes to have it."""
-    recover = Scheduler.recover
-
-    def forgetful(self, why):
-        owned = [(row, c) for row, c in self.conversations.rows() if self.conversations.owns(row)]
-        recover(self, why)
-        for row, conversation in owned:
-            if self._ledger.is_live(row):
-                self._ledger.abort(row)
-            conversation.row = row
-
-    patch.setattr(Scheduler, "recover", forgetful)
-
-
-def trust_a_row_that_was_abandoned(patch):
-    patch.setattr(Conversations, "forget_lost", lambda self: None)
-
-
-def resume_behind_what_was_rewound(patch):
-    """sgl#22862: what lies past the kept prefix is not freed."""
-
-    def cut(self, conversation, num_tokens):
-        del conversation.tokens[num_tokens:]
-        return self.kept_len(conversation) if conversation.row else 0
-
-    patch.setattr(Conversations, "cut", cut)
-
-
 def let_go_of_a_window_too_early(patch):
     """The ledger reckons with a window of half the length."""
     ledger = Settings.ledger
@@ -501,38 +396,6 @@ def let_go_of_a_window_too_early(patch):
         return ledger(dataclasses.replace(settings, window=window))
 
     patch.setattr(Settings, "ledger", narrow)
-
-
-def reload_too_little(patch):
-    """The last page of what was on the host does not come back."""
-    load = SimHost.load
-    patch.setattr(
-        SimHost, "load", lambda self, moves: load(self, [(a[:-1], b[:-1]) for a, b in moves])
-    )
-
-
-def go_on_before_a_reload_has_come(patch):
-    come_back = Scheduler._come_back
-
-    def hasty(self, request, length):
-        request.handle and come_back(self, request, request.handle.length)
-
-    patch.setattr(Scheduler, "_come_back", hasty)
-
-
-def keep_the_host_pages_of_who_ended(patch):
-    return_handle = Conversations.return_handle
-
-    def forget(self, request):
-        if request.conversation is None:
-            request.handle = None
-        return_handle(self, request)
-
-    patch.setattr(Conversations, "return_handle", forget)
-
-
-def trust_a_copy_that_failed(patch):
-    patch.setattr(Scheduler, "_forget_handles", lambda self: None)
 
 
 def write_no_draft_kv_in_plain_rounds(patch):
@@ -605,22 +468,5 @@ PLANTS = {
     run_on_behind_a_stop_string: "alone it would after .* by stop",
     keep_the_text_behind_a_stop_string: "alone it would after .* by stop",
     search_in_dropped_tokens: "alone it would after .* by length|IndexError",
-    keep_the_overshoot: "keeps KV of .* tokens, its client has|leaves KV of",
-    forget_the_last_token: "has .* tokens, its client",
-    take_a_partial_turn_for_a_checkpoint: "has .* tokens, its client",
-    give_the_checkpoint_back_with_the_turn: "found KV of .* tokens .*, and has none now",
-    find_nothing_of_a_session: "is prefilled from 0 on, it shares",
-    draft_on_old_draft_kv: "DraftLag|is prefilled from",
-    keep_a_row_that_runs: "are idle at once|requests run in rows|NotReady",
-    keep_more_sessions_than_fit: "sessions keep KV, .* may",
-    retract_before_a_session_is_dropped: "is retracted, and sessions keep|kv_exhausted",
-    leave_a_closed_session_its_row: "is kept, and the session is closed",
-    give_idle_rows_back_at_an_interrupt: "leak after an interrupt|is not what it was",
-    trust_a_row_that_was_abandoned: "is not what it was when|keeps KV of 0",
     let_go_of_a_window_too_early: "position .* has no page",
-    reload_too_little: "position .* (is not written|holds)",
-    go_on_before_a_reload_has_come: "came back with|OrderError",
-    keep_the_host_pages_of_who_ended: "at the end the host keeps|OrderError",
-    trust_a_copy_that_failed: "OrderError|at the end the host keeps",
-    resume_behind_what_was_rewound: "leaves KV of|is prefilled from",
 }

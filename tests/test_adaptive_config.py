@@ -9,7 +9,7 @@ import pytest
 
 from specpool import ConfigError, Shape
 from specpool.adaptive import AdaptiveConfig, SlotConfig
-from specpool.adaptive.shapes import chain, name_of, parse_candidate
+from specpool.adaptive.shapes import chain, name_of, parse_shape
 
 TREE = Shape.eagle(5, 8, 32)
 
@@ -60,7 +60,7 @@ def test_a_file_with_whole_shapes_and_slot_defaults(tmp_path):
 
 @pytest.mark.parametrize("shape", [Shape.none(), chain(1), chain(7), TREE])
 def test_a_candidate_s_name_reads_back(shape):
-    assert parse_candidate("candidates", name_of(shape)) == shape
+    assert parse_shape("candidates", name_of(shape)) == shape
 
 
 ONE = {"1": {"candidate_steps": [1, 3]}}
@@ -106,8 +106,10 @@ BAD = [
     ({"1": {"candidates": ["chain:-1"]}}, "got 'chain:-1'"),
     ({"1": {"candidates": ["chain:3x"]}}, "got 'chain:3x'"),
     ({"1": {"candidates": ["tree:5x8"]}}, "got 'tree:5x8'"),
-    ({"1": {"candidates": ["tree:5x8x1"]}}, "candidate 'tree:5x8x1' cannot be built"),
-    ({"1": {"candidates": ["tree:2x2x99"]}}, "candidate 'tree:2x2x99' cannot be built"),
+    ({"1": {"candidates": ["tree:5x8x1"]}}, "candidates: 'tree:5x8x1' cannot be built"),
+    ({"1": {"candidates": ["tree:2x2x99"]}}, "candidates: 'tree:2x2x99' cannot be built"),
+    ({"1": {"candidates": ["3, 1"]}}, "candidates: a shape is chain:S or its depth S, tree:SxKxN"),
+    ({"1": {"candidates": [10**30]}}, "candidates: a shape is .*, got 1000000"),
     ({"1": {"candidates": [[5, 8, 32]]}}, r"got \[5, 8, 32\]"),
     ({"1": {"candidates": ["tree:3x2x4", "chain:3"]}}, "tree:3x2x4 .*chain:3|chain:3 .*tree:3x2x4"),
     ({**ONE, "ema_alpha": 0}, '"1": ema_alpha must be above 0'),

@@ -3,59 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
 from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Shape, corpus
 from specpool.adaptive import AdaptiveConfig, CostController
-from specpool.assets import resolve
 from specpool.calibration import Tour
 from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.errors import ConfigError, DraftLag
-from specpool.models import EagleHead, TargetModel
 
 NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
 TREE, WIDE = Shape.eagle(3, 4, 12), Shape.eagle(4, 8, 32)
+HEAD = "specpool/tiny-eagle"
 PROMPTS = corpus.prompts(8, 40)
 PARAMS = SamplingParams(max_new_tokens=48, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def target() -> Iterator[TargetModel]:
-    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
-
-
-@pytest.fixture(scope="module")
-def head(target) -> EagleHead:
-    return EagleDrafter.from_pretrained(resolve("specpool/tiny-eagle"), target).head
-
-
 @pytest.fixture
-def build(target, head) -> Callable[..., Engine]:
-    def build(script: Scripted | None = None, *, draft: str = "eagle", **options: Any) -> Engine:
-        drafter = NgramDrafter() if draft == "ngram" else EagleDrafter(head)
+def build(build) -> Callable[..., Engine]:
+    """Builds engines that adapt, by a script if there is one."""
+
+    def adapting(script: Scripted | None = None, *, draft: str = HEAD, **options: Any) -> Engine:
         if script is not None:
             options["adaptive"] = script.config()
-        options = {"page_size": 4, "max_context_len": 128, "busy_check": 2, **options}
-        engine = Engine(target, drafter, config=EngineConfig(**options))
+        engine = build(draft, **{"max_context_len": 128, **options})
         if script is not None:
             script.take_over(engine)
         return engine
 
-    return build
+    return adapting
 
 
 def check(reference: Reference, outputs: Sequence[RequestOutput]) -> None:
@@ -67,11 +48,11 @@ def check(reference: Reference, outputs: Sequence[RequestOutput]) -> None:
 
 
 SCRIPTS = [
-    pytest.param("eagle", [SEVEN, ONE, SEVEN, NONE], {}, id="7 1 7 0"),
-    pytest.param("eagle", [SEVEN, ONE, SEVEN], {"page_size": 1}, id="7 1 7, page 1"),
-    pytest.param("eagle", [WIDE, ONE, TREE, NONE], {"layout": "holey"}, id="holey trees"),
-    pytest.param("eagle", [WIDE, SEVEN], {"placement": "shared", "page_size": 16}, id="shared"),
-    pytest.param("eagle", [SEVEN, NONE, TREE], {"mixed_chunks": True, "prefill_tokens": 9}, id="m"),
+    pytest.param(HEAD, [SEVEN, ONE, SEVEN, NONE], {}, id="7 1 7 0"),
+    pytest.param(HEAD, [SEVEN, ONE, SEVEN], {"page_size": 1}, id="7 1 7, page 1"),
+    pytest.param(HEAD, [WIDE, ONE, TREE, NONE], {"layout": "holey"}, id="holey trees"),
+    pytest.param(HEAD, [WIDE, SEVEN], {"placement": "shared", "page_size": 16}, id="shared"),
+    pytest.param(HEAD, [SEVEN, NONE, TREE], {"mixed_chunks": True, "prefill_tokens": 9}, id="m"),
     pytest.param("ngram", [SEVEN, NONE, ONE], {}, id="n-gram"),
 ]
 
@@ -163,7 +144,7 @@ def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, po
     ledger, prepared, held = engine.ledger, [], {}
     scheduler = engine._scheduler
 
-    def decoding() -> Any:
+    def decoding(*chosen: Any) -> Any:
         rows = [r.row for r in scheduler.requests() if r.row and not r.finish_reason]
         for row in rows:
             epoch = int(ledger.epoch[row])
@@ -172,7 +153,7 @@ def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, po
             assert held[row, epoch] >= before
         if rows:
             assert (ledger.tokens_required(rows, [1] * len(rows)) >= 0).all()
-        step = decode()
+        step = decode(*chosen)
         if step is not None:
             plan = step.plan
             most = np.array([ledger.shapes[s].max_accept_len for s in plan.shapes])

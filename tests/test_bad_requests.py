@@ -18,8 +18,9 @@ from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.models import TargetModel
 from specpool.output import Chunk
 from specpool.request import RequestOutput
-from specpool.scheduler import Scheduler, StepResult
+from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings
+from specpool.step import StepResult
 
 PROMPTS = corpus.prompts(4, 30)
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)

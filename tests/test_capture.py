@@ -101,10 +101,10 @@ def test_a_round_beside_another_step_is_not_replayed_alone():
         plan.shapes, plan.writes_draft = np.ones(1, np.int32), True
         step = SimpleNamespace(is_decode=True, plan=plan, requests=[request])
         states = engine._worker.states
-        assert states.replay([step, SimpleNamespace(is_decode=False)]) is None
+        assert states.replay([step, SimpleNamespace(is_decode=False)], len) is None
         assert capture.replays == 0 and states.stats().eager_ct == 1
         with torch.inference_mode():
-            assert states.replay([step]) is not None and capture.replays == 1
+            assert states.replay([step], len) is not None and capture.replays == 1
 
 
 # --- what a capture refuses, and the double with it ---------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import specpool
 from specpool.cli import main
 from specpool.cli.generate import MARKS
-from specpool.cli.shapes import parse_shape
+from specpool.cli.shapes import shape_of
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
@@ -279,10 +279,28 @@ def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "numbers"),
-    [("3", (3, 1, 4)), ("4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1))],
-)
+    [
+        ("3", (3, 1, 4)), ("chain:3", (3, 1, 4)), ("4x4x16", (4, 4, 16)),
+        ("tree:4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1)),
+    ],
+)  # fmt: skip
 def test_shape_text(text, numbers):
-    assert parse_shape(text) == specpool.Shape(*numbers)
+    assert shape_of(text) == specpool.Shape(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4x4", "a shape is chain:S .*, got '4x4'"),
+        ("-1", "a shape is .*, got '-1'"),
+        ("3_0", "a shape is .*, got '3_0'"),
+        ("tree:2x2x99", "'tree:2x2x99' cannot be built: .*99"),
+        ("9999999", "'9999999' cannot be built: .*9999999"),
+    ],
+)
+def test_a_shape_that_cannot_be_names_the_option(text, says):
+    with pytest.raises(specpool.ConfigError, match=f"^--shape: {says}"):
+        shape_of(text)
 
 
 def test_import_is_light():

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle_reference import DenseCache
+from scripted import Scripted
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool.assets import resolve
 from specpool.attention.lanes import Lanes
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.models import EagleHead
@@ -26,6 +32,12 @@ def make(draft: str, **options: object) -> Engine:
 
 def recorded(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int):
     """Generate; returns the outputs and every tree that was proposed, with what it was for."""
+    trees = record(engine)
+    return engine.generate(prompts, SamplingParams(max_new_tokens=num_tokens)), trees
+
+
+def record(engine: Engine):
+    """Every tree that is proposed from here on, with what it is for."""
     trees = []
     propose = engine.drafter.propose
 
@@ -35,7 +47,15 @@ def recorded(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int):
         return tree
 
     engine.drafter.propose = recording
-    return engine.generate(prompts, SamplingParams(max_new_tokens=num_tokens)), trees
+    return trees
+
+
+def counting(ran: Counter[str], name: str, call):
+    def counted(*arguments):
+        ran[name] += 1
+        return call(*arguments)
+
+    return counted
 
 
 class Recomputed:
@@ -105,21 +125,83 @@ def test_proposals_equal_a_recomputation_along_each_path(draft, shape, options):
         outputs, trees = recorded(engine, prompts, 24)
         model, head = engine.target.model, engine.drafter.head
         texts = [o.prompt_ids + o.token_ids for o in outputs]
-        layers = head.feature_layers
+    checked, differing = recompute(model, head, texts, trees[:4], shape)
+    assert checked == 12
+    assert differing <= 1
+
+
+def recompute(model, head, texts, trees, shape) -> tuple[int, int]:
+    """How many proposals were checked, and how many a recomputation makes otherwise."""
     checked = differing = 0
     for lane, text in enumerate(texts):
         hidden = model(
             torch.tensor([text]), output_hidden_states=True, use_cache=False
         ).hidden_states
+        layers = head.feature_layers
         features = torch.cat([hidden[i][0] for i in layers], -1) if layers else hidden[-1][0]
-        for starts, tree in trees[:4]:
+        for starts, tree in trees:
+            if lane >= len(starts):
+                continue
             root = int(starts[lane])
             recomputed = Recomputed(head, features, text[: root + 1])
             checked += 1
             # A near-tie of two candidates may go either way; nothing else may differ.
             differing += len(expand(recomputed, shape) ^ paths(tree, lane)) > 0
-    assert checked == 12
-    assert differing <= 1
+    return checked, differing
+
+
+def two_layers(folder: Path) -> Path:
+    """The shipped EAGLE-1 head with its layer twice."""
+    source = Path(resolve("specpool/tiny-eagle"))
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    state = load_file(source / "model.safetensors")
+    for name, tensor in list(state.items()):
+        if name.startswith("layers.0."):
+            state[name.replace("layers.0.", "layers.1.")] = tensor.clone()
+    state["layers.1.input_layernorm.weight"] = torch.ones(config["hidden_size"]).half()
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("draft", [*HEADS, "two layers"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 1},
+        {"page_size": 4, "overlap_depth": 0},
+        {"page_size": 3, "layout": "holey", "placement": "shared"},
+        {"page_size": 4, "worker": "v1", "overlap_depth": 0},
+    ],
+)
+@torch.inference_mode()
+def test_a_proposal_after_plain_rounds_is_that_of_a_head_that_ran_in_all_of_them(
+    draft, options, tmp_path
+):
+    """Plain rounds write keys and values alone; the last token runs again before a draft.
+
+    Some rows have drafted in the round before, others never stopped to decode plainly.
+    """
+    shape = Shape.eagle(3, 2, 6)
+    draft = two_layers(tmp_path) if draft == "two layers" else draft
+    script = Scripted([Shape.none()] * 3 + [shape, Shape.none(), shape, shape])
+    prompts = [p[:n] for p, n in zip(corpus.prompts(3), (17, 30, 9), strict=True)]
+    params = [SamplingParams(max_new_tokens=48, max_draft_steps=n) for n in (None, None, 0)]
+    with make(draft, adaptive=script.config(), **options) as engine:
+        script.take_over(engine)
+        head, ran = engine.drafter.head, Counter()
+        for name in ("extend", "write", "catch_up"):
+            setattr(engine.drafter, name, counting(ran, name, getattr(engine.drafter, name)))
+        engine.generate(prompts, SamplingParams(max_new_tokens=3))  # plain rounds in every row
+        script.given.clear()
+        script.script.insert(0, shape)  # and whoever comes after begins with a draft
+        trees = record(engine)
+        outputs = engine.generate(prompts, params)
+        texts = [o.prompt_ids + o.token_ids for o in outputs]
+        model = engine.target.model
+    checked, differing = recompute(model, head, texts, trees[:6], shape)
+    assert checked == 12 and differing <= 1
+    assert min(ran["write"], ran["catch_up"]) >= 4
 
 
 @pytest.mark.parametrize("draft", HEADS)

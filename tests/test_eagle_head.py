@@ -221,6 +221,29 @@ def test_every_layout_equals_the_reference(name: str, tmp_path: Path) -> None:
     assert logits.shape == (8, head.draft_vocab_size)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_keys_and_values_need_no_result(name: str, tmp_path: Path) -> None:
+    """With no token to go on with, every layer still gets all keys and values."""
+    _, config, state, target, _ = LAYOUTS[name]
+    head = target.load(write(tmp_path, config, state))
+    features = torch.randn(5, max(1, len(head.feature_layers)) * target.hidden_size)
+    inputs, tokens, positions = head.combine(features), torch.arange(5), torch.arange(5)
+    whole, told = DenseCache(head.num_layers), []
+    head.forward(tokens, inputs, positions, whole)
+    attend = DenseCache(head.num_layers)
+
+    def telling(layer, q, k, v):
+        told.append((layer, len(q), k, v))
+        return attend(layer, q, k, v)
+
+    out = head.forward(tokens, inputs, positions, telling, keep=tokens[:0])
+    assert out.shape == (0, head.hidden_size)
+    assert [len_q for _, len_q, _, _ in told] == [5] * (head.num_layers - 1) + [0]
+    for layer, _, k, v in told:
+        torch.testing.assert_close(k, torch.stack(whole.keys[layer]))
+        torch.testing.assert_close(v, torch.stack(whole.values[layer]))
+
+
 def strip_layer(name: str) -> str:
     return name.replace("layers.0.", "midlayer.")
 

@@ -91,11 +91,15 @@ VERBS = ("admit", "prepare_extend", "prepare_decode", "launch", "take_delta", "a
 def test_ctrl_c_at_any_verb_leaves_a_working_engine(target, texts, verb, when, countdown):
     engine = Engine(target, eagle(target), config=CONFIG)
     ledger = engine.ledger
+    callers = (engine._scheduler, engine._scheduler._prefills, engine.cache)
     engine.ledger = InterruptedLedger(ledger, verb, when, countdown)
-    engine._scheduler._ledger = engine.cache._ledger = engine.ledger
+    for caller in callers:
+        caller._ledger = engine.ledger
     with pytest.raises(KeyboardInterrupt):
         engine.generate(*JOB)
-    engine.ledger = engine._scheduler._ledger = engine.cache._ledger = ledger
+    engine.ledger = ledger
+    for caller in callers:
+        caller._ledger = ledger
     assert_no_page_leaked(engine)
     assert tokens_of(engine.generate(*JOB)) == texts
     assert_no_page_leaked(engine)

@@ -8,9 +8,8 @@ import pytest
 
 from cuda_host import unavailable
 from kernel_kit import backend
-from lossless import Comparison, Reference
+from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
 from specpool.attention import BACK_ENDS
 from specpool.attention.backend import BackEnd
 from specpool.kernels.launch import host_backend
@@ -52,13 +51,6 @@ def staggered(engine: Engine, params: SamplingParams):
     while engine.turn():
         pass
     return [outputs[number] for number in numbers]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    from transformers import AutoModelForCausalLM
-
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
 
 
 @pytest.mark.parametrize("depth", [0, 1])

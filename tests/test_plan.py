@@ -511,7 +511,7 @@ def test_numbers_need_no_torch():
         ([*NUMBERS, "--prompt", "4096"], "tokens must be an integer in [1, 4095], got 4096"),
         ([*NUMBERS, "--output", "5"], "--output needs --prompt"),
         ([*NUMBERS, "--prompt", "5", "--output", "0"], "output must be an integer in [1, 4091]"),
-        ([*NUMBERS, "--shape", "3x2"], "a shape is SxKxN"),
+        ([*NUMBERS, "--shape", "3x2"], "--shape: a shape is chain:S"),
         ([*NUMBERS, "--depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
         ([*NUMBERS, "--draft-head-dim", "0"], "draft_head_dim must be an integer in [1, 65536]"),
         ([*NUMBERS, "--max-context-len", "0"], "max_context_len must be an integer in [2, "),

@@ -313,7 +313,8 @@ def test_a_row_that_was_cut_is_not_gone_on_from(reference):
         assert engine.ledger.trim(row, length - 2) == length - 2
         request.epoch = int(engine.ledger.epoch[row])
         request.prefilled_len, request.prefill_len = length - 2, len(request.tokens)
-        engine._scheduler._prompts[row], engine._scheduler._limits[row] = request, 0
+        engine._scheduler._prefills.add(request)
+        engine._scheduler._limits[row] = 0
         while engine.turn():
             pass
         (output,) = outputs.values()

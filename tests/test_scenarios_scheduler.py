@@ -26,7 +26,7 @@ from specpool import (
 )
 from specpool.page_needs import PageNeeds
 from specpool.request import Request
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler
 from specpool.sim import (
     Arrival,
     BrokenLaw,
@@ -36,6 +36,7 @@ from specpool.sim import (
     Text,
     broken_law,
 )
+from specpool.step import Step
 
 
 def pages_of(loop: Loop, request: Request) -> set[int]:
@@ -391,7 +392,7 @@ def test_scenario_64_a_round_that_is_never_launched_fences_nothing():
     loop.scheduler.submit(arrival(2).request())
     with pytest.raises(NotReady, match="stale"):  # not before it is cancelled
         loop.scheduler._admit()
-        loop.scheduler._prefill()
+        loop.scheduler._prefills.chunk()
     loop.scheduler.cancel(decode)
     loop.requests = loop.scheduler.requests()
     loop.texts[2] = Text(arrival(2))

@@ -9,9 +9,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from lossless import Comparison, Reference
+from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
 from specpool.assets import resolve
 from specpool.config import EngineConfig
@@ -22,22 +21,6 @@ from specpool.tokens import load_tokenizer
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 SHAPES = [(3, 1, 4), (4, 4, 16), (2, 2, 4), (7, 1, 8)]
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[TargetModel]:
-    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
-
-
-@pytest.fixture(scope="module")
-def heads(target) -> dict[str, EagleHead]:
-    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
 
 
 class Workload:

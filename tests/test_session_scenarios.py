@@ -1,21 +1,19 @@
 """Regression scenarios about sessions, each on the simulated device or on the shipped pair.
 
 Numbers, laws and guards as in `test_scenarios_claims.py`. Guards are taken away by the planted bugs
-of `sim_plants.py`, or by a patch in the test.
+of `session_plants.py`, or by a patch in the test.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
-from sim_plants import (
+from session_plants import (
     PLANTS,
     forget_the_last_token,
     give_the_checkpoint_back_with_the_turn,
@@ -44,7 +42,7 @@ from specpool.conversation import Conversations
 from specpool.draft import EagleDrafter
 from specpool.kv_cache import KVCache
 from specpool.loop import Loop
-from specpool.models import EagleHead, TargetModel
+from specpool.models import EagleHead
 from specpool.row_state import RowState
 from specpool.seq_lens import SeqLens
 from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
@@ -213,17 +211,6 @@ def test_scenario_69_a_round_fails_that_wrote_a_kept_root(monkeypatch):
 
 
 # --- on the shipped pair ---
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[TargetModel]:
-    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
 
 
 @pytest.fixture(scope="module")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
 from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corpus
-from specpool.assets import resolve
-from specpool.config import EngineConfig
 from specpool.conversation import Conversations
-from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.host_memory import HostMemory
-from specpool.models import EagleHead, TargetModel
 from specpool.output import Chunk
 from specpool.pending import PendingStep
 
@@ -26,36 +20,6 @@ HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
 PROMPTS = corpus.prompts(12, 60)
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[TargetModel]:
-    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
-
-
-@pytest.fixture(scope="module")
-def heads(target) -> dict[str, EagleHead]:
-    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
-
-
-@pytest.fixture
-def build(target, heads) -> Callable[..., Engine]:
-    """An engine of the shipped models at check level 2."""
-
-    def build(draft: str | None = None, shape: Shape | None = None, **options) -> Engine:
-        drafter = NgramDrafter() if draft == "ngram" else draft and EagleDrafter(heads[draft])
-        if drafter is not None:
-            options["shape"] = shape or CHAIN
-        options = {"page_size": 4, "max_context_len": 256, "busy_check": 2, **options}
-        return Engine(target, drafter or None, config=EngineConfig(**options))
-
-    return build
 
 
 def check_logprobs(reference: Reference, output: RequestOutput) -> None:

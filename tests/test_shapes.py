@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from cuda_host import unavailable
 from kernel_kit import backend
-from lossless import Comparison, Reference
+from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
 from specpool.kernels.launch import host_backend
 
 NONE, SHORT, LONG = Shape.none(), Shape.eagle(3, 1, 4), Shape.eagle(7, 1, 8)
@@ -17,11 +15,6 @@ TREE, WIDE = Shape.eagle(4, 4, 16), Shape.eagle(2, 8, 12)
 PROMPTS = corpus.prompts(6, 60)
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.9, seed=11)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
 
 
 def make(draft: str, shapes: tuple[Shape, ...], **options) -> Engine:

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-from sim_plants import PLANTS, give_tokens_to_dropped_lanes, lie, overlook_stop_tokens
+import session_plants
+import sim_plants
+from sim_plants import give_tokens_to_dropped_lanes, lie, overlook_stop_tokens
 from specpool.cli import main
 from specpool.cli.sim import SEEDS
 from specpool.sim import (
@@ -296,6 +298,8 @@ def test_a_fault_between_turns_takes_no_more_than_its_own(faulty):
 
 
 # --- planted bugs: each is found ---
+
+PLANTS = sim_plants.PLANTS | session_plants.PLANTS
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

@@ -96,6 +96,12 @@ def test_who_is_within_reach_at_either_end_of_a_slot_is_a_candidate(policy, few,
 def test_candidates_in_words():
     assert parse_candidates(["3, none", "tree:3x4x12"]) == (Shape.none(), chain(3), TREE)
     assert parse_candidates([]) == tuple(sorted(tune.CANDIDATES, key=depth_order))
+    for texts, says in (
+        (["3,x"], "a shape is .*, got 'x'"),
+        (["3", "chain:3"], "hold chain:3 twice"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--candidates:? {says}"):
+            parse_candidates(texts)
 
 
 def test_nothing_is_written_over_unless_asked(capsys, tmp_path):
@@ -140,7 +146,7 @@ def test_an_error_leaves_no_file(capsys, tmp_path, monkeypatch):
         (["--policy", "best"], "policy must be one of ema, cost, got 'best'"),
         (["--candidates", "1,chain:1"], "candidates hold chain:1 twice"),
         (["--candidates", "tree:3x4"], "got 'tree:3x4'"),
-        (["--candidates", "tree:3x1x9"], "candidate 'tree:3x1x9' cannot be built"),
+        (["--candidates", "tree:3x1x9"], "--candidates: 'tree:3x1x9' cannot be built"),
         (["--draft", "none"], "tune needs a draft model: give --draft"),
         (["--target", "no/such"], "tune needs a draft model: give --draft"),
         (["--target", "no/such", "--draft", "ngram"], "no prompt: give --prompt or --prompt-file"),

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
 
-from lossless import Comparison, Reference
+from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter
-from specpool.models import EagleHead, TargetModel
-from specpool.scheduler import Scheduler, Step, StepResult
+from specpool.scheduler import Scheduler
+from specpool.step import Step, StepResult
 from test_scheduler import HEADS, SEEDS, Workload, run_mixed
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[TargetModel]:
-    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float())
-
-
-@pytest.fixture(scope="module")
-def heads(target) -> dict[str, EagleHead]:
-    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
 
 
 class SlotWatch:

@@ -22,8 +22,9 @@ from specpool.host_tier import HostTier
 from specpool.kv_cache import KVCache
 from specpool.pending import PendingStep
 from specpool.request import Request
-from specpool.scheduler import Scheduler, Step, StepResult
+from specpool.scheduler import Scheduler
 from specpool.stats import Clock
+from specpool.step import Step, StepResult
 from specpool.worker import EagleWorker
 
 # Prefills that an average of their seconds reaches back to, about.

@@ -23,13 +23,16 @@ class PageNeeds:
     The core reckons them (`Ledger.pages_needed`), once for each shape and number of tokens.
     """
 
-    def __init__(self, ledger: Ledger, headroom: int, candidates: Sequence[int] = ()) -> None:
+    def __init__(
+        self, ledger: Ledger, headroom: int, choices: Sequence[tuple[int, ...]] = ()
+    ) -> None:
         """Reckon for rows of `ledger` that may grow by `headroom` tokens first.
 
-        One index behind its shapes stands for any of `candidates`: for the most of each group.
+        The indices behind its shapes stand for the most that any of some shapes needs, for each
+        of `choices`: see `RoundShapes`.
         """
         self._ledger, self._headroom = ledger, headroom
-        self._alike = [*((shape,) for shape in range(len(ledger.shapes))), tuple(candidates)]
+        self._alike = [*((shape,) for shape in range(len(ledger.shapes))), *choices]
         size = len(self._alike), ledger.max_context_len + 1, len(ledger.groups)
         self._counts = np.full(size, -1, np.int32)  # by shape and tokens; -1 = not reckoned yet
         self._step_pages = np.array(step_pages(ledger), np.int32)

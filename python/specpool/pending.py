@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specpool.kernels.transfer import Download
 from specpool.request import Request, TokenLogprob
-from specpool.scheduler import StepResult
+from specpool.step import StepResult
 from specpool.verify import Logprobs, Verdict
 
 

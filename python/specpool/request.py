@@ -44,7 +44,7 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     shape: Shape
-    shape_index: int  # of the ledger's shapes; their number = whichever the controller chooses
+    shape_index: int  # of the ledger's shapes; from their number on, of `RoundShapes.all_choices`
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int

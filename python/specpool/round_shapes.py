@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Shape
+from specpool.errors import ConfigError
 from specpool.stats import AdaptiveStats
 
 if TYPE_CHECKING:
@@ -38,16 +39,29 @@ class RoundShapes:
         choice: for the latest round, or the next one that was tried; None = there was none.
         switch_ct: rounds whose choice was another than the round's before.
         round_cts: rounds by what was chosen.
+        all_choices: what `Request.choices` can be: without a cap, then with each that matters.
     """
 
     def __init__(
         self, shapes: Sequence[Shape], num_rows: int, controller: Controller | None
     ) -> None:
-        """No row has a request; indices count `shapes`, the ledger's."""
+        """No row has a request; indices count `shapes`, the ledger's.
+
+        Raises:
+            ConfigError: a candidate of the controller is none of them.
+        """
         self._controller = controller
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
+        for shape in choices:
+            if shape not in self._index:
+                raise ConfigError(
+                    f"the controller's candidate {shape} is none of the ledger's shapes "
+                    f"{', '.join(map(str, shapes))}"
+                )
         self._lines = {shape: line for line, shape in enumerate(choices)}
+        caps = [None, *sorted({shape.num_steps for shape in choices})] if choices else []
+        self.all_choices = [*dict.fromkeys(self._choices(cap) for cap in caps)]
         # By choice and row. Without a controller there is one choice.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
@@ -67,12 +81,20 @@ class RoundShapes:
         Returns:
             A shape of it, and `Request.shape_index` and `choices`.
         """
-        wanted = [*self._lines] or [default]
-        shapes = [_capped(shape, [*self._lines] or [*self._index], max_steps) for shape in wanted]
-        if len({*shapes}) == 1:
-            return shapes[0], self._index[shapes[0]], None
-        most = max(shapes, key=lambda shape: shape.num_draft_tokens)
-        return most, len(self._index), tuple(self._index[shape] for shape in shapes)
+        shapes = [*self._index]
+        if not self._lines:
+            shape = _capped(default, shapes, max_steps)
+            return shape, self._index[shape], None
+        choices = self._choices(max_steps)
+        most = max((shapes[index] for index in choices), key=lambda shape: shape.num_draft_tokens)
+        if len({*choices}) == 1:
+            return most, choices[0], None
+        return most, len(shapes) + self.all_choices.index(choices), choices
+
+    def _choices(self, max_steps: int | None) -> tuple[int, ...]:
+        """The shape for each of the controller's candidates, of so many steps at most."""
+        candidates = [*self._lines]
+        return tuple(self._index[_capped(shape, candidates, max_steps)] for shape in candidates)
 
     def admit(self, row: int, shapes: int | tuple[int, ...], admission: int) -> None:
         """The row has a request, so many after the first; `shapes` as in `put`."""
@@ -94,6 +116,9 @@ class RoundShapes:
         Returns:
             int32 [num_rows], and int64 [num_rows]: lanes of one shape stand side by side, in the
             order of admission.
+
+        Raises:
+            ConfigError: the controller has answered what is no candidate of it.
         """
         batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
         if self._controller is None or not batch_size:
@@ -102,8 +127,14 @@ class RoundShapes:
             shape = self._controller.activate_step_by_batch(batch_size)
         else:  # it is good for one round, whenever that finds rows and pages
             shape = self.choice.shape
+        try:
+            line = self._lines[shape]
+        except (KeyError, TypeError):  # what cannot be a key is no shape either
+            raise ConfigError(
+                f"for a batch of {batch_size} the controller chose {shape!r:.80}, which is "
+                f"none of its candidates {', '.join(map(str, self._lines))}"
+            ) from None
         self.choice, self._is_open = Choice(shape, batch_size), True
-        line = self._lines[shape]
         return self._following[line], self._order[line]
 
     def run(self) -> Choice | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from specpool._core import Ledger, Shape
+from specpool._core import Ledger, Plan, Shape
 from specpool.adaptive import config_of
 from specpool.adaptive.router import StepRouter
 from specpool.adaptive.shapes import name_of
@@ -27,8 +27,8 @@ from specpool.kv_cache import KVCache
 from specpool.pending import Outcome, PendingStep
 from specpool.round_graph import LaneBuffer, RoundGraph, RoundKind
 from specpool.row_state import RowState
-from specpool.scheduler import Step
 from specpool.stats import GraphStats
+from specpool.step import Step
 
 #: Roots that the graphs with the shortest reads are good for; each further one reads twice as far.
 LEAST_BOUND = 1024
@@ -157,12 +157,18 @@ class RuntimeStates:
         """Batch sizes with a graph of whatever kind, ascending."""
         return tuple(sorted({size for state in self._states.values() for size in state.sizes}))
 
-    def replay(self, steps: Sequence[Step]) -> PendingStep | None:
-        """The results of a turn that is one round, if that has a graph; else None."""
+    def replay(self, steps: Sequence[Step], before: Callable[[Plan], None]) -> PendingStep | None:
+        """The results of a turn that is one round, if that has a graph; else None.
+
+        Args:
+            steps: of the turn.
+            before: called with the plan of a round that is about to be replayed.
+        """
         graph = self._graph_for(steps[0]) if len(steps) == 1 else None
         if graph is None:
             self._eager_ct += sum(step.is_decode for step in steps)
             return None
+        before(steps[0].plan)
         pending = graph.replay(steps[0].plan, steps[0].requests)
         self._replay_ct += 1
         return pending

@@ -6,25 +6,26 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from specpool._core import Ledger, Plan
+from specpool._core import Ledger
 from specpool.conversation import Conversation, Conversations
 from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
-from specpool.host_tier import Handle, HostTier
+from specpool.host_tier import HostTier
 from specpool.page_needs import PageNeeds
 from specpool.pins import Pins
+from specpool.prefills import Prefills
 from specpool.request import Request, TokenLogprob
-from specpool.round_shapes import Choice, RoundShapes
+from specpool.round_shapes import RoundShapes
 from specpool.stats import Counts
+from specpool.step import Step, StepResult
+from specpool.waiting import Waiting
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -32,31 +33,6 @@ if TYPE_CHECKING:
 Int32 = npt.NDArray[np.int32]
 
 _Lane = tuple[Request, list[int], list[TokenLogprob] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A prepared step: a chunk of some prompts, or one round of some rows."""
-
-    plan: Plan
-    requests: list[Request]  # the plan's lanes
-    handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
-    choice: Choice | None = None  # of a round whose lanes adapt
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it is a round, with accept lengths to come."""
-        return self.plan.kind == "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave each lane."""
-
-    tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
-    accept_len: Int32  # [B], of a decode step
-    not_finite: list[bool]
-    logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 class Scheduler:
@@ -110,15 +86,12 @@ class Scheduler:
         """
         self._ledger = ledger
         self._max_batch = max_batch
-        self._prefill_tokens = prefill_tokens
         self._keeps_draft_kv, self._reads_tokens = keeps_draft_kv, reads_tokens
-        self._trims_rounds, self._shares_prompts = trims_rounds, shares_prompts
-        self._is_promising = is_promising
+        self._trims_rounds, self._is_promising = trims_rounds, is_promising
         self._before_release = before_release
-        self._waiting: list[Request] = []  # in the order in which they will be admitted
-        self._running: list[Request] = []  # in the order in which they were
+        self._waiting = Waiting(shares_prompts=shares_prompts)
+        self._running: list[Request] = []  # in the order in which they were admitted
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
-        self._has_windows = any(group.window is not None for group in ledger.groups)
         self._in_flight = 0  # steps prepared and not finished
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
         # By row: its request, tokens that the host knows (0 = a free row), tokens at most (0 while
@@ -129,9 +102,14 @@ class Scheduler:
         self._lens, self._limits, self._shapes = np.zeros((3, num_rows), np.int32)
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller)
         self._num_admitted = 0
-        self._prompts: dict[int, Request] = {}  # rows that cannot decode yet, as they were admitted
-        adapts = [] if controller is None else controller.candidates
-        self._needs = PageNeeds(ledger, headroom, [ledger.shapes.index(s) for s in adapts])
+        self._prefills = Prefills(
+            ledger,
+            prefill_tokens=prefill_tokens,
+            keeps_draft_kv=keeps_draft_kv,
+            host=host,
+            reclaim=self._reclaim,
+        )
+        self._needs = PageNeeds(ledger, headroom, self.round_shapes.all_choices)
         self.pins = Pins(ledger)
         self.conversations = Conversations(
             ledger,
@@ -156,11 +134,10 @@ class Scheduler:
         Raises:
             ConfigError: it has been submitted already, or another with its number.
         """
-        at = bisect.bisect_left(self._waiting, _order(request), key=_order)
-        rivals = [*self._running, *self._waiting[at : at + 1]]
-        if request.finish_reason or any(r.request_id == request.request_id for r in rivals):
+        is_known = any(r.request_id == request.request_id for r in self._running)
+        if request.finish_reason or is_known or self._waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
-        self._queue(request)
+        self._waiting.add(request)
 
     def fits(self, request: Request) -> bool:
         """Whether an empty pool would hold the request to its end."""
@@ -214,12 +191,17 @@ class Scheduler:
 
         They are to be launched in this order. None, and steps in flight: finish those first. None
         and nothing in flight: there is nothing to do.
+
+        Raises:
+            ConfigError: the controller chose what it may not; nothing has been prepared.
         """
         while True:
             was_starved = self._is_starved
             if not was_starved:
                 self._admit()
-            prepared = self._reload(), self._prefill(), self._decode()
+            chosen = self.round_shapes.choose(self._limits)  # it may raise: before all else
+            prepared = [] if was_starved else [self._prefills.reload(), self._prefills.chunk()]
+            prepared.append(self._decode(*chosen))
             steps = [step for step in prepared if step is not None]
             self._in_flight += len(steps)
             if steps or self._in_flight:
@@ -237,7 +219,7 @@ class Scheduler:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
                     self._limits[request.row] = request.max_len
-                    self._prompts.pop(request.row, None)
+                    self._prefills.drop(request.row)
 
     def cancel(self, step: Step) -> None:
         """The newest step is not to be launched after all."""
@@ -376,7 +358,7 @@ class Scheduler:
         self._in_flight, self._is_starved = 0, False
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
-        self._prompts.clear()
+        self._prefills.clear()
         for request in self._waiting:
             request.row = 0
         if self._host is not None:
@@ -394,7 +376,7 @@ class Scheduler:
         """Take rows for who is next, while what every row needs next fits beside them."""
         claimed = None
         while self._waiting and len(self._running) < self._max_batch:
-            request = self._waiting[0]
+            request = self._waiting.first
             need = self._needs.of(len(request.tokens), request.shape_index)
             if claimed is None:
                 free = [
@@ -411,9 +393,9 @@ class Scheduler:
                 return
             row, length = place
             self._start(request, row, length)
-            del self._waiting[0]
+            self._waiting.remove(request)
             if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
-                self._part(request)
+                self._waiting.part(request)
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
         """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
@@ -449,7 +431,7 @@ class Scheduler:
         self._shapes[row] = request.shape_index
         shapes = request.choices or request.shape_index
         self.round_shapes.admit(row, shapes, self._num_admitted)
-        self._prompts[row] = request
+        self._prefills.add(request)
         self._num_admitted += 1
         self._running.append(request)
 
@@ -472,7 +454,7 @@ class Scheduler:
             if row:
                 self._start(sibling, row, request.prefilled_len)
             else:
-                self._queue(sibling)
+                self._waiting.add(sibling)
             del request.siblings[0]
 
     def _pin(self, request: Request) -> None:
@@ -483,28 +465,6 @@ class Scheduler:
             request.error = str(error)
         self._end(request, "stop" if request.pin else "error")
 
-    def _reload(self) -> Step | None:
-        """The next chunks of what comes back from the host; as many as pages allow."""
-        if self._host is None or self._is_starved:
-            return None
-        chosen: list[Request] = []
-        handles: list[Handle] = []
-        ends: list[int] = []
-        writes_draft = False
-        for request in self._prompts.values():
-            handle = request.handle
-            if handle is None or request.prefilled_len >= handle.length:
-                continue
-            end, writes = self._host.next_extend(handle, request.prefilled_len)
-            if not chosen:
-                writes_draft = writes
-            if writes == writes_draft and len(chosen) < self._ledger.max_batch:
-                chosen.append(request)
-                handles.append(handle)
-                ends.append(end)
-        plan = self._extend(chosen, ends, writes_draft)
-        return None if plan is None else Step(plan, chosen, handles[: len(chosen)])
-
     def _come_back(self, request: Request, length: int) -> None:
         """A reload has come to so many tokens; from the last of them on, the rest is prefilled."""
         if request.handle is not None and length == request.handle.length:
@@ -513,7 +473,7 @@ class Scheduler:
             request.epoch = int(self._ledger.epoch[request.row])
             self._count_start(request)
             if request.prefilled_len == request.prefill_len - 1:  # no prefill ends there
-                self._part(request)
+                self._waiting.part(request)
 
     def _owners(self) -> list[Request | Conversation]:
         """Whoever may have something on the host."""
@@ -527,49 +487,8 @@ class Scheduler:
                 if owner.handle not in held:
                     owner.handle = None
 
-    def _prefill(self) -> Step | None:
-        """The next chunks of prompts, in the order of admission; as many as pages allow."""
-        if self._is_starved or not self._prompts:  # or every row can decode
-            return None
-        budget = self._prefill_tokens
-        chosen: list[Request] = []
-        ends: list[int] = []
-        for request in self._prompts.values():
-            # One with siblings waits before its last token, until they have been forked.
-            left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if request.wants_pin and self._has_windows and left > 1:  # no more of it is held then
-                left -= 1
-            if (
-                request.handle is None
-                and left > 0
-                and budget > 0
-                and len(chosen) < self._ledger.max_batch
-            ):
-                chosen.append(request)
-                ends.append(request.prefilled_len + min(left, budget))
-                budget -= min(left, budget)
-        writes_draft = self._keeps_draft_kv and any(r.shape_index for r in chosen)
-        plan = self._extend(chosen, ends, writes_draft)
-        return None if plan is None else Step(plan, chosen)
-
-    def _extend(self, chosen: list[Request], ends: list[int], writes_draft: bool) -> Plan | None:
-        """Prepare the extends of these requests, but for the last ones that find no pages."""
-        while chosen:
-            try:
-                plan = self._ledger.prepare_extend(
-                    [r.row for r in chosen], ends, writes_draft=writes_draft
-                )
-            except OutOfPages as shortage:
-                if not self._reclaim(shortage):
-                    chosen.pop(), ends.pop()
-                continue
-            for request, end in zip(chosen, ends, strict=True):
-                request.prefilled_len = end
-            return plan
-        return None
-
-    def _decode(self) -> Step | None:
-        """One round of every row that is ready for it."""
+    def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
+        """One round of every row that is ready for it; see `RoundShapes.choose`."""
         in_flight = self._ledger.in_flight
         # Who will be at the limit if what is in flight gives as much as the latest round did needs
         # no other: it would be lost, while who is left out of a round only comes a round later.
@@ -578,7 +497,6 @@ class Scheduler:
             wanted &= in_flight <= self._ledger.overlap_depth
         else:
             wanted = (self._lens < self._limits) & (in_flight == 0)
-        shape_of, order = self.round_shapes.choose(self._limits)
         if self._reads_tokens:  # only where the host knows the root
             known = self._lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | (shape_of == 0)
@@ -648,31 +566,15 @@ class Scheduler:
         self.num_retracted += 1
         if request.conversation is not None:
             request.conversation.retraction_ct += 1
-        self._queue(request)  # first: whoever is in neither list when Ctrl-C comes would be lost
+        self._waiting.add(request)  # first: who is in neither when Ctrl-C comes would be lost
         self._running.remove(request)
-
-    def _queue(self, request: Request) -> None:
-        """Wait, and let siblings that share nothing yet wait beside it."""
-        shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
-        siblings = [] if shares else request.siblings
-        for waiting in [request, *siblings]:
-            if waiting.finish_reason is None and waiting not in self._waiting:
-                bisect.insort(self._waiting, waiting, key=_order)
-        if siblings:
-            request.siblings = []
-
-    def _part(self, request: Request) -> None:
-        """Its siblings wait by themselves."""
-        for sibling in request.siblings:
-            self._queue(sibling)
-        request.siblings = []
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         is_whole = reason in ("stop", "length")
         if is_whole and request.conversation is not None:
             request.conversation.end(request)
-        self._part(request)
+        self._waiting.part(request)
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
@@ -702,9 +604,5 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         """The row has been given back."""
         self._by_row[request.row] = None
-        self._prompts.pop(request.row, None)
+        self._prefills.drop(request.row)
         self._lens[request.row] = self._limits[request.row] = request.row = 0
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return -request.priority, request.request_id

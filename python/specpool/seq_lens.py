@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specpool.errors import OrderError
+from specpool.kernels.transfer import upload
 
 Int32 = npt.NDArray[np.int32]
 
@@ -108,7 +109,8 @@ class SeqLens:
         if isinstance(keep, slice):
             on_device = self._on_device[keep]
         else:
-            on_device = self._on_device[torch.from_numpy(keep).to(self._on_device.device)]
+            (kept,) = upload(self._on_device.device, np.flatnonzero(keep))
+            on_device = self._on_device.index_select(0, kept)
         late = self._late
         return self._with(on_device, lambda of: of[keep], late and (lambda: late()[keep]))
 

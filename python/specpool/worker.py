@@ -20,7 +20,7 @@ from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.capture import Capture
 from specpool.config import EngineConfig, Worker
-from specpool.draft.base import Drafter, DraftTree
+from specpool.draft.base import Drafter, DraftTree, Patient
 from specpool.errors import ConfigError, ShapeError
 from specpool.forward import Forward, Pass
 from specpool.kernels import device as kernels
@@ -33,9 +33,9 @@ from specpool.request import Request
 from specpool.round_graph import RoundKind
 from specpool.row_state import RowState
 from specpool.runtime_state import RuntimeStates
-from specpool.scheduler import Step
 from specpool.seq_lens import SeqLens
 from specpool.state_forward import StateForward
+from specpool.step import Step
 from specpool.verify import Verdict, verify
 
 _log = logging.getLogger("specpool")
@@ -139,6 +139,9 @@ class EagleWorker:
         )
         self._has_windows = any(cache.windows[group] is not None for group in target_groups)
         self._last_position = max_context_len - 1
+        self._patient: Patient | None = drafter if isinstance(drafter, Patient) else None
+        # Rows whose last token it has written and no more; on the host.
+        self._late = np.zeros(num_rows + 1, np.bool_)
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
         self._state = RowState(
@@ -168,14 +171,19 @@ class EagleWorker:
         A prefill step runs the next chunk of each prompt; the lanes whose prompt ends get their
         first token. A round is draft, verify, compact, draft-extend; a graph's, if it has one.
         """
-        pending = None if self.states is None else self.states.replay(steps)
-        if pending is not None:
-            return [pending]
-        passes = [
-            (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
-            for step in steps
-        ]
-        return self._forward.run(passes)
+        replayed = None if self.states is None else self.states.replay(steps, self._catch_up)
+        if replayed is not None:
+            pending = [replayed]
+        else:
+            passes = [
+                (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
+                for step in steps
+            ]
+            pending = self._forward.run(passes)
+        for step in steps:
+            if step.is_decode:
+                self._note(step.plan)
+        return pending
 
     def _prefill(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         ends = plan.new_len.tolist()
@@ -214,6 +222,7 @@ class EagleWorker:
                 shifted = tokens.roll(-1)
                 shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
                 drafts.extend(lanes, shifted, _features(output))
+                self._late[plan.rows] = False
 
         return self._causal_pass(
             requests, lanes, tokens, lanes.lasts, drafts is not None, finish, done=done
@@ -221,8 +230,11 @@ class EagleWorker:
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
-        if self._drafter is None or not (plan.shapes.any() or plan.writes_draft):
-            return self._plain_round(lanes, requests, greedy=_greedy(requests))
+        greedy = _greedy(requests)
+        if self._drafter is None or not plan.shapes.any():
+            writes_draft = plan.writes_draft
+            return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
+        self._catch_up(plan)
         return self._draft_round(lanes, self._parts(lanes, plan, requests), requests)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
@@ -231,8 +243,8 @@ class EagleWorker:
         Its tokens are drawn by the rows' own parameters, the likeliest where they say so: the same
         as `run` draws.
         """
-        if self._drafter is None or not kind.drafts:
-            one = self._plain_round(lanes, (), greedy=False)
+        if kind.shape.num_draft_tokens == 1:
+            one = self._plain_round(lanes, (), writes_draft=kind.writes_draft, greedy=False)
         else:
             part = self._part(lanes, 0, len(lanes.seq_lens), kind.shape, None, greedy=False)
             one = self._draft_round(lanes, [part], ())
@@ -270,9 +282,12 @@ class EagleWorker:
 
         return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, finish)
 
-    def _plain_round(self, lanes: Lanes, requests: Sequence[Request], *, greedy: bool) -> Pass:
-        """Shape 0 alone: the root goes through the target; no draft KV is kept."""
+    def _plain_round(
+        self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
+    ) -> Pass:
+        """Shape 0 alone: the root goes through the target, and its draft KV is kept if wanted."""
         roots = self._state.root_tokens.index_select(0, lanes.rows)
+        drafter = self._drafter if writes_draft else None
 
         def finish(output: TargetOutput) -> Iterator[Outcome]:
             new_lens = lanes.starts + 1
@@ -280,8 +295,25 @@ class EagleWorker:
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             self._state.put(lanes, new_lens, drawn[:, 0])
             yield Outcome(drawn, False, output.logits)
+            if drafter is not None:
+                follow = drafter.extend if self._patient is None else self._patient.write
+                follow(lanes, drawn[:, 0].clamp(min=0), _features(output))
 
-        return self._causal_pass(requests, lanes, roots, None, False, finish)
+        return self._causal_pass(requests, lanes, roots, None, drafter is not None, finish)
+
+    def _catch_up(self, plan: Plan) -> None:
+        """Let the drafter make up for the plain rounds of rows that draft again."""
+        late = self._late[plan.rows] & (plan.shapes > 0)
+        if self._patient is not None and late.any():
+            lanes = self._state.lanes(plan.rows, plan.lo, plan.hi).filter(late)
+            self._patient.catch_up(lanes, self._state.root_tokens.index_select(0, lanes.rows))
+
+    def _note(self, plan: Plan) -> None:
+        """Which rows are late behind a round that was launched."""
+        if plan.shapes.any():
+            self._late[plan.rows] = False
+        elif plan.writes_draft:
+            self._late[plan.rows] = self._patient is not None
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
         """The runs of lanes that share a shape, each with its trees."""

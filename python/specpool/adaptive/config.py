@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specpool._core import Shape
-from specpool.adaptive.shapes import chain, depth_order, name_of, parse_candidate
+from specpool.adaptive.shapes import chain, depth_order, name_of, parse_shape
 from specpool.config import check_choice, check_int
 from specpool.errors import ConfigError
 
@@ -255,6 +255,16 @@ def _batch_size(key: object) -> int:
     return int(size)
 
 
+def _candidate(key: str, value: object) -> Shape:
+    """The shape that a candidate names; `candidate_steps` takes depths alone."""
+    is_depth = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20
+    if key == "candidate_steps" and not is_depth:
+        raise ConfigError(
+            f"candidate_steps must be integers from 0 up, as in [0, 1, 3], got {value!r:.80}"
+        )
+    return parse_shape(key, value)
+
+
 def _slot(size: int, entry: object, defaults: Mapping[str, Any]) -> SlotConfig:
     try:
         if not isinstance(entry, Mapping):
@@ -274,7 +284,7 @@ def _slot(size: int, entry: object, defaults: Mapping[str, Any]) -> SlotConfig:
         values = entry[given[0]]
         if not isinstance(values, list | tuple):
             raise ConfigError(f"{given[0]} must be a list, got {values!r:.80}; {_FORM}")
-        shapes = tuple(parse_candidate(given[0], value) for value in values)
+        shapes = tuple(_candidate(given[0], value) for value in values)
         settings = {k: v for k, v in {**defaults, **entry}.items() if k not in _LISTS}
         return SlotConfig(candidates=shapes, **settings)
     except ConfigError as error:

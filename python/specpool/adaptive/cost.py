@@ -63,13 +63,17 @@ class CostController:
         self._probe: Shape | None = None
         self._probes_left = self._longer = 0
         self._next_probe = 0
-        self._spare = 0.0  # rounds' worth of time that probes may lose
+        self._spare = (
+            _MOST_SPARE  # rounds' worth of time that probes may lose; nothing is known yet
+        )
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """The shape of the decode round to come, of `batch_size` rows."""
         key = self._router.activate(batch_size)
         slot = self._slots[key]
         self._round += 1
+        if self._current is None:
+            self._current = self._choice(key, batch_size)
         self._spare = min(self._spare + _PROBE_SHARE, _MOST_SPARE)
         if not self._probes_left and self._round >= self._next_probe:
             self._plan_probe(slot, batch_size)

@@ -1,4 +1,9 @@
-"""`RoundSeconds`: how long a round takes, by shape and batch size, from the rounds measured."""
+"""`RoundSeconds`: how long a round takes, by shape and batch size, from the rounds measured.
+
+A machine that others use slows all shapes down alike, and only the one that runs is seen to. So a
+shape's figure learns from its first round after another's, beside which it stands; what its later
+rounds take longer than told is the batch size's load by now, and no shape's own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ _NUM_SAMPLES = 7
 _WEIGHT = 0.2  # of the newest median, where it is near
 _NEAR = 0.2  # share by which medians of one figure differ
 _SETTLED_SAMPLES = 3  # with fewer, a stall may be all that was seen
+_LOAD_SAMPLES = 5
 
 
 class _Cell:
@@ -34,6 +40,25 @@ class _Cell:
         return self.is_settled and not was_settled
 
 
+class _Load:
+    """What rounds of one batch size take longer by now than told, whatever their shape."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value  # of the shape that runs
+        self._ratios: deque[float] = deque(maxlen=_LOAD_SAMPLES)
+        self._shape: Shape | None = None
+
+    def add(self, shape: Shape, ratio: float) -> float | None:
+        """A round took so many times what was told; returns the load of another shape before it."""
+        before = None
+        if shape != self._shape:
+            self._shape, before = shape, self.value
+            self._ratios.clear()
+        self._ratios.append(ratio)
+        self.value = sorted(self._ratios)[(len(self._ratios) - 1) // 2]
+        return before
+
+
 class RoundSeconds:
     """A table of measured rounds, and a guess in between."""
 
@@ -42,17 +67,26 @@ class RoundSeconds:
         self._cells: dict[Shape, dict[int, _Cell]] = {shape: {} for shape in shapes}
         # Batch sizes to interpolate between: a shape's first, and every settled one.
         self._sizes: dict[Shape, list[int]] = {shape: [] for shape in self._cells}
+        self._loads: dict[int, _Load] = {}  # by batch size
+        self._latest = 1.0  # of them
 
     def add(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """A round took so long."""
         cells = self._cells.get(shape)
         if cells is None or not seconds > 0:
             return
-        cell = cells.get(batch_size)
-        if cell is None:
-            cell = cells[batch_size] = _Cell()
+        cell = cells.setdefault(batch_size, _Cell())
         sizes = self._sizes[shape]
-        has_settled = cell.add(seconds)
+        load = self._loads.get(batch_size)
+        if load is None:
+            load = self._loads[batch_size] = _Load(self._latest)
+        beside: float | None = load.value
+        if cell.is_settled:
+            beside = load.add(shape, seconds / cell.seconds)
+            self._latest = load.value
+        if beside is None:
+            return
+        has_settled = cell.add(seconds / beside)
         if not sizes or (has_settled and batch_size not in sizes):
             bisect.insort(sizes, batch_size)
 
@@ -61,9 +95,9 @@ class RoundSeconds:
         return bool(self._sizes[shape])
 
     def of(self, shape: Shape, batch_size: int) -> float:
-        """Seconds that a round takes; an unmeasured shape's are those of the nearest by nodes.
+        """Seconds that a round takes without the load, to be compared within a batch size.
 
-        1 where nothing has been measured.
+        An unmeasured shape's are those of the nearest by nodes; 1 where nothing has been measured.
         """
         if self._sizes[shape]:
             return self._of_measured(shape, batch_size)

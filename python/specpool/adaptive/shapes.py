@@ -1,4 +1,4 @@
-"""Candidates in words: `chain:3`, `tree:5x8x32`, `none`, or a chain's depth."""
+"""Shapes in words: `chain:3`, `tree:5x8x32`, `none`, or a chain's depth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 from specpool._core import Shape
 from specpool.errors import ConfigError
 
-_FORMS = re.compile(r"chain:(\d{1,7})|(?:tree:)?(\d{1,7})x(\d{1,7})x(\d{1,7})|(none)", re.ASCII)
+_FORMS = re.compile(
+    r"(?:chain:)?(\d{1,7})|(?:tree:)?(\d{1,7})x(\d{1,7})x(\d{1,7})|(none)", re.ASCII
+)
 
 
 def chain(num_steps: int) -> Shape:
@@ -29,23 +31,18 @@ def depth_order(shape: Shape) -> tuple[int, int, int]:
     return shape.num_steps, shape.num_draft_tokens, shape.topk
 
 
-def parse_candidate(key: str, value: object) -> Shape:
-    """The shape that a configuration's candidate names; `candidate_steps` takes depths alone.
+def parse_shape(name: str, value: object) -> Shape:
+    """The shape that a word, or a chain's depth, stands for; `name` says where it was given.
 
     Raises:
         ConfigError: another form, or a shape that EAGLE cannot build.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20:
-        return chain(value)
-    if key == "candidate_steps":
-        raise ConfigError(
-            f"candidate_steps must be integers from 0 up, as in [0, 1, 3], got {value!r:.80}"
-        )
-    match = _FORMS.fullmatch(value) if isinstance(value, str) else None
+    is_depth = isinstance(value, int) and not isinstance(value, bool)
+    match = _FORMS.fullmatch(str(value)) if is_depth or isinstance(value, str) else None
     if match is None:
         raise ConfigError(
-            'candidates must be "chain:S", "tree:SxKxN", "none" or integers from 0 up, as in '
-            f'["tree:5x8x32", "chain:3", "none"], got {value!r:.80}'
+            f"{name}: a shape is chain:S or its depth S, tree:SxKxN or SxKxN, or none, as in "
+            f'"chain:3", 3, "tree:5x8x32", got {value!r:.80}'
         )
     depth, *tree = match.groups()[:4]
     try:
@@ -53,4 +50,4 @@ def parse_candidate(key: str, value: object) -> Shape:
             return chain(int(depth))
         return Shape.eagle(*map(int, tree)) if tree[0] is not None else Shape.none()
     except ConfigError as error:
-        raise ConfigError(f"candidate {value!r} cannot be built: {error}") from None
+        raise ConfigError(f"{name}: {value!r} cannot be built: {error}") from None

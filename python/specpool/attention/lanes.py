@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,8 +53,15 @@ class Lanes:
         lanes = slice(start, end)
         return Lanes(self.rows[lanes], self.seq_lens.filter(lanes), width)
 
+    def filter(self, keep: npt.NDArray[np.bool_]) -> Lanes:
+        """Some of the lanes, with one token each."""
+        if keep.all():
+            return self if self.widths == 1 else Lanes(self.rows, self.seq_lens, 1)
+        (kept,) = upload(self.rows.device, np.flatnonzero(keep))
+        return Lanes(self.rows.index_select(0, kept), self.seq_lens.filter(keep), 1)
+
     def ahead(self, step: int) -> Lanes:
-        """The same rows with one token each, `step` positions further on."""
+        """The same rows with one token each, `step` positions further on, or back."""
         return Lanes(self.rows, self.seq_lens.ahead(step) if step else self.seq_lens, 1)
 
     @cached_property

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Shape
 from specpool.adaptive import Controller
-from specpool.calibration import TIMED
+from specpool.calibration import TOLD
 from specpool.round_shapes import RoundShapes
 
 Float64 = npt.NDArray[np.float64]
@@ -39,14 +40,22 @@ _STALL_RATE, _STALL = 0.005, 10.0  # so many rounds take so many times as long
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a round, by shape and batch size; in between by a line."""
+    """Seconds of a round, by shape and batch size; in between by a line.
+
+    Attributes:
+        seconds: of a round among others of its shape.
+        catch_up: what one that drafts takes longer after a plain round, by batch size.
+    """
 
     seconds: Mapping[Shape, Mapping[int, float]]
+    catch_up: Mapping[int, float] = field(default_factory=lambda: {1: 0.0})
 
-    def of(self, shape: Shape, batch_size: int) -> float:
-        """Seconds of a round."""
-        cells = self.seconds[shape]
-        return float(np.interp(batch_size, [*cells], [*cells.values()]))
+    def of(self, shape: Shape, batch_size: int, before: Shape | None = None) -> float:
+        """Seconds of a round; `before` is the shape of the round before."""
+        seconds = _between(self.seconds[shape], batch_size)
+        if before is not None and shape.num_steps > 0 == before.num_steps:
+            seconds += _between(self.catch_up, batch_size)
+        return seconds
 
 
 @dataclass(slots=True)
@@ -117,7 +126,7 @@ def replay(
     rng = np.random.default_rng(seed)
     for shape, cells in costs.seconds.items():  # as an engine measures at its start
         for size, seconds in cells.items():
-            for _ in range(TIMED):
+            for _ in range(TOLD):
                 controller.on_round_seconds(shape, size, seconds * _noise(rng))
     shapes = list(costs.seconds)
     rows = np.arange(max(batch_sizes))
@@ -125,7 +134,7 @@ def replay(
     _, _, choices = round_shapes.allowed(Shape.none(), None)
     for row in rows if choices else ():
         round_shapes.put(int(row), choices or 0)
-    run, before = Run(), None
+    run, before = Run(), cast("Shape | None", None)
     limits = np.zeros(max(batch_sizes), np.int32)
     for name, rate in PHASES.items():
         for i in range(rounds):
@@ -136,7 +145,7 @@ def replay(
             chosen = time.perf_counter_ns() - start
             choice = round_shapes.run()
             assert choice is not None
-            seconds = costs.of(choice.shape, size)
+            seconds = costs.of(choice.shape, size, before)
             run.cells.setdefault((name, size), Cell()).add(
                 expected(choice.shape, rate, at), seconds
             )
@@ -182,6 +191,10 @@ def with_hindsight(statics: Sequence[Cells]) -> Cells:
     return {
         at: max((cells[at] for cells in statics), key=lambda cell: cell.rate) for at in statics[0]
     }
+
+
+def _between(cells: Mapping[int, float], batch_size: int) -> float:
+    return float(np.interp(batch_size, [*cells], [*cells.values()]))
 
 
 def _noise(rng: np.random.Generator) -> float:

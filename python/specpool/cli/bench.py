@@ -19,7 +19,7 @@ from specpool._core import Shape
 from specpool.assets import resolve
 from specpool.cli.generate import mean_accept_len, quiet_loading
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
-from specpool.cli.shapes import parse_shape
+from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
 from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.engine import Engine
@@ -63,7 +63,7 @@ def generate(
     else:
         drafts = [str(draft)]
     check_int("threads", threads, 1, 1 << 10)
-    parsed = parse_shape(shape)
+    parsed = shape_of(shape)
     if parsed == Shape.none():
         raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
     if plot is not None:

@@ -18,14 +18,14 @@ from rich.progress import Progress
 from specpool import corpus
 from specpool.cli.generate import quiet_loading
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
-from specpool.cli.shapes import parse_shape
+from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
 from specpool.host_memory import HostMemory, reload
 from specpool.host_tier import Handle, HostTier
 from specpool.request import Request
-from specpool.scheduler import Step
+from specpool.step import Step
 
 
 class Return:
@@ -146,7 +146,7 @@ def host(
         with Engine.from_pretrained(
             target,
             draft=None if draft == "none" else draft,
-            shape=parse_shape(shape),
+            shape=shape_of(shape),
             device=device,
             max_batch=1,
         ) as engine:

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from specpool import _core
 from specpool._core import Shape
+from specpool.adaptive.shapes import parse_shape
 from specpool.cli.machine import Result, check_plot, draw, machine, print_json
-from specpool.cli.shapes import parse_shape
 from specpool.config import Policy, check_int
 from specpool.errors import ConfigError, CorruptState
 
@@ -189,8 +189,8 @@ def reserve(
         ConfigError: an option that cannot work.
         CorruptState: the closed form and the enumeration disagree.
     """
-    parsed = parse_shape(shape)
-    if parsed is None or parsed == Shape.none():
+    parsed = parse_shape("--shape", shape)
+    if parsed == Shape.none():
         raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
     check_int("page_size", page_size, 1, 1 << 12)
     check_int("overlap_depth", overlap_depth, 0, 16)

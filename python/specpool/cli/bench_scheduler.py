@@ -22,12 +22,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specpool._core import Shape
+from specpool.adaptive.shapes import parse_shape
 from specpool.cli.machine import Result, check_plot, draw, machine, print_json
-from specpool.cli.shapes import parse_shape
 from specpool.config import check_int
 from specpool.errors import ConfigError
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
+from specpool.step import Step
 
 BATCHES = (1, 32, 256, 1024)
 PARTS = ("schedule", "launch", "finish", "all")
@@ -142,8 +143,8 @@ def scheduler(
     check_int("page_size", page_size, 1, 1 << 12)
     for batch in batch_sizes:
         check_int("batch", batch, 1, 1 << 14)
-    parsed = parse_shape(shape)
-    if parsed is None or parsed == Shape.none():
+    parsed = parse_shape("--shape", shape)
+    if parsed == Shape.none():
         raise ConfigError(f"shape {shape} drafts nothing: rounds without drafts cost less")
     if plot is not None:
         check_plot(plot)

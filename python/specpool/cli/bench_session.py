@@ -13,7 +13,7 @@ from rich.progress import Progress
 from specpool import corpus
 from specpool.cli.generate import quiet_loading
 from specpool.cli.machine import Result, check_plot, draw, interleaved, machine, report
-from specpool.cli.shapes import parse_shape
+from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
@@ -106,7 +106,7 @@ def session(
         with Engine.from_pretrained(
             target,
             draft=None if draft == "none" else draft,
-            shape=parse_shape(shape),
+            shape=shape_of(shape),
             device=device,
             max_batch=2,
         ) as engine:

@@ -21,15 +21,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specpool._core import Shape
+from specpool.adaptive.shapes import parse_shape
 from specpool.cli.machine import Result, check_plot, machine, print_json
 from specpool.cli.num_bytes import parse_bytes, show_bytes
-from specpool.cli.shapes import parse_shape
 from specpool.config import HEADROOM, EngineConfig, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV
 from specpool.plan_groups import GroupSizes, size_groups
-from specpool.scheduler import Scheduler, Step
+from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
+from specpool.step import Step
 
 # Of an 8B model in 16 bits.
 LAYER = LayerKV(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
@@ -265,8 +266,8 @@ def trace(
     Raises:
         ConfigError: an option that cannot work.
     """
-    parsed = parse_shape(shape)
-    if parsed is None or parsed == Shape.none():
+    parsed = parse_shape("--shape", shape)
+    if parsed == Shape.none():
         raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
     check_int("page_size", page_size, 1, 1 << 12)
     check_int("overlap_depth", overlap_depth, 0, 1)

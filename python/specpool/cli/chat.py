@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specpool.cli.generate import Interrupt, draft_of, quiet_loading
-from specpool.cli.shapes import parse_shape
+from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
 from specpool.engine import Engine
 from specpool.errors import ConfigError, SpecpoolError
@@ -57,7 +57,7 @@ def run(job: Job) -> None:
     torch.set_num_threads(job.threads)
     quiet_loading()
     console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
-    shape, params = parse_shape(job.shape), SamplingParams(**job.sampling)
+    shape, params = shape_of(job.shape), SamplingParams(**job.sampling)
     draft = draft_of(job.target, job.draft)
     with console.status(f"loading {job.target} and {draft}"):
         engine = Engine.from_pretrained(

@@ -30,7 +30,7 @@ from rich.text import Text
 from specpool import corpus
 from specpool._core import Shape
 from specpool.adaptive.shapes import name_of as name_of_shape
-from specpool.cli.shapes import parse_shape
+from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
 from specpool.draft import named_drafter
 from specpool.engine import Engine
@@ -258,7 +258,7 @@ def run(job: Job) -> None:
     torch.set_num_threads(job.threads)
     quiet_loading()
     console = Console(stderr=job.json)
-    shape = parse_shape(job.shape)
+    shape = shape_of(job.shape)
     if shape is None and job.compare_ancestry:
         shape = ANCESTRY_SHAPE
     params = SamplingParams(**job.sampling)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from specpool._core import Shape
+from specpool.adaptive.shapes import parse_shape
 from specpool.assets import resolve
 from specpool.cli.num_bytes import parse_bytes, show_bytes
-from specpool.cli.shapes import parse_shape
 from specpool.config import EngineConfig, Layout, Placement, Policy, check_choice, check_int
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV, bytes_by_window
@@ -217,8 +217,7 @@ def _shapes(question: Question, model: Model) -> list[Shape]:
         return [Shape.eagle(3, 1, 4) if model.drafts else Shape.none()]
     shapes: list[Shape] = []
     for text in question.shapes:
-        shape = parse_shape(text)
-        assert shape is not None
+        shape = parse_shape("--shape", text)
         if shape not in shapes:
             shapes.append(shape)
         if shape.num_draft_tokens > 1 and not model.drafts:

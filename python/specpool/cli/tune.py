@@ -23,7 +23,7 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.config import PolicyName
-from specpool.adaptive.shapes import chain, depth_order, name_of, parse_candidate
+from specpool.adaptive.shapes import chain, depth_order, name_of, parse_shape
 from specpool.cli.generate import draft_of, mean_accept_len, quiet_loading, read_prompts
 from specpool.cli.machine import Result, as_json, check_plot, machine
 from specpool.config import SamplingParams, check_choice, check_int
@@ -141,12 +141,9 @@ def parse_candidates(texts: Sequence[str]) -> tuple[Shape, ...]:
     """
     shapes: list[Shape] = []
     for text in ",".join(texts).split(",") if texts else ():
-        word = text.strip()
-        shape = parse_candidate(
-            "candidates", int(word) if word.isascii() and word.isdigit() else word
-        )
+        shape = parse_shape("--candidates", text.strip())
         if shape in shapes:
-            raise ConfigError(f"candidates hold {name_of(shape)} twice")
+            raise ConfigError(f"--candidates hold {name_of(shape)} twice")
         shapes.append(shape)
     return tuple(sorted(shapes or CANDIDATES, key=depth_order))
 

@@ -3,11 +3,11 @@
 `EagleDrafter` runs an EAGLE head; `NgramDrafter` looks the text's end up in the text before it;
 `ScriptedDrafter` knows the text and errs at a rate that is dialled, for tests and benchmarks. One
 of your own needs the attributes and methods of `Drafter`; one that is also `Choosy` lets rounds
-pass that are not worth drafting.
+pass that are not worth drafting, one that is `Patient` spends little on rounds without drafts.
 """
 
 from specpool.config import check_int
-from specpool.draft.base import Choosy, Drafter, DraftTree
+from specpool.draft.base import Choosy, Drafter, DraftTree, Patient
 from specpool.draft.eagle import EagleDrafter
 from specpool.draft.ngram import MAX_NGRAM, NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
@@ -19,6 +19,7 @@ __all__ = [
     "Drafter",
     "EagleDrafter",
     "NgramDrafter",
+    "Patient",
     "ScriptedDrafter",
     "named_drafter",
 ]

@@ -196,6 +196,22 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Patient(Protocol):
+    """A drafter that can put off what only a round that drafts needs: plain rounds pass it by."""
+
+    def write(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """As `Drafter.extend`, but the rows draft no more before `catch_up`."""
+
+    def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
+        """Make up for what `write` has put off.
+
+        Args:
+            lanes: rows whose last tokens came by `write`; `starts` are the roots' positions.
+            root_tokens: int64 [B], on the device.
+        """
+
+
+@runtime_checkable
 class Choosy(Protocol):
     """A drafter that lets some rounds pass: where it expects little, the row decodes plainly."""
 

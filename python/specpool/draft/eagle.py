@@ -113,6 +113,7 @@ class EagleDrafter:
         self._hidden = torch.zeros(
             num_rows, self.head.hidden_size, dtype=cache.dtype, device=cache.device
         )
+        self._put_off = torch.zeros_like(self._hidden)  # the head's input, see `write`
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """See `Drafter.extend`.
@@ -127,6 +128,33 @@ class EagleDrafter:
             views = [causal] * (len(self.layers) - 1) + views
         inputs = self.head.combine(features)
         hidden = self._forward(tokens, inputs, lanes.positions, views, keep=lanes.lasts)
+        self._take(rows, hidden)
+
+    def write(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """See `Patient.write`. The last layer's keys and values need no attention of its own."""
+        slots = lanes.slots(self._cache, self._group)
+        views: list[AttentionView] = []
+        if len(self.layers) > 1:
+            views = [causal_view(self._cache, self._group, lanes)] * (len(self.layers) - 1)
+        inputs = self.head.combine(features)
+        nobody = lanes.index[:0]
+        self._forward(tokens, inputs, lanes.positions, views, keep=nobody, slots=slots)
+        last = inputs if lanes.widths == 1 else inputs.index_select(0, lanes.lasts)
+        self._put_off.index_copy_(0, lanes.index, last)
+
+    def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
+        """See `Patient.catch_up`. Runs the row's last token again, to the end.
+
+        All that it sees is still held: our layers keep every cell, whatever the head's window.
+        """
+        lasts = lanes.ahead(-1)
+        inputs = self._put_off.index_select(0, lanes.index)
+        views = self._each_layer(causal_view(self._cache, self._group, lasts))
+        hidden = self._forward(root_tokens, inputs, lasts.positions, views)
+        self._take(lanes.index, hidden)
+
+    def _take(self, rows: Tensor, hidden: Tensor) -> None:
+        """Keep what the next round of these rows, int64 [B], begins with."""
         self._hidden.index_copy_(0, rows, hidden)
         if self._topk == 1:
             self._topk_ids.index_copy_(0, rows, self.head.best(hidden)[:, None])
@@ -224,16 +252,26 @@ class EagleDrafter:
         positions: Tensor,
         views: Sequence[AttentionView],
         keep: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
-        """The head, each layer over its view; positions past the context are clamped to its end."""
+        """The head, each layer over its view; positions past the context are clamped to its end.
+
+        A layer without a view writes its keys and values to `slots`, int64 [T], and reads nothing.
+        """
         clamped = positions.clamp(max=self._last_position).long()
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             i = self._layer_ids[layer]
+            keys, values = self._cache.keys[i], self._cache.values[i]
+            if layer >= len(views):
+                assert slots is not None
+                keys.index_copy_(0, slots, k.to(keys.dtype))
+                values.index_copy_(0, slots, v.to(values.dtype))
+                return q
             return attend(
                 views[layer],
-                self._cache.keys[i],
-                self._cache.values[i],
+                keys,
+                values,
                 q,
                 k,
                 v,

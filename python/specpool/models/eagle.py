@@ -232,15 +232,14 @@ class EagleHead:
                 rotated; all are views that must not be written.
             keep: int64 [n], the tokens whose result is wanted; None = all. The last layer keeps
                 all T keys and values, but goes on with these tokens alone: its `attend` gets
-                q [n, H, D].
+                q [n, H, D]. With n = 0 it ends there.
 
         Returns:
             The recurrent feature [T or n, h]: `hidden` of the next step, and what `logits` takes.
         """
         config = self.config
-        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         embeds = self._embedding.index_select(0, token_ids)
-        cos, sin = self._rope.index_select(0, positions).unbind(1)  # [T, 1, D] each
+        rope = self._rope.index_select(0, positions).unbind(1)  # cos and sin, [T, 1, D] each
         if self.kind == "eagle":
             assert self._fc is not None
             hidden = F.linear(torch.cat((embeds, hidden), -1), self._fc, self._fc_bias)
@@ -254,15 +253,14 @@ class EagleHead:
                     hidden = both[:, 1]
             else:
                 x = hidden if layer.input_norm is None else self._rms(hidden, layer.input_norm)
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, head_dim)
-            qk = qkv[:, : num_heads + num_kv_heads]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = qk[:, :num_heads], qk[:, num_heads:]
-                qk = torch.cat((self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)), 1)
-            qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
-            q, k, v = qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :]
-            if keep is not None and i == self.num_layers - 1:
-                q, hidden = q.index_select(0, keep), hidden.index_select(0, keep)
+            kept = keep if i == self.num_layers - 1 else None
+            is_end = kept is not None and not len(kept)
+            q, k, v = self._qkv(layer, x, rope, skip_q=is_end)
+            if is_end:
+                attend(i, q, k, v)
+                return hidden[:0]
+            if kept is not None:
+                q, hidden = q.index_select(0, kept), hidden.index_select(0, kept)
             context = attend(i, q, k, v)
             hidden = _add_linear(hidden, context.reshape(len(q), -1), layer.o, layer.o_bias)
             x = self._rms(hidden, layer.post_norm)
@@ -271,6 +269,25 @@ class EagleHead:
         if config.norm_output and self._norm is not None:
             return self._rms(hidden, self._norm)
         return hidden
+
+    def _qkv(
+        self, layer: _Layer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated q [T, H, D], or [0, H, D] if it is not wanted, rotated k [T, Hk, D], and v."""
+        config, weight, bias = self.config, layer.qkv, layer.qkv_bias
+        num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
+        if skip_q:
+            first = config.num_heads * head_dim
+            weight, bias = weight[first:], None if bias is None else bias[first:]
+        heads = F.linear(x, weight, bias).view(len(x), -1, head_dim)
+        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
+            qk = torch.cat((self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)), 1)
+        cos, sin = rope
+        qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
+        q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
+        return (x.new_empty(0, config.num_heads, head_dim) if skip_q else q), k, v
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] over the draft vocabulary, of `forward`'s result [n, h]."""

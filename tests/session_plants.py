@@ -1,0 +1,166 @@
+"""Bugs of sessions, and of what they keep on the host, planted for a simulation to find."""
+
+from __future__ import annotations
+
+from specpool.conversation import Conversations
+from specpool.scheduler import Scheduler
+from specpool.sim.device import SimHost
+
+
+def keep_the_overshoot(patch):
+    """sgl#22897: what was accepted behind the end stays in the session."""
+    keep = Conversations.keep
+    patch.setattr(Conversations, "keep", lambda self, c, row, n: keep(self, c, row, n + 4))
+
+
+def forget_the_last_token(patch):
+    """sgl#22651: a turn that finishes with a round in flight is one token short."""
+    end = Scheduler._end
+
+    def short(self, request, reason):
+        end(self, request, reason)
+        if reason == "length" and request.conversation is not None:
+            del request.conversation.tokens[-1:]
+
+    patch.setattr(Scheduler, "_end", short)
+
+
+def take_a_partial_turn_for_a_checkpoint(patch):
+    """sgl#40252: after an abort or a retraction, the text of the turn is the session's."""
+
+    def fall_back(self, request):
+        if request.conversation is None:
+            return False
+        request.conversation.tokens = list(request.tokens)
+        self.keep(request.conversation, request.row, len(request.tokens))
+        return True
+
+    patch.setattr(Conversations, "fall_back", fall_back)
+
+
+def give_the_checkpoint_back_with_the_turn(patch):
+    patch.setattr(Conversations, "fall_back", lambda self, request: False)
+
+
+def find_nothing_of_a_session(patch):
+    def take(self, request):
+        if request.conversation is not None:
+            self._give_back(request.conversation)
+
+    patch.setattr(Conversations, "take", take)
+
+
+def draft_on_old_draft_kv(patch):
+    init = Conversations.__init__
+    keeps = {"keeps_draft_kv": False}
+    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **keeps}))
+
+
+def keep_a_row_that_runs(patch):
+    """sgl#22753: session and request both claim it."""
+    take = Conversations.take
+
+    def taken_twice(self, request):
+        place = take(self, request)
+        if place is not None:
+            request.conversation.row = place[0]
+            self._idle[place[0]] = request.conversation
+        return place
+
+    patch.setattr(Conversations, "take", taken_twice)
+
+
+def keep_more_sessions_than_fit(patch):
+    init = Conversations.__init__
+    most = {"max_idle": 99}
+    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **most}))
+
+
+def retract_before_a_session_is_dropped(patch):
+    patch.setattr(Conversations, "reclaim", lambda self, shortage: False)
+
+
+def leave_a_closed_session_its_row(patch):
+    patch.setattr(Conversations, "close", lambda self, c: self.open.pop(c.number, None))
+
+
+def give_idle_rows_back_at_an_interrupt(patch):
+    """The row goes to somebody else, while its session believes to have it."""
+    recover = Scheduler.recover
+
+    def forgetful(self, why):
+        owned = [(row, c) for row, c in self.conversations.rows() if self.conversations.owns(row)]
+        recover(self, why)
+        for row, conversation in owned:
+            if self._ledger.is_live(row):
+                self._ledger.abort(row)
+            conversation.row = row
+
+    patch.setattr(Scheduler, "recover", forgetful)
+
+
+def trust_a_row_that_was_abandoned(patch):
+    patch.setattr(Conversations, "forget_lost", lambda self: None)
+
+
+def resume_behind_what_was_rewound(patch):
+    """sgl#22862: what lies past the kept prefix is not freed."""
+
+    def cut(self, conversation, num_tokens):
+        del conversation.tokens[num_tokens:]
+        return self.kept_len(conversation) if conversation.row else 0
+
+    patch.setattr(Conversations, "cut", cut)
+
+
+def reload_too_little(patch):
+    """The last page of what was on the host does not come back."""
+    load = SimHost.load
+    patch.setattr(
+        SimHost, "load", lambda self, moves: load(self, [(a[:-1], b[:-1]) for a, b in moves])
+    )
+
+
+def go_on_before_a_reload_has_come(patch):
+    come_back = Scheduler._come_back
+
+    def hasty(self, request, length):
+        request.handle and come_back(self, request, request.handle.length)
+
+    patch.setattr(Scheduler, "_come_back", hasty)
+
+
+def keep_the_host_pages_of_who_ended(patch):
+    return_handle = Conversations.return_handle
+
+    def forget(self, request):
+        if request.conversation is None:
+            request.handle = None
+        return_handle(self, request)
+
+    patch.setattr(Conversations, "return_handle", forget)
+
+
+def trust_a_copy_that_failed(patch):
+    patch.setattr(Scheduler, "_forget_handles", lambda self: None)
+
+
+PLANTS = {
+    keep_the_overshoot: "keeps KV of .* tokens, its client has|leaves KV of",
+    forget_the_last_token: "has .* tokens, its client",
+    take_a_partial_turn_for_a_checkpoint: "has .* tokens, its client",
+    give_the_checkpoint_back_with_the_turn: "found KV of .* tokens .*, and has none now",
+    find_nothing_of_a_session: "is prefilled from 0 on, it shares",
+    draft_on_old_draft_kv: "DraftLag|is prefilled from",
+    keep_a_row_that_runs: "are idle at once|requests run in rows|NotReady",
+    keep_more_sessions_than_fit: "sessions keep KV, .* may",
+    retract_before_a_session_is_dropped: "is retracted, and sessions keep|kv_exhausted",
+    leave_a_closed_session_its_row: "is kept, and the session is closed",
+    give_idle_rows_back_at_an_interrupt: "leak after an interrupt|is not what it was",
+    trust_a_row_that_was_abandoned: "is not what it was when|keeps KV of 0",
+    reload_too_little: "position .* (is not written|holds)",
+    go_on_before_a_reload_has_come: "came back with|OrderError",
+    keep_the_host_pages_of_who_ended: "at the end the host keeps|OrderError",
+    trust_a_copy_that_failed: "OrderError|at the end the host keeps",
+    resume_behind_what_was_rewound: "leaves KV of|is prefilled from",
+}
