@@ -9,9 +9,18 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+import cuda_host
+from graph_kit import CHAIN, PARAMS, PROMPTS, graphs_run, make
 from specpool import ConfigError, Engine, SamplingParams, corpus
-from specpool.metrics import COUNTERS, GAUGES, GROUP_GAUGES, register
-from specpool.stats import EngineStats, GroupStats
+from specpool.metrics import (
+    COUNTERS,
+    GAUGES,
+    GRAPH_COUNTERS,
+    GRAPH_GAUGES,
+    GROUP_GAUGES,
+    register,
+)
+from specpool.stats import EngineStats, GraphStats, GroupStats
 
 
 def numbers_of(kind: type) -> set[str]:
@@ -30,6 +39,7 @@ def test_no_number_is_left_out():
         "adaptive",
         "graphs",
     }
+    assert set(GRAPH_GAUGES) | set(GRAPH_COUNTERS) == numbers_of(GraphStats) - {"sizes"}
     assert set(GROUP_GAUGES) == numbers_of(GroupStats) - {"name"} | {"used_pages"}
     assert all(field.endswith("_ct") for field in COUNTERS)
     assert not any(field.endswith("_ct") for field in GAUGES)
@@ -109,3 +119,19 @@ def test_what_a_controller_chose_is_told():
             assert registry.get_sample_value("specpool_chosen_rounds_total", name) == ct
         switches = registry.get_sample_value("specpool_switches_total")
         assert switches == adaptive.switch_ct
+
+
+def test_the_graphs_are_told():
+    if cuda_host.unavailable():
+        pytest.skip(cuda_host.unavailable())
+    registry = CollectorRegistry()
+    with graphs_run(), make(CHAIN, graph_sizes=(1,), mixed_chunks=True) as engine:
+        register(engine, registry)
+        engine.generate(PROMPTS[:2], PARAMS[:2])
+        graphs = engine.stats().graphs
+    told = {
+        name: registry.get_sample_value(f"specpool_{name}")
+        for name in ("graphs", "graph_bytes", "replayed_rounds_total", "eager_rounds_total")
+    }
+    numbers = graphs.num_graphs, graphs.num_bytes, graphs.replay_ct, graphs.eager_ct
+    assert tuple(told.values()) == numbers and min(numbers) > 0

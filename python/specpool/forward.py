@@ -80,7 +80,7 @@ class Forward:
         """One forward for all passes, the first one's tokens first; then each is finished."""
         if len(passes) == 1:
             return [passes[0].deliver(self._alone(passes[0]))]
-        self._capture(passes)
+        self._choose_features(passes)
         logits_at, first = [], 0
         for each in passes:
             size = len(each.tokens)
@@ -109,13 +109,13 @@ class Forward:
     def keep(self, accept_len: Tensor) -> None:
         """Of each lane of a round so many tokens stay, int32 [B]; of KV that is all there is."""
 
-    def _capture(self, passes: Sequence[Pass]) -> None:
+    def _choose_features(self, passes: Sequence[Pass]) -> None:
         """Features cost hooks in every forward: have them only while somebody drafts."""
         wants_features = any(each.wants_features for each in passes)
         self._target.capture(self._feature_layers if wants_features else ())
 
     def _alone(self, one: Pass) -> TargetOutput:
-        self._capture([one])
+        self._choose_features([one])
         return self._output(one.tokens, one.positions, one.views, one.logits_at)
 
     def _output(

@@ -50,11 +50,6 @@ class LaneBuffer:
         """Of `most` lanes, all of them padding."""
         self._cells = torch.zeros(3, most, dtype=torch.int32, device=device)
 
-    @property
-    def most(self) -> int:
-        """Lanes that it holds."""
-        return self._cells.shape[1]
-
     def lanes(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The first of them: rows, lo, hi, int32 [size] each."""
         rows, lo, hi = self._cells[:, :size].unbind()
