@@ -256,6 +256,15 @@ def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
     )
 
 
+@pytest.mark.parametrize(("at", "num_graphs"), [(1, 10), (2, 11), (3, 10), (8, 11)])
+def test_what_reads_too_far_leaves_room_for_what_reads_less(monkeypatch, at, num_graphs):
+    """Law: many lanes that read far may find no memory, and as many that read less still do."""
+    monkeypatch.setattr(runtime_state, "LEAST_BOUND", 64)  # 2 sizes, 3 bounds, 2 kinds
+    full = graphs_run(lambda number: number == at)
+    with full as capture, make(CHAIN, graph_sizes=(2, 4)) as engine:
+        assert engine.stats().graphs.num_graphs == capture.recordings == num_graphs
+
+
 def test_without_any_memory_serving_goes_on(caplog):
     with graphs_run(lambda number: number > 0), make(CHAIN, graph_sizes=(1, 2, 4)) as engine:
         outputs = engine.generate(PROMPTS, PARAMS)

@@ -88,8 +88,8 @@ class RuntimeStates:
     def build(self, sizes: Mapping[RoundKind, Sequence[int]], rounds: Rounds) -> None:
         """Capture a graph for each kind, size and bound, the largest first.
 
-        Where memory runs out, those at least as large are given up. Kinds of rounds that cannot be
-        captured at all have none.
+        Where memory runs out, those of as many lanes that read as far are given up. Kinds of rounds
+        that cannot be captured at all have none.
 
         Args:
             sizes: batch sizes of each kind of round.
@@ -202,17 +202,21 @@ class RuntimeStates:
 
 
 def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> list[Place]:
-    """Those that were run: what finds no memory is left out, and whatever is not smaller."""
-    found, too_large = [], None
+    """Those that were run: what finds no memory is left out, and what has no fewer lanes or cells.
+
+    A graph of many lanes that reads far may fail where more lanes that read less find room.
+    """
+    found: list[Place] = []
+    failed: list[tuple[int, int]] = []  # sizes and bounds
     for place in places:
-        if too_large is not None and place[1] >= too_large:
+        if any(place[1] >= size and place[2] >= bound for size, bound in failed):
             continue
         try:
             run(place)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            too_large = place[1]
+            failed.append(place[1:])
         else:
             found.append(place)
     return found
