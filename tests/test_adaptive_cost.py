@@ -147,13 +147,14 @@ def shares(
 @pytest.mark.parametrize("name", COSTS)
 def test_each_phase_reaches_the_best_shape_with_hindsight(name, size, lag):
     """Law: 95 % of the best static shape of each phase, the mean of some seeds, and of plain
-    decoding in each; one row alone draws badly now and then, so it has 90 % for a single seed."""
+    decoding in each. A single seed has 90 %: one row alone draws badly now and then, and a probe of
+    a tree that meets a jump is believed before the chains are looked at again."""
     found = [shares(by_cost(), COSTS[name], size, seed=seed, lag=lag) for seed in range(3)]
     best, plain = (np.array(part) for part in zip(*found, strict=True))
     theirs = np.mean([shares(upstream(), COSTS[name], size, seed=s)[0] for s in range(3)], axis=0)
     report = f"by cost {best.mean(axis=0).round(3)}, upstream's rule {theirs.round(3)}"
     assert best.mean(axis=0).min() >= 0.95, report
-    assert best.min() >= (0.90 if size == 1 else 0.95), report
+    assert best.min() >= 0.90, report
     assert plain.mean(axis=0).min() >= 0.95, (report, plain)
 
 
@@ -262,6 +263,51 @@ def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
             for _ in range(20):
                 seconds.add(shape, 8, 1.0)
     assert seconds.of(TREE, 8) == pytest.approx(seconds.of(chain(3), 8), rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_a_shape_that_grows_dear_while_it_runs_is_left(factor):
+    """Law: it looks like load, which the others need not share: a probe tells."""
+    controller, rng, seconds, tokens = by_cost(), np.random.default_rng(0), 0.0, 0.0
+    took = {shape: 1.0 + 0.15 * shape.num_steps for shape in SHAPES}
+    for shape in SHAPES:
+        for _ in range(3):
+            controller.on_round_seconds(shape, 8, took[shape])
+    for i in range(3000):
+        shape = controller.activate_step_by_batch(8)
+        grown = factor if i >= 1000 and shape.num_steps else 1.0  # plain decoding stays as it is
+        if i >= 2000:
+            seconds, tokens = seconds + grown * took[shape], tokens + expected(shape, const(0.4))
+        controller.on_verify_complete(shape, 8, draw(rng, shape, 8, const(0.4)))
+        noise = 1 + 0.03 * rng.standard_normal()
+        controller.on_round_seconds(shape, 8, grown * took[shape] * noise)
+    assert tokens / seconds >= 0.95
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.15, 1.5, 3.0])
+def test_a_figure_comes_to_rest(factor):
+    """Law: a difference is learned once, by the probe, not by who returns from it again."""
+    seconds, found = RoundSeconds(SHAPES), []
+    for probe in range(60):
+        took = factor if probe >= 20 else 1.0
+        for _ in range(16):
+            seconds.add(TREE, 8, took)
+        seconds.add(PLAIN, 8, 1.0)
+        found.append(seconds.of(TREE, 8) / seconds.of(PLAIN, 8) / took)
+    assert found[-20:] == pytest.approx([1.0] * 20, rel=0.03)
+
+
+def test_a_stall_at_a_new_batch_size_is_nobodys_load():
+    seconds = RoundSeconds(SHAPES)
+    for size in (4, 8):
+        for shape in SHAPES:
+            for _ in range(4):
+                seconds.add(shape, size, 1.0)
+    seconds.add(PLAIN, 8, 10.0)  # the first of a stretch
+    for shape in SHAPES:
+        for _ in range(3):
+            seconds.add(shape, 6, 1.0)
+    assert {seconds.of(shape, 6) for shape in SHAPES} == {1.0}
 
 
 def test_the_first_rounds_try_a_draft():

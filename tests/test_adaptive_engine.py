@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -277,3 +279,28 @@ def test_the_start_measures_the_batch_sizes_that_it_tells(build, monkeypatch, nu
     ran.clear(), told.clear()
     build(num_pages=int(least * num_rows), **options)
     assert told and all(told[size] <= ran[size] for size in told)
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("cpu", 1), ("cuda", 0), ("cuda", 1)])
+def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch, kind, depth):
+    """Law: under overlap it is the round before, also where that was alone of its shape."""
+    script = Scripted([SEVEN, ONE, NONE, SEVEN])
+    engine = build(script, overlap_depth=depth)
+    loop = engine._loop
+    seen, turns = [], []
+    monkeypatch.setattr(
+        loop.scheduler.round_shapes, "observe", lambda choice, shapes, took: seen.append(choice)
+    )
+    observe = loop._observe_round
+
+    def observing(steps, seconds):
+        turns.append(steps[0].choice if len(steps) == 1 else None)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "_cache", SimpleNamespace(device=SimpleNamespace(type=kind)))
+            observe(steps, seconds)
+
+    monkeypatch.setattr(loop, "_observe_round", observing)
+    engine.generate(PROMPTS[0], PARAMS)
+    if kind == "cuda" and depth:
+        turns = [before for before, turn in pairwise(turns) if turn is not None]
+    assert seen == [choice for choice in turns if choice is not None] and len(seen) > 6

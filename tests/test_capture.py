@@ -296,13 +296,22 @@ def test_a_fault_that_is_not_memorys_is_told(caplog):
     )
 
 
-def test_a_warm_up_that_fails_is_the_engines_own_fault():
+def test_a_warm_up_that_fails_leaves_its_rounds_eager(caplog):
+    """As with a drafter that keeps something by row, and knows no row of a warm-up's."""
+
     class Failing(HostCapture):
         def warm_up(self, work: Any) -> None:
-            raise RuntimeError("no such kernel")
+            raise KeyError(0)
 
-    with graphs_run(), host_capture(Failing), pytest.raises(RuntimeError, match="no such"):
-        make(CHAIN, graph_sizes=(1,))
+    with graphs_run(), host_capture(Failing), make(CHAIN, graph_sizes=(1,)) as engine:
+        outputs = engine.generate(PROMPTS[:2], PARAMS[:2])
+        stats = engine.stats()
+    assert all(o.error is None for o in outputs)
+    assert stats.graphs.num_graphs == 0 and stats.graphs.eager_ct == stats.round_ct
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rounds of {kind} cannot be captured as CUDA graphs (0) and run eagerly"
+        for kind in ("chain:3", "none")
+    ]
 
 
 def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
@@ -356,6 +365,11 @@ def test_torch_without_its_cache_has_no_pools_for_graphs(monkeypatch):
     assert isinstance(capture_on(device), CudaCapture)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert capture_on(device) is None
+
+
+def test_a_configuration_with_sizes_can_be_a_key():
+    config = EngineConfig(graph_sizes=[4, 1])
+    assert config.graph_sizes == (4, 1) and len({config, EngineConfig(graph_sizes=(4, 1))}) == 1
 
 
 def test_graphs_that_are_asked_for_in_vain():
@@ -430,6 +444,29 @@ def test_what_torch_is_asked_to_capture(monkeypatch):
     assert plain.follow is None and len({*cuda.into}) == 1 and len(cuda.into) == 3
     cuda.calls.clear()
     assert capture.used_bytes() == 700 and cuda.calls == ["wait", "empty"]
+
+
+def test_graphs_leave_some_memory_alone(monkeypatch):
+    FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (49, 1000))
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+    with pytest.raises(torch.OutOfMemoryError, match="49 of 1000 bytes are left"):
+        CudaCapture(torch.device("cuda", 0)).record(lambda: iter([outcome]), follows=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("operation not permitted when stream is capturing"), False),
+        (ValueError("a text that is out of memory"), False),
+        (None, False),
+    ],
+)
+def test_whose_memory_it_is_does_not_matter(error, is_memory):
+    assert is_out_of_memory(error) == is_memory
 
 
 def test_memory_that_ran_out_is_found_behind_the_captures_own_fault():

@@ -71,6 +71,11 @@ class CudaCapture:
         for graph in graphs[1:]:
             with self._into(graph):
                 next(steps, None)
+        free, total = torch.cuda.mem_get_info(self._device)
+        if free < total * _RESERVE:
+            raise torch.OutOfMemoryError(
+                f"{free} of {total} bytes are left, which prompts may want"
+            )
         decide, follow = (*(graph.replay for graph in graphs), None)[:2]
         assert decide is not None
         return Recording(outcome, decide, follow)
@@ -86,6 +91,7 @@ class CudaCapture:
         return torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
 
 
+_RESERVE = 0.05  # of the device's memory, that graphs leave alone
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 _host: Callable[[], Capture] | None = None
@@ -111,7 +117,14 @@ def capture_on(device: torch.device) -> Capture | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: the end of a capture may report its own fault instead."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+    """Whether memory ran out: torch's, the driver's or a library's.
+
+    The end of a capture may report its own fault instead; memory's is behind it.
+    """
+    while error is not None:
+        text = str(error)
+        says = "out of memory" in text.lower() or "ALLOC_FAILED" in text
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and says):
+            return True
         error = error.__context__
-    return error is not None
+    return False

@@ -200,6 +200,7 @@ class EngineConfig:
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
+            object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 

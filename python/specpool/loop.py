@@ -15,7 +15,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from specpool._core import Ledger, Shape
+from specpool._core import Ledger
 from specpool.busy_check import BusyCheck
 from specpool.errors import CorruptState, SpecpoolError, StalePlan
 from specpool.host_tier import HostTier
@@ -73,7 +73,7 @@ class Loop:
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._num_pages = [group.num_pages for group in ledger.groups]
         self.clock, self.token_seconds = Clock(), 0.0
-        self._round: Shape | None = None  # of the latest turn, if it was a round alone
+        self._round: Step | None = None  # of the latest turn, if it was that round alone
         self._num_lost = 0  # steps that failed, or were never launched
         self.peak_pages = [0] * len(self._num_pages)
 
@@ -261,13 +261,14 @@ class Loop:
     def _observe_round(self, steps: list[Step], seconds: float) -> None:
         """Learn what a round takes, from a turn of nothing else."""
         before, self._round = self._round, None
-        if len(steps) > 1 or not steps or (choice := steps[0].choice) is None:
+        if len(steps) != 1 or steps[0].choice is None:
             return
-        self._round = choice.shape
+        self._round = steps[0]
         # Under overlap a device works, in this turn, on the round of the turn before.
         runs_here = self._cache.device.type == "cpu" or not self._overlap_depth
-        if runs_here or before == choice.shape:
-            self.scheduler.round_shapes.observe(choice, steps[0].plan.shapes, seconds)
+        step = self._round if runs_here else before
+        if step is not None and step.choice is not None:
+            self.scheduler.round_shapes.observe(step.choice, step.plan.shapes, seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""

@@ -21,7 +21,7 @@ from specpool.attention.lanes import Lanes
 from specpool.capture import Capture, Work, is_out_of_memory
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
-from specpool.errors import ConfigError, OrderError
+from specpool.errors import ConfigError
 from specpool.kernels.transfer import no_transfers
 from specpool.kv_cache import KVCache
 from specpool.pending import Outcome, PendingStep
@@ -108,13 +108,13 @@ class RuntimeStates:
             lanes = buffer.lanes(size)
             return lambda: rounds(kind, self._rows.lanes_within(*lanes, bound))
 
-        def record(place: Place) -> None:
+        def attempt(place: Place, run: Callable[[Place], None]) -> None:
             kind = place[0]
             if kind in refused:
                 return
             try:
-                graphs[kind].append(self._record(place, work_of(place), buffer))
-            except (RuntimeError, OrderError) as error:
+                run(place)
+            except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 refused.add(kind)
@@ -122,13 +122,19 @@ class RuntimeStates:
                 _log.warning(
                     "rounds of %s cannot be captured as CUDA graphs (%s) and run eagerly",
                     name_of(kind.shape),
-                    str(error).partition("\n")[0],
+                    str(error).partition("\n")[0] or repr(error),
                 )
 
-        warm = _within_memory(places, lambda place: self._capture.warm_up(work_of(place)))
+        def warm_up(place: Place) -> None:
+            self._capture.warm_up(work_of(place))
+
+        def record(place: Place) -> None:
+            graphs[place[0]].append(self._record(place, work_of(place), buffer))
+
+        warm = _within_memory(places, lambda place: attempt(place, warm_up))
         self._cache.pin_reads()
         before = self._capture.used_bytes()
-        tried = _within_memory(warm, record)
+        tried = _within_memory(warm, lambda place: attempt(place, record))
         self._num_bytes = max(self._capture.used_bytes() - before, 0)
         for kind, mine in graphs.items():
             if mine:
@@ -232,7 +238,7 @@ def graph_sizes(
     """
     why = None
     if not has_capture:
-        why = "they need a CUDA device"
+        why = "they need a CUDA device, and torch's cache of its memory"
     elif not attention.runs_in_graphs:
         why = f"attention {attention.name!r} plans each forward on the host"
     elif keeps_state:

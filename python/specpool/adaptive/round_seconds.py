@@ -1,8 +1,9 @@
 """`RoundSeconds`: how long a round takes, by shape and batch size, from the rounds measured.
 
 A machine that others use slows all shapes down alike, and only the one that runs is seen to. So a
-shape's figure learns from its first round after another's, beside which it stands; what its later
-rounds take longer than told is the batch size's load by now, and no shape's own.
+shape's figure learns when it takes over from another, beside which it stands; what its later rounds
+take longer than told is the batch size's load by now. Who has not run since may be free of it: that
+is a hope, for a probe to look into.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class _Cell:
     """One shape at one batch size: a running figure of medians, so that one stall is no trend."""
 
     def __init__(self) -> None:
+        self.load = 1.0  # beside which it ran last
         self._samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self.seconds = self.least = 0.0  # the running figure, and the least of the latest
         self.is_settled = False
@@ -41,22 +43,31 @@ class _Cell:
 
 
 class _Load:
-    """What rounds of one batch size take longer by now than told, whatever their shape."""
+    """What rounds of one batch size take longer by now than told, whatever their shape.
+
+    Attributes:
+        value: by the latest rounds of the shape that runs.
+        beside: before it took over, by another shape's.
+        rounds: of it since then.
+        first: the cell of its shape and what its first round says; None = the second has said it.
+    """
 
     def __init__(self, value: float) -> None:
-        self.value = value  # of the shape that runs
-        self._ratios: deque[float] = deque(maxlen=_LOAD_SAMPLES)
+        self.value = self.beside = value
+        self.rounds = 0
+        self.first: tuple[_Cell, float] | None = None
+        self._ratios: deque[float] = deque()
         self._shape: Shape | None = None
 
-    def add(self, shape: Shape, ratio: float) -> float | None:
-        """A round took so many times what was told; returns the load of another shape before it."""
-        before = None
+    def add(self, shape: Shape, ratio: float) -> None:
+        """A round took so many times what was told."""
         if shape != self._shape:
-            self._shape, before = shape, self.value
-            self._ratios.clear()
+            self._shape, self.beside, self.rounds = shape, self.value, 0
+            # Who ran too shortly to turn this has told no load: the next stands beside the old one.
+            self._ratios = deque([self.value] * _LOAD_SAMPLES, _LOAD_SAMPLES)
+        self.rounds += 1
         self._ratios.append(ratio)
-        self.value = sorted(self._ratios)[(len(self._ratios) - 1) // 2]
-        return before
+        self.value = sorted(self._ratios)[_LOAD_SAMPLES // 2]
 
 
 class RoundSeconds:
@@ -80,15 +91,29 @@ class RoundSeconds:
         load = self._loads.get(batch_size)
         if load is None:
             load = self._loads[batch_size] = _Load(self._latest)
-        beside: float | None = load.value
         if cell.is_settled:
-            beside = load.add(shape, seconds / cell.seconds)
-            self._latest = load.value
-        if beside is None:
-            return
-        has_settled = cell.add(seconds / beside)
-        if not sizes or (has_settled and batch_size not in sizes):
+            self._compare(cell, load, shape, seconds)
+        elif cell.add(seconds / load.value) and batch_size not in sizes:
             bisect.insort(sizes, batch_size)
+        if not sizes:
+            sizes.append(batch_size)
+
+    def _compare(self, cell: _Cell, load: _Load, shape: Shape, seconds: float) -> None:
+        """Learn from a settled shape's round, if it took over from another one.
+
+        From the second, where there is one: the first after a plain round makes up for it.
+        """
+        load.add(shape, seconds / cell.seconds)
+        self._latest = load.value
+        if load.rounds > 2:
+            return
+        if load.rounds == 1 and load.first is not None:  # of the shape before, which had no other
+            before, took = load.first
+            before.add(took)
+        cell.load, took = load.beside, seconds / load.beside
+        load.first = (cell, took) if load.rounds == 1 else None
+        if load.rounds == 2:
+            cell.add(took)
 
     def is_measured(self, shape: Shape) -> bool:
         """Whether any round of the shape has been."""
@@ -108,10 +133,13 @@ class RoundSeconds:
         return self._of_measured(nearest, batch_size)
 
     def hoped(self, shape: Shape, batch_size: int) -> float:
-        """Seconds that it may take, should what was seen have been stalls."""
+        """Seconds that it may take, should stalls and the load have been the others' alone."""
         seconds = self.of(shape, batch_size)
-        cell = self._cells[shape].get(batch_size)
-        return seconds if cell is None else min(seconds, cell.least)
+        cell, load = self._cells[shape].get(batch_size), self._loads.get(batch_size)
+        if cell is None:
+            return seconds
+        shared = 1.0 if load is None else min(1.0, cell.load / load.value)
+        return min(seconds, cell.least) * shared
 
     def _of_measured(self, shape: Shape, batch_size: int) -> float:
         cell = self._cells[shape].get(batch_size)
