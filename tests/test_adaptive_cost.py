@@ -147,14 +147,13 @@ def shares(
 @pytest.mark.parametrize("name", COSTS)
 def test_each_phase_reaches_the_best_shape_with_hindsight(name, size, lag):
     """Law: 95 % of the best static shape of each phase, the mean of some seeds, and of plain
-    decoding in each. A single seed has 90 %: one row alone draws badly now and then, and a probe of
-    a tree that meets a jump is believed before the chains are looked at again."""
+    decoding in each; one row alone draws badly now and then, so it has 90 % for a single seed."""
     found = [shares(by_cost(), COSTS[name], size, seed=seed, lag=lag) for seed in range(3)]
     best, plain = (np.array(part) for part in zip(*found, strict=True))
     theirs = np.mean([shares(upstream(), COSTS[name], size, seed=s)[0] for s in range(3)], axis=0)
     report = f"by cost {best.mean(axis=0).round(3)}, upstream's rule {theirs.round(3)}"
     assert best.mean(axis=0).min() >= 0.95, report
-    assert best.min() >= 0.90, report
+    assert best.min() >= (0.90 if size == 1 else 0.95), report
     assert plain.mean(axis=0).min() >= 0.95, (report, plain)
 
 
@@ -376,6 +375,18 @@ def test_a_tree_is_never_expected_to_do_worse_than_the_chain_in_it():
     for _ in range(100):
         acceptance.observe(chain(5), [5, 5, 5, 4])
     assert acceptance.expected(TREE) >= acceptance.expected(chain(5)) > 5
+
+
+def test_a_tree_that_turns_out_well_makes_a_chain_worth_a_look():
+    """Law: a probe of a tree that meets a jump says what the chains have not shown yet."""
+    acceptance = Acceptance([chain(3), TREE])
+    for _ in range(100):
+        acceptance.observe(chain(3), [0, 1, 0, 0, 0])
+    before = acceptance.hoped(chain(3))
+    for _ in range(5):
+        acceptance.observe(TREE, [5, 4, 5, 3, 5])
+    assert before < 1.5 and acceptance.hoped(chain(3)) > 1.8
+    assert acceptance.expected(chain(3)) < 1.5  # a hope, and no more
 
 
 def test_an_old_chain_is_expected_to_do_no_better_than_the_tree_round_it():

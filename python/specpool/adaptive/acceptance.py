@@ -23,6 +23,7 @@ _PRIOR_TRIES = 1.0
 _FORGOTTEN_TRIES = 0.5
 _JUMP_TRIES = 4.0  # that are kept after one, of the recent rounds: the first of them are older
 _CHAINS = (1, 0)
+_TREE_TRIES = 3.0  # chains that a tree is worth, at most
 _STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
 
@@ -142,7 +143,13 @@ class Acceptance:
         if not shape.num_steps:
             return 1.0
         self._estimate()
-        return _tokens(shape, self._families[_family_of(shape)].hopes(self._now))
+        key = _family_of(shape)
+        hopes = self._families[key].hopes(self._now)
+        if key == _CHAINS:  # a tree that has turned out well says that a chain may have, too
+            for other, family in self._families.items():
+                if other != key:
+                    hopes = _bounded(max, hopes, [_of_tries(rate) for rate in family.rates])
+        return _tokens(shape, hopes)
 
     def _estimate(self) -> None:
         """Set all rates: the family seen last goes by itself, the others lean on it."""
@@ -166,6 +173,11 @@ def _bounded(
     bound: Callable[[float, float], float], rates: list[float], others: list[float]
 ) -> list[float]:
     return [*map(bound, rates, others), *rates[len(others) :]]
+
+
+def _of_tries(rate: float) -> float:
+    """The rate of one of `_TREE_TRIES` tries of which one is right at that rate."""
+    return float(1 - (1 - rate) ** (1 / _TREE_TRIES))
 
 
 def _family_of(shape: Shape) -> tuple[int, int]:
