@@ -63,9 +63,8 @@ class CostController:
         self._probe: Shape | None = None
         self._probes_left = self._longer = 0
         self._next_probe = 0
-        self._spare = (
-            _MOST_SPARE  # rounds' worth of time that probes may lose; nothing is known yet
-        )
+        # Rounds' worth of time that probes may lose: at first nothing is known yet.
+        self._spare = _MOST_SPARE
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """The shape of the decode round to come, of `batch_size` rows."""
