@@ -29,8 +29,9 @@ from specpool.models import EagleHead, TargetModel
 class EagleDrafter:
     """Drafts with an EAGLE head.
 
-    What a round hands to the next is indexed by row and lives on the device (spec 8): the top-K
-    probabilities and ids of the next token, and the recurrent feature.
+    What a round hands to the next is indexed by row and lives on the device (spec 8): the recurrent
+    feature. The top-K probabilities and ids follow from it where a round begins that drafts, with
+    the K of its own shape, so nothing here is as wide as the widest shape.
     """
 
     reads_tokens = False
@@ -107,9 +108,6 @@ class EagleDrafter:
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
         self._fields = cache.fields(self._layer_ids)
         num_rows = cache.tables[group].shape[0]
-        self._topk = topk
-        self._topk_p = torch.zeros(num_rows, topk, dtype=torch.float32, device=cache.device)
-        self._topk_ids = torch.zeros(num_rows, topk, dtype=torch.int64, device=cache.device)
         self._hidden = torch.zeros(
             num_rows, self.head.hidden_size, dtype=cache.dtype, device=cache.device
         )
@@ -121,14 +119,13 @@ class EagleDrafter:
         All tokens get their KV, but only each lane's last one is followed to the end: its result
         is all that the next round wants.
         """
-        rows = lanes.index
         views = [last_view(self._cache, self._group, lanes)]
         if len(self.layers) > 1:
             causal = causal_view(self._cache, self._group, lanes)
             views = [causal] * (len(self.layers) - 1) + views
         inputs = self.head.combine(features)
         hidden = self._forward(tokens, inputs, lanes.positions, views, keep=lanes.lasts)
-        self._take(rows, hidden)
+        self._hidden.index_copy_(0, lanes.index, hidden)
 
     def write(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """See `Patient.write`. The last layer's keys and values need no attention of its own."""
@@ -151,17 +148,7 @@ class EagleDrafter:
         inputs = self._put_off.index_select(0, lanes.index)
         views = self._each_layer(causal_view(self._cache, self._group, lasts))
         hidden = self._forward(root_tokens, inputs, lasts.positions, views)
-        self._take(lanes.index, hidden)
-
-    def _take(self, rows: Tensor, hidden: Tensor) -> None:
-        """Keep what the next round of these rows, int64 [B], begins with."""
-        self._hidden.index_copy_(0, rows, hidden)
-        if self._topk == 1:
-            self._topk_ids.index_copy_(0, rows, self.head.best(hidden)[:, None])
-        else:
-            topk_p, topk_ids = self.head.topk(hidden, self._topk)
-            self._topk_p.index_copy_(0, rows, topk_p)
-            self._topk_ids.index_copy_(0, rows, topk_ids)
+        self._hidden.index_copy_(0, lanes.index, hidden)
 
     def propose(
         self,
@@ -171,10 +158,9 @@ class EagleDrafter:
         tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """See `Drafter.propose`."""
-        topk_ids = self._topk_ids.index_select(0, lanes.rows)
         hidden = self._hidden.index_select(0, lanes.rows)
         if shape.topk == 1:
-            drafts = self._chain(lanes, shape.num_steps, topk_ids[:, 0], hidden)
+            drafts = self._chain(lanes, shape.num_steps, hidden)
             nodes = torch.stack([root_tokens, *drafts], 1)
             links = self._links.get(nodes.shape)
             if links is None:
@@ -182,32 +168,22 @@ class EagleDrafter:
                     len(nodes), nodes.shape[1], nodes.device
                 )
             return DraftTree(nodes, *links)
-        topk_p = self._topk_p.index_select(0, lanes.rows)[:, : shape.topk].contiguous()
-        topk_ids = topk_ids[:, : shape.topk].contiguous()
-        return self._tree(lanes, shape, root_tokens, topk_p, topk_ids, hidden)
+        return self._tree(lanes, shape, root_tokens, hidden)
 
-    def _chain(self, lanes: Lanes, num_steps: int, token: Tensor, hidden: Tensor) -> list[Tensor]:
+    def _chain(self, lanes: Lanes, num_steps: int, hidden: Tensor) -> list[Tensor]:
         """One branch: each step decodes the next position, there is nothing to select."""
-        drafts = [token]
+        drafts = [self.head.best(hidden)]
         if num_steps == 1:
             return drafts
         ahead = Lanes(lanes.rows, lanes.seq_lens, num_steps - 1)
         positions = ahead.positions.view(-1, num_steps - 1)
         for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
-            hidden = self._forward(token, hidden, positions[:, step], self._each_layer(view))
-            token = self.head.best(hidden)
-            drafts.append(token)
+            views = self._each_layer(view)
+            hidden = self._forward(drafts[-1], hidden, positions[:, step], views)
+            drafts.append(self.head.best(hidden))
         return drafts
 
-    def _tree(
-        self,
-        lanes: Lanes,
-        shape: Shape,
-        root_tokens: Tensor,
-        topk_p: Tensor,
-        topk_ids: Tensor,
-        hidden: Tensor,
-    ) -> DraftTree:
+    def _tree(self, lanes: Lanes, shape: Shape, root_tokens: Tensor, hidden: Tensor) -> DraftTree:
         """Select level by level, then organize and build (spec 5.1 to 5.3)."""
         num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
         device = self._cache.device
@@ -221,6 +197,7 @@ class EagleDrafter:
         each = torch.arange(batch, device=device).unsqueeze(1)  # [B, 1]
         scores = None
         for step in range(num_steps):
+            topk_p, topk_ids = self.head.topk(hidden, topk)
             ids, parents, scores = kernels.select_topk(step, topk_p, topk_ids, scores, *candidates)
             if step == num_steps - 1:
                 break
@@ -230,7 +207,6 @@ class EagleDrafter:
             positions = (lanes.starts + step).unsqueeze(1).expand(-1, topk).reshape(-1)
             views = self._each_layer(branches.view(step, parents))
             hidden = self._forward(ids, hidden, positions, views)
-            topk_p, topk_ids = self.head.topk(hidden, topk)
         tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
             *candidates, root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
         )
