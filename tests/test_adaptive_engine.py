@@ -293,14 +293,51 @@ def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch
     )
     observe = loop._observe_round
 
-    def observing(steps, seconds):
+    def observing(before, steps, seconds):
         turns.append(steps[0].choice if len(steps) == 1 else None)
         with monkeypatch.context() as patch:
             patch.setattr(loop, "_cache", SimpleNamespace(device=SimpleNamespace(type=kind)))
-            observe(steps, seconds)
+            observe(before, steps, seconds)
 
     monkeypatch.setattr(loop, "_observe_round", observing)
     engine.generate(PROMPTS[0], PARAMS)
     if kind == "cuda" and depth:
         turns = [before for before, turn in pairwise(turns) if turn is not None]
     assert seen == [choice for choice in turns if choice is not None] and len(seen) > 6
+
+
+def test_behind_a_round_that_failed_no_older_rounds_seconds_are_told(build, monkeypatch):
+    """On a device under overlap: the turn's prompt is what the next turn waits for."""
+    script = Scripted([SEVEN])
+    engine = build(script, overlap_depth=1)
+    loop, propose = engine._loop, engine.drafter.propose
+    told = []  # turn, and lanes of the round that its seconds are told of
+    observe = loop._observe_round
+
+    def observing(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "_cache", SimpleNamespace(device=SimpleNamespace(type="cuda")))
+            observe(*args)
+
+    monkeypatch.setattr(loop, "_observe_round", observing)
+    monkeypatch.setattr(
+        loop.scheduler.round_shapes, "observe", lambda *args: told.append(loop._turns)
+    )
+    engine.submit(PROMPTS[0], PARAMS)
+    for _ in range(5):
+        engine.turn()
+    assert told[-1] == loop._turns  # its rounds run alone
+    engine.submit(PROMPTS[1], PARAMS)
+
+    def failing(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.drafter, "propose", failing)
+    engine.turn()  # the first one's round fails, the second one's prompt runs
+    failed = loop._turns
+    monkeypatch.setattr(engine.drafter, "propose", propose)
+    engine.turn()
+    engine.turn()
+    assert [turn for turn in told if turn >= failed] == [failed + 2]
+    while engine.turn():
+        pass

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from specpool.loop import Loop
 
 # Each shape has its turn in every pass, so that who else is at work for a while slows all of them.
-PASSES = 3
-WARM_UP, TIMED = 1, 2  # rounds of a turn: the first do not count
+_PASSES = 3
+_WARM_UP, _TIMED = 1, 2  # rounds of a turn: the first do not count
 TOLD = 3  # of a shape's rounds: the fastest
 _PROMPT_LEN = 32
 
@@ -79,11 +79,11 @@ def calibrate(
             num_rows = scheduler.num_running
             if num_rows == size:  # else the pages are too few for more
                 found: dict[Shape, list[float]] = {shape: [] for shape in tour.candidates}
-                for shape in tour.candidates * PASSES:
+                for shape in tour.candidates * _PASSES:
                     tour.shape, tour.seconds = shape, []
-                    while len(tour.seconds) < WARM_UP + TIMED and _can_go_on(requests):
+                    while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
                         loop.turn()
-                    found[shape] += tour.seconds[WARM_UP:]
+                    found[shape] += tour.seconds[_WARM_UP:]
                 for shape, seconds in found.items():  # whoever else is at work only adds to them
                     for least in sorted(seconds)[:TOLD]:
                         controller.on_round_seconds(shape, size, least)
@@ -102,7 +102,7 @@ def _request(number: int, tour: Tour, ledger: Ledger) -> Request:
     """A text of nothing; what it says is not looked at."""
     shapes = ledger.shapes
     most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
-    num_rounds = PASSES * (WARM_UP + TIMED) * len(tour.candidates) + 1
+    num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.candidates) + 1
     num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
     prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
     return Request(

@@ -73,7 +73,6 @@ class Loop:
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._num_pages = [group.num_pages for group in ledger.groups]
         self.clock, self.token_seconds = Clock(), 0.0
-        self._round: Step | None = None  # of the latest turn, if it was that round alone
         self._num_lost = 0  # steps that failed, or were never launched
         self.peak_pages = [0] * len(self._num_pages)
 
@@ -144,6 +143,7 @@ class Loop:
         """
         with self.recovering():
             self._look()
+            before = [flying.step for flying in self._flying]
             started, num_lost = time.perf_counter(), self._num_lost
             with self.clock.schedule:
                 steps = self.scheduler.schedule()
@@ -163,7 +163,7 @@ class Loop:
             while self._flying and self._flying[0].turn <= last:
                 self._take_over(self._flying.popleft())
             if self._num_lost == num_lost:
-                self._observe_round(steps, time.perf_counter() - started)
+                self._observe_round(before, steps, time.perf_counter() - started)
 
     def _look(self) -> None:
         """The busy check, before anything else is prepared."""
@@ -258,17 +258,16 @@ class Loop:
             known = self.token_seconds or latest
             self.token_seconds = known + (latest - known) / _OBSERVED
 
-    def _observe_round(self, steps: list[Step], seconds: float) -> None:
-        """Learn what a round takes, from a turn of nothing else."""
-        before, self._round = self._round, None
-        if len(steps) != 1 or steps[0].choice is None:
-            return
-        self._round = steps[0]
-        # Under overlap a device works, in this turn, on the round of the turn before.
+    def _observe_round(self, before: list[Step], steps: list[Step], seconds: float) -> None:
+        """Learn what a round takes, from a turn of nothing else.
+
+        Under overlap a device works, in this turn, on what was on its way `before` it.
+        """
         runs_here = self._cache.device.type == "cpu" or not self._overlap_depth
-        step = self._round if runs_here else before
-        if step is not None and step.choice is not None:
-            self.scheduler.round_shapes.observe(step.choice, step.plan.shapes, seconds)
+        ran = steps if runs_here else before
+        alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
+        if alone and (choice := ran[0].choice) is not None:
+            self.scheduler.round_shapes.observe(choice, ran[0].plan.shapes, seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a forward that failed, after everything launched before it."""
