@@ -24,6 +24,7 @@ _FORGOTTEN_TRIES = 0.5
 _JUMP_TRIES = 4.0  # that are kept after one, of the recent rounds: the first of them are older
 _CHAINS = (1, 0)
 _TREE_TRIES = 3.0  # chains that a tree is worth, at most
+_MOST_TRIES = 50.0  # that count for a hope
 _STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
 
@@ -57,7 +58,7 @@ class _Family:
                 rate = min(max(self.hits[j] / self.tries[j], 0.05), 0.95)
                 surprise += self.recent_hits[j] - self.recent_tries[j] * rate
                 variance += tried * rate * (1 - rate)
-            kept = _DECAY * self._freshness(j, now - 1)
+            kept = _DECAY * _freshness(now - 1 - self.seen[j])
             self.tries[j] = kept * self.tries[j] + tried
             self.hits[j] = kept * self.hits[j] + hit
             self.seen[j] = now
@@ -90,15 +91,12 @@ class _Family:
 
     def hopes(self, now: int) -> list[float]:
         """The rates as they may be by now: the fewer and older the rounds, the nearer to 1."""
-        hopes = []
-        for j, (rate, tries) in enumerate(zip(self.rates, self.tries, strict=True)):
-            known = min(tries, 50.0) * self._freshness(j, now)
-            hopes.append(rate + (1 - rate) / (1 + known))
+        hopes, fresh, latest = [], 1.0, now
+        for rate, tries, seen in zip(self.rates, self.tries, self.seen, strict=True):
+            if seen != latest:
+                fresh, latest = _freshness(now - seen), seen
+            hopes.append(rate + (1 - rate) / (1 + min(tries, _MOST_TRIES) * fresh))
         return hopes
-
-    def _freshness(self, j: int, now: int) -> float:
-        """The share of what a depth has shown that still counts."""
-        return float(0.5 ** ((now - self.seen[j]) / _STALE_ROUNDS))
 
 
 class Acceptance:
@@ -113,12 +111,14 @@ class Acceptance:
                 depths[key] = max(depths.get(key, 0), shape.num_steps)
         self._families = {key: _Family(depth) for key, depth in depths.items()}
         self._now = 0
-        self._is_estimated = False
-        self._estimate()
+        # By family and depth, from what was seen so far; empty = not reckoned yet.
+        self._expected: dict[tuple[int, int], list[float]] = {}
+        self._hoped: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, shape: Shape, num_correct_drafts: NumCorrectDrafts) -> bool:
         """Take over a round's result; returns whether acceptance has jumped."""
         self._now += 1
+        self._hoped = {}
         if not shape.num_steps or not len(num_correct_drafts):
             return False
         family = self._families.get(_family_of(shape))
@@ -128,33 +128,35 @@ class Acceptance:
         if jumped:
             for other in self._families.values():
                 other.forget(shape.num_steps if other is family else 0)
-        self._is_estimated = False
+        self._expected = {}
         return jumped
 
     def expected(self, shape: Shape) -> float:
         """Tokens that a lane's round gives, the bonus token among them."""
         if not shape.num_steps:
             return 1.0
-        self._estimate()
-        return _tokens(shape, self._families[_family_of(shape)].rates)
+        return _tokens(shape, (self._expected or self._estimate())[_family_of(shape)])
 
     def hoped(self, shape: Shape) -> float:
         """Tokens that it may give, for all that is known by now."""
         if not shape.num_steps:
             return 1.0
-        self._estimate()
-        key = _family_of(shape)
-        hopes = self._families[key].hopes(self._now)
-        if key == _CHAINS:  # a tree that has turned out well says that a chain may have, too
-            for other, family in self._families.items():
-                if other != key:
-                    hopes = _bounded(max, hopes, [_of_tries(rate) for rate in family.rates])
-        return _tokens(shape, hopes)
+        return _tokens(shape, (self._hoped or self._hope())[_family_of(shape)])
 
-    def _estimate(self) -> None:
+    def _hope(self) -> dict[tuple[int, int], list[float]]:
+        if not self._expected:
+            self._estimate()
+        hopes = {key: family.hopes(self._now) for key, family in self._families.items()}
+        if _CHAINS in hopes:  # a tree that has turned out well says that a chain may have, too
+            for key, family in self._families.items():
+                if key != _CHAINS:
+                    rates = [_of_tries(rate) for rate in family.rates]
+                    hopes[_CHAINS] = _bounded(max, hopes[_CHAINS], rates)
+        self._hoped = {key: _by_depth(rates) for key, rates in hopes.items()}
+        return self._hoped
+
+    def _estimate(self) -> dict[tuple[int, int], list[float]]:
         """Set all rates: the family seen last goes by itself, the others lean on it."""
-        if self._is_estimated:
-            return
         families = sorted(self._families.values(), key=lambda family: -family.seen[0])
         chains = self._families.get(_CHAINS)
         newest: list[float] = []
@@ -166,7 +168,13 @@ class Acceptance:
                 family.rates[:] = _bounded(min, family.rates, newest)
             elif chains in families[:i]:
                 family.rates[:] = _bounded(max, family.rates, chains.rates)
-        self._is_estimated = True
+        self._expected = {key: _by_depth(family.rates) for key, family in self._families.items()}
+        return self._expected
+
+
+def _freshness(rounds: int) -> float:
+    """The share of what a depth has shown that still counts, so many rounds later."""
+    return float(0.5 ** (rounds / _STALE_ROUNDS))
 
 
 def _bounded(
@@ -184,9 +192,14 @@ def _family_of(shape: Shape) -> tuple[int, int]:
     return _CHAINS if shape.topk == 1 else (shape.topk, shape.num_draft_tokens)
 
 
-def _tokens(shape: Shape, rates: list[float]) -> float:
-    tokens = reached = 1.0
-    for rate in rates[: shape.num_steps]:
+def _by_depth(rates: list[float]) -> list[float]:
+    """Tokens that a draft of each depth gives, from 0 to the deepest, with the bonus token."""
+    tokens = [reached := 1.0]
+    for rate in rates:
         reached *= rate
-        tokens += reached
-    return min(tokens, float(shape.max_accept_len))
+        tokens.append(tokens[-1] + reached)
+    return tokens
+
+
+def _tokens(shape: Shape, by_depth: list[float]) -> float:
+    return min(by_depth[shape.num_steps], float(shape.max_accept_len))

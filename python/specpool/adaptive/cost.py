@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from specpool._core import Shape
 from specpool.adaptive.acceptance import Acceptance
 from specpool.adaptive.base import NumCorrectDrafts
@@ -87,14 +85,15 @@ class CostController:
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
         """Take over a round's result; returns the shape that was switched to, or None."""
-        key = self._router.key_of_result(batch_size)
-        _, before = self._chosen.get((key, batch_size), (0, None))
         if self._longer and shape == self._probe and len(num_correct_drafts):
-            mean = 1 + float(np.mean(num_correct_drafts))
+            mean = 1 + sum(num_correct_drafts) / len(num_correct_drafts)  # faster than numpy's
             self._probes_left = int(mean > self._acceptance.expected(shape))
             self._longer = self._longer - 1 if self._probes_left else 0
-        if self._acceptance.observe(shape, num_correct_drafts):
-            self._chosen.clear()
+        if not self._acceptance.observe(shape, num_correct_drafts):
+            return None
+        key = self._router.key_of_result(batch_size)
+        _, before = self._chosen.get((key, batch_size), (0, None))
+        self._chosen.clear()
         after = self._choice(key, batch_size)
         return None if before is None or after == before else after
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -60,11 +61,16 @@ def machine(
 
 
 def interleaved(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """Medians of `repeats` rounds in which every run takes its turn: noise hits all alike."""
+    """Medians of `repeats` rounds in which every run takes its turn: noise hits all alike.
+
+    So does what a run leaves to the next: behind the first round, each has an order of its own.
+    """
     values: list[list[float]] = [[] for _ in runs]
+    turns, order = list(zip(values, runs, strict=True)), random.Random(0)
     for _ in range(repeats):
-        for taken, run in zip(values, runs, strict=True):
+        for taken, run in turns:
             taken.append(run())
+        order.shuffle(turns)
     return [statistics.median(taken) for taken in values]
 
 
