@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -15,31 +14,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.adaptive import CostController, controller_of
-from specpool.attention import BACK_ENDS, back_end, check_trees
-from specpool.busy_check import BusyCheck, BusyFinding
-from specpool.calibration import Tour, calibrate
-from specpool.capture import capture_on
+from specpool.assembly import assemble
+from specpool.busy_check import BusyFinding
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
-from specpool.host_memory import HostMemory
-from specpool.host_tier import HostTier
-from specpool.kv_cache import KVCache
 from specpool.loading import load
 from specpool.loop import Loop
-from specpool.memory import plan_pools
 from specpool.models import TargetModel
 from specpool.output import Chunk, Report, output_of
 from specpool.pins import Pin
 from specpool.progress import ProgressBar
 from specpool.prompts import Prompt, Prompts
 from specpool.request import Request, RequestOutput
-from specpool.runtime_state import graph_sizes, round_kinds
 from specpool.scheduler import Scheduler
 from specpool.session import Session
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
-from specpool.worker import EagleWorker, routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,113 +57,22 @@ class Engine:
         """
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        attention, capture = back_end(config.attention), capture_on(target.device)
-        sizes = graph_sizes(
-            config,
-            attention,
-            has_capture=capture is not None,
-            keeps_state=target.keeps_state,
-        )
-        controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
-        self.shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
-        if controller is not None and config.shape is None:
-            self.shape = max(controller.candidates, key=lambda shape: shape.num_draft_tokens)
-        shapes = [self.shape, *config.shapes, *(controller.candidates if controller else ())]
-        for each in shapes if drafter is None else ():
-            if each.num_draft_tokens > 1:
-                raise ConfigError(f"{each} drafts, but there is no draft model")
-        check_trees(attention, config.page_size, shapes)
-        if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
-            able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
-            raise ConfigError(
-                f"mixed_chunks while drafting needs a back end that reads ragged masks "
-                f"({', '.join(able)}), attention is {attention.name!r}"
-            )
-        draft_layers = drafter.layers if drafter is not None else ()
-        layers = [*target.layer_kv, *draft_layers]
-        attend_with = attention.start(target.device, target.dtype, layers, target.config.model_type)
-        worker = routed(config, target, drafter, shapes)
-        limit = target.max_context_len
-        self.max_context_len = config.max_context_len or limit
-        if self.max_context_len > limit:
-            raise ConfigError(
-                f"max_context_len {self.max_context_len} is above the model's {limit} positions"
-            )
-        pools = plan_pools(
-            config,
-            target.layer_kv,
-            draft_layers,
-            shapes=shapes,
-            max_context_len=self.max_context_len,
-            dtype=target.dtype,
-            device=target.device,
-        )
-        self.ledger = pools.ledger
-        self.cache = KVCache(
-            pools.ledger,
-            layers,
-            pools.layer_groups,
-            dtype=target.dtype,
-            device=target.device,
-            attend_with=attend_with,
-        )
+        parts = assemble(target, drafter, config)
+        parts.calibrate()
+        self.shape, self.max_context_len = parts.shape, parts.max_context_len
+        self.ledger, self.cache = parts.ledger, parts.cache
         self.kv_bytes = self.cache.num_bytes
-        if drafter is not None:
-            target.capture(drafter.feature_layers)
-            layout = pools.ledger.groups[pools.draft_group].layout
-            drafter.attach(self.cache, len(target.layer_kv), pools.draft_group, layout, shapes)
-        self._worker = EagleWorker(
-            target,
-            drafter,
-            self.cache,
-            target_groups=pools.target_groups,
-            shapes=pools.ledger.shapes,
-            max_context_len=self.max_context_len,
-            attention=attention,
-        )
-        if capture is not None and sizes:
-            kinds = round_kinds(config, sizes, drafter, self.shape)
-            captured = self._worker.capture(capture, self.ledger, kinds).sizes
-            if captured != sizes:  # whichever are left decide where a batch size belongs
-                controller = controller_of(
-                    config.adaptive, initial=config.shape, graph_sizes=captured or None
-                )
-        self._host = None
-        if config.host_bytes:
-            memory = HostMemory(self.ledger, self.cache, config.host_bytes)
-            self._host = HostTier(self.ledger, memory, policy=config.offload)
-        scheduler = partial(
-            Scheduler,
-            self.ledger,
-            max_batch=config.max_batch,
-            prefill_tokens=config.prefill_tokens,
-            keeps_draft_kv=bool(draft_layers),
-            headroom=config.headroom,
-            reads_tokens=drafter is not None and drafter.reads_tokens,
-            trims_rounds=worker == "v1",
-            shares_prompts=not target.keeps_state,
-        )
-        if isinstance(controller, CostController):
-            tour = Tour(controller.candidates)
-            calibrate(
-                controller,
-                tour,
-                self.ledger,
-                lambda: self._loop_of(scheduler(controller=tour), level=0),
-                max_batch=config.max_batch,
-            )
-            if self._worker.states is not None:
-                self._worker.states.restart()
-        self._scheduler: Scheduler = scheduler(
+        self._worker, self._host = parts.worker, parts.host
+        self._scheduler: Scheduler = parts.scheduler(
+            parts.controller,
             max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=self._host,
             token_seconds=lambda: self._loop.token_seconds,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
-            controller=controller,
             before_release=self._scrub,
         )
-        self._loop: Loop = self._loop_of(self._scheduler, level=config.busy_check)
+        self._loop: Loop = parts.loop(self._scheduler, busy_check=config.busy_check)
         self._busy_check = self._loop.busy_check
         self._submitted: dict[int, _Submitted] = {}
         # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
@@ -186,22 +85,6 @@ class Engine:
             shapes=self.ledger.shapes,
             num_pages=[group.num_pages for group in self.ledger.groups],
             max_context_len=self.max_context_len,
-        )
-
-    def _loop_of(self, scheduler: Scheduler, *, level: int) -> Loop:
-        """A loop that runs what the scheduler prepares."""
-        config = self.config
-        return Loop(
-            self.ledger,
-            scheduler,
-            self._worker,
-            self.cache,
-            BusyCheck(
-                self.ledger, scheduler, self.cache, level=level, on_finding=config.on_finding
-            ),
-            overlap_depth=config.overlap_depth,
-            mixed_chunks=config.mixed_chunks,
-            host=self._host,
         )
 
     @classmethod
