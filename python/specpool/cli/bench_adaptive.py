@@ -354,7 +354,7 @@ class _Texts:
     """Prompts in groups, and what plain decoding makes of them."""
 
     def __init__(self, batch_size: int, num_tokens: int) -> None:
-        num_groups = 2 if batch_size == 1 else 1
+        num_groups = max(1, min(4, 16 // batch_size))  # few rows are done soon
         self.prompts = corpus.prompts(num_groups * batch_size, PROMPT_LEN)
         self._batch_size = batch_size
         self._params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
