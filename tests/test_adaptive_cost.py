@@ -408,6 +408,32 @@ def test_results_of_shapes_that_say_nothing_change_nothing():
     assert acceptance.expected(chain(3)) == before
 
 
+def test_what_ctrl_c_left_of_a_round_is_reckoned_with(monkeypatch):
+    """Law: what is expected follows from the counts, wherever the last round was stopped."""
+    shape = chain(3)
+    acceptance, whole = Acceptance([shape]), Acceptance([shape])
+    for each in (acceptance, whole):
+        for _ in range(3):
+            each.observe(shape, [3] * 8)
+        assert each.expected(shape) > 3.9
+    whole.observe(shape, [0] * 8)
+    lanes = [0] * 8
+    depth = iter(range(3))
+
+    def stopping(rounds: int) -> float:
+        if next(depth) == 2:  # the two before it are counted
+            raise KeyboardInterrupt
+        return 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specpool.adaptive.acceptance._freshness", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            acceptance.observe(shape, lanes)
+    for _ in range(10):
+        acceptance.observe(Shape.none(), lanes)  # say nothing
+    assert whole.expected(shape) <= acceptance.expected(shape) < 3.5
+
+
 def test_a_slot_of_one_shape_answers_it_always():
     slots = {1: SlotConfig(candidates=(TREE, PLAIN)), 8: SlotConfig(candidates=(chain(1),))}
     controller = CostController(AdaptiveConfig(slots=slots, policy="cost", threshold_rounds=0))

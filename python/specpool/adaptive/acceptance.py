@@ -124,11 +124,11 @@ class Acceptance:
         family = self._families.get(_family_of(shape))
         if family is None or shape.num_steps > len(family.tries):
             return False
+        self._expected = {}  # first, whenever Ctrl-C comes
         jumped = family.add(count_survivors(num_correct_drafts, shape.num_steps), self._now)
         if jumped:
             for other in self._families.values():
                 other.forget(shape.num_steps if other is family else 0)
-        self._expected = {}
         return jumped
 
     def expected(self, shape: Shape) -> float:

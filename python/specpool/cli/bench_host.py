@@ -39,7 +39,6 @@ class Return:
         )
         self._request.prefill_len = len(ids)
         self._engine, self._tier, self._num_tokens = engine, tier, num_tokens
-        self._handle: Handle | None = None
         self._tokens: set[int] = set()
 
     def prefill(self) -> float:
@@ -52,26 +51,32 @@ class Return:
         return seconds
 
     def offload(self) -> float:
-        """Seconds of the way to the host; what is offloaded is new."""
+        """Seconds of the way to the host."""
+        handle, seconds = self._offloaded()
+        self._tier.drop(handle)
+        return seconds
+
+    def _offloaded(self) -> tuple[Handle, float]:
+        """A new row on the host, and the seconds of its way there."""
         ledger = self._engine.ledger
         row = ledger.admit()
         self._feed(row, 0)
         ledger.trim(row, self._num_tokens)
         start = time.perf_counter()
-        self._handle = self._tier.offload(row)
+        handle = self._tier.offload(row)
         self._synchronize()
         seconds = time.perf_counter() - start
-        if self._handle is None:
+        if handle is None:
             raise CorruptState(f"{self._num_tokens} tokens have no room on an empty host")
         for g, group in enumerate(ledger.groups):  # or they would be found where they were
             self._engine.cache.scrub(g, np.arange(1, group.num_pages + 1, dtype=np.int32))
-        return seconds
+        return handle, seconds
 
     def reload(self) -> float:
         """Seconds to the next token, from the host; the row goes back."""
-        assert self._handle is not None
+        handle, _ = self._offloaded()
         start = time.perf_counter()
-        row = reload(self._tier, self._engine.cache, self._handle)
+        row = reload(self._tier, self._engine.cache, handle)
         if row is None:
             raise CorruptState("a copy from the host has failed")
         self._feed(row, self._num_tokens)
