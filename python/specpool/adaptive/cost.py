@@ -57,7 +57,7 @@ class CostController:
         self._current = config.initial_shape(initial)
         self._chosen: dict[tuple[int, int], tuple[int, Shape]] = {}  # by key and batch size
         self._round = 0
-        self._tried: set[Shape] = set()  # run for their times' sake, where nobody measured them
+        self._untried = {*self.candidates}  # run for their times' sake, where nobody measured them
         self._probe: Shape | None = None
         self._probes_left = self._longer = 0
         self._next_probe = 0
@@ -121,9 +121,11 @@ class CostController:
     def _plan_probe(self, slot: tuple[Shape, ...], batch_size: int) -> None:
         """Begin a probe where there is something to learn and time to spare for it."""
         self._next_probe = self._round + _PROBE_ROUNDS // 2
-        for shape in slot:
-            if shape not in self._tried and not self._seconds.is_measured(shape):
-                self._tried.add(shape)
+        for shape in slot if self._untried else ():
+            if shape not in self._untried:
+                continue
+            self._untried.remove(shape)
+            if not self._seconds.is_measured(shape):
                 self._probe, self._probes_left, self._next_probe = shape, 2, self._round
                 return
         current = self._current
@@ -135,9 +137,11 @@ class CostController:
         rate, tokens = self._rate(current, batch_size), self._acceptance.expected(current)
         best = 0.0
         for shape in others:
-            seconds = self._seconds.hoped(shape, batch_size)
-            gain = self._acceptance.hoped(shape) / seconds / rate - 1  # should all hopes come true
-            lost = max((seconds * rate - self._acceptance.expected(shape)) / tokens, 0.1)
+            worth = self._seconds.hoped(shape, batch_size) * rate  # what the current one gives then
+            gain = self._acceptance.hoped(shape) / worth - 1  # should all hopes come true
+            if gain <= 0:
+                continue
+            lost = max((worth - self._acceptance.expected(shape)) / tokens, 0.1)
             if gain / lost > best and min(lost, _MOST_SPARE) <= self._spare:
                 best, probe, price = gain / lost, shape, lost
         if best:

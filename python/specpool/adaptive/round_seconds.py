@@ -124,6 +124,9 @@ class RoundSeconds:
 
         An unmeasured shape's are those of the nearest by nodes; 1 where nothing has been measured.
         """
+        cell = self._cells[shape].get(batch_size)
+        if cell is not None and cell.is_settled:
+            return cell.seconds
         if self._sizes[shape]:
             return self._of_measured(shape, batch_size)
         measured = [other for other, sizes in self._sizes.items() if sizes]
@@ -135,9 +138,10 @@ class RoundSeconds:
     def hoped(self, shape: Shape, batch_size: int) -> float:
         """Seconds that it may take, should stalls and the load have been the others' alone."""
         seconds = self.of(shape, batch_size)
-        cell, load = self._cells[shape].get(batch_size), self._loads.get(batch_size)
+        cell = self._cells[shape].get(batch_size)
         if cell is None:
             return seconds
+        load = self._loads.get(batch_size)
         shared = 1.0 if load is None else min(1.0, cell.load / load.value)
         return min(seconds, cell.least) * shared
 

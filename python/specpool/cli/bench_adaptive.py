@@ -50,7 +50,8 @@ BY_TURNS = AdaptiveConfig.from_dict(
 #: Back and forth over the thresholds of a table, then up to 32 rows and down.
 MIXED = [*[4, 5] * 40, *[7, 9] * 40, *range(1, 33), *range(32, 0, -1)]
 NUM_SEEDS = 3
-NUM_PASSES = 5  # over the rounds that are measured for the model
+NUM_PASSES = 7  # over the rounds that are measured for the model
+NUM_ROUNDS = 15  # of each shape and batch size, in each of them
 PROMPT_LEN = 128
 
 BEST_SHARE, REAL_BEST_SHARE, PLAIN_SHARE, MOST_US = 0.95, 0.93, 0.95, 20.0
@@ -168,12 +169,12 @@ def measured_costs(
     seconds: dict[tuple[Shape | None, int], float] = {}
     by_turns: dict[tuple[bool, int], float] = {}  # of rounds that draft: after a plain one or not
     for _ in range(num_passes):
-        for size in sizes:
+        for size in reversed(sizes):  # or a few rows would have a fresh engine's one run of pages
             for shape in (*CANDIDATES, None):  # None = plain, and may draft again
                 engine = engines.ready if shape is None else engines.static[shape]
-                least = min(seconds for _, seconds in round_seconds(engine, size, 5))
+                least = min(seconds for _, seconds in round_seconds(engine, size, NUM_ROUNDS))
                 seconds[shape, size] = min(least, seconds.get((shape, size), least))
-            rounds = round_seconds(engines.by_turns, size, 16)
+            rounds = round_seconds(engines.by_turns, size, 2 * NUM_ROUNDS)
             for (before, _), (shape, took) in pairwise(rounds):
                 if shape != PLAIN:
                     at = (before == PLAIN, size)
