@@ -307,11 +307,11 @@ def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch
 
 
 def test_behind_a_round_that_failed_no_older_rounds_seconds_are_told(build, monkeypatch):
-    """On a device under overlap: the turn's prompt is what the next turn waits for."""
+    """Law: on a device under overlap a turn tells of what was on its way; of a prompt, nothing."""
     script = Scripted([SEVEN])
     engine = build(script, overlap_depth=1)
     loop, propose = engine._loop, engine.drafter.propose
-    told = []  # turn, and lanes of the round that its seconds are told of
+    told = []  # turns whose seconds were told
     observe = loop._observe_round
 
     def observing(*args):

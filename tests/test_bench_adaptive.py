@@ -11,7 +11,7 @@ from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.adaptive.shapes import chain
 from specpool.cli import adaptive_model as model
 from specpool.cli.bench_adaptive import OURS, THEIRS, Line
-from specpool.cli.machine import Result
+from specpool.cli.machine import Result, interleaved
 from specpool.engine import Engine
 from test_cli import call
 
@@ -144,3 +144,13 @@ def test_a_replay_is_the_policys_own_and_repeats_itself(policy):
     assert 0 < runs[0].switch_ct == len(runs[0].switch_us) < len(runs[0].round_us)
     merged = model.merged(runs[:2])
     assert merged["0.9", 1].rate == pytest.approx(runs[0].cells["0.9", 1].rate)
+
+
+def test_every_run_has_one_turn_a_round_and_the_rounds_differ():
+    """Law: what one run leaves behind does not always meet the same other one."""
+    ran: list[int] = []
+    runs = [lambda i=i: float(ran.append(i) or i) for i in range(5)]
+    assert interleaved(runs, 8) == [0, 1, 2, 3, 4]
+    rounds = [tuple(ran[at : at + 5]) for at in range(0, 40, 5)]
+    assert rounds[0] == (0, 1, 2, 3, 4)
+    assert all(sorted(each) == [0, 1, 2, 3, 4] for each in rounds) and len({*rounds}) > 4

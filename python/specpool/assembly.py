@@ -43,7 +43,7 @@ class Assembly:
     controller: Controller | None
 
     def scheduler(self, controller: Controller | None, **options: Any) -> Scheduler:
-        """One of these requests' own; `options` are further ones of `Scheduler`."""
+        """A scheduler of the ledger's rows; `options` are further ones of `Scheduler`."""
         config, drafter = self.config, self.drafter
         return Scheduler(
             self.ledger,

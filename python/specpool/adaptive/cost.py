@@ -84,7 +84,7 @@ class CostController:
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
-        """Take over a round's result; returns the shape that was switched to, or None."""
+        """Take over a round's result; returns the shape that a jump has switched to, or None."""
         if self._longer and shape == self._probe and len(num_correct_drafts):
             mean = 1 + sum(num_correct_drafts) / len(num_correct_drafts)  # faster than numpy's
             self._probes_left = int(mean > self._acceptance.expected(shape))
