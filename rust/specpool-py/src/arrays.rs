@@ -28,7 +28,7 @@ const MAX_LANES: usize = 1 << 24;
 /// Elements of an array that is handed out.
 const MAX_ELEMENTS: usize = 1 << 40;
 
-/// A list of anything, as long as what is in it; not as long as it says.
+/// A list of anything, of no more entries than a batch can have, whatever length it says that it has.
 pub struct List<T>(pub Vec<T>);
 
 impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
@@ -38,8 +38,11 @@ impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
         if value.is_instance_of::<PyString>() {
             return Err(PyTypeError::new_err("a list is needed, got a str"));
         }
+        let sequence = value.cast::<PySequence>()?;
+        expect_lanes("a list", sequence.len().unwrap_or(0))?;
         let mut items = Vec::new();
-        for item in value.cast::<PySequence>()?.try_iter()? {
+        for item in sequence.try_iter()? {
+            expect_lanes("a list", items.len() + 1)?;
             let item = item?.extract::<T>().map_err(Into::into)?;
             memory::room(&mut items, 1, "a list").map_err(to_py)?;
             items.push(item);
@@ -172,7 +175,7 @@ fn expect_lanes(name: &str, len: usize) -> PyResult<()> {
     if len <= MAX_LANES {
         return Ok(());
     }
-    Err(shape_error(format!("{name} has {len} entries, a batch has at most {MAX_LANES}")))
+    Err(shape_error(format!("{name} has {len} entries, at most {MAX_LANES} are taken")))
 }
 
 /// Each number as an int32, in the order of the batch.
