@@ -580,4 +580,4 @@ def test_a_few_bytes_of_a_log_cannot_ask_for_any_memory(tmp_path, form):
         done = run(INSPECT, str(path), *options)
         assert done.returncode == 0, done.stderr
         if form == "terminal" and name == "tokens":
-            assert "1048576 slots, too many to draw; 1048576 pages" in done.stdout
+            assert "1048576 slots, too many to draw" in " ".join(done.stdout.split())
