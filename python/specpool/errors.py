@@ -44,6 +44,10 @@ class OutOfMemory(SpecpoolError, MemoryError):
         super().__init__(message)
         self.num_bytes = num_bytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not past `__init__`: MemoryError lets nobody else make its instances.
+        return type(self), (*self.args, self.num_bytes), vars(self)
+
 
 class OutOfRows(SpecpoolError):  # noqa: N818 - the contract's name
     """Every row is taken. Attributes: num_rows, fenced."""
