@@ -208,7 +208,9 @@ def test_moves_in_buffers_without_a_byte_end_at_once():
     empty, none = np.zeros((2**40, 0, 4), np.uint8), np.zeros(0, np.int64)
     answers_at_once(lambda: _core.move_slots([(empty, [4])], none, none))
     answers_at_once(lambda: _core.scatter_slots([(empty, [4])], none, [empty.copy()]))
-    answers_at_once(lambda: _core.move_slots([(np.zeros((0, 2**40, 4), np.uint8), [4])], none, none))
+    answers_at_once(
+        lambda: _core.move_slots([(np.zeros((0, 2**40, 4), np.uint8), [4])], none, none)
+    )
     ancestors, parents = np.zeros((0, 2**38, 2**20), np.int32), np.zeros((0, 2**38), np.int32)
     answers_at_once(lambda: _core.advance_ancestors(ancestors, parents, 0))
 

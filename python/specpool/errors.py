@@ -33,7 +33,7 @@ class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
         self.fenced, self.reclaimable = fenced, reclaimable
 
 
-class OutOfMemory(SpecpoolError, MemoryError):
+class OutOfMemory(SpecpoolError, MemoryError):  # noqa: N818 - beside OutOfPages and OutOfRows
     """The machine has no memory for what a call needs; the call has changed nothing.
 
     Attributes:
