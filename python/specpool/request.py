@@ -76,6 +76,13 @@ class Request:
     num_reused: int = 0  # prompt tokens with KV when it got its first row
     shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
+    # Where it puts itself, by number, when it gives up its row or ends: there may be news of it.
+    mailbox: dict[int, Request] | None = None
+
+    def post(self) -> None:
+        """Say that there may be news of it, though it runs no more."""
+        if self.mailbox is not None:
+            self.mailbox[self.request_id] = self
 
     @property
     def num_output_tokens(self) -> int:
