@@ -125,8 +125,12 @@ class Conversations:
     def new(self, tokens: list[int]) -> Conversation:
         """A further conversation, with what has been said in it."""
         conversation = Conversation(next(self._numbers), tokens)
-        self.open[conversation.number] = conversation
-        return conversation
+        try:
+            self.open[conversation.number] = conversation
+            return conversation
+        except BaseException:  # Ctrl-C: nobody would have it
+            self.open.pop(conversation.number, None)
+            raise
 
     def close(self, conversation: Conversation) -> None:
         """Forget one between turns, and give back what it keeps; twice is once."""
@@ -273,10 +277,10 @@ class Conversations:
 
         Nothing of the row may be in flight any more.
         """
-        copy = Conversation(next(self._numbers), list(conversation.tokens))
-        copy.said = list(conversation.said)
+        copy = None
         try:
-            self.open[copy.number] = copy
+            copy = self.new(list(conversation.tokens))
+            copy.said = list(conversation.said)
             if conversation.row:
                 # Not ready: the row is a fork itself; its copy of a page waits for the next step.
                 with contextlib.suppress(OutOfRows, OutOfPages, NotReady):
@@ -284,7 +288,8 @@ class Conversations:
                     self.keep(copy, row, self.kept_len(conversation))
             return copy
         except BaseException:  # Ctrl-C: nobody would have it
-            self.close(copy)
+            if copy is not None:
+                self.close(copy)
             raise
 
     def reclaim(self, shortage: OutOfPages) -> bool:

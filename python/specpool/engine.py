@@ -242,9 +242,16 @@ class Engine:
         self._prompts.check_open()
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, 2, self.max_context_len)
-        with self._lock:
-            conversation = self._scheduler.conversations.new([])
-            return Session(self, conversation, max_tokens or self.max_context_len)
+        conversation = None
+        try:
+            with self._lock:
+                conversation = self._scheduler.conversations.new([])
+                return Session(self, conversation, max_tokens or self.max_context_len)
+        except BaseException:  # Ctrl-C: nobody would have it
+            if conversation is not None:
+                with self._lock:
+                    self._scheduler.conversations.close(conversation)
+            raise
 
     def submit(
         self,

@@ -207,19 +207,19 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy.
         """
-        engine = self._engine
-        with engine._lock:
-            self._check_idle("fork")
-            engine._loop.drain()  # a round of the last turn may be under way
-            copy = None
-            try:
+        engine, copy = self._engine, None
+        try:
+            with engine._lock:
+                self._check_idle("fork")
+                engine._loop.drain()  # a round of the last turn may be under way
                 with engine._loop.recovering():
                     copy = engine._scheduler.conversations.fork(self._conversation)
                 return Session(engine, copy, self.max_tokens)
-            except BaseException:  # Ctrl-C: nobody would have the copy
-                if copy is not None:
+        except BaseException:  # Ctrl-C: nobody would have the copy
+            if copy is not None:
+                with engine._lock:
                     engine._scheduler.conversations.close(copy)
-                raise
+            raise
 
     def abort(self) -> None:
         """End the turn that waits or runs, if there is one: the session is what it was before."""
