@@ -124,6 +124,8 @@ class Loop:
         """Whatever stops the block, Ctrl-C above all: what runs ends, and nothing stays behind."""
         try:
             yield
+        except GeneratorExit:  # Ctrl-C came before or behind the block: nothing was stopped
+            raise
         except BaseException as error:
             self._flying.clear()
             self._synchronize()
