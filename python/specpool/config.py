@@ -33,7 +33,7 @@ def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
 
 
 # A Rust class: so that a configuration can be pickled and copied.
-copyreg.pickle(Shape, _parts)  # type: ignore[arg-type]
+copyreg.pickle(Shape, _parts)
 
 
 def check_int(name: str, value: object, least: int, most: int) -> None:
