@@ -261,6 +261,11 @@ def tree_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]
     run = partial(kernels.build_tree, *buffers, root_tokens, **named, out=tree)
     yield Case("build_tree", run, _bytes(*buffers, root_tokens, *tree))
 
+    links = tree[:5]
+    checked = kernels.check_tree(*links, root_tokens, vocab_size=sizes.vocab)
+    run = partial(kernels.check_tree, *links, root_tokens, vocab_size=sizes.vocab, out=checked)
+    yield Case("check_tree", run, _bytes(*links, root_tokens, *checked))
+
     tokens, _, _, first_child, next_sibling, _ = tree
     # Every walk goes down to a leaf.
     child = tokens.gather(1, first_child.clamp(min=0).long())

@@ -1,4 +1,4 @@
-// The draft tree on the device: select, build, verify (spec 5.1 - 5.4; kernels 10 and 12). One block for each lane.
+// The draft tree on the device: select, build, check, verify (spec 5.1 - 5.4; kernels 10 and 12). One block for each lane.
 //
 // Candidates are numbered level by level: K of step 0, then K * K of each later step. Which are the best is found by
 // counting, for each, those that are better (ties: lower number first): no sort, and the CPU twin's result bit for bit.
@@ -127,6 +127,57 @@ extern "C" __global__ void build_tree_kernel(
         while (above > cell % n) above = parent_of[above];
         mask[lane * n * n + cell] = above == cell % n;
     }
+}
+
+// Whether nodes a < b see the same others: a's child b sees a too, its sibling does not, and a never sees b.
+__device__ __forceinline__ bool sees_alike(const unsigned char* mask, int n, int a, int b, bool is_child) {
+    const unsigned char *of_a = mask + (long long)a * n, *of_b = mask + (long long)b * n;
+    if (of_a[b] || (of_b[a] != 0) != is_child) return false;
+    for (int other = 0; other < n; other++) {
+        if (other != a && other != b && (of_a[other] != 0) != (of_b[other] != 0)) return false;
+    }
+    return true;
+}
+
+// Finds the lanes whose arrays are no tree of this root: a walk over them would give another text than the target's.
+// Such a lane gets the root's token and depth 0 in every node, so that nothing behind reads out of bounds.
+//
+// grid batch, block any.
+extern "C" __global__ void check_tree_kernel(
+    int num_draft_tokens,
+    long long vocab_size,
+    const long long* tokens,       // int64 [batch, N]
+    const int* depths,             // int32 [batch, N]
+    const unsigned char* mask,     // bool [batch, N, N]
+    const int* first_child,        // int32 [batch, N]
+    const int* next_sibling,       // int32 [batch, N]
+    const long long* root_tokens,  // int64 [batch]
+    long long* safe_tokens,        // int64 [batch, N]
+    int* safe_depths,              // int32 [batch, N]
+    unsigned char* is_broken) {    // bool [batch]
+    __shared__ int broken;
+    const int n = num_draft_tokens;
+    const long long lane = blockIdx.x, first = lane * n;
+    tokens += first, depths += first, first_child += first, next_sibling += first;
+    mask += first * n;
+    if (threadIdx.x == 0) broken = tokens[0] != root_tokens[lane] || depths[0] != 0;
+    __syncthreads();
+    for (int node = threadIdx.x; node < n; node += blockDim.x) {
+        bool fits = tokens[node] >= 0 && tokens[node] < vocab_size && mask[(long long)node * n + node];
+        int seen = 0;
+        for (int other = 0; other < n; other++) seen += mask[(long long)node * n + other] != 0;
+        fits = fits && depths[node] >= 0 && depths[node] < n && seen == depths[node] + 1;
+        const int child = first_child[node], sibling = next_sibling[node];
+        if (child != -1) fits = fits && child > node && child < n && sees_alike(mask, n, node, child, true);
+        if (sibling != -1) fits = fits && sibling > node && sibling < n && sees_alike(mask, n, node, sibling, false);
+        if (!fits) atomicExch(&broken, 1);
+    }
+    __syncthreads();
+    for (int node = threadIdx.x; node < n; node += blockDim.x) {
+        safe_tokens[first + node] = broken ? root_tokens[lane] : tokens[node];
+        safe_depths[first + node] = broken ? 0 : depths[node];
+    }
+    if (threadIdx.x == 0) is_broken[lane] = broken != 0;
 }
 
 // Walks each lane's tree from the root: to the first child whose token is the target's, until there is none.

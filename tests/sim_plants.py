@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import heapq
 
 import numpy as np
 
@@ -41,11 +41,10 @@ def drop_a_retracted_request(patch):
 
 
 def admit_the_last_first(patch):
-    def submit(self, request):
-        waiting = self._waiting._requests
-        bisect.insort(waiting, request, key=lambda r: (-r.priority, -r.request_id))
+    def first(self):
+        return min(self, key=lambda r: (-r.priority, -r.request_id))
 
-    patch.setattr(Scheduler, "submit", submit)
+    patch.setattr(Waiting, "first", property(first))
 
 
 def put_the_retracted_behind(patch):
@@ -54,7 +53,9 @@ def put_the_retracted_behind(patch):
     def behind(self, request):
         requeue(self, request)
         self._waiting.remove(request)
-        self._waiting._requests.append(request)
+        self._waiting.tidy()
+        heapq.heappush(self._waiting._orders, (1 << 40, request.request_id))
+        self._waiting._requests[request.request_id] = request
 
     patch.setattr(Scheduler, "_requeue", behind)
 

@@ -94,7 +94,7 @@ def test_the_text_is_the_twins(case, kind, reference):
     expected = {"apply_table_delta", "slot_ranges", "copy_slots", "sample_tokens"}
     _, shape, options = CASES[case]
     if shape:
-        expected |= {"verify_tree", "compact_accepted"}
+        expected |= {"check_tree", "verify_tree", "compact_accepted"}
     if shape and shape[1] > 1:
         expected |= {"select_topk", "build_tree", "draft_write_slots"}
         if options.get("layout") == "holey":

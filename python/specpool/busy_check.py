@@ -204,7 +204,7 @@ class BusyCheck:
             row: (f"session {conversation.number}", conversation.epoch)
             for row, conversation in self._scheduler.conversations.rows()
         }
-        for request in self._scheduler.requests():
+        for request in self._scheduler.running:
             if not request.row:
                 continue
             name = f"request {request.request_id}"
@@ -298,7 +298,7 @@ class BusyCheck:
         return int(pages[-1]) if len(pages) else None
 
     def _is_in_use(self, row: int) -> bool:
-        has_request = row > 0 and any(r.row == row for r in self._scheduler.requests())
+        has_request = row > 0 and any(r.row == row for r in self._scheduler.running)
         return has_request or self._ledger.is_live(row)
 
     def _name(self, row: int) -> str:

@@ -91,6 +91,8 @@ class CudaCapture:
         return torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
 
 
+# How libraries say that memory has run out, a CPU's among them.
+_SIGNS = ("ALLOC_FAILED", "can't allocate memory", "not enough memory")
 _RESERVE = 0.05  # of the device's memory, that graphs leave alone
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
@@ -117,14 +119,16 @@ def capture_on(device: torch.device) -> Capture | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: torch's, the driver's or a library's.
+    """Whether memory ran out: Python's, torch's, the driver's or a library's.
 
     The end of a capture may report its own fault instead; memory's is behind it.
     """
     while error is not None:
         text = str(error)
-        says = "out of memory" in text.lower() or "ALLOC_FAILED" in text
-        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and says):
+        says = any(sign in text for sign in _SIGNS) or "out of memory" in text.lower()
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and says:
             return True
         error = error.__context__
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 from dataclasses import dataclass, field
 from os import PathLike
@@ -25,6 +26,14 @@ Offload = Literal["cost", "always", "never"]
 HEADROOM = 16
 #: Stop strings of one request at most.
 MAX_STOP_STRINGS = 64
+
+
+def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
+    return Shape, (shape.num_steps, shape.topk, shape.num_draft_tokens)
+
+
+# A Rust class: so that a configuration can be pickled and copied.
+copyreg.pickle(Shape, _parts)
 
 
 def check_int(name: str, value: object, least: int, most: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
-from specpool.errors import NotReady, OutOfPages, OutOfRows
+from specpool.errors import NotReady, OutOfPages, OutOfRows, SpecpoolError
 
 if TYPE_CHECKING:
     from specpool.host_tier import Handle, HostTier
@@ -125,28 +125,47 @@ class Conversations:
     def new(self, tokens: list[int]) -> Conversation:
         """A further conversation, with what has been said in it."""
         conversation = Conversation(next(self._numbers), tokens)
-        self.open[conversation.number] = conversation
-        return conversation
+        try:
+            self.open[conversation.number] = conversation
+            return conversation
+        except BaseException:  # Ctrl-C: nobody would have it
+            self.open.pop(conversation.number, None)
+            raise
 
     def close(self, conversation: Conversation) -> None:
         """Forget one between turns, and give back what it keeps; twice is once."""
-        self.open.pop(conversation.number, None)
-        self._give_back(conversation)
-        self.drop_handle(conversation)
+        try:
+            self._give_back(conversation)
+        except SpecpoolError:  # the ledger refuses: the row is out of use
+            self._forget(conversation)
+            raise
+        finally:
+            self.drop_handle(conversation)
+        self.open.pop(conversation.number, None)  # last: Ctrl-C may come before
 
-    def close_all(self) -> None:
-        """Forget all of them."""
+    def close_all(self) -> list[str]:
+        """Forget all of them; returns what could not be given back."""
+        failures = []
         for conversation in list(self.open.values()):
-            self.close(conversation)
+            try:
+                self.close(conversation)
+            except SpecpoolError as error:
+                failures.append(f"the row of session {conversation.number}: {error}")
+                self.close(conversation)
+        return failures
 
     def kept_len(self, conversation: Conversation) -> int:
         """Tokens with KV on an idle row."""
         return int(self._ledger.resolved_len[conversation.row])
 
     def owns(self, row: int) -> bool:
-        """Whether the row is idle, and its conversation's."""
+        """Whether the row is idle, and that of an open conversation."""
         conversation = self._idle.get(row)
-        return conversation is not None and conversation.epoch == self._ledger.epoch[row]
+        return (
+            conversation is not None
+            and conversation.epoch == self._ledger.epoch[row]
+            and self.open.get(conversation.number) is conversation
+        )
 
     def rows(self) -> Iterator[tuple[int, Conversation]]:
         """The idle rows."""
@@ -229,13 +248,13 @@ class Conversations:
         handle, conversation = request.handle, request.conversation
         if conversation is None:
             self.drop_handle(request)
-        elif handle is not None and self._host is not None and handle in self._host.handles:
+        elif handle is not None and self._host is not None and self._host.holds(handle):
             conversation.handle, request.handle = handle, None
 
     def drop_handle(self, owner: Conversation | Request) -> None:
         """Keep nothing for it on the host."""
         handle, owner.handle = owner.handle, None
-        if handle is not None and self._host is not None and handle in self._host.handles:
+        if handle is not None and self._host is not None and self._host.holds(handle):
             self._host.drop(handle)
 
     def cut(self, conversation: Conversation, num_tokens: int) -> int:
@@ -258,14 +277,20 @@ class Conversations:
 
         Nothing of the row may be in flight any more.
         """
-        copy = self.new(list(conversation.tokens))
-        copy.said = list(conversation.said)
-        if conversation.row:
-            # Not ready: the row is a fork itself, and its copy of a page waits for the next step.
-            with contextlib.suppress(OutOfRows, OutOfPages, NotReady):
-                row = self._ledger.fork(conversation.row, f"session {copy.number}")
-                self.keep(copy, row, self.kept_len(conversation))
-        return copy
+        copy = None
+        try:
+            copy = self.new(list(conversation.tokens))
+            copy.said = list(conversation.said)
+            if conversation.row:
+                # Not ready: the row is a fork itself; its copy of a page waits for the next step.
+                with contextlib.suppress(OutOfRows, OutOfPages, NotReady):
+                    row = self._ledger.fork(conversation.row, f"session {copy.number}")
+                    self.keep(copy, row, self.kept_len(conversation))
+            return copy
+        except BaseException:  # Ctrl-C: nobody would have it
+            if copy is not None:
+                self.close(copy)
+            raise
 
     def reclaim(self, shortage: OutOfPages) -> bool:
         """Drop what has been idle the longest; False where that would help nobody."""

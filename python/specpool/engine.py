@@ -18,7 +18,7 @@ from specpool.assembly import assemble
 from specpool.busy_check import BusyFinding
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, CorruptState, SpecpoolError
 from specpool.loading import load
 from specpool.loop import Loop
 from specpool.models import TargetModel
@@ -75,6 +75,7 @@ class Engine:
         self._loop: Loop = parts.loop(self._scheduler, busy_check=config.busy_check)
         self._busy_check = self._loop.busy_check
         self._submitted: dict[int, _Submitted] = {}
+        self._mailbox: dict[int, Request] = {}  # of those, who runs no more and may have news
         # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
         self._lock = threading.RLock()
         self._prompts = Prompts(
@@ -241,9 +242,16 @@ class Engine:
         self._prompts.check_open()
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, 2, self.max_context_len)
-        with self._lock:
-            conversation = self._scheduler.conversations.new([])
-        return Session(self, conversation, max_tokens or self.max_context_len)
+        conversation = None
+        try:
+            with self._lock:
+                conversation = self._scheduler.conversations.new([])
+                return Session(self, conversation, max_tokens or self.max_context_len)
+        except BaseException:  # Ctrl-C: nobody would have it
+            if conversation is not None:
+                with self._lock:
+                    self._scheduler.conversations.close(conversation)
+            raise
 
     def submit(
         self,
@@ -283,13 +291,21 @@ class Engine:
         with self._lock:
             if session is None:
                 (request,) = self._prompts.requests([prompt], params, shape, priority)
-                self._scheduler.submit(request)
             else:
-                request = session.submit(prompt, params, shape, priority)
-            self._submitted[request.request_id] = _Submitted(
-                request, Report(request, self.tokenizer), on_item
-            )
-        return request.request_id
+                request = session.next_turn(prompt, params, shape, priority)
+            number = request.request_id
+            request.mailbox = self._mailbox
+            report = Report(request, self.tokenizer)
+            try:
+                self._submitted[number] = _Submitted(request, report, on_item)
+                self._scheduler.submit(request)
+                return number
+            except BaseException:  # Ctrl-C: its number would be known to nobody
+                with self._loop.recovering():
+                    self._scheduler.abort(request)
+                self._submitted.pop(number, None)
+                self._mailbox.pop(number, None)
+                raise
 
     def pin(self, prompt: Prompt) -> Pin:
         """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
@@ -317,11 +333,16 @@ class Engine:
             )
         (request,) = self._prompts.requests([request.tokens[:whole]], params, None, 0)
         request.wants_pin = True
-        for _ in self._news([request]):
-            pass
-        if request.pin is None:
-            raise ConfigError(f"the prompt cannot be pinned: {request.error}")
-        return request.pin
+        try:
+            for _ in self._news([request]):
+                pass
+            if request.pin is None:
+                raise ConfigError(f"the prompt cannot be pinned: {request.error}")
+            return request.pin
+        except BaseException:  # Ctrl-C: nobody would have the pin
+            if request.pin is not None:
+                self.unpin(request.pin)
+            raise
 
     def unpin(self, pin: Pin) -> None:
         """Keep a pinned text no longer; requests that run on it go on."""
@@ -335,8 +356,8 @@ class Engine:
             ConfigError: there is no such request, or it has been done for longer than a turn.
         """
         with self._lock:
-            if number not in self._submitted:
-                raise ConfigError(f"no request {number!r} is running or waiting")
+            if not isinstance(number, int) or number not in self._submitted:
+                raise ConfigError(f"no request {number!r:.80} is running or waiting")
             with self._loop.recovering():
                 self._scheduler.abort(self._submitted[number].request)
 
@@ -344,13 +365,22 @@ class Engine:
         """Run one turn for all requests; False when nothing is left to do."""
         with self._lock:
             self._loop.turn()
-            for number, submitted in list(self._submitted.items()):
-                for item in submitted.report.news():
-                    if isinstance(item, RequestOutput):
-                        del self._submitted[number]
-                    if submitted.on_item is not None:
-                        submitted.on_item(number, item)
-            return bool(self._scheduler.requests() or self._loop.num_flying or self._submitted)
+            # Who waits has no news, and may be one of thousands.
+            running = {request.request_id for request in self._scheduler.running}
+            for number in sorted(running | self._mailbox.keys()):
+                submitted = self._submitted.get(number)
+                if submitted is not None:
+                    self._tell(number, submitted)
+                self._mailbox.pop(number, None)  # last: what raises is asked again
+            return bool(self._scheduler.has_requests or self._loop.num_flying or self._submitted)
+
+    def _tell(self, number: int, submitted: _Submitted) -> None:
+        """Hand a submitted request's news on."""
+        for item in submitted.report.news():
+            if isinstance(item, RequestOutput):
+                del self._submitted[number]
+            if submitted.on_item is not None:
+                submitted.on_item(number, item)
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
         for _, news in self._news(requests, tell=True):
@@ -386,21 +416,37 @@ class Engine:
         """Abort what runs, give the target model its own attention back, write the event log out.
 
         Raises:
+            CorruptState: the ledger refuses to take something back; the message says what. All
+                else is done, a further call does nothing.
             RecordError: the event log cannot be written; all else is done, a further call tries
                 again.
         """
         with self._lock:  # a forward of an asynchronous stream may run
-            while requests := self._scheduler.requests():  # the end of one may queue its siblings
-                for request in requests:
-                    self._scheduler.abort(request)
-            self._loop.drain()
-            if not self.ledger.closed:
-                self._scheduler.pins.drop_all()
-                self._scheduler.conversations.close_all()
-                if self._host is not None:
-                    self._host.close()
-            self.target.close()
+            failures: list[str] = []
+            try:
+                if not self.ledger.closed:
+                    failures = self._give_everything_back()
+            finally:
+                self.target.close()
             self.ledger.close()
+        if failures:
+            raise CorruptState(
+                "the engine is closed, but not all was given back:\n" + "\n".join(failures)
+            )
+
+    def _give_everything_back(self) -> list[str]:
+        """End and forget all; returns what the ledger refused."""
+        with self._loop.recovering():
+            failures = self._scheduler.abort_all()
+            try:
+                self._loop.drain()
+            except SpecpoolError as error:
+                failures.append(f"the steps on their way: {error}")
+            failures += self._scheduler.pins.drop_all()
+            failures += self._scheduler.conversations.close_all()
+            if self._host is not None:
+                self._host.close()
+        return failures
 
     def __enter__(self) -> Engine:
         """Return the engine itself."""

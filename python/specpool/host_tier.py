@@ -296,6 +296,10 @@ class HostTier:
         seconds = self._copies.seconds(self._held(row)[1])
         return seconds < int(self.ledger.resolved_len[row]) * token_seconds
 
+    def holds(self, handle: Handle) -> bool:
+        """Whether the handle is good: not dropped, trimmed or reloaded."""
+        return self._handles.get(handle.number) is handle
+
     @property
     def handles(self) -> list[Handle]:
         """All that are held, the oldest first."""
@@ -381,7 +385,7 @@ class HostTier:
         return moves
 
     def _check(self, handle: Handle) -> None:
-        if self._handles.get(handle.number) is not handle:
+        if not self.holds(handle):
             raise OrderError(
                 f"handle {handle.number} of {handle.tag} is not held: dropped, trimmed or reloaded"
             )

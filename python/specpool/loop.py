@@ -17,6 +17,7 @@ import torch
 
 from specpool._core import Ledger
 from specpool.busy_check import BusyCheck
+from specpool.capture import is_out_of_memory
 from specpool.errors import CorruptState, SpecpoolError, StalePlan
 from specpool.host_tier import HostTier
 from specpool.kv_cache import KVCache
@@ -84,22 +85,28 @@ class Loop:
     def run(self, requests: list[Request]) -> Generator[int]:
         """Run until these are done; yields which one has news."""
         seen = [0] * len(requests)
-        pending = set(range(len(requests)))
+        pending = {request.request_id: index for index, request in enumerate(requests)}
+        mailbox: dict[int, Request] = {}
         try:
             for request in requests:
+                request.mailbox = mailbox
                 if request.sample == 0:  # it brings its siblings along
                     self.scheduler.submit(request)
             while pending:
-                # Another iterator's turns may have moved ours on, so look before each turn.
-                for index in sorted(pending):
+                # Another iterator's turns may have moved ours on, so look before each turn. Who
+                # waits has no news, and may be one of thousands.
+                moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
+                mailbox.clear()
+                for index in sorted(pending[number] for number in moved & pending.keys()):
                     request, before = requests[index], seen[index]
                     seen[index] = request.num_output_tokens
-                    if request.finish_reason is not None:
-                        pending.discard(index)
-                    if seen[index] > before or index not in pending:
+                    is_over = request.finish_reason is not None
+                    if is_over:
+                        del pending[request.request_id]
+                    if seen[index] > before or is_over:
                         yield index
                 # While we waited at a yield, another iterator may have finished all of ours.
-                if any(requests[index].finish_reason is None for index in pending):
+                if any(requests[index].finish_reason is None for index in pending.values()):
                     self._run_turn()
         finally:
             with self.recovering():
@@ -109,7 +116,7 @@ class Loop:
 
     def rest(self) -> None:
         """With nobody left to run, leave nothing on its way either."""
-        if not self.scheduler.requests():
+        if not self.scheduler.has_requests:
             self.drain()
 
     @contextlib.contextmanager
@@ -117,15 +124,18 @@ class Loop:
         """Whatever stops the block, Ctrl-C above all: what runs ends, and nothing stays behind."""
         try:
             yield
+        except GeneratorExit:  # Ctrl-C came before or behind the block: nothing was stopped
+            raise
         except BaseException as error:
             self._flying.clear()
             self._synchronize()
-            self.scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}")
+            reason = "error" if is_out_of_memory(error) else "abort"
+            self.scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}", reason)
             raise
 
     def turn(self) -> None:
         """One turn, if a request is there; else take over what is on its way."""
-        if self.scheduler.requests():
+        if self.scheduler.has_requests:
             self._run_turn()
         else:
             self.drain()
@@ -140,30 +150,39 @@ class Loop:
         """Launch what can run now, and take over the oldest results when more are not allowed.
 
         A forward that fails ends the requests in it; anything else that goes wrong, all that run.
+        Where that is a lack of memory, their outputs say so; those that wait go on.
         """
-        with self.recovering():
-            self._look()
-            before = [flying.step for flying in self._flying]
-            started, num_lost = time.perf_counter(), self._num_lost
-            with self.clock.schedule:
-                steps = self.scheduler.schedule()
-            if not self.scheduler.requests():  # the busy check has ended the last ones
-                return
-            if not steps and not self._flying:
-                out_of_use = f"{len(self.busy_check.rows)} of {self._ledger.num_rows} rows"
-                raise CorruptState(f"no request can run: {out_of_use} are out of use")
-            self._turns += 1
-            reloads = [step for step in steps if step.handles is not None]
-            forwards = [step for step in steps if step.handles is None]
-            together = len(forwards) > 1 and self._mixed_chunks
-            groups = [forwards] if together else [[step] for step in forwards]
-            for group in [*([step] for step in reloads), *groups]:
-                self._launch(group)
-            last = self._turns - (self._overlap_depth if steps else 1)
-            while self._flying and self._flying[0].turn <= last:
-                self._take_over(self._flying.popleft())
-            if self._num_lost == num_lost:
-                self._observe_round(before, steps, time.perf_counter() - started)
+        try:
+            with self.recovering():
+                self._run_steps()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def _run_steps(self) -> None:
+        """See `_run_turn`."""
+        self._look()
+        before = [flying.step for flying in self._flying]
+        started, num_lost = time.perf_counter(), self._num_lost
+        with self.clock.schedule:
+            steps = self.scheduler.schedule()
+        if not self.scheduler.has_requests:  # the busy check has ended the last ones
+            return
+        if not steps and not self._flying:
+            out_of_use = f"{len(self.busy_check.rows)} of {self._ledger.num_rows} rows"
+            raise CorruptState(f"no request can run: {out_of_use} are out of use")
+        self._turns += 1
+        reloads = [step for step in steps if step.handles is not None]
+        forwards = [step for step in steps if step.handles is None]
+        together = len(forwards) > 1 and self._mixed_chunks
+        groups = [forwards] if together else [[step] for step in forwards]
+        for group in [*([step] for step in reloads), *groups]:
+            self._launch(group)
+        last = self._turns - (self._overlap_depth if steps else 1)
+        while self._flying and self._flying[0].turn <= last:
+            self._take_over(self._flying.popleft())
+        if self._num_lost == num_lost:
+            self._observe_round(before, steps, time.perf_counter() - started)
 
     def _look(self) -> None:
         """The busy check, before anything else is prepared."""

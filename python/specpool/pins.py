@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from specpool._core import Ledger
+from specpool.errors import SpecpoolError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,10 +52,15 @@ class Pins:
         """Its pages are needed."""
         self.drop(self._pins[0])
 
-    def drop_all(self) -> None:
-        """Keep no text any longer."""
+    def drop_all(self) -> list[str]:
+        """Keep no text any longer; returns what the ledger refused to take back."""
+        failures = []
         for pin in list(self._pins):
-            self.drop(pin)
+            try:
+                self.drop(pin)
+            except SpecpoolError as error:
+                failures.append(f"the pinned prefix {pin.prefix}: {error}")
+        return failures
 
     def shared_with(self, tokens: list[int]) -> list[tuple[Pin, int]]:
         """Texts that `tokens` begin with, and how many do: most first, never the last."""

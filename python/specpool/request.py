@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from specpool.pins import Pin
     from specpool.prompts import Message
 
+#: In a token's place: the logits were not finite, or the drafter's tree was none.
+NOT_FINITE, NO_TREE = -1, -2
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -73,6 +76,13 @@ class Request:
     num_reused: int = 0  # prompt tokens with KV when it got its first row
     shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
+    # Where it puts itself, by number, when it gives up its row or ends: there may be news of it.
+    mailbox: dict[int, Request] | None = None
+
+    def post(self) -> None:
+        """Say that there may be news of it, though it runs no more."""
+        if self.mailbox is not None:
+            self.mailbox[self.request_id] = self
 
     @property
     def num_output_tokens(self) -> int:
@@ -104,7 +114,7 @@ class Request:
         """Take over the tokens of one forward, the last of them not a draft.
 
         Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
-        A last token of -1 stands for logits that are not finite.
+        A last token of `NOT_FINITE` or `NO_TREE` ends the request with an error.
         """
         if not tokens:
             return
@@ -146,7 +156,13 @@ class Request:
             kept, self.finish_reason = kept[:room], "stop" if stopped else "length"
         if self.finish_reason is None and tokens[-1] < 0:
             self.finish_reason = "error"
-            self.error = f"the logits at position {len(self.tokens) + len(kept) - 1} are not finite"
+            position = len(self.tokens) + len(kept) - 1
+            self.error = (
+                f"the drafter's tree at position {position} is no tree: a wrong root, a token "
+                "outside the target's vocabulary, or mask, depths and links that disagree"
+                if tokens[-1] == NO_TREE
+                else f"the logits at position {position} are not finite"
+            )
         return kept
 
 

@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from specpool._core import Ledger
 from specpool.conversation import Conversation, Conversations
-from specpool.errors import ConfigError, NotReady, OutOfPages, OutOfRows, ShapeError
+from specpool.errors import (
+    ConfigError,
+    NotReady,
+    OutOfPages,
+    OutOfRows,
+    ShapeError,
+    SpecpoolError,
+)
 from specpool.host_tier import HostTier
 from specpool.page_needs import PageNeeds
 from specpool.pins import Pins
@@ -138,6 +145,8 @@ class Scheduler:
         if request.finish_reason or is_known or self._waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
         self._waiting.add(request)
+        if request.conversation is not None:  # busy from now on; before, nobody would end it
+            request.conversation.turn = request
 
     def fits(self, request: Request) -> bool:
         """Whether an empty pool would hold the request to its end."""
@@ -156,6 +165,17 @@ class Scheduler:
         if request.finish_reason is None:
             self._end(request, reason)
 
+    def abort_all(self) -> list[str]:
+        """End every request; returns what could not be given back, which stays out of use."""
+        failures = []
+        while requests := self.requests():  # the end of one may queue its siblings
+            for request in requests:
+                try:
+                    self._end(request, request.finish_reason or "abort")
+                except SpecpoolError as error:
+                    failures.append(f"the row of request {request.request_id}: {error}")
+        return failures
+
     def quarantine(self, row: int, why: str) -> None:
         """Take a row out of use, for good: what it holds is not given back, its request ends."""
         if self._ledger.is_live(row):
@@ -171,8 +191,18 @@ class Scheduler:
         return self._quarantined.get(row) == self._ledger.epoch[row] and self._ledger.is_live(row)
 
     def requests(self) -> list[Request]:
-        """All requests, running ones first."""
+        """All requests, running ones first; sorts those that wait."""
         return [*self._running, *self._waiting]
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that have a row, in the order of admission."""
+        return list(self._running)
 
     @property
     def num_running(self) -> int:
@@ -336,16 +366,21 @@ class Scheduler:
         self.conversations.forget_lost()
         self._forget_handles()
 
-    def recover(self, why: str) -> None:
+    def recover(self, why: str, reason: str = "abort") -> None:
         """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
-        for request in list(self._running):
+        over = [request for request in self._waiting if request.finish_reason is not None]
+        for request in [*self._running, *over]:
             request.error, request.tainted = why, True
-            self._end(request, request.finish_reason or "abort")
+            with contextlib.suppress(SpecpoolError):  # its row is out of use
+                self._end(request, request.finish_reason or reason)
         for row in range(1, self._ledger.num_rows + 1):
             # Taken, but not yet given to its request, or its conversation
             is_owned = self.is_quarantined(row) or self.conversations.owns(row)
             if self._ledger.is_live(row) and not is_owned:
-                self._ledger.abort(row)
+                try:
+                    self._ledger.abort(row)
+                except SpecpoolError:
+                    self._quarantined[row] = int(self._ledger.epoch[row])
         for number, _, state in reversed(self._ledger.steps()):
             if state in ("prepared", "stale"):
                 self._ledger.cancel(number)
@@ -359,6 +394,7 @@ class Scheduler:
         self._lens[:] = self._limits[:] = 0
         self._by_row[:] = None
         self._prefills.clear()
+        self._waiting.tidy()
         for request in self._waiting:
             request.row = 0
         if self._host is not None:
@@ -482,9 +518,8 @@ class Scheduler:
     def _forget_handles(self) -> None:
         """Some copies failed: what they were to bring back is prefilled."""
         if self._host is not None:
-            held = self._host.handles
             for owner in self._owners():
-                if owner.handle not in held:
+                if owner.handle is not None and not self._host.holds(owner.handle):
                     owner.handle = None
 
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
@@ -562,6 +597,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """A request without its row any more waits again; its text goes on where it was."""
         self._leave_row(request)
+        request.post()
         request.num_retractions += 1
         self.num_retracted += 1
         if request.conversation is not None:
@@ -570,6 +606,12 @@ class Scheduler:
         self._running.remove(request)
 
     def _end(self, request: Request, reason: str) -> None:
+        """End a request that runs or waits.
+
+        Raises:
+            SpecpoolError: the ledger refuses to take its row back, which is out of use then.
+        """
+        request.post()  # first: Ctrl-C may come between
         request.finish_reason = reason
         is_whole = reason in ("stop", "length")
         if is_whole and request.conversation is not None:
@@ -587,7 +629,14 @@ class Scheduler:
         if request.row and not self.is_quarantined(request.row):
             self._before_release(request)
             if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
-                self._give_back(request, is_whole)
+                try:
+                    self._give_back(request, is_whole)
+                except SpecpoolError:
+                    self._quarantined[request.row] = int(self._ledger.epoch[request.row])
+                    self.conversations.forget(request.row)
+                    self._leave_row(request)
+                    self._running.remove(request)
+                    raise
         self._leave_row(request)
         self._running.remove(request)
 

@@ -159,8 +159,14 @@ class Session:
         """
         engine = self._engine
         with engine._lock:
-            request = self.submit(prompt, params, shape, priority)
-        return Turn(engine, request)
+            request = self.next_turn(prompt, params, shape, priority)
+            try:
+                engine._scheduler.submit(request)
+                return Turn(engine, request)
+            except BaseException:  # Ctrl-C: nobody would run it
+                with engine._loop.recovering():
+                    engine._scheduler.abort(request)
+                raise
 
     async def append_async(
         self,
@@ -201,13 +207,19 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy.
         """
-        engine = self._engine
-        with engine._lock:
-            self._check_idle("fork")
-            engine._loop.drain()  # a round of the last turn may be under way
-            with engine._loop.recovering():
-                copy = engine._scheduler.conversations.fork(self._conversation)
-            return Session(engine, copy, self.max_tokens)
+        engine, copy = self._engine, None
+        try:
+            with engine._lock:
+                self._check_idle("fork")
+                engine._loop.drain()  # a round of the last turn may be under way
+                with engine._loop.recovering():
+                    copy = engine._scheduler.conversations.fork(self._conversation)
+                return Session(engine, copy, self.max_tokens)
+        except BaseException:  # Ctrl-C: nobody would have the copy
+            if copy is not None:
+                with engine._lock:
+                    engine._scheduler.conversations.close(copy)
+            raise
 
     def abort(self) -> None:
         """End the turn that waits or runs, if there is one: the session is what it was before."""
@@ -224,21 +236,14 @@ class Session:
                 self._engine._scheduler.conversations.close(self._conversation)
                 self._engine._loop.rest()
 
-    def submit(
+    def next_turn(
         self, prompt: Prompt, params: SamplingParams | None, shape: Shape | None, priority: int
     ) -> Request:
-        """Queue the next turn; the session is busy from now on."""
+        """Make the next turn, which the caller submits."""
         self._check_idle("append to")
-        request = self._engine._prompts.turn(
+        return self._engine._prompts.turn(
             self._conversation, prompt, params, shape, priority, self.max_tokens
         )
-        try:
-            self._conversation.turn = request
-            self._engine._scheduler.submit(request)
-        except BaseException:  # Ctrl-C: nobody would run it
-            self.abort()
-            raise
-        return request
 
     def _check_idle(self, verb: str) -> None:
         """Raise `ConfigError` unless the session is open, and between turns."""

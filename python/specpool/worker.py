@@ -29,7 +29,7 @@ from specpool.kernels.transfer import upload
 from specpool.kv_cache import KVCache
 from specpool.models.target import TargetModel, TargetOutput
 from specpool.pending import Outcome, PendingStep
-from specpool.request import Request
+from specpool.request import NO_TREE, Request
 from specpool.round_graph import RoundKind
 from specpool.row_state import RowState
 from specpool.runtime_state import RuntimeStates
@@ -51,6 +51,7 @@ class _Part:
     num_steps: int
     greedy: bool  # every lane takes the likeliest token
     first: int  # of its tokens, among all of the round
+    is_broken: Tensor | None  # bool [B], lanes whose tree is none; None = the host has looked
 
 
 def routed(
@@ -264,6 +265,8 @@ class EagleWorker:
                 logits = output.logits[part.first : part.first + size]
                 positions = part.positions.long() + 1
                 drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
+                if part.is_broken is not None:  # its walk ends at the root
+                    drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
                 verdicts.append(verify(part.tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
@@ -343,13 +346,13 @@ class EagleWorker:
         """The lanes `[start, end)` with trees of one shape; `requests` are theirs, if known."""
         assert self._drafter is not None
         part = lanes.part(start, end, shape.num_draft_tokens)
-        roots = self._state.root_tokens.index_select(0, part.rows)
+        roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
         if shape.num_draft_tokens == 1:
             tree = _bare(roots)
         else:
-            tree = self._propose(self._drafter, part, shape, roots, requests)
+            tree, is_broken = self._propose(self._drafter, part, shape, roots, requests)
         positions = part.starts.unsqueeze(1) + tree.depths
-        return _Part(part, tree, positions, shape.num_steps, greedy, first)
+        return _Part(part, tree, positions, shape.num_steps, greedy, first, is_broken)
 
     def _compact(self, part: _Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV right behind the prefix, in every target layer."""
@@ -372,8 +375,11 @@ class EagleWorker:
         shape: Shape,
         roots: Tensor,
         requests: Sequence[Request] | None,
-    ) -> DraftTree:
-        """A tree that verify may walk; the values of one that the host made are checked."""
+    ) -> tuple[DraftTree, Tensor | None]:
+        """A tree that verify may walk, and the lanes whose tree it was not, bool [B].
+
+        Where the host can read the tree it raises instead, and there is None.
+        """
         texts = None
         if drafter.reads_tokens and requests is not None:
             texts = [request.tokens for request in requests]
@@ -386,9 +392,16 @@ class EagleWorker:
         if texts is not None and tree.tokens.device.type == "cpu":
             last = np.array([text[-1] for text in texts])
             tree.check_values(last, self._vocab_size)
-        elif not runs_kernels(tree.tokens.device):
-            tree.check_tokens(self._vocab_size)
-        return tree.to(self._cache.device)
+            return tree.to(self._cache.device), None
+        if not runs_kernels(self._cache.device):
+            tree.check_values(roots.numpy(), self._vocab_size)
+            return tree, None
+        tree = tree.to(self._cache.device)
+        links = tree.mask, tree.first_child, tree.next_sibling
+        tokens, depths, is_broken = kernels.check_tree(
+            tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
+        )
+        return DraftTree(tokens, depths, *links), is_broken
 
     def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
         """The accepted nodes as lanes of their own: which nodes, int64 [T], and their tokens.

@@ -27,6 +27,9 @@ Links = tuple[Tensor, Tensor, Tensor, Tensor]  # depths, mask, first_child, next
 class DraftTree:
     """The trees of one round, one per lane. Node 0 is the root; parents precede children.
 
+    The fields must tell of the same tree: each is checked before the target sees it. On a CPU a
+    wrong one fails the step. On a device the requests of the lanes concerned end with an error.
+
     All on one device: the engine's, or a CPU for proposals that the host made.
     """
 
@@ -71,9 +74,11 @@ class DraftTree:
         if (tokens[:, 0] != root_tokens).any():
             raise ShapeError(f"node 0 of each tree is the root {root_tokens}: {tokens[:, 0]}")
         self.check_tokens(vocab_size)
-        if (self.mask.numpy().sum(-1) != self.depths.numpy() + 1).any():
-            raise ShapeError("mask and depths disagree: a node sees its ancestors and itself")
+        mask, depths = self.mask.numpy(), self.depths.numpy()
         nodes = np.arange(tokens.shape[1])
+        sees = mask.sum(-1) == depths + 1
+        if not (sees.all() and mask[:, nodes, nodes].all() and not depths[:, 0].any()):
+            raise ShapeError("mask and depths disagree: a node sees its ancestors and itself")
         for name in ("first_child", "next_sibling"):
             links = getattr(self, name).numpy()
             wrong = (links != -1) & ((links <= nodes) | (links > nodes[-1]))
@@ -82,6 +87,22 @@ class DraftTree:
                 raise ShapeError(
                     f"{name}[{lane}, {node}] must be -1 or in ({node}, {len(nodes)}), "
                     f"got {links[lane, node]}"
+                )
+            lanes, above = (links != -1).nonzero()
+            below = links[lanes, above]
+            # What both see but themselves: a child's parent is among what the child sees.
+            others, mine = mask[lanes, above], mask[lanes, below]
+            is_child = name == "first_child"
+            each = np.arange(len(lanes))
+            wrong = (others != mine).sum(-1) != (1 if is_child else 2)
+            wrong |= others[each, below] | (mine[each, above] != is_child)
+            if wrong.any():
+                lane, node, link = (int(of[wrong.argmax()]) for of in (lanes, above, below))
+                seen = [np.flatnonzero(mask[lane, at]).tolist() for at in (node, link)]
+                raise ShapeError(
+                    f"mask and {name}[{lane}, {node}] = {link} disagree: node {node} sees "
+                    f"{seen[0]}, so node {link} must see "
+                    f"{sorted({*seen[0], link} - (set() if is_child else {node}))}, got {seen[1]}"
                 )
 
     def check_chain(self) -> None:

@@ -34,7 +34,7 @@ from specpool.kernels.device.tables import (
     slot_ranges,
     slots_at,
 )
-from specpool.kernels.device.tree import build_tree, select_topk, verify_tree
+from specpool.kernels.device.tree import build_tree, check_tree, select_topk, verify_tree
 from specpool.kernels.launch import prepare
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "attention_bias",
     "branch_pages",
     "build_tree",
+    "check_tree",
     "compact_accepted",
     "copy_parent_drafts",
     "draft_read_indices",

@@ -1,4 +1,4 @@
-"""Launchers of `cuda/tree.cu`: select, build, verify. Twins: `specpool.kernels`.
+"""Launchers of `cuda/tree.cu`: select, build, check, verify. Twins: `specpool.kernels`.
 
 M = K + (S-1)*K*K candidates of a round and lane.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,6 +139,63 @@ def build_tree(
     results = (tokens, parents, depths, mask, child, sibling)
     launch("build_tree", (n,), block, (*args, root_tokens, *results), shared_mem=shared)
     return tokens, depths, mask, child, sibling, parents
+
+
+@with_twin(twins.check_tree)
+def check_tree(
+    tokens: Tensor,
+    depths: Tensor,
+    mask: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    root_tokens: Tensor,
+    *,
+    vocab_size: int,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the lanes whose arrays are no tree that verify may walk; no value reaches the host.
+
+    A tree's node 0 is the root. A child sees what its parent sees, and itself; siblings see the
+    same others; a node's depth is the number of its ancestors; links lead forwards; tokens are
+    below `vocab_size`. Nodes that no link leads to are never walked: of these only the number of
+    nodes that they see is compared with their depth.
+
+    Args:
+        tokens: int64 [n, N].
+        depths: int32 [n, N].
+        mask: bool [n, N, N].
+        first_child: int32 [n, N], -1 = none.
+        next_sibling: int32 [n, N], -1 = none.
+        root_tokens: int64 [n].
+        vocab_size: of the target.
+        out: the three results.
+
+    Returns:
+        tokens int64 [n, N] and depths int32 [n, N], of a broken lane the root's in every node;
+        is_broken bool [n].
+    """
+    device = device_of("tokens", tokens)
+    expect("tokens", tokens, torch.int64, (None, None), device)
+    n, nodes = tokens.shape
+    number("num_draft_tokens", nodes, 1)
+    vocab = number("vocab_size", vocab_size, 1)
+    expect("depths", depths, torch.int32, (n, nodes), device)
+    expect("mask", mask, torch.bool, (n, nodes, nodes), device)
+    expect("first_child", first_child, torch.int32, (n, nodes), device)
+    expect("next_sibling", next_sibling, torch.int32, (n, nodes), device)
+    expect("root_tokens", root_tokens, torch.int64, (n,), device)
+    results = outputs(
+        ("tokens", "depths", "is_broken"),
+        out,
+        (torch.int64, torch.int32, torch.bool),
+        ((n, nodes), (n, nodes), (n,)),
+        device,
+    )
+    block = (min(max(ceil_pow2(nodes), 32), 256),)
+    links = (tokens, depths, mask, first_child, next_sibling, root_tokens)
+    launch("check_tree", (n,), block, (i32(nodes), np.int64(vocab), *links, *results))
+    safe_tokens, safe_depths, is_broken = results
+    return safe_tokens, safe_depths, is_broken
 
 
 @with_twin(_core.verify_tree)

@@ -1,0 +1,214 @@
+"""Law: a proposal that is no tree changes no text; it ends the requests that it was made for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import kernel_reference as ref
+from conftest import assert_no_page_leaked
+from kernel_kit import array, backend, i32, i64
+from specpool import Engine, EngineConfig, SamplingParams, Shape, ShapeError
+from specpool.draft import DraftTree
+from specpool.kernels import device, launch
+
+PARENTS = i32([[-1, 0, 0, 1]])
+SHAPE = Shape(2, 2, 4)
+PROMPTS = [[72, 101, 108, 108, 111], [84, 104, 101, 32], [65, 110, 100]]
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def with_cell(name, *place_and_value):
+    *place, value = place_and_value
+
+    def spoil(tree):
+        field = getattr(tree, name).clone()
+        field[0][tuple(place)] = value
+        return replace(tree, **{name: field})
+
+    return spoil
+
+
+#: The links say 0-1-3. What node 3 sees says otherwise, or what the root sees, and so on.
+BROKEN = {
+    "node 3 sees node 2, not its parent": with_cell(
+        "mask", 3, torch.tensor([True, False, True, True])
+    ),
+    "the root sees node 3": lambda tree: with_cell("depths", 0, 1)(
+        with_cell("mask", 0, 3, True)(tree)
+    ),
+    "the root sees node 3 at depth 0": with_cell("mask", 0, 3, True),
+    "the root sees node 3 instead of itself": with_cell(
+        "mask", 0, torch.tensor([False, False, False, True])
+    ),
+    "a sibling sees its sibling": lambda tree: with_cell("depths", 2, 2)(
+        with_cell("mask", 2, 1, True)(tree)
+    ),
+    "the next sibling is a grandchild": with_cell("next_sibling", 1, 3),
+    "the child is a grandchild": with_cell("first_child", 0, 3),
+    "the root is another token": with_cell("tokens", 0, 7),
+    "a token beyond the vocabulary": with_cell("tokens", 2, 259),
+    "a negative token": with_cell("tokens", 2, -1),
+    "a depth": with_cell("depths", 3, 1),
+    "a negative depth": with_cell("depths", 0, -1),
+    "a link back": with_cell("first_child", 2, 1),
+    "a link beyond": with_cell("next_sibling", 3, 4),
+}
+
+
+class Knowing:
+    """Proposes what the text goes on with, in a tree of four nodes, and spoils some lanes' trees.
+
+    With `reads_tokens` the tree is made on the host; without, it comes as a head's does.
+    """
+
+    layers = ()
+    feature_layers = ()
+
+    def __init__(self, texts, spoil, *, reads_tokens):
+        self.texts, self.spoil, self.reads_tokens = texts, spoil, reads_tokens
+        self.positions = {}
+
+    def attach(self, *args):
+        pass
+
+    def extend(self, lanes, tokens, features):
+        pass
+
+    def propose(self, lanes, shape, root_tokens, tokens):
+        trees = []
+        starts, roots = lanes.starts.tolist(), root_tokens.tolist()
+        for start, root in zip(starts, roots, strict=True):
+            number, text = next(
+                (i, text) for i, text in enumerate(self.texts) if text[start : start + 1] == [root]
+            )
+            first, second = [*text[start + 1 :], 0, 0][:2]
+            nodes = i64([[root, first, (first + 1) % 259, second]])
+            tree = DraftTree.from_parents(nodes, PARENTS)
+            trees.append(self.spoil(tree) if number == 0 else tree)
+        names = DraftTree.__dataclass_fields__
+        return DraftTree(*(torch.cat([getattr(tree, name) for tree in trees]) for name in names))
+
+
+def engine_of(target, texts, spoil, *, reads_tokens):
+    drafter = Knowing(texts, spoil, reads_tokens=reads_tokens)
+    config = EngineConfig(shape=SHAPE, max_context_len=64, max_batch=3, page_size=4)
+    return Engine(target, drafter, config=config)
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    with_plain = Engine(target, config=EngineConfig(max_context_len=64))
+    outputs = with_plain.generate(PROMPTS, PARAMS)
+    return [output.prompt_ids + output.token_ids for output in outputs]
+
+
+def kept(tree):
+    return tree
+
+
+@pytest.mark.parametrize("reads_tokens", [True, False])
+def test_a_whole_tree_is_accepted(target, texts, reads_tokens):
+    engine = engine_of(target, texts, kept, reads_tokens=reads_tokens)
+    outputs = engine.generate(PROMPTS, PARAMS)
+    assert [output.prompt_ids + output.token_ids for output in outputs] == texts
+    assert all(output.accept_len == 3 for output in outputs)
+
+
+@pytest.mark.parametrize("reads_tokens", [True, False])
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_tree_that_contradicts_itself_is_refused(target, texts, case, reads_tokens):
+    """The text would be another one than the target's, without a word."""
+    engine = engine_of(target, texts, BROKEN[case], reads_tokens=reads_tokens)
+    (output,) = engine.generate(PROMPTS[0], PARAMS)
+    assert output.finish_reason == "error"
+    assert output.error.startswith("a step failed: ShapeError: ")
+    assert_no_page_leaked(engine)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_on_a_device_it_ends_its_own_request_alone(target, texts, case):
+    """Nothing waits for the check: its result travels with the round's."""
+    with launch.host_backend(backend("fast", "forward")):
+        engine = engine_of(target, texts, BROKEN[case], reads_tokens=False)
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert outputs[0].finish_reason == "error"
+        assert "the drafter's tree at position 5 is no tree" in outputs[0].error
+        assert [output.prompt_ids + output.token_ids for output in outputs][1:] == texts[1:]
+        assert all(output.accept_len == 3 for output in outputs[1:])
+        assert_no_page_leaked(engine)
+
+
+def random_trees(rng, batch, n):
+    parents = i32([ref.random_parents(rng, n) for _ in range(batch)])
+    return DraftTree.from_parents(rng.integers(0, 9, (batch, n)), parents)
+
+
+def test_whole_trees_pass_and_one_changed_cell_never_does(kit):
+    """The kernel, its twin and the host's check agree, whatever cell of a linked tree changes."""
+    for batch in kit.batches:
+        for n in (1, 2, 4, 8) if kit.is_checked else (1, 2, 4, 8, 40):
+            rng = np.random.default_rng([batch, n])
+            trees = random_trees(rng, batch, n)
+            fields = [getattr(trees, name).clone() for name in DraftTree.__dataclass_fields__]
+            roots = torch.from_numpy(trees.tokens[:, 0].numpy().copy())
+            changed = np.flatnonzero(rng.random(batch) < 0.5).tolist()
+            for lane in changed:
+                which = int(rng.integers(0, 5))
+                line = fields[which][lane].view(-1)
+                at = int(rng.integers(0, len(line)))
+                if which == 2:
+                    line[at] = ~line[at]
+                elif which == 0:
+                    line[at] = int(rng.choice([-1, 9, 2**62])) if at else int(line[at]) + 1
+                elif which == 1:
+                    line[at] += int(rng.choice([-(2**31), 1, -1, 2**30]))
+                else:
+                    line[at] = int(rng.choice([at, n, -2, 0, 2**31 - 1]))
+            tokens, depths, mask, child, sibling = fields
+            shapes, kinds = (
+                ((batch, n), (batch, n), (batch,)),
+                (torch.int64, torch.int32, torch.bool),
+            )
+            got = device.check_tree(
+                *(kit.put(field) for field in (tokens, depths, mask, child, sibling, roots)),
+                vocab_size=9,
+                out=[kit.out(s, k) for s, k in zip(shapes, kinds, strict=True)],
+            )
+            twin = device.twins.check_tree(
+                *(field.numpy() for field in (tokens, depths, mask, child, sibling, roots)),
+                vocab_size=9,
+            )
+            for one, other in zip(got, twin, strict=True):
+                assert np.array_equal(array(one), other)
+            for lane in range(batch):
+                own = DraftTree(*(field[lane : lane + 1] for field in fields))
+                is_broken = refused(own, roots[lane : lane + 1].numpy())
+                assert is_broken == bool(twin[2][lane]), (lane, own)
+                assert is_broken or lane not in changed, own
+            safe_tokens, safe_depths = array(got[0]), array(got[1])
+            assert safe_tokens.min() >= 0 and safe_tokens.max() <= 9 and safe_depths.min() >= 0
+
+
+def refused(tree, roots):
+    try:
+        tree.check_values(roots, 9)
+    except ShapeError:
+        return True
+    return False
+
+
+def test_no_lane_and_wrong_arguments():
+    none = torch.zeros(0, 3, dtype=torch.int32)
+    tokens, mask = torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3, 3, dtype=torch.bool)
+    arguments = (tokens, none, mask, none, none)
+    with launch.host_backend(backend("fast", "forward")):
+        result = device.check_tree(*arguments, tokens[:, 0].contiguous(), vocab_size=9)
+        assert [list(one.shape) for one in result] == [[0, 3], [0, 3], [0]]
+        with pytest.raises(ShapeError, match=r"root_tokens must be contiguous int64 \[0\]"):
+            device.check_tree(*arguments, tokens, vocab_size=9)
+        with pytest.raises(ShapeError, match=r"vocab_size must be in \[1, .*got 0"):
+            device.check_tree(*arguments, tokens[:, 0].contiguous(), vocab_size=0)
