@@ -16,6 +16,7 @@ import torch
 from specpool._core import Shape
 from specpool.assembly import assemble
 from specpool.busy_check import BusyFinding
+from specpool.comparison import Comparison, compare
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
@@ -360,6 +361,27 @@ class Engine:
     def peak_pages(self) -> list[int]:
         """Most pages of each group that were ever taken at once."""
         return list(self._loop.peak_pages)
+
+    def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
+        """Compare two outputs of one request, such as a drafted one and a plain one.
+
+        In 16-bit numbers a batch rounds otherwise than a prompt alone, and near-ties between two
+        tokens may fall either way. Texts that differ are held against the model itself: its own
+        attention, without pages or drafts, over each of the two texts once. The texts are the same
+        up to rounding if each of their tokens is what these logits choose, within the bound that
+        `specpool.comparison` derives; else it is a fault. Identical texts cost nothing.
+
+        Args:
+            first: of this engine's target, that ended by a stop or its length.
+            second: of the same prompt and parameters; of the same seed, if sampled.
+
+        Raises:
+            ConfigError: the outputs are not of one request, one has no end, or the engine is
+                closed.
+        """
+        self._prompts.check_open()
+        with self._lock:
+            return compare(self.target, first, second)
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""

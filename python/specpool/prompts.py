@@ -13,7 +13,7 @@ from specpool.config import SamplingParams, check_int
 from specpool.conversation import Conversation, Said, common_len
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
-from specpool.request import Request, fresh_seed
+from specpool.request import Request, Times, fresh_seed
 from specpool.scheduler import Scheduler
 from specpool.tokens import TextStream
 
@@ -165,6 +165,7 @@ class Prompts:
             forwards=[],
             logprobs=[],
             siblings=[],
+            times=Times(),
         )
 
     def _request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,21 @@ class TokenLogprob:
     def first(self, num_top: int) -> TokenLogprob:
         """The same with the `num_top` most likely tokens only."""
         return TokenLogprob(self.token_id, self.logprob, dict(list(self.top.items())[:num_top]))
+
+
+@dataclass(slots=True)
+class Times:
+    """When a request came to what, by `time.perf_counter`; None = not yet."""
+
+    queued: float | None = None
+    started: float | None = None  # it got its first row
+    first_token: float | None = None  # the host had it
+    ended: float | None = None
+
+    def since_queued(self, name: str) -> float | None:
+        """Seconds from its arrival to one of the others."""
+        end = getattr(self, name)
+        return None if end is None or self.queued is None else end - self.queued
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +89,7 @@ class Request:
     num_reused: int = 0  # prompt tokens with KV when it got its first row
     shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
+    times: Times = field(default_factory=lambda: Times())
 
     @property
     def num_output_tokens(self) -> int:
@@ -87,7 +104,7 @@ class Request:
     @property
     def from_draft(self) -> list[bool]:
         """Whether each generated token is an accepted draft: all of a forward but its last."""
-        flags = [i < abs(n) - 1 for n in self.forwards for i in range(abs(n))]
+        flags = [flag for n in self.forwards for flag in draft_flags(n)]
         return flags[: self.num_output_tokens]
 
     @property
@@ -115,6 +132,8 @@ class Request:
             or not self.stop_ids.isdisjoint(tokens)
         ):
             tokens = self._end(tokens)
+        if not self.forwards:
+            self.times.first_token = time.perf_counter()
         # Tokens last: Ctrl-C may come between, and what is known of them must not be less.
         self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
@@ -150,6 +169,11 @@ class Request:
         return kept
 
 
+def draft_flags(forward: int) -> list[bool]:
+    """Whether each token of one of `Request.forwards` is an accepted draft."""
+    return [True] * (abs(forward) - 1) + [False]
+
+
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(64)
@@ -173,6 +197,11 @@ class RequestOutput:
         logprobs: one entry per generated token, if asked for.
         num_reused: prompt tokens that were not computed: their KV was there, of earlier turns of
             the session or of a pinned text.
+        params: as they were given.
+        stop_hit: which of the stop strings ended it; None = none did.
+        queue_seconds: from its arrival until it got a row; None = it never did.
+        first_token_seconds: from its arrival to its first token; None = it has none.
+        seconds: from its arrival to its end.
     """
 
     index: int
@@ -187,6 +216,11 @@ class RequestOutput:
     from_draft: list[bool]
     logprobs: list[TokenLogprob] | None
     num_reused: int
+    params: SamplingParams
+    stop_hit: str | None
+    queue_seconds: float | None = field(compare=False)
+    first_token_seconds: float | None = field(compare=False)
+    seconds: float = field(compare=False)
 
     @property
     def verify_ct(self) -> int:
