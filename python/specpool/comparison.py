@@ -124,8 +124,8 @@ def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) ->
         return Comparison("identical", dtype, num_same)
     if num_same == min(len(a), len(b)):
         shorter, longer = ("first", "second") if len(a) < len(b) else ("second", "first")
-        fault = f"the {shorter} text ends after {num_same} tokens, the {longer} one goes on"
-        return Comparison("fault", dtype, num_same, fault=fault)
+        ends = f"the {shorter} text ends after {num_same} tokens, the {longer} one goes on"
+        return Comparison("fault", dtype, num_same, fault=ends)
     one, other = Referee(target, first), Referee(target, second)
     gaps = one.at(num_same), other.at(num_same)
     seen = _RunGaps.of(first, second, num_same)
@@ -181,16 +181,18 @@ class Referee:
 
     def _choose(self, start: int, logits: Tensor) -> Tensor:
         """int64 [n]: what the request's parameters make of these logits, from token `start` on."""
-        params, size, device = self._output.params, len(logits), logits.device
-        u = torch.tensor([self._draw(start + i) for i in range(size)], device=device)
+        params, size = self._output.params, len(logits)
         top_p = max(params.top_p, torch.finfo(torch.float32).tiny)
-        full = {"size": (size,), "device": device}
+
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=logits.device)
+
         return kernels.sample_tokens(
             logits.contiguous(),
-            torch.full(fill_value=params.temperature, dtype=torch.float32, **full),
-            torch.full(fill_value=params.top_k, dtype=torch.int32, **full),
-            torch.full(fill_value=top_p, dtype=torch.float32, **full),
-            u.double(),
+            column([params.temperature] * size, torch.float32),
+            column([params.top_k] * size, torch.int32),
+            column([top_p] * size, torch.float32),
+            column([self._draw(start + i) for i in range(size)], torch.float64),
         )
 
     def _draw(self, index: int) -> float:
@@ -286,7 +288,8 @@ def _kept(logits: Tensor, order: Tensor, size: int, token: int, noise: float) ->
     own = certain.new_tensor([token])
     for num_below in range(max(0, num_free - len(above)), min(num_free, len(below)) + 1):
         free = below[:num_below], above[: num_free - num_below]
-        yield torch.cat([certain, *free, own]).unique()  # ascending
+        # The token itself may be certain.
+        yield torch.cat([certain[certain != token], *free, own])
 
 
 def _cuts(mass: Tensor, top_p: float, slack: float) -> Sequence[int]:

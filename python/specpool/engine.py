@@ -17,7 +17,7 @@ from specpool._core import Shape
 from specpool.assembly import assemble
 from specpool.busy_check import BusyFinding
 from specpool.comparison import Comparison, compare
-from specpool.config import EngineConfig, SamplingParams, check_int
+from specpool.config import EngineConfig, SamplingParams, check_fields, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError
 from specpool.loading import load
@@ -117,11 +117,8 @@ class Engine:
         Raises:
             ConfigError: a path, an option or a checkpoint that does not fit.
         """
-        try:
-            config = EngineConfig(**options)
-        except TypeError as error:
-            names = ", ".join(EngineConfig.__dataclass_fields__)
-            raise ConfigError(f"{error}; the options are {names}") from None
+        check_fields(EngineConfig, options)
+        config = EngineConfig(**options)
         parts = load(
             target,
             draft,

@@ -6,6 +6,7 @@ Needs `prometheus-client` (`pip install 'specpool[metrics]'`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -174,7 +175,6 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
         GaugeMetricFamily,
         HistogramMetricFamily,
     )
-    from prometheus_client.utils import floatToGoString
 
     names, values = [*labels], [*labels.values()]
 
@@ -208,7 +208,7 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
         found = getattr(stats.latency, field)
         totals = itertools.accumulate(found.cts)
         buckets = [
-            (floatToGoString(bound), total)
+            ("+Inf" if math.isinf(bound) else str(bound), total)
             for bound, total in zip(found.bounds, totals, strict=True)
         ]
         histogram = family(HistogramMetricFamily, name, text)

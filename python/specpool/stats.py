@@ -30,8 +30,10 @@ Int32 = npt.NDArray[np.int32]
 SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
 
 #: Upper ends of a latency's buckets in seconds.
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-BUCKETS += (2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, math.inf)
+BUCKETS: tuple[float, ...] = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+    *(2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, math.inf),
+)
 
 # Steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256
