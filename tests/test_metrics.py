@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import cuda_host
 from graph_kit import CHAIN, PARAMS, PROMPTS, graphs_run, make
 from specpool import ConfigError, Engine, SamplingParams, corpus
+from specpool.latency import LatencyStats
 from specpool.metrics import (
     COUNTERS,
     GAUGES,
@@ -22,7 +23,7 @@ from specpool.metrics import (
     HISTOGRAMS,
     register,
 )
-from specpool.stats import EngineStats, GraphStats, GroupStats, LatencyStats
+from specpool.stats import EngineStats, GraphStats, GroupStats
 
 
 def numbers_of(kind: type) -> set[str]:

@@ -362,19 +362,17 @@ class Engine:
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs of one request, such as a drafted one and a plain one.
 
-        In 16-bit numbers a batch rounds otherwise than a prompt alone, and near-ties between two
-        tokens may fall either way. Texts that differ are held against the model itself: its own
-        attention, without pages or drafts, over each of the two texts once. The texts are the same
-        up to rounding if each of their tokens is what these logits choose, within the bound that
-        `specpool.comparison` derives; else it is a fault. Identical texts cost nothing.
+        In 16 bits near-ties of two tokens may fall either way. Texts that differ are held against
+        the model itself, by its own attention over each of them once: is every token what these
+        logits choose, up to rounding (see `specpool.comparison`), or is there a fault? Identical
+        texts cost nothing.
 
         Args:
             first: of this engine's target, that ended by a stop or its length.
             second: of the same prompt and parameters; of the same seed, if sampled.
 
         Raises:
-            ConfigError: the outputs are not of one request, one has no end, or the engine is
-                closed.
+            ConfigError: not of one request, without an end, or the engine is closed.
         """
         self._prompts.check_open()
         with self._lock:

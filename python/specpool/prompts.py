@@ -12,8 +12,9 @@ from specpool._core import Shape
 from specpool.config import SamplingParams, check_int
 from specpool.conversation import Conversation, Said, common_len
 from specpool.errors import ConfigError
+from specpool.latency import Times
 from specpool.models import TargetModel
-from specpool.request import Request, Times, fresh_seed
+from specpool.request import Request, fresh_seed
 from specpool.scheduler import Scheduler
 from specpool.tokens import TextStream
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specpool._core import Shape
 from specpool.config import SamplingParams
+from specpool.latency import Times
 from specpool.tokens import TextStream
 
 if TYPE_CHECKING:
@@ -29,21 +30,6 @@ class TokenLogprob:
     def first(self, num_top: int) -> TokenLogprob:
         """The same with the `num_top` most likely tokens only."""
         return TokenLogprob(self.token_id, self.logprob, dict(list(self.top.items())[:num_top]))
-
-
-@dataclass(slots=True)
-class Times:
-    """When a request came to what, by `time.perf_counter`; None = not yet."""
-
-    queued: float | None = None
-    started: float | None = None  # it got its first row
-    first_token: float | None = None  # the host had it
-    ended: float | None = None
-
-    def since_queued(self, name: str) -> float | None:
-        """Seconds from its arrival to one of the others."""
-        end = getattr(self, name)
-        return None if end is None or self.queued is None else end - self.queued
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +75,7 @@ class Request:
     num_reused: int = 0  # prompt tokens with KV when it got its first row
     shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
-    times: Times = field(default_factory=lambda: Times())
+    times: Times = field(default_factory=Times)
 
     @property
     def num_output_tokens(self) -> int:

@@ -5,9 +5,7 @@ Counters (`x_ct`) only ever grow. They are kept by the step, with sums over whol
 
 from __future__ import annotations
 
-import math
 import time
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -18,22 +16,16 @@ import numpy.typing as npt
 
 from specpool._core import Ledger, Shape
 from specpool.host_tier import HostStats
+from specpool.latency import Latency, LatencyStats, Times
 
 if TYPE_CHECKING:
     from specpool.busy_check import BusyCheck
     from specpool.conversation import Conversation
     from specpool.host_tier import HostTier
-    from specpool.request import Times
     from specpool.scheduler import Scheduler
 
 Int32 = npt.NDArray[np.int32]
 SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
-
-#: Upper ends of a latency's buckets in seconds.
-BUCKETS: tuple[float, ...] = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
-    *(2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, math.inf),
-)
 
 # Steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256
@@ -89,41 +81,6 @@ class PhaseSeconds:
     launch: float
     wait: float
     finish: float
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How long something took, of requests that ended by a stop or their length.
-
-    Attributes:
-        bounds: upper ends of the buckets in seconds, ascending; the last is infinite.
-        cts: requests in each bucket.
-        sum_seconds: of all of them.
-    """
-
-    bounds: tuple[float, ...]
-    cts: tuple[int, ...]
-    sum_seconds: float
-
-    @property
-    def ct(self) -> int:
-        """Requests in all buckets."""
-        return sum(self.cts)
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyStats:
-    """Seconds from a request's arrival, of requests that ended by a stop or their length.
-
-    Attributes:
-        queue: until it got a row.
-        first_token: until the host had its first token.
-        request: until its end.
-    """
-
-    queue: Histogram
-    first_token: Histogram
-    request: Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +231,7 @@ class Counts:
         """Nothing yet; no round accepts more than `max_accept_len` tokens."""
         self.round_ct = self.prefill_ct = 0
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
-        self._latency = {name: _Seconds() for name in ("started", "first_token", "ended")}
+        self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
         self._prefilled_token_ct = self._first_token_ct = 0
         self._rounds: list[Int32] = []  # not added up yet, as are the prefills
@@ -298,13 +255,7 @@ class Counts:
         """A request is over; None = how long it took does not count."""
         self.end_cts[reason] += 1
         if times is not None and reason in ("stop", "length"):
-            for name, seconds in self._latency.items():
-                seconds.add(times.since_queued(name))
-
-    def latency(self) -> LatencyStats:
-        """How long the requests took."""
-        of = {name: seconds.histogram() for name, seconds in self._latency.items()}
-        return LatencyStats(of["started"], of["first_token"], of["ended"])
+            self.latency.add(times)
 
     @property
     def accept_cts(self) -> list[int]:
@@ -334,21 +285,6 @@ class Counts:
         for start, new_len, drawn in prefills:
             self._prefilled_token_ct += int((new_len - start).sum())
             self._first_token_ct += int(drawn.sum())
-
-
-class _Seconds:
-    """Adds seconds up in buckets."""
-
-    def __init__(self) -> None:
-        self._cts, self._sum = [0] * len(BUCKETS), 0.0
-
-    def add(self, seconds: float | None) -> None:
-        if seconds is not None:
-            self._cts[bisect_left(BUCKETS, seconds)] += 1
-            self._sum += seconds
-
-    def histogram(self) -> Histogram:
-        return Histogram(BUCKETS, tuple(self._cts), self._sum)
 
 
 class Stopwatch:
@@ -427,7 +363,7 @@ def engine_stats(
         generated_token_ct=counts.generated_token_ct,
         accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
-        latency=counts.latency(),
+        latency=counts.latency.stats(),
         sessions=tuple(
             _session_stats(ledger, conversation)
             for conversation in list(scheduler.conversations.open.values())
