@@ -362,14 +362,12 @@ class Engine:
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs of one request, such as a drafted one and a plain one.
 
-        In 16 bits near-ties of two tokens may fall either way. Texts that differ are held against
-        the model itself, by its own attention over each of them once: is every token what these
-        logits choose, up to rounding (see `specpool.comparison`), or is there a fault? Identical
-        texts cost nothing.
+        Texts that differ are held against the model itself, which runs over each of them once: is
+        every token what it chooses up to rounding (see `specpool.comparison`), or a fault?
 
         Args:
-            first: of this engine's target, that ended by a stop or its length.
-            second: of the same prompt and parameters; of the same seed, if sampled.
+            first: of this engine's target; it ended by a stop or its length.
+            second: of the same prompt, parameters and, if sampled, seed.
 
         Raises:
             ConfigError: not of one request, without an end, or the engine is closed.
