@@ -362,8 +362,7 @@ class Engine:
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs of one request, such as a drafted one and a plain one.
 
-        Texts that differ are held against the model itself, which runs over each of them once: is
-        every token what it chooses up to rounding (see `specpool.comparison`), or a fault?
+        Texts that differ are held against the model's own choices: see `specpool.comparison`.
 
         Args:
             first: of this engine's target; it ended by a stop or its length.
