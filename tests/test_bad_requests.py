@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +63,7 @@ def engine_of(target: TargetModel, depth: int = 0, drafter: Any = None, **option
         ({"logprobs": 1 << 40}, "logprobs .*got 1099511627776"),
         ({"stop_token_ids": (1 << 31,)}, "stop_token_ids .*got 2147483648"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids .*got 'a'"),
-        ({"stop": "end"}, "stop must be a tuple of strings, got 'end'"),
+        ({"stop": ""}, "stop must hold strings that are not empty, got ''"),
         ({"stop": 5}, "stop must be a tuple of strings, got 5"),
         ({"stop": ("end", 5)}, "stop must hold strings .*got 5"),
         ({"stop": (b"end",)}, "stop must hold strings .*got b'end'"),
@@ -73,6 +75,54 @@ def engine_of(target: TargetModel, depth: int = 0, drafter: Any = None, **option
 def test_limits_and_stops_of_a_wrong_kind_or_size_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top_k": 50}, "top_k 50 does nothing at temperature 0, .* give a temperature above 0"),
+        ({"top_p": 0.9}, "top_p 0.9 does nothing at temperature 0"),
+        ({"max_tokens": 5}, "no field 'max_tokens': did you mean 'max_new_tokens'"),
+        ({"frequency": 5}, "no field 'frequency'; the fields are max_new_tokens, temperature, "),
+    ],
+)
+def test_what_would_be_ignored_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        SamplingParams(**options)
+
+
+def test_an_option_of_the_engine_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(ConfigError, match="no field 'max_batchs': did you mean 'max_batch'"):
+        Engine.from_pretrained(max_batchs=5)
+
+
+def test_what_takes_the_likeliest_token_may_say_so_twice():
+    assert SamplingParams(top_k=1).top_k == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"stop_token_ids": (5, 259)},
+            r"prompt 0 has 259 among its stop_token_ids.* the vocabulary is \[0, 259\)",
+        ),
+        ({"logprobs": 5000}, "prompt 0 asks for logprobs of 5000 tokens; the vocabulary has 259"),
+    ],
+)
+def test_what_the_vocabulary_cannot_fulfil_is_refused(target, options, says):
+    engine = Engine(target, config=EngineConfig(max_context_len=64))
+    with pytest.raises(ConfigError, match=says):
+        engine.generate(PROMPTS[0], SamplingParams(**options))
+    assert not engine.turn()
+
+
+def test_one_stop_string_needs_no_tuple():
+    """It is one string, not its characters."""
+    params = SamplingParams(stop="end")
+    assert params.stop == ("end",) == SamplingParams(stop=("end",)).stop
+    assert dataclasses.replace(params, n=2).stop == ("end",)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
 
 
 @pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, 0.5, True])

@@ -69,7 +69,7 @@ def test_every_way_in_takes_a_chat(engine):
         ([CHAT[0], "hello"], "message 1 of prompt 0 must be a dict, got 'hello'"),
         ([{"role": "user"}], r"message 0 of prompt 0 needs a string as 'content', got {'role'"),
         ([{"content": "a"}], "message 0 of prompt 0 needs a string as 'role'"),
-        ([{"role": "user", "content": ["a"]}], "needs a string as 'content'"),
+        ([{"role": "user", "content": ["a"]}], "part 0 of the content of message 0 .* is 'a'"),
         ([{"role": 1, "content": "a"}], "needs a string as 'role'"),
         ([CHAT, [*CHAT, {}]], "message 2 of prompt 1 needs a string as 'role', got {}"),
         (
@@ -88,6 +88,23 @@ def test_a_chat_that_is_none_is_refused(engine, chat, message):
         engine.generate(chat, PARAMS)
     with pytest.raises(ConfigError, match=message):
         engine.stream(chat, PARAMS)
+
+
+def test_parts_of_text_are_one_text(engine):
+    """As OpenAI's interface has them; what is no text is refused with its place and its type."""
+    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
+    params = SamplingParams(max_new_tokens=4)
+    chats = [[{"role": "user", "content": each}] for each in (parts, "one, two")]
+    together, whole = engine.generate(chats, params)
+    assert together.prompt_ids == whole.prompt_ids
+    for part, says in (
+        ({"type": "image_url", "image_url": {}}, "is the type 'image_url': only text can be read"),
+        ({"type": "text", "text": 5}, r"is \{'type': 'text', 'text': 5\}: only text"),
+        ("three", "is 'three': only text can be read"),
+    ):
+        chat = [{"role": "user", "content": [*parts, part]}]
+        with pytest.raises(ConfigError, match=f"part 2 of the content of message 0 .* {says}"):
+            engine.generate([chat], params)
 
 
 def test_without_a_template_or_a_tokenizer_it_says_so():

@@ -67,12 +67,26 @@ def test_generate_json_is_one_object(capsys, options):
     assert code == 0, err
     report = json.loads(out)
     assert report["tokens"] == 40 == len(report["outputs"][0]["token_ids"])
-    assert report["tokens_per_second"] > 0 and report["plain_tokens_per_second"] > 0
+    assert not err
+    least, most = report["tokens_per_second_range"]
+    assert 0 < least <= report["tokens_per_second"] <= most and 1 <= report["runs"] <= 5
     assert sum(int(n) * c for n, c in report["accept_histogram"].items()) >= 39
     assert all(pool["leaked"] == 0 and pool["free"] == pool["pages"] for pool in report["pools"])
     assert all(0 < pool["peak_used"] <= pool["pages"] for pool in report["pools"])
+    if "none" in options:  # there is nothing to compare it with
+        names = ("plain_tokens_per_second", "speedup", "identical_to_plain", "same_as_plain")
+        assert [report[name] for name in names] == [None] * 4
+        return
+    assert report["plain_tokens_per_second"] > 0 and report["same_as_plain"]
     if "bfloat16" not in options:
         assert report["identical_to_plain"]
+
+
+def test_without_drafts_nothing_is_said_of_drafting(capsys):
+    code, out, err = call(capsys, "generate", "-n", "8", "-p", "seq: 1,", "--draft", "none")
+    assert code == 0, err
+    assert "nothing is drafted" in out and "tokens/s" in out
+    assert "drafting" not in out and "identical" not in out and "accept length" not in out
 
 
 def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
@@ -96,7 +110,7 @@ def test_exact_ancestry_pays_or_costs_nothing(capsys):
 def test_accept_length_of_the_shipped_pair():
     """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
     from specpool import Engine, SamplingParams, Shape, corpus
-    from specpool.cli.generate import mean_accept_len
+    from specpool.cli.generate_report import mean_accept_len
 
     prompts = corpus.prompts(24)
     for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):

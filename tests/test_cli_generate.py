@@ -7,7 +7,10 @@ import shutil
 
 import pytest
 
+from specpool import corpus
 from specpool.assets import resolve
+from specpool.cli import generate
+from specpool.worker import EagleWorker
 from test_cli import call
 
 PROMPT = "seq: 1, 2, 3,"
@@ -95,3 +98,39 @@ def test_the_environment_sets_the_busy_check(capsys, monkeypatch):
     code, _, err = call(capsys, *JSON)
     assert code == 2 and "SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got 'often'" in err
     outputs(capsys, "--busy-check", "1")  # asked for: the variable does not count
+
+
+def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
+    """One line says so, with the dtype, and a line for each; the exit code is 0."""
+    options = ["-n", "60", "--dtype", "bfloat16"]
+    for prompt in corpus.prompts(12):
+        options += ["-p", bytes(prompt).decode()]
+    code, out, err = call(capsys, "generate", "--json", *options)
+    assert code == 0 and not err
+    report = json.loads(out)
+    assert report["same_as_plain"] and not report["identical_to_plain"]
+    apart = [each for each in report["comparisons"] if each["verdict"] == "rounding"]
+    assert apart and all(
+        each["line"].startswith("same up to bfloat16 rounding: token ") for each in apart
+    )
+    monkeypatch.setattr(generate, "MOST_RUNS", 1)
+    code, out, err = call(capsys, "generate", *options)
+    assert code == 0 and not err
+    flat = " ".join(out.replace("│", " ").split())
+    count = f"{len(apart)} of 12 texts differ"
+    assert f"identical to plain decoding same up to bfloat16 rounding: {count}" in flat
+    assert f"prompt {apart[0]['index'] + 1} token {apart[0]['num_same']} is " in flat
+    assert "(one run)" in flat
+
+
+def test_a_fault_is_told_and_exits_with_1(capsys, monkeypatch):
+    """Here accepted KV stays where the tree had it."""
+    monkeypatch.setattr(EagleWorker, "_compact", lambda *args: None)
+    options = ["-n", "48", "-p", PROMPT, "--shape", "3x2x6", "--dtype", "bfloat16"]
+    code, out, err = call(capsys, "generate", *options)
+    assert code == 1
+    assert "NO: a fault in 1 of 1 texts" in " ".join(out.replace("│", " ").split())
+    assert err.startswith("error: prompt 1: fault: token ")
+    code, out, err = call(capsys, "generate", "--json", *options)
+    assert code == 1 and err.startswith("error: prompt 1: fault: token ")
+    assert json.loads(out)["same_as_plain"] is False

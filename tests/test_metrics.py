@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,12 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 import cuda_host
 from graph_kit import CHAIN, PARAMS, PROMPTS, graphs_run, make
 from specpool import ConfigError, Engine, SamplingParams, corpus
+from specpool.latency import LatencyStats
 from specpool.metrics import (
     COUNTERS,
     GAUGES,
     GRAPH_COUNTERS,
     GRAPH_GAUGES,
     GROUP_GAUGES,
+    HISTOGRAMS,
     register,
 )
 from specpool.stats import EngineStats, GraphStats, GroupStats
@@ -34,6 +37,7 @@ def test_no_number_is_left_out():
         "groups",
         "accept_cts",
         "seconds",
+        "latency",
         "sessions",
         "host",
         "adaptive",
@@ -41,6 +45,7 @@ def test_no_number_is_left_out():
     }
     assert set(GRAPH_GAUGES) | set(GRAPH_COUNTERS) == numbers_of(GraphStats) - {"sizes"}
     assert set(GROUP_GAUGES) == numbers_of(GroupStats) - {"name"} | {"used_pages"}
+    assert set(HISTOGRAMS) == numbers_of(LatencyStats)
     assert all(field.endswith("_ct") for field in COUNTERS)
     assert not any(field.endswith("_ct") for field in GAUGES)
 
@@ -73,8 +78,13 @@ def test_a_scrape_says_what_the_stats_say(labels):
             assert value("phase_seconds_total", phase=phase) == seconds > 0
         assert stats.verify_ct and stats.groups[0].pinned_pages and stats.num_running == 3
 
+        for field, (name, _) in HISTOGRAMS.items():
+            assert value(f"{name}_count") == getattr(stats.latency, field).ct
+
         families = list(text_string_to_metric_families(generate_latest(registry).decode()))
-        assert len(families) == len(GAUGES) + len(COUNTERS) + len(GROUP_GAUGES) + 2
+        assert (
+            len(families) == len(GAUGES) + len(COUNTERS) + len(GROUP_GAUGES) + len(HISTOGRAMS) + 2
+        )
         for family in families:
             for sample in family.samples:
                 assert sample.name.endswith("_total") == (family.type == "counter")
@@ -89,11 +99,62 @@ def test_names_that_are_taken_are_refused():
     registry = CollectorRegistry()
     with Engine.from_pretrained(max_context_len=64) as engine:
         register(engine, registry)
-        with pytest.raises(ConfigError, match=r"Duplicated.*choose another prefix than 'specpool'"):
+        cure = (
+            r"give this one labels of its own, such as labels=\{'engine': '2'\}, or another prefix"
+        )
+        with pytest.raises(ConfigError, match=cure):
             register(engine, registry)
         register(engine, registry, prefix="second")
-        with pytest.raises(ConfigError, match="labels must not be called group"):
-            register(engine, CollectorRegistry(), labels={"group": "a"})
+        for label in ("group", "le"):
+            with pytest.raises(ConfigError, match=f"labels must not be called {label}"):
+                register(engine, CollectorRegistry(), labels={label: "a"})
+        other = CollectorRegistry()
+        prometheus_client.Gauge("specpool_rows", "Somebody else's.", registry=other)
+        with pytest.raises(ConfigError, match=r"Duplicated.*choose another prefix than 'specpool'"):
+            register(engine, other)
+
+
+def test_engines_with_labels_of_their_own_share_the_names():
+    registry = CollectorRegistry()
+    options = {"max_context_len": 64}
+    with (
+        Engine.from_pretrained(max_batch=2, **options) as one,
+        Engine.from_pretrained(max_batch=5, **options) as two,
+    ):
+        register(one, registry)
+        collector = register(two, registry, labels={"engine": "2"})
+        assert registry.get_sample_value("specpool_rows") == one.ledger.num_rows
+        assert registry.get_sample_value("specpool_rows", {"engine": "2"}) == two.ledger.num_rows
+        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        assert len({family.name for family in families}) == len(families)
+        registry.unregister(collector)
+        register(two, registry)  # the names are free again
+        assert registry.get_sample_value("specpool_rows") == two.ledger.num_rows
+
+
+def test_latencies_are_told_in_buckets():
+    registry = CollectorRegistry()
+    with Engine.from_pretrained(max_context_len=128, max_batch=1) as engine:
+        register(engine, registry)
+        outputs = engine.generate(corpus.prompts(3, 40), SamplingParams(max_new_tokens=5))
+        latency = engine.stats().latency
+        fields = {
+            "queue": [output.queue_seconds for output in outputs],
+            "first_token": [output.first_token_seconds for output in outputs],
+            "request": [output.seconds for output in outputs],
+        }
+        for field, seconds in fields.items():
+            found, (name, _) = getattr(latency, field), HISTOGRAMS[field]
+            assert found.ct == 3 and found.sum_seconds == pytest.approx(sum(seconds))
+            for bound in (0.005, 0.1, 10.0):
+                total = sum(each <= bound for each in seconds)
+                le = {"le": str(bound)}
+                assert registry.get_sample_value(f"specpool_{name}_bucket", le) == total
+            assert registry.get_sample_value(f"specpool_{name}_sum") == found.sum_seconds
+        for output in outputs:
+            assert 0 <= output.queue_seconds < output.first_token_seconds < output.seconds
+        # One row: each waits for those before it.
+        assert outputs[0].seconds <= outputs[1].queue_seconds < outputs[2].queue_seconds
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

@@ -31,6 +31,7 @@ from specpool.errors import (
 )
 
 if TYPE_CHECKING:
+    from specpool.comparison import Comparison
     from specpool.engine import Engine
     from specpool.output import Chunk
     from specpool.request import RequestOutput
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Chunk": "specpool.output",
+    "Comparison": "specpool.comparison",
     "Engine": "specpool.engine",
     "EngineStats": "specpool.stats",
     "RequestOutput": "specpool.request",
@@ -49,6 +51,7 @@ _LAZY = {
 __all__ = [
     "CheckpointError",
     "Chunk",
+    "Comparison",
     "ConfigError",
     "ContextEnd",
     "CorruptState",

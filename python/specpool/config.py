@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copyreg
+import difflib
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -12,6 +14,8 @@ from specpool._core import Shape
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from specpool.adaptive import AdaptiveConfig
 
 Placement = Literal["split", "shared"]
@@ -46,6 +50,18 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
+    """Raise `ConfigError` unless these are names of the dataclass's fields."""
+    names = [each.name for each in fields(kind)]
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            meant = f": did you mean {close[0]!r}?" if close else ";"
+            raise ConfigError(
+                f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(names)}"
+            )
 
 
 def check_stop(stop: object) -> None:
@@ -221,8 +237,9 @@ class SamplingParams:
     Attributes:
         max_new_tokens: tokens to generate at most.
         temperature: 0 = greedy.
-        top_k: keep this many of the most likely tokens; 0 = all.
-        top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all.
+        top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
+        top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
+            temperature above 0.
         seed: a token is a function of its distribution, the seed and its position alone (spec 5);
             None = a fresh seed, reported in the output.
         n: samples of the prompt, each an output of its own; sample i has seed + i.
@@ -231,7 +248,8 @@ class SamplingParams:
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: strings that end the request, wherever the tokens' edges lie. The text ends before the
-            earliest place where one of them begins; nothing of it is ever given out.
+            earliest place where one of them begins; nothing of it is ever given out. A string alone
+            is one of them.
         max_draft_steps: drafting steps of a round at most; 0 = plain decoding. None = what the
             engine drafts, or its controller chooses. A shape that a request names must be within.
     """
@@ -245,8 +263,13 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     max_draft_steps: int | None = None
+
+    def __new__(cls, **fields: object) -> SamplingParams:
+        """Refuse names that are no fields, before `__init__` would with a TypeError."""
+        check_fields(cls, fields)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
@@ -269,6 +292,13 @@ class SamplingParams:
             raise ConfigError(f"stop_token_ids must be a tuple of ids, got {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, (1 << 31) - 1)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         check_stop(self.stop)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
+        if self.temperature == 0 and (self.top_k > 1 or self.top_p < 1):
+            name, value = ("top_k", self.top_k) if self.top_k > 1 else ("top_p", self.top_p)
+            raise ConfigError(
+                f"{name} {value} does nothing at temperature 0, which takes the likeliest token: "
+                "give a temperature above 0, or leave top_k at 0 and top_p at 1"
+            )

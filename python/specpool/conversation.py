@@ -34,7 +34,7 @@ class Said:
     end: int
     messages: tuple[Message, ...] | None
     answer_ids: list[int]
-    stop: tuple[str, ...]
+    stop: Sequence[str]
 
 
 @dataclass(slots=True, eq=False)

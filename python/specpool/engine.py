@@ -16,7 +16,8 @@ import torch
 from specpool._core import Shape
 from specpool.assembly import assemble
 from specpool.busy_check import BusyFinding
-from specpool.config import EngineConfig, SamplingParams, check_int
+from specpool.comparison import Comparison, compare
+from specpool.config import EngineConfig, SamplingParams, check_fields, check_int
 from specpool.draft import Choosy, Drafter
 from specpool.errors import ConfigError, CorruptState, SpecpoolError
 from specpool.loading import load
@@ -117,11 +118,8 @@ class Engine:
         Raises:
             ConfigError: a path, an option or a checkpoint that does not fit.
         """
-        try:
-            config = EngineConfig(**options)
-        except TypeError as error:
-            names = ", ".join(EngineConfig.__dataclass_fields__)
-            raise ConfigError(f"{error}; the options are {names}") from None
+        check_fields(EngineConfig, options)
+        config = EngineConfig(**options)
         parts = load(
             target,
             draft,
@@ -390,6 +388,22 @@ class Engine:
     def peak_pages(self) -> list[int]:
         """Most pages of each group that were ever taken at once."""
         return list(self._loop.peak_pages)
+
+    def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
+        """Compare two outputs of one request, such as a drafted one and a plain one.
+
+        Texts that differ are held against the model's own choices: see `specpool.comparison`.
+
+        Args:
+            first: of this engine's target; it ended by a stop or its length.
+            second: of the same prompt, parameters and, if sampled, seed.
+
+        Raises:
+            ConfigError: not of one request, without an end, or the engine is closed.
+        """
+        self._prompts.check_open()
+        with self._lock:
+            return compare(self.target, first, second)
 
     def pool_stats(self) -> list[PoolStats]:
         """Pages of each group now."""

@@ -5,9 +5,12 @@ Needs `prometheus-client` (`pip install 'specpool[metrics]'`).
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from specpool.adaptive.shapes import name_of
 from specpool.errors import ConfigError
@@ -56,6 +59,15 @@ COUNTERS = {
     "correct_draft_ct": ("correct_drafts", "Drafts that were accepted."),
 }
 
+HISTOGRAMS = {
+    "queue": ("queue_seconds", "Seconds from a request's arrival until it got a row."),
+    "first_token": ("first_token_seconds", "Seconds from a request's arrival to its first token."),
+    "request": ("request_seconds", "Seconds from a request's arrival to its end."),
+}
+
+# The collectors of each registry by prefix.
+_COLLECTORS: WeakKeyDictionary[CollectorRegistry, dict[str, Any]] = WeakKeyDictionary()
+
 GRAPH_GAUGES = {
     "num_graphs": ("graphs", "Decode rounds captured as CUDA graphs."),
     "num_bytes": ("graph_bytes", "Device memory that the CUDA graphs take."),
@@ -75,19 +87,22 @@ def register(
 ) -> Collector:
     """Export the engine's numbers with every scrape of the registry.
 
+    A name belongs to one collector: a further engine with the same prefix joins the collector that
+    is there, if its labels are others.
+
     Args:
         engine: read at each scrape; while the collector is registered, it is kept alive.
         registry: None = the client's default one.
-        labels: fixed labels of every sample; engines that share a registry need different
-            prefixes, since a name belongs to one collector.
+        labels: fixed labels of every sample of this engine, such as `{"engine": "2"}`.
         prefix: of every name.
 
     Returns:
-        What `registry.unregister` takes.
+        What `registry.unregister` takes, with all its engines.
 
     Raises:
-        ConfigError: prometheus-client is not installed, a label is called `group`, `phase`,
-            `accept_len` or `shape`, or the names are taken in this registry.
+        ConfigError: prometheus-client is not installed; a label is called `group`, `phase`,
+            `accept_len`, `shape` or `le`; an engine with the same labels is registered, or the
+            names belong to somebody else's collector.
     """
     try:
         from prometheus_client import REGISTRY
@@ -96,28 +111,70 @@ def register(
         raise ConfigError(
             "metrics need prometheus-client: pip install 'specpool[metrics]'"
         ) from None
-    taken = sorted({"group", "phase", "accept_len", "shape"} & set(labels or ()))
+    fixed = dict(labels or {})
+    taken = sorted({"group", "phase", "accept_len", "shape", "le"} & fixed.keys())
     if taken:
         raise ConfigError(f"labels must not be called {', '.join(taken)}: specpool has its own")
 
     class EngineCollector(Collector):
+        def __init__(self) -> None:
+            self.engines = [(engine, fixed)]
+
         def collect(self) -> Iterator[Metric]:
-            return metrics(engine.stats(), prefix, dict(labels or {}))
+            families: dict[str, Metric] = {}
+            for each, own in self.engines:
+                for family in metrics(each.stats(), prefix, own):
+                    families.setdefault(family.name, family)
+                    if families[family.name] is not family:
+                        families[family.name].samples += family.samples
+            return iter(families.values())
 
         def describe(self) -> Iterator[Metric]:  # by which the registry knows names that are taken
             return self.collect()
 
     registry, collector = registry or REGISTRY, EngineCollector()
+    known = _COLLECTORS.setdefault(registry, {})
     try:
         registry.register(collector)
     except ValueError as error:
-        raise ConfigError(f"{error}; choose another prefix than {prefix!r}") from None
+        return _join(registry, known.get(prefix), engine, fixed, prefix, error)
+    known[prefix] = collector
     return collector
+
+
+def _join(
+    registry: CollectorRegistry,
+    collector: Any,
+    engine: Engine,
+    labels: dict[str, str],
+    prefix: str,
+    error: ValueError,
+) -> Collector:
+    """Add an engine to the collector that has the names."""
+    if collector is not None and any(labels == own for _, own in collector.engines):
+        raise ConfigError(
+            f"an engine is registered as {prefix!r} with labels {labels} already: give this one "
+            "labels of its own, such as labels={'engine': '2'}, or another prefix"
+        )
+    try:
+        if collector is None:
+            raise KeyError(prefix)
+        registry.unregister(collector)
+    except KeyError:  # it has been unregistered; the names are another one's
+        raise ConfigError(f"{error}; choose another prefix than {prefix!r}") from None
+    collector.engines.append((engine, labels))
+    registry.register(collector)
+    found: Collector = collector
+    return found
 
 
 def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
     """Every number of `stats`."""
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
 
     names, values = [*labels], [*labels.values()]
 
@@ -147,6 +204,16 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
     for each in fields(PhaseSeconds):
         seconds.add_metric([*values, each.name], getattr(stats.seconds, each.name))
     yield seconds
+    for field, (name, text) in HISTOGRAMS.items():
+        found = getattr(stats.latency, field)
+        totals = itertools.accumulate(found.cts)
+        buckets = [
+            ("+Inf" if math.isinf(bound) else str(bound), total)
+            for bound, total in zip(found.bounds, totals, strict=True)
+        ]
+        histogram = family(HistogramMetricFamily, name, text)
+        histogram.add_metric(values, buckets, found.sum_seconds)
+        yield histogram
     if stats.adaptive is not None:
         text = "Rounds for which another shape was chosen than for the round before."
         switches = family(CounterMetricFamily, "switches", text)

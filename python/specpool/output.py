@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specpool.request import Request, RequestOutput
+from specpool.request import Request, RequestOutput, draft_flags
 from specpool.tokens import TextStream
 
 if TYPE_CHECKING:
@@ -38,13 +39,15 @@ class Chunk:
 
 
 class Report:
-    """Tells what is new of one request."""
+    """Tells what is new of one request, at a cost that depends on what is new alone."""
 
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Decode with `tokenizer`; without one, texts are empty."""
         self._request, self._tokenizer = request, tokenizer
         self._text = TextStream(tokenizer, request.params.stop)
         self._num_told = 0  # tokens of the output
+        self._num_forwards = 0  # whose flags have been taken
+        self._flags: deque[bool] = deque()  # of their tokens that have not been told
         self._is_done = False
 
     def news(self) -> Iterator[Chunk | RequestOutput]:
@@ -56,7 +59,8 @@ class Report:
             return
         done = request.finish_reason is not None
         self._num_told = max(start, request.num_output_tokens)
-        new = list(zip(request.output_ids[start:], request.from_draft[start:], strict=True))
+        ids = request.tokens[request.prompt_len + start :]
+        new = list(zip(ids, self._take_flags(len(ids)), strict=True))
         pieces = []
         for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
             tokens = _visible([token for token, _ in run], request)
@@ -72,6 +76,14 @@ class Report:
             self._is_done = True
             yield output
 
+    def _take_flags(self, num_tokens: int) -> list[bool]:
+        """Whether each of the next tokens is an accepted draft, as `Request.from_draft` says."""
+        forwards = self._request.forwards
+        while len(self._flags) < num_tokens:
+            self._flags += draft_flags(forwards[self._num_forwards])
+            self._num_forwards += 1
+        return [self._flags.popleft() for _ in range(num_tokens)]
+
 
 def _visible(tokens: list[int], request: Request) -> list[int]:
     return [token for token in tokens if token not in request.stop_ids]
@@ -80,7 +92,8 @@ def _visible(tokens: list[int], request: Request) -> list[int]:
 def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
     """What the user gets of a request that is done."""
     text = TextStream(tokenizer, request.params.stop)
-    ids = request.output_ids
+    ids, times = request.output_ids, request.times
+    hit = None if request.watch is None else request.watch.hit
     return RequestOutput(
         index=request.index,
         sample=request.sample,
@@ -94,4 +107,9 @@ def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Re
         from_draft=request.from_draft,
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         num_reused=request.num_reused,
+        params=request.params,
+        stop_hit=None if hit is None else hit.stop,
+        queue_seconds=times.since_queued("started"),
+        first_token_seconds=times.since_queued("first_token"),
+        seconds=times.since_queued("ended") or 0.0,
     )

@@ -12,6 +12,7 @@ from specpool._core import Shape
 from specpool.config import SamplingParams, check_int
 from specpool.conversation import Conversation, Said, common_len
 from specpool.errors import ConfigError
+from specpool.latency import Times
 from specpool.models import TargetModel
 from specpool.request import Request, fresh_seed
 from specpool.scheduler import Scheduler
@@ -165,6 +166,7 @@ class Prompts:
             forwards=[],
             logprobs=[],
             siblings=[],
+            times=Times(),
         )
 
     def _request(
@@ -189,6 +191,7 @@ class Prompts:
                 f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
+        self._check_ids(name, params)
         most_steps, choices = params.max_draft_steps, None
         if shape is None:
             rounds = self._scheduler.round_shapes
@@ -221,6 +224,21 @@ class Prompts:
             )
         return request
 
+    def _check_ids(self, name: str, params: SamplingParams) -> None:
+        """Raise `ConfigError` for parameters that the vocabulary cannot fulfil."""
+        vocab_size = self._target.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"{name} has {token} among its stop_token_ids, which no token can be; the "
+                    f"vocabulary is [0, {vocab_size})"
+                )
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            raise ConfigError(
+                f"{name} asks for logprobs of {params.logprobs} tokens; the vocabulary has "
+                f"{vocab_size}"
+            )
+
     def _encode(self, index: int, prompt: Prompt, *, goes_on: bool = False) -> list[int]:
         """The prompt's tokens; of one that goes on, without those that begin a text."""
         if _is_chat(prompt):
@@ -251,15 +269,20 @@ class Prompts:
                 f"prompt {index} is a chat, but the tokenizer has no chat template: set its "
                 "chat_template, or give text"
             )
+        copies = []
         for number, message in enumerate(messages):
             name = f"message {number} of prompt {index}"
             if not isinstance(message, Mapping):
                 raise ConfigError(f"{name} must be a dict, got {message!r:.80}")
+            copy = dict(message)
+            if isinstance(message.get("content"), list | tuple):
+                copy["content"] = _text_of_parts(name, message["content"])
             for key in ("role", "content"):
-                if not isinstance(message.get(key), str):
+                if not isinstance(copy.get(key), str):
                     raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
-                _check_text(f"{key!r} of {name}", message[key])
-        return [dict(message) for message in messages]
+                _check_text(f"{key!r} of {name}", copy[key])
+            copies.append(copy)
+        return copies
 
     def _render(self, index: int, messages: Sequence[Message]) -> str:
         """A chat up to where the answer begins, as the tokenizer's template says."""
@@ -332,6 +355,22 @@ class Prompts:
         """A text's tokens, and none that begin one."""
         assert self._tokenizer is not None
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _text_of_parts(name: str, parts: Sequence[object]) -> str:
+    """The text of a message whose content is a list of parts, as OpenAI's interface has it."""
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            shown = f"the type {kind!r}" if kind not in (None, "text") else f"{part!r:.80}"
+            raise ConfigError(
+                f"part {number} of the content of {name} is {shown}: only text can be read, as "
+                "{'type': 'text', 'text': '...'}"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _check_text(name: str, text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specpool._core import Shape
 from specpool.config import SamplingParams
+from specpool.latency import Times
 from specpool.tokens import TextStream
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class Request:
     num_reused: int = 0  # prompt tokens with KV when it got its first row
     shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
     handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
+    times: Times = field(default_factory=Times)
     # Where it puts itself, by number, when it gives up its row or ends: there may be news of it.
     mailbox: dict[int, Request] | None = None
 
@@ -97,7 +100,7 @@ class Request:
     @property
     def from_draft(self) -> list[bool]:
         """Whether each generated token is an accepted draft: all of a forward but its last."""
-        flags = [i < abs(n) - 1 for n in self.forwards for i in range(abs(n))]
+        flags = [flag for n in self.forwards for flag in draft_flags(n)]
         return flags[: self.num_output_tokens]
 
     @property
@@ -125,6 +128,8 @@ class Request:
             or not self.stop_ids.isdisjoint(tokens)
         ):
             tokens = self._end(tokens)
+        if not self.forwards:
+            self.times.first_token = time.perf_counter()
         # Tokens last: Ctrl-C may come between, and what is known of them must not be less.
         self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
@@ -166,6 +171,11 @@ class Request:
         return kept
 
 
+def draft_flags(forward: int) -> list[bool]:
+    """Whether each token of one of `Request.forwards` is an accepted draft."""
+    return [True] * (abs(forward) - 1) + [False]
+
+
 def fresh_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(64)
@@ -189,6 +199,11 @@ class RequestOutput:
         logprobs: one entry per generated token, if asked for.
         num_reused: prompt tokens that were not computed: their KV was there, of earlier turns of
             the session or of a pinned text.
+        params: as they were given.
+        stop_hit: which of the stop strings ended it; None = none did.
+        queue_seconds: from its arrival until it got a row; None = it never did.
+        first_token_seconds: from its arrival to its first token; None = it has none.
+        seconds: from its arrival to its end.
     """
 
     index: int
@@ -203,6 +218,11 @@ class RequestOutput:
     from_draft: list[bool]
     logprobs: list[TokenLogprob] | None
     num_reused: int
+    params: SamplingParams
+    stop_hit: str | None
+    queue_seconds: float | None = field(compare=False)
+    first_token_seconds: float | None = field(compare=False)
+    seconds: float = field(compare=False)
 
     @property
     def verify_ct(self) -> int:

@@ -7,6 +7,7 @@ order and brings back what they gave; under overlap (D = 1) the next step is pre
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from itertools import compress, repeat
 from typing import TYPE_CHECKING
@@ -144,6 +145,8 @@ class Scheduler:
         is_known = any(r.request_id == request.request_id for r in self._running)
         if request.finish_reason or is_known or self._waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
+        for sample in (request, *request.siblings):
+            sample.times.queued = time.perf_counter()
         self._waiting.add(request)
         if request.conversation is not None:  # busy from now on; before, nobody would end it
             request.conversation.turn = request
@@ -342,6 +345,8 @@ class Scheduler:
             ):
                 others.append((request, new, None))
             else:
+                if not request.forwards:
+                    request.times.first_token = time.perf_counter()
                 request.forwards.append(len(new))  # first: see `Request.append`
                 request.tokens += new
         return others
@@ -457,6 +462,8 @@ class Scheduler:
 
     def _start(self, request: Request, row: int, prefilled_len: int) -> None:
         """The request has a row, with KV of its first tokens."""
+        if request.times.started is None:
+            request.times.started = time.perf_counter()
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
         request.shared_len = prefilled_len
@@ -613,6 +620,7 @@ class Scheduler:
         """
         request.post()  # first: Ctrl-C may come between
         request.finish_reason = reason
+        request.times.ended = time.perf_counter()
         is_whole = reason in ("stop", "length")
         if is_whole and request.conversation is not None:
             request.conversation.end(request)
@@ -620,7 +628,7 @@ class Scheduler:
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
-        self.counts.end(reason)
+        self.counts.end(reason, None if request.wants_pin else request.times)
         self.conversations.return_handle(request)
         if is_waiting:  # in both lists if Ctrl-C has stopped it between them
             self._waiting.remove(request)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from specpool._core import Ledger, Shape
 from specpool.host_tier import HostStats
+from specpool.latency import Latency, LatencyStats, Times
 
 if TYPE_CHECKING:
     from specpool.busy_check import BusyCheck
@@ -166,6 +167,7 @@ class EngineStats:
         generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
         seconds: by phase.
+        latency: of the requests that have ended, those of `pin` not among them.
         sessions: those that are open.
         host: of the host tier; None = there is none.
         adaptive: of the controller; None = there is none.
@@ -189,6 +191,7 @@ class EngineStats:
     generated_token_ct: int
     accept_cts: tuple[int, ...]
     seconds: PhaseSeconds
+    latency: LatencyStats
     sessions: tuple[SessionStats, ...]
     host: HostStats | None
     adaptive: AdaptiveStats | None
@@ -228,6 +231,7 @@ class Counts:
         """Nothing yet; no round accepts more than `max_accept_len` tokens."""
         self.round_ct = self.prefill_ct = 0
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
+        self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
         self._prefilled_token_ct = self._first_token_ct = 0
         self._rounds: list[Int32] = []  # not added up yet, as are the prefills
@@ -247,9 +251,11 @@ class Counts:
         if len(self._prefills) > _MOST_WAITING:
             self._add_up()
 
-    def end(self, reason: str) -> None:
-        """A request is over."""
+    def end(self, reason: str, times: Times | None = None) -> None:
+        """A request is over; None = how long it took does not count."""
         self.end_cts[reason] += 1
+        if times is not None and reason in ("stop", "length"):
+            self.latency.add(times)
 
     @property
     def accept_cts(self) -> list[int]:
@@ -357,6 +363,7 @@ def engine_stats(
         generated_token_ct=counts.generated_token_ct,
         accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
+        latency=counts.latency.stats(),
         sessions=tuple(
             _session_stats(ledger, conversation)
             for conversation in list(scheduler.conversations.open.values())

@@ -17,7 +17,8 @@ from rich.progress import Progress
 from specpool import corpus
 from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.cli.generate import mean_accept_len, quiet_loading
+from specpool.cli.generate import quiet_loading
+from specpool.cli.generate_report import mean_accept_len
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
 from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int

@@ -24,7 +24,8 @@ from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.config import PolicyName
 from specpool.adaptive.shapes import chain, depth_order, name_of, parse_shape
-from specpool.cli.generate import draft_of, mean_accept_len, quiet_loading, read_prompts
+from specpool.cli.generate import draft_of, quiet_loading, read_prompts
+from specpool.cli.generate_report import mean_accept_len
 from specpool.cli.machine import Result, as_json, check_plot, machine
 from specpool.config import SamplingParams, check_choice, check_int
 from specpool.engine import Engine

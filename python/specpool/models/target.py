@@ -342,6 +342,21 @@ class TargetModel:
         finally:
             self._use(_ATTENTION)
 
+    @torch.inference_mode()
+    def plain_hidden(self, token_ids: Sequence[int]) -> Tensor:
+        """Hidden states [n, h] of one text as `plain_logits` has them, for `compute_logits`.
+
+        Takes memory for n * n attention weights of each head of a layer.
+        """
+        self._use("eager")
+        try:
+            tokens = torch.tensor([list(token_ids)], device=self.device)
+            hidden: Tensor = self._decoder(input_ids=tokens, use_cache=False)[0]
+            return hidden[0].to(self.dtype)
+        finally:
+            self._use(_ATTENTION)
+            self._captured.clear()
+
     def close(self) -> None:
         """Gives the model back as it was: attention, hooks, training flags. Can be repeated."""
         if self.closed:

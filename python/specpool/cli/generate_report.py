@@ -1,0 +1,226 @@
+"""What `specpool generate` says of its runs: figures, pages, and whether the texts are the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from specpool.comparison import TokenGap
+from specpool.engine import Engine
+from specpool.request import RequestOutput
+
+# Texts that differ from plain decoding, shown one by one.
+_MOST_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Timed:
+    """Outputs of one run, and how long the engine took."""
+
+    outputs: list[RequestOutput]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class Runs:
+    """Runs of the same prompts, in turn.
+
+    Attributes:
+        drafted: with the engine's shape.
+        plain: without drafts; empty where the engine does not draft.
+    """
+
+    drafted: list[Timed]
+    plain: list[Timed]
+
+
+def accept_histogram(outputs: Sequence[RequestOutput]) -> dict[int, int]:
+    """Rounds by accept length, bonus included."""
+    counts = Counter(n for output in outputs for n in output.accept_lens)
+    return dict(sorted(counts.items()))
+
+
+def mean_accept_len(outputs: Sequence[RequestOutput]) -> float:
+    """Mean accept length over all rounds, bonus included."""
+    rounds = sum(output.verify_ct for output in outputs)
+    return sum(sum(output.accept_lens) for output in outputs) / rounds if rounds else 0.0
+
+
+def report_of(engine: Engine, runs: Runs, peak_pages: Sequence[int]) -> dict[str, Any]:
+    """Everything that is printed, with plain values."""
+    first, shape = runs.drafted[0], engine.shape
+    outputs = first.outputs
+    report: dict[str, Any] = {
+        "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "rounds": sum(output.verify_ct for output in outputs),
+        "accept_len": mean_accept_len(outputs),
+        "accept_histogram": accept_histogram(outputs),
+        "tokens": first.num_tokens,
+        "runs": len(runs.drafted),
+        "first_token_seconds": _median(output.first_token_seconds for output in outputs),
+        "request_seconds": _median(output.seconds for output in outputs),
+        **_speeds(runs),
+        **_comparisons(engine, runs),
+        "errors": [output.error for output in outputs if output.error is not None],
+        "pools": [
+            {
+                "group": pool.name,
+                "pages": pool.num_pages,
+                "peak_used": peak,
+                "free": pool.free_pages,
+                "leaked": pool.num_pages - pool.free_pages,
+            }
+            for pool, peak in zip(engine.pool_stats(), peak_pages, strict=True)
+        ],
+    }
+    return report
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _speeds(runs: Runs) -> dict[str, Any]:
+    """Medians and ranges over the runs; None where nothing was drafted, or nothing compared."""
+    drafted = [run.tokens_per_second for run in runs.drafted]
+    plain = [run.tokens_per_second for run in runs.plain]
+    ratios = [a / (b or 1.0) for a, b in zip(drafted, plain, strict=False)]
+    named = {"tokens_per_second": drafted, "plain_tokens_per_second": plain, "speedup": ratios}
+    speeds: dict[str, Any] = {}
+    for name, values in named.items():
+        speeds[name] = median(values) if values else None
+        speeds[f"{name}_range"] = [min(values), max(values)] if values else None
+    return speeds
+
+
+def _comparisons(engine: Engine, runs: Runs) -> dict[str, Any]:
+    """Each drafted text against the plain one; None where there is none."""
+    if not runs.plain:
+        return dict.fromkeys(("identical_to_plain", "same_as_plain", "comparisons"))
+    pairs = [*zip(runs.drafted[0].outputs, runs.plain[0].outputs, strict=True)]
+    found = []
+    for drafted, plain in pairs:
+        if {drafted.finish_reason, plain.finish_reason} <= {"stop", "length"}:
+            comparison = engine.compare(drafted, plain)
+            place = {"index": drafted.index, "sample": drafted.sample}
+            texts = [_text_of(engine, gap) for gap in (comparison.first, comparison.second)]
+            line = {"line": str(comparison), "texts": texts}
+            found.append({**place, **asdict(comparison), **line})
+    return {
+        "identical_to_plain": all(a.token_ids == b.token_ids for a, b in pairs),
+        "same_as_plain": all(each["verdict"] != "fault" for each in found),
+        "comparisons": found,
+    }
+
+
+def _text_of(engine: Engine, gap: TokenGap | None) -> str | None:
+    if gap is None or engine.tokenizer is None:
+        return None
+    return str(engine.tokenizer.decode([gap.token_id]))
+
+
+def table_of(report: dict[str, Any]) -> Table:
+    """The same for people."""
+    table = Table(show_header=False, title="specpool generate")
+    steps, topk, nodes = report["shape"]
+    drafts = report["speedup"] is not None
+    if "chosen" in report:
+        counts = ", ".join(f"{name} {count}" for name, count in report["chosen"].items())
+        table.add_row("shapes, rounds of each", counts)
+    elif drafts:
+        table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
+    else:
+        table.add_row("shape", "none: plain decoding, nothing is drafted")
+    table.add_row("rounds", str(report["rounds"]))
+    if drafts:
+        table.add_row("accept length", f"{report['accept_len']:.2f} tokens a round, bonus included")
+        most = max(report["accept_histogram"].values(), default=1)
+        for length, count in report["accept_histogram"].items():
+            table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / most))} {count}")
+    _add_speeds(table, report)
+    for pool in report["pools"]:
+        table.add_row(
+            f"{pool['group']} pages",
+            f"{pool['pages']}: {pool['peak_used']} at the peak, {pool['free']} free, "
+            f"{pool['leaked']} leaked",
+        )
+    if drafts:
+        _add_comparisons(table, report)
+    for error in report["errors"]:
+        table.add_row("error", error)
+    return table
+
+
+def _add_speeds(table: Table, report: dict[str, Any]) -> None:
+    def speed(name: str) -> str:
+        least, most = report[f"{name}_range"]
+        runs = f"{least:.0f} to {most:.0f}, {report['runs']} runs"
+        return f"{report[name]:.0f} tokens/s ({runs if report['runs'] > 1 else 'one run'})"
+
+    table.add_row("speed", speed("tokens_per_second"))
+    if report["speedup"] is not None:
+        table.add_row("plain decoding, in turn", speed("plain_tokens_per_second"))
+        least, most = report["speedup_range"]
+        ratio = f"{report['speedup']:.2f}x"
+        spread = f" ({least:.2f}x to {most:.2f}x)" if report["runs"] > 1 else ""
+        table.add_row("drafting against plain", ratio + spread)
+    if report["first_token_seconds"] is not None:
+        table.add_row(
+            "latency, medians",
+            f"first token after {1e3 * report['first_token_seconds']:.1f} ms, all after "
+            f"{1e3 * report['request_seconds']:.1f} ms",
+        )
+
+
+def _add_comparisons(table: Table, report: dict[str, Any]) -> None:
+    """One line that says whether the texts are the same, and one for each that differs."""
+    label, several = "identical to plain decoding", report["comparisons"]
+    apart = [each for each in several if each["verdict"] != "identical"]
+    if report["identical_to_plain"]:
+        table.add_row(label, "yes")
+    elif not apart:
+        table.add_row(label, "not known: a text ended with an error")
+    elif report["same_as_plain"]:
+        count = f"{len(apart)} of {len(several)} texts differ"
+        table.add_row(label, f"same up to {report['dtype']} rounding: {count}")
+    else:
+        faults = sum(each["verdict"] == "fault" for each in apart)
+        table.add_row(label, f"NO: a fault in {faults} of {len(several)} texts")
+    has_samples = any(each["sample"] for each in several)
+    apart.sort(key=lambda each: each["verdict"] != "fault")
+    for each in apart[:_MOST_SHOWN]:
+        sample = f", sample {each['sample'] + 1}" if has_samples else ""
+        table.add_row(f"  prompt {each['index'] + 1}{sample}", _line(each))
+    if len(apart) > _MOST_SHOWN:
+        table.add_row("", f"and {len(apart) - _MOST_SHOWN} more: --json has them all")
+
+
+def _line(found: dict[str, Any]) -> str:
+    if found["verdict"] == "fault":
+        return str(found["line"])
+    gaps = found["first"], found["second"]
+    one, other = (
+        str(gap["token_id"]) if text is None else repr(text)
+        for gap, text in zip(gaps, found["texts"], strict=True)
+    )
+    return (
+        f"token {found['num_same']} is {one} or {other}, {max(g['gap'] for g in gaps):.2g} apart "
+        f"in logits; rounding reaches {max(g['noise'] for g in gaps):.2g}"
+    )
