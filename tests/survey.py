@@ -1,8 +1,8 @@
 """Which causal language models of the installed transformers run, found out on small random ones.
 
-`make models` writes docs/models.md with it. Each type of `AutoModelForCausalLM` is built small, with
-windows and chunks that short texts leave behind, and its text over pages, plain and drafted, is
-compared with transformers' own `generate`.
+`make models` writes docs/models.md with it. Each type of `AutoModelForCausalLM` is built small,
+with windows and chunks that short texts leave behind, and its text over pages, plain and drafted,
+is compared with transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ MIXED = ["sliding_attention", "full_attention"]
 #: What else a type needs to be small, or to show what its size would hide.
 OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "head_dim": 8},
+    "cohere_compass_text": {"layer_types": MIXED * 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2,

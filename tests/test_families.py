@@ -156,7 +156,6 @@ def test_shared_heads_are_kept_once():
     """Falcon copies each KV head for all heads that read it."""
     with Engine.from_pretrained(make_model(make_config("falcon")), max_context_len=64) as engine:
         assert {layer.num_kv_heads for layer in engine.target.layer_kv} == {2}
-        assert all(buffer.shape[1] == 2 for buffer in engine._cache.keys)
 
 
 @pytest.mark.parametrize("family", ["falcon"])

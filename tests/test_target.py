@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bart": ("BartConfig", {}, "encoder-decoder"),
     "gpt2": ("GPT2Config", {"add_cross_attention": True}, "cross attention"),
     "mllama": ("MllamaConfig", {}, "cross attention"),
-    "recurrent_gemma": ("RecurrentGemmaConfig", {}, "recurrent.*these types run: bamba"),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {}, "recurrent.*these types run: bailing_hybrid"),
     "minimax": ("MiniMaxConfig", {}, "recurrent"),
     "rwkv": ("RwkvConfig", {}, "recurrent"),
     "bloom": ("BloomConfig", {}, "alibi adds a bias .* by itself"),

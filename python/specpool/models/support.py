@@ -52,11 +52,13 @@ _KNOWN_LAYER_TYPES = frozenset(
 CHUNKED = ("llama4_text",)
 #: Types with recurrent layers that run here: a test runs each of them beside transformers.
 RECURRENT = (
+    "bailing_hybrid",
     "bamba",
     "falcon_h1",
     "falcon_mamba",
     "granitemoehybrid",
     "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "lfm3",
@@ -69,6 +71,7 @@ RECURRENT = (
     "qwen3_next",
     "zamba",
     "zamba2",
+    "zaya",
 )
 # Keyword arguments that attention may be given and that change nothing for one that gets its masks
 # from a view. Anything else that is not None asks for something that we do not do.

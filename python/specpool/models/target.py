@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder, unmodified, over our pages: the target model.
+"""A Hugging Face decoder, unmodified, over our pages: the target model.
 
 transformers lets an attention function be registered by name. Ours finds the batch of the forward
 that calls it in a context variable (not every decoder hands unknown keyword arguments on to its
