@@ -151,6 +151,7 @@ if int(transformers.__version__.split(".")[0]) >= 5:
                 "num_dense_layers": 1,
             },
         ),
+        "gpt_neox": ("GPTNeoXConfig", _BASE),  # its config says is_decoder=False
         "stablelm": ("StableLmConfig", {**_BASE, "partial_rotary_factor": 0.5}),
     }
 

@@ -38,7 +38,7 @@ from specpool.models.support import RECURRENT, text_config
 
 NUM_TOKENS = 20
 PROMPT_LENS = (33, 20, 5)
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 35_000_000
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 #: What makes a config small, for each key that a class knows.
@@ -146,13 +146,10 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
     config = _taken(config_class, arguments)
     if "layer_types" in names and "layer_types" not in own:
         kinds = set(config.layer_types or ())
-        if (
-            kinds
-            and kinds <= set(MIXED)
-            and config.sliding_window
-            and config.num_hidden_layers == 4
-        ):
-            return _taken(config_class, {**arguments, "layer_types": MIXED * 2})
+        slides = {"use_sliding_window": True} if "use_sliding_window" in names else {}
+        is_mixed = kinds and kinds <= set(MIXED) and getattr(config, "sliding_window", None)
+        if is_mixed and config.num_hidden_layers == 4:
+            return _taken(config_class, {**arguments, "layer_types": MIXED * 2, **slides})
     return config
 
 

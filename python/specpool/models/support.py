@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from specpool.attention import AttentionBatch, AttentionView, View
 from specpool.errors import ConfigError
@@ -136,7 +135,7 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
         yield "it is an encoder-decoder; its cross attention reads another sequence's KV"
     if get("add_cross_attention") or get("cross_attention_layers"):
         yield "it has cross attention, which reads another sequence's KV"
-    if get("is_decoder") is False and not hasattr(PretrainedConfig(), "is_decoder"):
+    if get("is_decoder") is False and get("type_vocab_size"):  # GPT-NeoX says the former too
         yield "it is an encoder (is_decoder is false): its tokens see those behind them"
     if get("index_topk"):
         yield (
