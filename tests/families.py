@@ -151,7 +151,10 @@ if int(transformers.__version__.split(".")[0]) >= 5:
                 "num_dense_layers": 1,
             },
         ),
-        "gpt_neox": ("GPTNeoXConfig", _BASE),  # its config says is_decoder=False
+        "gpt_neox": (
+            "GPTNeoXConfig",
+            {**_BASE, "num_key_value_heads": 4},
+        ),  # its config says is_decoder=False
         "stablelm": ("StableLmConfig", {**_BASE, "partial_rotary_factor": 0.5}),
     }
 
