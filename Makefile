@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak mutants bench bench-gpu all clean
+.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak mutants models bench bench-gpu all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -95,6 +95,9 @@ mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mu
 	CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_TEST_DEBUG=0 PROPTEST_MAX_SHRINK_ITERS=0 \
 	cargo mutants -p specpool-core $(if $(FILE),-f '$(FILE)',$(foreach f,$(MUTATED),-f rust/specpool-core/src/$(f).rs)) \
 	--output target/mutants --jobs 2 --timeout 120 -- --lib --tests
+
+models: $(VENV)/.dev ## write docs/models.md: which models of transformers run (10 minutes)
+	cd tests && $(abspath $(BIN))/python -m survey > $(abspath docs/models.md)
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench reserve

@@ -6,6 +6,7 @@ Also the plain-torch oracle that lays lanes out on shuffled pages and says who s
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,28 @@ _BASE: dict[str, Any] = {
 _GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
 _MIXED = ["sliding_attention", "full_attention"]
 _LEARNED = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# Expanded heads: keys of 16 + 8, values of 20.
+_LATENT = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+_LATENT_EXPERTS = {
+    **_LATENT,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_FALCON = {**_LEARNED, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_FALCON |= {"max_position_embeddings": 512, "alibi": False}
 
 # family -> (config class, its arguments)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +100,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 if int(transformers.__version__.split(".")[0]) >= 5:
     # It hands no keyword arguments on to attention. (In transformers 4 it bypasses ours: refused.)
     FAMILIES["nemotron"] = ("NemotronConfig", _BASE)
+    # In transformers 4 their keys and values, masks and caches are made in other ways.
+    FAMILIES |= {
+        "deepseek_v2": ("DeepseekV2Config", _LATENT_EXPERTS),
+        "deepseek_v3": ("DeepseekV3Config", _LATENT_EXPERTS),
+        "minicpm3": ("MiniCPM3Config", _LATENT),
+        "longcat_flash": (  # two attentions in each layer
+            "LongcatFlashConfig",
+            {
+                **{key: value for key, value in _LATENT.items() if key != "num_hidden_layers"},
+                "num_layers": 2,
+                "head_dim": 8,
+                "ffn_hidden_size": 96,
+                "expert_ffn_hidden_size": 32,
+                "n_routed_experts": 4,
+                "moe_topk": 2,
+                "zero_expert_num": 2,
+            },
+        ),
+        "llama4": (  # scales the queries of its full layers by their positions
+            "Llama4TextConfig",
+            {
+                **_BASE,
+                "head_dim": 16,
+                "intermediate_size_mlp": 128,
+                "num_hidden_layers": 2,
+                "layer_types": ["chunked_attention", "full_attention"],
+                "no_rope_layers": [1, 0],
+                "attention_chunk_size": 8,
+                "floor_scale": 8,
+                "attn_scale": 0.5,
+                "num_local_experts": 4,
+            },
+        ),
+        "falcon": (
+            "FalconConfig",
+            {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        ),
+        "falcon_multi_query": ("FalconConfig", {**_FALCON, "multi_query": True, "bias": True}),
+        "afmoe": (  # reads its attention's output as one block
+            "AfmoeConfig",
+            {
+                **_BASE,
+                "head_dim": 16,
+                "sliding_window": 8,
+                "layer_types": _MIXED,
+                "moe_intermediate_size": 32,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "num_dense_layers": 1,
+            },
+        ),
+        "gpt_neox": (
+            "GPTNeoXConfig",
+            {**_BASE, "num_key_value_heads": 4},
+        ),  # its config says is_decoder=False
+        "stablelm": ("StableLmConfig", {**_BASE, "partial_rotary_factor": 0.5}),
+    }
 
 
 def make_config(family: str) -> Any:
@@ -148,7 +228,7 @@ class PagedLanes:
             own_positions = [range(s, s + q) for s, q in zip(starts, q_lens, strict=True)]
         columns = -(-max(s + q for s, q in zip(starts, q_lens, strict=True)) // self.page_size)
 
-        def mask_for(window: int | None) -> Tensor:
+        def mask_for(window: int | None, chunk: int | None = None) -> Tensor:
             size = (self.num_lanes, max(q_lens), columns * self.page_size)
             visible = torch.zeros(size, dtype=torch.bool)
             for b, (start, q_len) in enumerate(zip(starts, q_lens, strict=True)):
@@ -158,6 +238,8 @@ class PagedLanes:
                 seen = torch.cat([torch.ones(q_len, start, dtype=torch.bool), own], 1)
                 if window is not None:
                     seen &= positions[start:, None] - positions[None] < window
+                if chunk is not None:
+                    seen &= positions[start:, None] // chunk == positions[None] // chunk
                 visible[b, :q_len, : start + q_len] = seen
             return visible
 
@@ -166,16 +248,22 @@ class PagedLanes:
             for b, (start, q_len) in enumerate(zip(starts, q_lens, strict=True))
             for i in range(q_len)
         ]
-        view = AttentionView(
-            page_size=self.page_size,
-            write_slots=torch.tensor(slots, device=self.device),
-            read_pages=self.pages[:, :columns],
-            q_lens=list(q_lens),
-            mask_for=mask_for,
-            decode_len=decode_len,
-        )
+
+        def view_of(chunk: int | None) -> AttentionView:
+            return AttentionView(
+                page_size=self.page_size,
+                write_slots=torch.tensor(slots, device=self.device),
+                read_pages=self.pages[:, :columns],
+                q_lens=list(q_lens),
+                mask_for=functools.partial(mask_for, chunk=chunk),
+                decode_len=decode_len if chunk is None else None,
+            )
+
+        chunks = [one.window if one.is_chunked else None for one in self.layer_kv]
+        views = {chunk: view_of(chunk) for chunk in chunks}
+        kv = [(k, v, views[c]) for (k, v), c in zip(self.buffers, chunks, strict=True)]
         positions = torch.tensor([p for own in own_positions for p in own], device=self.device)
-        return AttentionBatch(views=(view,), kv=[(k, v, view) for k, v in self.buffers]), positions
+        return AttentionBatch(views=tuple(views.values()), kv=kv), positions
 
     def compact(self, lane: int, start: int, path: Sequence[int]) -> None:
         """Moves accepted nodes to the first slots after the prefix: gather, then scatter."""

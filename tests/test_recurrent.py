@@ -412,7 +412,9 @@ def test_other_types_are_refused_with_the_list_of_those_that_run():
     import transformers
 
     config = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"'rwkv'.*these types run: bamba, .*, qwen3_next"):
+    with pytest.raises(
+        ConfigError, match=r"'rwkv'.*these types run: bailing_hybrid, .*, qwen3_next"
+    ):
         TargetModel.from_pretrained(make_model(config))
 
 

@@ -299,20 +299,19 @@ def test_rotary_factors_that_follow_the_batch_end_the_context() -> None:
 # --- Models that cannot run over pages --------------------------------------------------------
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "deepseek_v2": ("DeepseekV2Config", {}, "multi-head latent attention"),
-    "deepseek_v3": ("DeepseekV3Config", {}, "multi-head latent attention"),
+    "deepseek_v32": ("DeepseekV32Config", {}, "an indexer picks the .* keys"),
+    "bert": ("BertConfig", {}, r"it is an encoder \(is_decoder is false\)"),
     "t5": ("T5Config", {}, "encoder-decoder"),
     "bart": ("BartConfig", {}, "encoder-decoder"),
     "gpt2": ("GPT2Config", {"add_cross_attention": True}, "cross attention"),
     "mllama": ("MllamaConfig", {}, "cross attention"),
-    "recurrent_gemma": ("RecurrentGemmaConfig", {}, "recurrent.*these types run: bamba"),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {}, "recurrent.*these types run: bailing_hybrid"),
     "minimax": ("MiniMaxConfig", {}, "recurrent"),
     "rwkv": ("RwkvConfig", {}, "recurrent"),
-    "bloom": ("BloomConfig", {}, "alibi"),
-    "mpt": ("MptConfig", {}, "alibi"),
-    "falcon": ("FalconConfig", {"alibi": True}, "alibi"),
+    "bloom": ("BloomConfig", {}, "alibi adds a bias .* by itself"),
+    "mpt": ("MptConfig", {}, "alibi adds a bias .* by itself"),
+    "falcon": ("FalconConfig", {"alibi": True}, "alibi adds a bias .* by itself"),
     "gemma3n_text": ("Gemma3nTextConfig", {}, "share the KV"),
-    "llama4_text": ("Llama4TextConfig", {}, "chunked attention"),
     "codegen": ("CodeGenConfig", {}, "CodeGenForCausalLM computes attention by itself"),
     "clip_text_model": ("CLIPTextConfig", {}, "no causal language model"),
 }
@@ -330,20 +329,42 @@ def test_what_cannot_run_is_refused_by_its_config(model_type: str, tmp_path: Any
         TargetModel.from_pretrained(tmp_path)
 
 
+def test_chunks_are_known_by_type(tmp_path: Any) -> None:
+    """Another type's layers may mean something else by them."""
+    config = make_config("qwen3")
+    config.layer_types = ["chunked_attention", "full_attention"]
+    config.attention_chunk_size = 8
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"attention_chunk_size 8.* these types run: llama4_text"):
+        TargetModel.from_pretrained(tmp_path)
+
+
+def test_a_window_as_long_as_a_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would lie in one group, which has one kind of mask."""
+    with pytest.raises(ConfigError, match="some layers see chunks, others windows"):
+        _patched(monkeypatch, {"sliding_window": 8}, "llama4", layer=1)
+
+
 def test_a_model_in_memory_that_cannot_run_is_refused() -> None:
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
     with pytest.raises(ConfigError, match="alibi"):
         TargetModel.from_pretrained(make_model(config))
 
 
-def _patched(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
-    """Loads a llama whose attention is called with these arguments changed."""
-    model = make_model(make_config("llama"))
+def _patched(
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+    family: str = "llama",
+    layer: int | None = None,
+) -> None:
+    """Loads a model whose attention is called with these arguments changed (of one layer)."""
+    model = make_model(make_config(family))
     attention = type(model.model.layers[0].self_attn)
     original = attention.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **{**kwargs, **change})
+        changed = change if layer in (None, self.layer_idx) else {}
+        return original(self, *args, **{**kwargs, **changed})
 
     monkeypatch.setattr(attention, "forward", forward)
     TargetModel.from_pretrained(model)

@@ -59,6 +59,9 @@ class KVCache:
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.windows = [group.window for group in ledger.groups]
         self.layer_groups = list(layer_groups)
+        # The chunk of a group whose layers see one at a time; the probe refuses mixed groups.
+        chunked = {g for g, layer in zip(layer_groups, layers, strict=True) if layer.is_chunked}
+        self.chunks = [w if g in chunked else None for g, w in enumerate(self.windows)]
         self.max_context_len = ledger.max_context_len
         self._ledger = ledger
         slots = [(group.num_pages + 1) * group.page_size for group in ledger.groups]

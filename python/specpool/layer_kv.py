@@ -16,6 +16,8 @@ class LayerKV:
     window: int | None = None  # keys seen by a query, itself included; None = all
     # Extra scores take part in its softmax; nothing is stored for them.
     has_sinks: bool = field(default=False, compare=False)
+    # The window does not slide: a query sees the keys of its own chunk of `window` positions.
+    is_chunked: bool = False
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes of one token's key and value, of numbers of `itemsize` bytes."""

@@ -176,19 +176,23 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     pages, origins = lanes.pages(cache, group)
     num_columns = pages.shape[1] * cache.page_sizes[group]
     slots = lanes.slots(cache, group).view(-1, num_views)
-    length = lanes.seq_lens.common
+    chunk = cache.chunks[group]
+    length = lanes.seq_lens.common if chunk is None else None
     kv_lens, is_exact = _kv_lens(lanes, origins, 1), lanes.seq_lens.is_exact
     biases: dict[int | None, Tensor] = {}  # of all forwards, by window
 
     def bias_for(window: int | None, step: int) -> Tensor:
         if window not in biases:
-            biases[window] = kernels.attention_bias(
+            bias = kernels.attention_bias(
                 _since(origins, lanes.starts),
                 lanes.counts,
                 num_columns,
                 num_queries=num_views,
                 window=window,
             )
+            if chunk is not None:
+                bias = _causal_chunks(bias, chunk, lanes, origins)
+            biases[window] = bias
         return biases[window][:, step : step + 1]
 
     return [
@@ -201,7 +205,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             decode_len=None if length is None else length + 1 + step - int(origins),
             reader=cache.reader,
             kv_lens=None if kv_lens is None else kv_lens + np.int32(step),
-            is_causal=is_exact and kv_lens is not None,
+            is_causal=is_exact and kv_lens is not None and chunk is None,
             attend_with=cache.attend_with,
         )
         for step in range(num_views)
@@ -250,10 +254,14 @@ def own_view(
     num_columns = pages.shape[1] * cache.page_sizes[group]
 
     ragged = not isinstance(lanes.widths, int)
+    chunk = cache.chunks[group]
+    if chunk is not None:
+        least = (q_positions - q_positions % chunk).unsqueeze(2)  # [B, Q, 1]
+        own_mask = own_mask & (own_positions.unsqueeze(1) >= least)
 
     def bias_for(window: int | None) -> Tensor:
         counts = lanes.counts if ragged else torch.full_like(lanes.starts, num_queries)
-        return kernels.attention_bias(
+        bias = kernels.attention_bias(
             _since(origins, lanes.starts),
             counts,
             num_columns,
@@ -263,6 +271,9 @@ def own_view(
             own_positions=_since(origins, own_positions),
             window=window,
         )
+        if chunk is None:
+            return bias
+        return _chunks(bias, chunk, q_positions, origins, counts)
 
     return AttentionView(
         page_size=cache.page_sizes[group],
@@ -294,6 +305,33 @@ def _since(origins: Tensor | int, positions: Tensor) -> Tensor:
     return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))
 
 
+def _causal_chunks(bias: Tensor, chunk: int, lanes: Lanes, origins: Tensor | int) -> Tensor:
+    """`_chunks` for queries at the positions behind each start."""
+    queries = torch.arange(bias.shape[1], device=bias.device)
+    return _chunks(bias, chunk, lanes.starts.unsqueeze(1) + queries, origins, lanes.counts)
+
+
+def _chunks(
+    bias: Tensor, chunk: int, q_positions: Tensor, origins: Tensor | int, counts: Tensor
+) -> Tensor:
+    """Hide from each query the columns before its own chunk.
+
+    NOTE: the layers of such a group have no other masks than these, whatever window they ask for;
+    their views state neither `decode_len` nor `is_causal`.
+
+    Args:
+        bias: float32 [B, Q, C], 0 or -inf; columns are positions from `origins` on.
+        chunk: positions of a chunk; the first begins at position 0.
+        q_positions: int32 or int64 [B, Q].
+        origins: int32 [B], or one number for all lanes.
+        counts: int32 [B], queries that count; the rest sees column 0 and must go on to.
+    """
+    least = _since(origins, q_positions - q_positions % chunk)
+    padding = torch.arange(bias.shape[1], device=bias.device) >= counts.unsqueeze(1)
+    columns = torch.arange(bias.shape[2], device=bias.device)
+    return bias.masked_fill(columns < least.masked_fill(padding, 0).unsqueeze(2), -torch.inf)
+
+
 def _causal(
     cache: KVCache,
     group: int,
@@ -303,20 +341,22 @@ def _causal(
     slots: Tensor,
 ) -> AttentionView:
     num_columns = pages.shape[1] * cache.page_sizes[group]
-    widths = lanes.widths
+    widths, chunk = lanes.widths, cache.chunks[group]
 
     def bias_for(window: int | None) -> Tensor:
         num_queries = widths if isinstance(widths, int) else int(widths.max())
-        return kernels.attention_bias(
+        bias = kernels.attention_bias(
             _since(origins, lanes.starts),
             lanes.counts,
             num_columns,
             num_queries=num_queries,
             window=window,
         )
+        return bias if chunk is None else _causal_chunks(bias, chunk, lanes, origins)
 
     # Plain decoding at lengths that the host knows to be equal needs no mask.
-    length = lanes.seq_lens.common if isinstance(widths, int) and widths == 1 else None
+    is_plain = isinstance(widths, int) and widths == 1 and chunk is None
+    length = lanes.seq_lens.common if is_plain else None
     kv_lens = _kv_lens(lanes, origins, widths)
     return AttentionView(
         page_size=cache.page_sizes[group],
@@ -327,6 +367,6 @@ def _causal(
         decode_len=None if length is None else length + 1 - int(origins),
         reader=cache.reader,
         kv_lens=kv_lens,
-        is_causal=kv_lens is not None and lanes.seq_lens.is_exact,
+        is_causal=kv_lens is not None and lanes.seq_lens.is_exact and chunk is None,
         attend_with=cache.attend_with,
     )

@@ -15,13 +15,19 @@ import torch
 
 from specpool.errors import CheckpointError, ConfigError
 from specpool.layer_kv import LayerKV
+from specpool.models import torch_attention
 from specpool.models.checkpoint import Weights, find_folder, read_config, weight_bytes
 from specpool.models.eagle_config import EagleConfig
-from specpool.models.support import has_recurrent_layers, max_context_len, text_config
+from specpool.models.support import (
+    chunk_size,
+    has_recurrent_layers,
+    max_context_len,
+    text_config,
+)
 from specpool.models.target import load_config
 
 # Configs with one of these say otherwise how wide keys and values are.
-_OTHER_KEYS = ("multi_query", "kv_channels", "v_head_dim", "attn_config")
+_OTHER_KEYS = ("multi_query", "kv_channels", "attn_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,8 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
         f"the config of type {config.model_type!r} does not state in the usual keys what its layers"
         " keep: give --layers, --kv-heads and --head-dim instead"
     )
-    if any(getattr(text, key, None) for key in _OTHER_KEYS):
+    is_falcon = text.model_type in torch_attention.CALLS_TORCH
+    if not is_falcon and any(getattr(text, key, None) for key in _OTHER_KEYS):
         raise refusal
     try:
         num_layers, num_heads, hidden_size = (
@@ -85,14 +92,23 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
             for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
         num_kv_heads = _integer(text, "num_key_value_heads") or num_heads
+        if is_falcon:
+            num_kv_heads = torch_attention.num_kv_heads(text)
         head_dim = _integer(text, "head_dim") or hidden_size // max(num_heads, 1)
     except Exception as error:  # transformers 5, of a key whose value is each layer's own
         raise refusal from error
+    v_head_dim = _integer(text, "v_head_dim") or head_dim
+    if _integer(text, "kv_lora_rank"):  # a latent, kept as the heads that it is expanded to
+        num_kv_heads = num_heads
+        head_dim = _integer(text, "qk_nope_head_dim") + _integer(text, "qk_rope_head_dim")
+    elif v_head_dim != head_dim:
+        raise refusal
     if not (num_layers and num_kv_heads and head_dim):
         raise refusal
+    chunks = [chunk_size(text, layer) for layer in range(num_layers)]
     return tuple(
-        LayerKV(num_kv_heads, head_dim, head_dim, window)
-        for window in _windows(text, int(num_layers))
+        LayerKV(num_kv_heads, head_dim, v_head_dim, chunk or window, is_chunked=chunk is not None)
+        for window, chunk in zip(_windows(text, int(num_layers)), chunks, strict=True)
     )
 
 

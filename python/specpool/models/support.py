@@ -8,8 +8,9 @@ do, shows there, also in models that nobody has thought of yet.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from specpool.attention import AttentionBatch, AttentionView, View
 from specpool.errors import ConfigError
 from specpool.kv_cache import LayerKV
+from specpool.models.torch_attention import CALLS_TORCH
 
 if TYPE_CHECKING:
     from specpool.models.target import TargetModel
@@ -42,14 +44,20 @@ _RECURRENT_KEYS = (
 )
 _RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba"})
 _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid"})
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_KNOWN_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+)
+#: Types whose layers see one chunk at a time: a test runs each of them beside transformers.
+CHUNKED = ("llama4_text",)
 #: Types with recurrent layers that run here: a test runs each of them beside transformers.
 RECURRENT = (
+    "bailing_hybrid",
     "bamba",
     "falcon_h1",
     "falcon_mamba",
     "granitemoehybrid",
     "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "lfm3",
@@ -62,6 +70,7 @@ RECURRENT = (
     "qwen3_next",
     "zamba",
     "zamba2",
+    "zaya",
 )
 # Keyword arguments that attention may be given and that change nothing for one that gets its masks
 # from a view. Anything else that is not None asks for something that we do not do.
@@ -126,18 +135,24 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
         yield "it is an encoder-decoder; its cross attention reads another sequence's KV"
     if get("add_cross_attention") or get("cross_attention_layers"):
         yield "it has cross attention, which reads another sequence's KV"
-    if get("kv_lora_rank"):
+    if get("is_decoder") is False and get("type_vocab_size"):  # GPT-NeoX says the former too
+        yield "it is an encoder (is_decoder is false): its tokens see those behind them"
+    if get("index_topk"):
         yield (
-            f"multi-head latent attention (kv_lora_rank {get('kv_lora_rank')}) keeps a compressed"
-            " latent instead of K and V"
+            f"an indexer picks the {get('index_topk')} keys that a query sees (index_topk), which"
+            " no view says"
         )
     if get("num_kv_shared_layers"):
         yield f"its last {get('num_kv_shared_layers')} layers share the KV of earlier ones"
     layer_types = get("layer_types")
-    if "chunked_attention" in (layer_types or ()) or (
+    is_chunked = "chunked_attention" in (layer_types or ())
+    if (is_chunked and text.model_type not in CHUNKED) or (
         not layer_types and get("attention_chunk_size")
     ):
-        yield f"chunked attention (attention_chunk_size {get('attention_chunk_size')})"
+        yield (
+            f"chunked attention (attention_chunk_size {get('attention_chunk_size')}); with it and"
+            f" layer_types these types run: {', '.join(CHUNKED)}"
+        )
     recurrent = next(_recurrent_reasons(config, text), None)
     if recurrent is not None and text.model_type not in RECURRENT:
         yield (
@@ -153,18 +168,25 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
         or getattr(attn_config, "alibi", False)
         or config.model_type in ("bloom", "mpt")
     ):
-        yield "alibi adds a bias per distance to its scores, which pages do not carry"
+        yield (
+            "alibi adds a bias to its scores, which its attention does by itself: transformers'"
+            " AttentionInterface hands none over"
+        )
 
 
 def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> None:
     """Refuses model classes that do not call transformers' `AttentionInterface`.
 
-    Hybrids do not say whether theirs do: the probe finds out.
+    Not all that do say so; those whose module has the table of attention functions may. Hybrids do
+    not say it at all. The probe finds out.
 
     Raises:
         ConfigError: names the model type and the class.
     """
-    if not getattr(model_class, "_supports_attention_backend", False) and not is_recurrent:
+    calls_interface = getattr(model_class, "_supports_attention_backend", False) or hasattr(
+        sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
+    if not calls_interface and not is_recurrent and model_type not in CALLS_TORCH:
         raise refusal(
             model_type,
             f"{model_class.__name__} computes attention by itself, not through transformers'"
@@ -309,9 +331,9 @@ def _probe_text(target: TargetModel, start: int) -> tuple[tuple[LayerKV, ...], f
     text, other = ([(first + 7 * i) % target.vocab_size for i in range(4)] for first in (start, 5))
     plain = target.plain_logits(text)
     first, pieces = _probe_forward(target, [other[:2], text[:3]], [0, 0], None)
-    layer_kv = layers_seen(target, first, range(target.num_layers))
+    layer_kv = layers_seen(target, first, target.kv_layers)
     second, last = _probe_forward(target, [other[2:], text[3:]], [0, 3], first)
-    layers_seen(target, second, range(target.num_layers))
+    layers_seen(target, second, target.kv_layers)
     paged = torch.cat([pieces[2:5], last[2:3]])
     return layer_kv, float((paged.float() - plain.float()).norm() / plain.float().norm())
 
@@ -371,6 +393,29 @@ def probe_batch(
     return ProbeBatch(views=(view,), kv=kv), positions
 
 
+def chunk_size(text: Any, layer: int) -> int | None:
+    """The chunk of positions that the layer's queries see, by the config; None = it has none."""
+    kinds = getattr(text, "layer_types", None) or ()
+    if layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return int(text.attention_chunk_size)
+
+
+def _with_chunks(
+    model_type: str, text: Any, layers: Sequence[tuple[int, LayerKV]]
+) -> tuple[LayerKV, ...]:
+    """These layers, with the chunks that the config gives them; no call of attention says them."""
+    chunks = {chunk for layer, _ in layers if (chunk := chunk_size(text, layer)) is not None}
+    if any(shape.window in chunks for _, shape in layers):
+        raise refusal(model_type, f"some layers see chunks, others windows, both of {chunks}")
+    return tuple(
+        shape
+        if (chunk := chunk_size(text, layer)) is None
+        else replace(shape, window=chunk, is_chunked=True)
+        for layer, shape in layers
+    )
+
+
 def layers_seen(
     target: TargetModel, batch: ProbeBatch, expected: Sequence[int]
 ) -> tuple[LayerKV, ...]:
@@ -385,7 +430,8 @@ def layers_seen(
             f"{len(expected)} layers should each call attention once; the calls came from"
             f" layers {seen}",
         )
-    layers = tuple(shape for _, shape in sorted(batch.calls, key=lambda call: call[0]))
+    calls = sorted(batch.calls, key=lambda call: call[0])
+    layers = _with_chunks(model_type, text, calls)
     # Some models put a window into their masks only, where attention over pages would not see it.
     window = getattr(text, "sliding_window", None)
     if window is None or window >= target.max_context_len:

@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder, unmodified, over our pages: the target model.
+"""A Hugging Face decoder, unmodified, over our pages: the target model.
 
 transformers lets an attention function be registered by name. Ours finds the batch of the forward
 that calls it in a context variable (not every decoder hands unknown keyword arguments on to its
@@ -13,6 +13,7 @@ import copy
 import inspect
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,17 @@ from specpool.models.support import (
     refusal,
     text_config,
 )
+from specpool.models.torch_attention import (
+    CALLS_TORCH,
+    TorchAttention,
+    attention_modules,
+    num_shared,
+)
 
 _ATTENTION = "specpool"
 # The batch of the forward that is running, None outside.
 _BATCH: ContextVar[AttentionBatch | None] = ContextVar("specpool_batch", default=None)
+_NO_MODULE = nn.Identity()  # of calls whose layer a cache has noted
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,12 +97,36 @@ def _paged_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
+    # Transformers' own functions give one block of memory, and some models rely on it.
+    return out.contiguous().view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
 # NOTE: only the function is registered. Without a mask function of the same name transformers
 # builds no mask at all, which is what we want.
 AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
+def _torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same for models that call torch's function: -> [B, H, n, Dv]."""
+    out, _ = _paged_attention(_NO_MODULE, query, key, value, None)
+    return out.transpose(1, 2)
+
+
+class _Standing:
+    """A cache that keeps nothing: it tells layers that count by it where each token stands."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """Of tokens [1, T]."""
+        self._ahead = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        """int64 [T]: position i of a token, less its place in the forward."""
+        return self._ahead
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Give back what was given, which pages keep; note the layer that will attend."""
+        ATTENDING.set(layer)
+        return key, value
 
 
 @dataclass(slots=True)
@@ -121,7 +153,7 @@ class TargetModel:
         vocab_size: V, width of the logits.
         max_context_len: longest context in tokens.
         layer_kv: what each layer of `kv_layers` keeps per token.
-        kv_layers: the layers with attention.
+        kv_layers: the layers with attention, by the number that they attend under.
         state_specs: what the recurrent layers keep of a row; empty = there are none.
         continues: many tokens at once may go on from a state; else they go one by one.
         eos_token_ids: tokens that end a text; may be empty.
@@ -145,6 +177,15 @@ class TargetModel:
         self._hooks: list[Any] = []
         self._training = [module for module in model.modules() if module.training]
         self._configs = _isolate_configs(model)
+        self._torch_modules: list[Any] = []
+        self._torch_attention: Any = nullcontext()
+        if text_config(model.config).model_type in CALLS_TORCH:
+            self._torch_modules = attention_modules(model)
+            self._torch_attention = TorchAttention(
+                _torch_attention, num_shared(text_config(model.config))
+            )
+            for module in self._torch_modules:  # with a name of their own for their attention
+                module.config = copy.copy(module.config)
         self.closed = False
         try:
             model.train(False)
@@ -321,9 +362,14 @@ class TargetModel:
         """Hidden states [B * n, h] of [B, n] tokens."""
         if self._takes_positions:
             more["position_ids"] = positions
+        if self._counts_by_cache or self._torch_modules:
+            more["past_key_values"] = _Standing(positions)
+        if self._torch_modules:  # a mask that is there is not built
+            more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
         token, told = _BATCH.set(batch), ATTENDING.set(None)
         try:
-            output = self._decoder(input_ids=token_ids, **more)
+            with self._torch_attention:
+                output = self._decoder(input_ids=token_ids, **more)
         finally:
             _BATCH.reset(token)
             ATTENDING.reset(told)
@@ -382,12 +428,15 @@ class TargetModel:
     def _use(self, attention: str) -> None:
         for module, _ in self._configs:
             module.config._attn_implementation = attention
+        for module in self._torch_modules if attention == _ATTENTION else ():
+            module.config._attn_implementation = "sdpa"
 
     def _describe(self) -> None:
         """Finds the parts of the model and its sizes."""
         self.config = self.model.config
         text = text_config(self.config)
-        self.num_layers: int = text.num_hidden_layers
+        # LongCat's layers attend twice.
+        self.num_layers: int = getattr(text, "num_layers", None) or text.num_hidden_layers
         self.max_context_len = max_context_len(self.config)
         model: Any = self.model
         self._lm_head = model.get_output_embeddings()
@@ -396,6 +445,8 @@ class TargetModel:
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
         self._decoder = _find_decoder(self.model)
         names = inspect.signature(self._decoder.forward).parameters
+        # Llama 4 scales queries by the length of its cache plus their place in the forward.
+        self._counts_by_cache = bool(getattr(text, "attn_temperature_tuning", False))
         self._takes_positions = not self._is_recurrent or "position_ids" in names
         self._layers = self._find_layers()
         self._logit_softcap: float | None = getattr(text, "final_logit_softcapping", None)
@@ -420,7 +471,7 @@ class TargetModel:
         """What each layer keeps, as seen in short forwards."""
         self.state_specs: tuple[StateSpec, ...] = ()
         self.continues = True
-        self.kv_layers: tuple[int, ...] = tuple(range(self.num_layers))
+        self.kv_layers = tuple(range(text_config(self.config).num_hidden_layers))
         if not self._is_recurrent:
             self.layer_kv = probe(self)
             return
@@ -554,4 +605,8 @@ def _find_decoder(model: PreTrainedModel) -> Any:
     """The module that turns token ids into the hidden states that the head reads."""
     find = getattr(model, "get_decoder", None)
     decoder = find() if find is not None else None
-    return model.base_model if decoder is None or decoder is model else decoder
+    if decoder is None or decoder is model or isinstance(decoder, nn.Linear):  # a head, once
+        decoder = model.base_model
+    if decoder is model:  # Llama 4's text model is not where its class says
+        decoder = getattr(model, "model", model)
+    return decoder
