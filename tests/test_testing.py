@@ -63,12 +63,29 @@ def test_the_documented_scheduler_is_as_short_as_the_heading_says():
 
 
 def test_the_documented_machine_finds_the_planted_leak(example):
+    assert example["TestLeaks"].settings == example["QUICK"]  # what pytest would run it with
+    quick = settings(example["QUICK"], derandomize=True, database=None)
     with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
-        run_state_machine_as_test(example["LeakMachine"], settings=QUICK)
+        run_state_machine_as_test(example["LeakMachine"], settings=quick)
 
 
 def test_the_documented_machine_passes_the_mended_scheduler(example):
     run_state_machine_as_test(example["MendedMachine"], settings=QUICK)
+
+
+def test_one_row_at_a_time_in_a_tight_pool_comes_to_rest(example):
+    """The last admitted row gives way, not the row of the round: else no round ever runs."""
+    group = Group("kv", page_size=2, num_pages=6, hosts_drafts=True)
+    ledger = Ledger([group], [Shape(1, 1, 2)], num_rows=3, max_context_len=8, max_batch=1)
+    device = FakeDevice(ledger)
+    scheduler = example["MendedScheduler"](ledger, device)
+    for request in (1, 2, 3):
+        scheduler.submit(request, 3, 5)
+    turns = 0
+    while scheduler.step():
+        turns += 1
+        assert turns < 100, (scheduler.running, scheduler.waiting)
+    assert_no_page_leaked(ledger)
 
 
 def test_a_scheduler_that_never_comes_to_rest_is_found(example):
@@ -165,12 +182,82 @@ def test_prefixes_fences_and_steps_are_leaks_too():
     ledger.finish(row)
     with pytest.raises(AssertionError) as caught:
         assert_no_page_leaked(ledger)
-    for part in ("prefixes [1] are not released", f"step {step} (decode) is launched", "fenced, "):
+    for part in ("prefix 1 is not released", f"step {step} (decode) is launched", "fenced, "):
         assert part in str(caught.value)
     ledger.release_prefix(1)
     ledger.resolve(step, [1])
     ledger.complete(step)
     assert_no_page_leaked(ledger)
+
+
+def test_a_prefix_that_is_kept_on_purpose_is_no_leak():
+    ledger = make()
+    row = prefill(ledger, 9)
+    prefix = ledger.pin_prefix(row, 8)
+    with pytest.raises(AssertionError, match="rows are out"):
+        assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+    ledger.finish(row)
+    with pytest.raises(AssertionError, match=rf"prefix {prefix} is not released: .* kept_prefixes"):
+        assert_no_page_leaked(ledger)
+    assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+
+
+def test_a_page_that_leaks_beside_a_kept_prefix_is_found():
+    ledger = make()
+    row, other = prefill(ledger, 9), prefill(ledger, 5, tag="lost")
+    prefix = ledger.pin_prefix(row, 8)
+    ledger.finish(row)
+    with pytest.raises(AssertionError, match=rf"row {other} \(lost\)"):
+        assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+
+
+def test_a_prefix_that_should_have_been_kept_is_missed():
+    ledger = make()
+    row = prefill(ledger, 9)
+    prefix = ledger.pin_prefix(row, 8)
+    ledger.finish(row)
+    ledger.release_prefix(prefix)
+    with pytest.raises(AssertionError, match=rf"prefix {prefix} was to be kept, and is gone"):
+        assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+
+
+def test_the_fixture_knows_what_is_kept(no_page_leaks):  # noqa: F811
+    ledger = make()
+    row = prefill(ledger, 9)
+    no_page_leaks.keep(ledger, ledger.pin_prefix(row, 8))
+    ledger.finish(row)
+
+
+def test_a_machine_knows_what_its_scheduler_keeps(example):
+    class Keeper(example["MendedScheduler"]):
+        """Keeps the first prompt that fills a page, as a prefix cache would."""
+
+        prefix = None
+
+        def take_results(self):
+            super().take_results()
+            if self.prefix is None:
+                for row in self.running:
+                    if self.ledger.resolved_len[row] >= 16 and not self.ledger.in_flight[row]:
+                        self.prefix = self.ledger.pin_prefix(row, 16)
+                        return
+
+    class Forgetful(example["LeakMachine"]):
+        # Room for the prefix beside both rows.
+        group = Group("kv", page_size=4, num_pages=60, hosts_drafts=True)
+        configs = st.just(LedgerConfig((group,), (CHAIN,), num_rows=2, max_context_len=40))
+
+        def make_scheduler(self, ledger, device):
+            return Keeper(ledger, device)
+
+    class Machine(Forgetful):
+        def kept_prefixes(self):
+            return [] if self.scheduler.prefix is None else [self.scheduler.prefix]
+
+    few = settings(QUICK, max_examples=20, phases=(Phase.generate,))
+    with pytest.raises(AssertionError, match="is not released"):
+        run_state_machine_as_test(Forgetful, settings=few)
+    run_state_machine_as_test(Machine, settings=few)
 
 
 def test_the_fixture_sees_every_ledger_of_its_test(no_page_leaks):  # noqa: F811
@@ -394,6 +481,19 @@ def test_every_config_can_be_built_and_operated_on(config: LedgerConfig, codes: 
         except SpecpoolError:
             pass
         ledger.check()
+
+
+@settings(QUICK, max_examples=20)
+@given(config=ledger_configs(max_shapes=0))
+def test_a_ledger_may_have_no_drafting_shape(config: LedgerConfig):
+    assert config.shapes == ()
+    assert config.build().shapes == [Shape.none()]
+
+
+@pytest.mark.parametrize("name", ["max_shapes", "max_rows", "max_groups", "max_context_len"])
+def test_a_limit_that_cannot_be_is_named(name):
+    with pytest.raises(ConfigError, match=rf"{name} must be .*got -1"):
+        ledger_configs(**{name: -1})
 
 
 def test_pools_are_tight_enough_to_run_out():

@@ -6,7 +6,7 @@ A pytest plug-in: `pytest_plugins = ["specpool.testing.leaks"]` in a `conftest.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,26 +17,36 @@ from specpool import Ledger
 _MAX_PAGES = 8
 
 
-def assert_no_page_leaked(ledger: Ledger) -> None:
-    """Every page of every group is free, every row is back, and the audit agrees.
+def assert_no_page_leaked(ledger: Ledger, *, kept_prefixes: Iterable[int] = ()) -> None:
+    """Check that every page is free, every row is back, and the audit agrees.
+
+    Args:
+        ledger: at rest.
+        kept_prefixes: pinned prefixes that are kept on purpose, as a prefix cache does. Their pages
+            do not count as leaked.
 
     Raises:
         AssertionError: names the pages that are not free, with their owner, the step that took
-            them and the last verb, and the steps, rows and prefixes that are not over.
+            them and the last verb; the steps, rows and prefixes that are not over; and kept
+            prefixes that are gone.
         CorruptState: the audit found a broken invariant.
     """
-    report = still_out(ledger)
+    report = still_out(ledger, kept_prefixes)
     if report:
         raise AssertionError("pages leaked:\n  " + "\n  ".join(report))
     ledger.check()
 
 
-def still_out(ledger: Ledger) -> list[str]:
-    """A line for everything that a ledger at rest does not have: pages, rows, prefixes, steps."""
+def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
+    """Return a line for everything that a ledger at rest must not have.
+
+    That is pages, rows, prefixes and steps. Prefixes in `kept_prefixes` may stay, with their pages.
+    """
     report = []
+    kept, pinned = set(kept_prefixes), set(ledger.prefixes)
     for at, group in enumerate(ledger.groups):
         missing = group.num_pages - ledger.free_pages(at)
-        if missing:
+        if missing > (ledger.pinned_pages(at) if kept else 0):
             report.append(
                 f"group {group.name}: {missing} of {group.num_pages} pages are not free, "
                 f"{ledger.fenced_pages(at)} of them fenced"
@@ -44,8 +54,11 @@ def still_out(ledger: Ledger) -> list[str]:
             report += _pages_in_use(ledger, at)
     if ledger.num_free_rows != ledger.num_rows:
         report.append(f"{ledger.num_rows - ledger.num_free_rows} of {ledger.num_rows} rows are out")
-    if ledger.prefixes:
-        report.append(f"prefixes {ledger.prefixes} are not released")
+    report += [
+        f"prefix {prefix} is not released: call release_prefix, or name it in kept_prefixes"
+        for prefix in sorted(pinned - kept)
+    ]
+    report += [f"prefix {prefix} was to be kept, and is gone" for prefix in sorted(kept - pinned)]
     report += [f"step {step} ({kind}) is {stage}" for step, kind, stage in ledger.steps()]
     return report
 
@@ -64,14 +77,31 @@ def _pages_in_use(ledger: Ledger, group: int) -> list[str]:
     return lines
 
 
+class MadeLedgers(list[Ledger]):
+    """The ledgers that a test has made, and the prefixes that it keeps on purpose."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()
+        self._kept: list[tuple[Ledger, int]] = []
+
+    def keep(self, ledger: Ledger, prefix: int) -> None:
+        """Say that this pinned prefix stays after the test."""
+        self._kept.append((ledger, prefix))
+
+    def kept_prefixes(self, ledger: Ledger) -> list[int]:
+        """Return the prefixes of this ledger that stay."""
+        return [prefix for owner, prefix in self._kept if owner is ledger]
+
+
 @pytest.fixture
-def no_page_leaks() -> Iterator[list[Ledger]]:
-    """After the test, `assert_no_page_leaked` holds for every `Ledger` that was made in it.
+def no_page_leaks() -> Iterator[MadeLedgers]:
+    """Check `assert_no_page_leaked` after the test, for every `Ledger` that was made in it.
 
     Yields:
-        The ledgers made so far.
+        The ledgers made so far. `keep(ledger, prefix)` says which pinned prefixes stay.
     """
-    made: list[Ledger] = []
+    made = MadeLedgers()
 
     def record(self: Ledger, *args: Any, **kwargs: Any) -> None:
         made.append(self)
@@ -87,4 +117,4 @@ def no_page_leaks() -> Iterator[list[Ledger]]:
         else:
             setattr(Ledger, "__init__", outer)  # noqa: B010
     for ledger in made:
-        assert_no_page_leaked(ledger)
+        assert_no_page_leaked(ledger, kept_prefixes=made.kept_prefixes(ledger))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specpool import Group, Ledger, Shape
 from specpool._core import sizing_alloc_len_per_decode, sizing_row_width
+from specpool.errors import ConfigError
 from specpool.testing.operations import OP_BYTES
 
 _Policy: TypeAlias = Literal["exact", "double_buffer"]
@@ -68,9 +69,7 @@ def any_shapes(max_field: int = 4) -> st.SearchStrategy[Shape]:
     return st.tuples(*fields).map(lambda fields: Shape(*fields))
 
 
-@st.composite
 def ledger_configs(
-    draw: st.DrawFn,
     *,
     page_sizes: Sequence[int] = (1, 2, 2, 3, 3, 4, 4, 8, 16),
     max_groups: int = 3,
@@ -81,25 +80,67 @@ def ledger_configs(
     windows: bool = True,
     chunks: bool = True,
     spare_pages: int = 12,
-) -> LedgerConfig:
-    """Small ledgers that can be built, with pools tight enough to run out of pages.
+) -> st.SearchStrategy[LedgerConfig]:
+    """Draw small ledgers that can be built, with pools tight enough to run out of pages.
 
     Args:
-        draw: Hypothesis's own.
-        page_sizes: of the groups, each as often as it stands here.
-        max_groups: most groups.
-        max_rows: most rows.
-        max_context_len: greatest L.
-        max_overlap_depth: greatest D.
-        max_shapes: most shapes besides shape 0.
+        page_sizes: of the groups, each as often as it stands here; at least 1 each.
+        max_groups: most groups, at least 1.
+        max_rows: most rows, at least 1.
+        max_context_len: greatest L, at least 4.
+        max_overlap_depth: greatest D, at least 0.
+        max_shapes: most shapes besides shape 0; 0 = plain decoding alone.
         windows: whether some groups have a window.
         chunks: whether some ledgers limit the length of an extend.
-        spare_pages: most pages of a pool beyond what a single row needs.
+        spare_pages: most pages of a pool beyond what a single row needs, at least 0.
+
+    Raises:
+        ConfigError: a limit is below what is given here.
     """
+    least = {
+        "max_groups": (max_groups, 1),
+        "max_rows": (max_rows, 1),
+        "max_context_len": (max_context_len, 4),
+        "max_overlap_depth": (max_overlap_depth, 0),
+        "max_shapes": (max_shapes, 0),
+        "spare_pages": (spare_pages, 0),
+        "page_sizes": (min(page_sizes, default=0), 1),
+    }
+    for name, (value, bound) in least.items():
+        if value < bound:
+            raise ConfigError(f"{name} must be at least {bound}, got {value}")
+    return _ledger_configs(
+        page_sizes=page_sizes,
+        max_groups=max_groups,
+        max_rows=max_rows,
+        max_context_len=max_context_len,
+        max_overlap_depth=max_overlap_depth,
+        max_shapes=max_shapes,
+        windows=windows,
+        chunks=chunks,
+        spare_pages=spare_pages,
+    )
+
+
+@st.composite
+def _ledger_configs(
+    draw: st.DrawFn,
+    *,
+    page_sizes: Sequence[int],
+    max_groups: int,
+    max_rows: int,
+    max_context_len: int,
+    max_overlap_depth: int,
+    max_shapes: int,
+    windows: bool,
+    chunks: bool,
+    spare_pages: int,
+) -> LedgerConfig:
+    """See `ledger_configs`."""
     context = draw(st.integers(4, max_context_len))
     chunk = draw(st.none() | st.integers(1, context)) if chunks else None
     drafting = (shapes() | any_shapes()).filter(lambda shape: shape != Shape.none())
-    rounds = tuple(draw(st.lists(drafting, min_size=1, max_size=max_shapes)))
+    rounds = tuple(draw(st.lists(drafting, min_size=min(1, max_shapes), max_size=max_shapes)))
     num_rows = draw(st.integers(1, max_rows))
     config = LedgerConfig(
         (),
@@ -135,7 +176,7 @@ def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
     size: int = facts["page_size"]
     window: int | None = facts["window"]
     width = sizing_row_width(
-        config.shapes,
+        [Shape.none(), *config.shapes],
         max_context_len=config.max_context_len,
         overlap_depth=config.overlap_depth,
         policy=config.policy,
