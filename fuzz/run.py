@@ -115,7 +115,9 @@ def main() -> None:
     parser.add_argument("--replay", type=Path, help="run this input alone")
     options = parser.parse_args()
     sys.path.insert(0, str(HERE))
-    module = importlib.import_module(options.target)
+    module = (
+        instrumented(options.target) if options.atheris else importlib.import_module(options.target)
+    )
     one_input = guarded(options.target, module.one_input)
     limit_memory()
     if options.replay is not None:
@@ -144,6 +146,14 @@ def report(target: str, runs: int, results: Counter[Any]) -> None:
         print(f"{runs} inputs, {accepted} calls or events accepted")
 
 
+def instrumented(target: str) -> Any:
+    """Import the target so that atheris sees which of our lines run."""
+    import atheris
+
+    with atheris.instrument_imports(include=["specpool", *TARGETS]):
+        return importlib.import_module(target)
+
+
 def run_atheris(options: argparse.Namespace, one_input: Callable[[bytes], Any]) -> None:
     import atheris
 
@@ -161,7 +171,6 @@ def run_atheris(options: argparse.Namespace, one_input: Callable[[bytes], Any]) 
         f"-seed={options.seed + 1}",
         f"-max_len={MOST_BYTES}",
     ]
-    atheris.instrument_all()
     atheris.Setup([sys.argv[0], *limits, *settings, str(found), str(folder)], quiet)
     atheris.Fuzz()
 
