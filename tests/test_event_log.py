@@ -374,6 +374,36 @@ def test_a_forked_child_does_not_write_to_its_parents_log(tmp_path):
     assert [event.tag for event in events if event.verb == "admit"] == ["parent", "parent"]
 
 
+CHILD_CLOSES = """
+import os, sys
+from specpool import Group, Ledger, RecordError
+def build():
+    group = Group("kv", page_size=4, num_pages=9)
+    return Ledger([group], [], num_rows=1, max_context_len=16, record=sys.argv[1])
+ledger = build()
+ledger.admit()
+child = os.fork()
+if child == 0:
+    ledger.close()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+try:
+    build()
+except RecordError as error:
+    print(error)
+ledger.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_that_closes_does_not_open_its_parents_log_to_others(tmp_path):
+    done = run(CHILD_CLOSES, str(tmp_path / "log"))
+    assert done.returncode == 0, done.stderr
+    assert "another ledger is writing it" in done.stdout
+    _, events = replayed(tmp_path / "log")
+    assert [event.verb for event in events] == ["admit"]
+
+
 def test_a_refused_call_is_not_recorded(tmp_path):
     path = tmp_path / "log"
     ledger = build(path)
@@ -498,3 +528,56 @@ def test_a_recorded_run_of_the_engine_replays(tmp_path, monkeypatch):
     verbs = {event.verb for event in events}
     assert {"admit", "prepare_extend", "prepare_decode", "resolve", "finish"} <= verbs
     assert ledger.state_hash() == expected
+
+
+def test_names_of_a_log_cannot_command_the_terminal_of_an_error(capsys, tmp_path):
+    """A head that no ledger can be built from, by a group whose name clears the screen."""
+    path = tmp_path / "log"
+    group = Group("k\x1b[2Jv", page_size=4, num_pages=9)
+    Ledger([group], [], num_rows=1, max_context_len=16, record=path).close()
+    whole = bytearray(path.read_bytes())
+    body = slice(10, 10 + whole[9])
+    pages = whole.index(bytes([4, 9]), body.start) + 1
+    whole[pages] = 1
+    state = log_reference.over_bytes(log_reference.word(log_reference.START, 1), whole[body])
+    whole[body.stop : body.stop + 4] = (state & 0xFFFF_FFFF).to_bytes(4, "little")
+    path.write_bytes(whole)
+    code, _, err = call(capsys, "replay", str(path))
+    assert code == 2 and "num_pages must be at least" in err
+    assert "\x1b" not in err and r"k\x1b[2Jv" in err
+
+
+INSPECT = """
+import resource, sys
+from specpool.cli.app import main
+import specpool.cli.commands, specpool.cli.inspect
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (5 << 29), resource.RLIM_INFINITY))
+sys.argv = ["specpool", "inspect", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
+@pytest.mark.parametrize("form", ["terminal", "html"])
+def test_a_few_bytes_of_a_log_cannot_ask_for_any_memory(tmp_path, form):
+    """2^31 pages in 46 bytes, 2^24 rows in 45, 2^20 tokens in 85: what was touched is drawn."""
+    asks = {
+        "pages": (2**31 - 2, 1, 2, 0),
+        "rows": (16, 2**24, 2, 2),
+        "tokens": (2**21, 1, 2**20, 2**20),
+    }
+    for name, (num_pages, num_rows, length, tokens) in asks.items():
+        path = tmp_path / f"{name}.log"
+        group = Group("kv", page_size=1, num_pages=num_pages)
+        with Ledger(
+            [group], [], num_rows=num_rows, max_context_len=length, max_batch=1, record=path
+        ) as ledger:
+            if tokens:
+                ledger.prepare_extend([ledger.admit()], [tokens])
+        assert path.stat().st_size < 200
+        options = ["--html", str(tmp_path / f"{name}.html")] if form == "html" else []
+        done = run(INSPECT, str(path), *options)
+        assert done.returncode == 0, done.stderr
+        if form == "terminal" and name == "tokens":
+            assert "1048576 slots, too many to draw; 1048576 pages" in done.stdout

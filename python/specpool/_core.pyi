@@ -343,6 +343,11 @@ class Ledger:
     Wrong dtype, dimension or length, an unknown or repeated row, an unknown group or shape raise
     ShapeError.
 
+    A verb that takes something raises OutOfMemory (a MemoryError) where there is no memory for it,
+    and changes nothing. Those that give back (`launch`, `complete`, `cancel`, `abandon`, `trim`,
+    `end_turn`, `retract`, `finish`, `abort`, `release_prefix`) ask for none. CorruptState says that
+    a verb panicked: from then on the ledger can only be closed.
+
     Args:
         groups: at least one.
         shapes: all shapes that may ever run. Shape 0 is put first when it is not.
@@ -484,11 +489,19 @@ class Ledger:
         """Pages whose every holder is an idle row."""
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:
         """Of a page: state (free, owned, shared, fenced), who took it, birth step, last verb."""
-    def ownership_map(self, group: int) -> tuple[NDArray[np.uint8], _I32, _I32]:
+    def ownership_map(
+        self, group: int, *, taken: bool = False
+    ) -> tuple[NDArray[np.uint8], _I32, _I32]:
         """[num_pages + 1] each, copies: states, owners (rows that took them), numbers of holders.
 
-        States are 0 free, 1 owned, 2 shared, 3 fenced; page 0 is the sink.
+        States are 0 free, 1 owned, 2 shared, 3 fenced; page 0 is the sink. With `taken` the arrays
+        end behind the last page that was ever handed out: all behind it are free.
+
+        Raises:
+            OutOfMemory: there is no memory for the arrays; so in every query that copies.
         """
+    def live_rows(self) -> _I32:
+        """[n]: the rows that are admitted, ascending. O(num_rows)."""
     def page_table(self, group: int) -> _I32:
         """[num_rows + 1, pages_per_row], view: pages; 0 from a row's `allocated_len / P` on."""
     def full_table(self, group: int) -> _I32:
@@ -676,6 +689,7 @@ class Ledger:
 
         Raises:
             OrderError: the step is not in flight.
+            OutOfMemory: there is no memory for the arrays.
         """
     def ack_delta(self, step: int) -> None:
         """The delta taken for `step` is applied: drops what has not changed since that take.
@@ -688,7 +702,7 @@ class Ledger:
 
         Raises:
             NotReady: a step is not over.
-            ConfigError: there is no memory for a second state.
+            OutOfMemory: there is no memory for a second state.
         """
     def restore(self, snapshot: Snapshot) -> None:
         """Goes back to a state of this ledger, or of one built alike.
@@ -700,6 +714,7 @@ class Ledger:
             NotReady: a step is not over.
             ConfigError: the snapshot is of a ledger that was built otherwise; or this one is
                 recorded, and the snapshot is not its own.
+            OutOfMemory: there is no memory for the change.
         """
     def close(self) -> None:
         """Refuses every verb from now on (OrderError); queries and views stay. Twice is once.
@@ -712,7 +727,11 @@ class Ledger:
     def __exit__(self, *_error: object) -> None:
         """Closes the ledger."""
     def audit(self) -> list[Finding]:
-        """Every broken invariant, O(pages + table cells); empty where all is well."""
+        """Every broken invariant, O(pages + table cells); empty where all is well.
+
+        Raises:
+            OutOfMemory: there is no memory to count with.
+        """
     def check(self) -> None:
         """Full audit, O(pages + table cells).
 

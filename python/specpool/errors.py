@@ -33,6 +33,18 @@ class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
         self.fenced, self.reclaimable = fenced, reclaimable
 
 
+class OutOfMemory(SpecpoolError, MemoryError):
+    """The machine has no memory for what a call needs; the call has changed nothing.
+
+    Attributes:
+        num_bytes: bytes of the block that there was no memory for.
+    """
+
+    def __init__(self, message: str, num_bytes: int) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
+
 class OutOfRows(SpecpoolError):  # noqa: N818 - the contract's name
     """Every row is taken. Attributes: num_rows, fenced."""
 

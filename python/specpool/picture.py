@@ -58,11 +58,11 @@ class RowPicture:
 
 @dataclass(frozen=True, slots=True)
 class GroupPicture:
-    """One page pool: `ownership_map`, and the counts."""
+    """One page pool: `ownership_map` up to the last page ever taken (`n` pages), and the counts."""
 
-    states: NDArray[np.uint8]  # [num_pages + 1]
-    owners: NDArray[np.int32]  # [num_pages + 1]
-    holders: NDArray[np.int32]  # [num_pages + 1]
+    states: NDArray[np.uint8]  # [n + 1]
+    owners: NDArray[np.int32]  # [n + 1]
+    holders: NDArray[np.int32]  # [n + 1]
     free: int
     fenced: int
     reclaimable: int
@@ -180,30 +180,32 @@ class Film:
     def _rows(self) -> Iterator[RowPicture]:
         ledger = self.ledger
         groups, rounds = range(len(ledger.groups)), self._rounds()
+        live = ledger.live_rows()  # A log may speak of millions of rows and admit two.
         allocated, protected, evicted = (
-            list(zip(*(of_group(at).tolist() for at in groups), strict=True))
+            list(zip(*(of_group(at)[live].tolist() for at in groups), strict=True))
             for of_group in (ledger.allocated_len, ledger.protected_len, ledger.evicted_len)
         )
         tables = [ledger.page_table(at) for at in groups]
         sizes = [group.page_size for group in ledger.groups]
-        resolved, in_flight = ledger.resolved_len.tolist(), ledger.in_flight.tolist()
-        drafted, epoch, idle = ledger.drafted_len.tolist(), ledger.epoch.tolist(), ledger.idle
-        for row in live_rows(ledger):
+        resolved, in_flight = ledger.resolved_len[live].tolist(), ledger.in_flight[live].tolist()
+        drafted, epoch = ledger.drafted_len[live].tolist(), ledger.epoch[live].tolist()
+        idle = ledger.idle[live].tolist()
+        for place, row in enumerate(live.tolist()):
             yield RowPicture(
                 row=row,
                 tag=ledger.tag(row),
-                resolved=resolved[row],
-                in_flight=in_flight[row],
-                drafted=drafted[row],
-                epoch=epoch[row],
-                idle=bool(idle[row]),
+                resolved=resolved[place],
+                in_flight=in_flight[place],
+                drafted=drafted[place],
+                epoch=epoch[place],
+                idle=idle[place],
                 rounds=tuple(rounds.get(row, ())),
-                allocated=allocated[row],
-                protected=protected[row],
-                evicted=evicted[row],
+                allocated=allocated[place],
+                protected=protected[place],
+                evicted=evicted[place],
                 pages=tuple(
                     tuple(table[row, : length // size].tolist())
-                    for table, length, size in zip(tables, allocated[row], sizes, strict=True)
+                    for table, length, size in zip(tables, allocated[place], sizes, strict=True)
                 ),
             )
 
@@ -228,13 +230,8 @@ class Film:
         return rounds
 
 
-def live_rows(ledger: Ledger) -> list[int]:
-    """The rows that are admitted."""
-    return [row for row in range(1, ledger.num_rows + 1) if ledger.is_live(row)]
-
-
 def _group(ledger: Ledger, at: int) -> GroupPicture:
-    states, owners, holders = ledger.ownership_map(at)
+    states, owners, holders = ledger.ownership_map(at, taken=True)
     return GroupPicture(
         states,
         owners,

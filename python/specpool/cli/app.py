@@ -34,7 +34,11 @@ def main() -> None:
             if sys.stdout is not None:  # As it is where a shell has closed it.
                 sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.
     except SpecpoolError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from specpool.cli.drawing import printable
+
+        # Names in it may be a log's, and a log may be anyone's.
+        lines = "\n".join(map(printable, str(error).split("\n")))
+        print(f"error: {lines}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
         _give_up_output()  # Who read it has had enough.

@@ -47,6 +47,8 @@ LEGEND = (
 )
 MAX_POOL_LINES = 24
 MAX_ROWS = 40
+# A row longer than that is told of, not drawn: a few bytes of a log can make one of any length.
+MAX_DRAWN = 1 << 18
 # Slots that are drawn with their text; a longer row is drawn one mark a slot.
 MAX_LABELLED = 96
 
@@ -160,7 +162,11 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
         console.print(head.append(about, "not bold default"), soft_wrap=True)
         for at, group in enumerate(ledger.groups):
             line = Text(f"    {names[at]:<{width}}  ", "dim")
-            line.append_text(_strip(slots(row, at, group, ledger.shapes), group.page_size, row.row))
+            if row.allocated[at] <= MAX_DRAWN:
+                cells = slots(row, at, group, ledger.shapes)
+                line.append_text(_strip(cells, group.page_size, row.row))
+            else:
+                line.append(f"{row.allocated[at]} slots, too many to draw;", "dim")
             pages = sum(1 for page in row.pages[at] if page)
             line.append(f"  {pages} page{'' if pages == 1 else 's'}", "dim")
             console.print(line)
@@ -196,8 +202,11 @@ def _slots(console: Console, ledger: Ledger, row: RowPicture) -> None:
         )
     console.print(head)
     for at, group in enumerate(ledger.groups):
-        cells = slots(row, at, group, ledger.shapes)
         console.print(Text(printable(group.name), "bold"))
+        if row.allocated[at] > MAX_DRAWN:
+            console.print(f"  {row.allocated[at]} slots: at most {MAX_DRAWN} are drawn")
+            continue
+        cells = slots(row, at, group, ledger.shapes)
         for line in _slot_lines(cells, group, console.width):
             console.print(line, no_wrap=True, crop=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specpool.errors import RecordError
 from specpool.picture import Film, GroupPicture, Picture, RowPicture
@@ -114,15 +115,20 @@ def _frames(
 
 def _pool_changes(before: GroupPicture | None, now: GroupPicture) -> list[list[int]]:
     """`[first, count, state, owner, holders]` of each run of pages that changed, ascending."""
-    columns = (now.states, now.owners, now.holders)
-    if before is None:
-        differ = [column != 0 for column in columns]
-    else:
-        pairs = zip(columns, (before.states, before.owners, before.holders), strict=True)
-        differ = [new != old for new, old in pairs]
+    num_pages = max(len(now.states), len(before.states) if before else 0)
+    columns, old = _columns(now, num_pages), _columns(before, num_pages)
+    differ = [new != was for new, was in zip(columns, old, strict=True)]
     pages = np.flatnonzero(differ[0] | differ[1] | differ[2])
     records = zip(*(column[pages].tolist() for column in columns), strict=True)
     return [[*run[:2], *run[2]] for run in _runs(zip(pages.tolist(), records, strict=True))]
+
+
+def _columns(pool: GroupPicture | None, num_pages: int) -> list[NDArray[Any]]:
+    """States, owners and holders of `num_pages` pages, 0 behind those that were ever taken."""
+    if pool is None:
+        return [np.zeros(num_pages, dtype=np.int32)] * 3
+    columns = (pool.states, pool.owners, pool.holders)
+    return [np.pad(column, (0, num_pages - len(column))) for column in columns]
 
 
 # What a row of the page begins with, by the name that the page has for it.

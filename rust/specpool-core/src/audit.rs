@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::group::Kept;
 use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
+use crate::memory::{self, filled, room, zeroed};
 use crate::page_pool::PageState;
 use crate::step::StepKind;
 
@@ -42,14 +43,14 @@ impl Ledger {
     /// Checks every invariant of the ledger, O(pages + table cells).
     ///
     /// # Errors
-    /// [`Error::Corrupt`] with one line for each broken rule.
+    /// [`Error::Corrupt`] with one line for each broken rule, [`Error::OutOfMemory`].
     pub fn check(&self) -> Result<()> {
-        let mut report: Vec<String> = self.audit().into_iter().map(|finding| finding.text).collect();
+        let report = self.audit()?;
         if report.is_empty() {
             return Ok(());
         }
         let hidden = report.len().saturating_sub(MAX_LINES);
-        report.truncate(MAX_LINES);
+        let mut report: Vec<String> = report.into_iter().take(MAX_LINES).map(|finding| finding.text).collect();
         if hidden > 0 {
             report.push(format!("and {hidden} more"));
         }
@@ -57,21 +58,23 @@ impl Ledger {
     }
 
     /// Every broken invariant of the ledger, O(pages + table cells); empty where all is well.
-    #[must_use]
-    pub fn audit(&self) -> Vec<Finding> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when there is none to count with.
+    pub fn audit(&self) -> Result<Vec<Finding>> {
         let mut report = Vec::new();
-        self.audit_rows(&mut report);
-        self.audit_rounds(&mut report);
+        self.audit_rows(&mut report)?;
+        self.audit_rounds(&mut report)?;
         for group in 0..self.groups.len() {
-            self.audit_group(group, &mut report);
+            self.audit_group(group, &mut report)?;
         }
-        report
+        Ok(report)
     }
 
-    fn audit_rows(&self, report: &mut Vec<Finding>) {
+    fn audit_rows(&self, report: &mut Vec<Finding>) -> Result<()> {
         let rows = &self.rows;
         let live = rows.live.iter().filter(|&&live| live).count();
-        let (free, fenced) = (rows.free().len(), rows.fenced().len());
+        let (free, fenced) = (rows.num_free(), rows.num_fenced());
         if live + free + fenced != rows.num_rows() {
             let all = rows.num_rows();
             report.push(Finding::of(None, format!("{live} live + {free} free + {fenced} fenced rows are not {all}")));
@@ -80,8 +83,8 @@ impl Ledger {
         if idle != rows.num_idle {
             report.push(Finding::of(None, format!("{idle} rows are idle, {} are counted", rows.num_idle)));
         }
-        let mut listed = vec![false; rows.num_rows() + 1];
-        for &row in rows.free().iter().chain(rows.fenced().iter().map(|(_, row)| row)) {
+        let mut listed = zeroed(rows.num_rows() + 1, "an audit of rows")?;
+        for row in rows.free().chain(rows.fenced().iter().map(|&(_, row)| row)) {
             if rows.live[row.at()] || std::mem::replace(&mut listed[row.at()], true) {
                 let text = format!("row {} is given back, and live or given back twice", row.0);
                 report.push(Finding::of_row(row.at(), None, text));
@@ -137,14 +140,15 @@ impl Ledger {
                 }
             }
         }
+        Ok(())
     }
 
     /// The per-row counts of rounds must be those of the steps in flight.
-    fn audit_rounds(&self, report: &mut Vec<Finding>) {
+    fn audit_rounds(&self, report: &mut Vec<Finding>) -> Result<()> {
         let rows = &self.rows;
-        let len = rows.num_rows() + 1;
-        let (mut hi, mut launched) = (rows.resolved.clone(), vec![0; len]);
-        let (mut undrafted, mut rounds) = (vec![0; len], vec![Vec::new(); len]);
+        let (len, what) = (rows.num_rows() + 1, "an audit of rounds");
+        let (mut hi, mut launched) = (memory::copied(&rows.resolved, what)?, zeroed(len, what)?);
+        let (mut undrafted, mut rounds) = (zeroed(len, what)?, filled(Vec::<u64>::new(), len, what)?);
         for record in self.steps.all().filter(|record| record.plan.kind == StepKind::Decode && !record.resolved) {
             let plan = &record.plan;
             for (lane, &row) in plan.rows.iter().enumerate() {
@@ -153,6 +157,7 @@ impl Ledger {
                     hi[at] += self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
                     launched[at] += i32::from(self.steps.is_launched(plan.step));
                     undrafted[at] += i32::from(!plan.writes_draft);
+                    room(&mut rounds[at], 1, what)?;
                     rounds[at].push(plan.step);
                 }
             }
@@ -179,16 +184,17 @@ impl Ledger {
                 report.push(Finding::of_row(at, None, text));
             }
         }
+        Ok(())
     }
 
     /// Held pages and the cells, checkpoints, prefixes and copies that hold them must be the same thing seen from two
     /// sides.
-    fn audit_group(&self, at: usize, report: &mut Vec<Finding>) {
+    fn audit_group(&self, at: usize, report: &mut Vec<Finding>) -> Result<()> {
         let group = &self.groups[at];
         let (name, pool) = (&group.spec.name, &group.pool);
         // What a checkpoint kept outside the table, behind the window, was not shared with the pages in it.
         let has_checkpoints = self.sessions && group.spec.window.is_some();
-        let mut holders = vec![(0_u32, 0_u32); pool.num_mapped()];
+        let mut holders = zeroed::<(u32, u32)>(pool.num_mapped(), "an audit of pages")?;
         let mut count = |page: Page| {
             if let Some((holders, _)) = holders.get_mut(page.at()) {
                 *holders += 1;
@@ -197,7 +203,7 @@ impl Ledger {
         for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
             let held = group.held_columns(row);
             let own = (i64::from(group.protected[row.at()].max(0)) / group.page_size) as usize;
-            let row_name = self.rows.describe(row);
+            let row_name = || self.rows.describe(row);
             for (column, &cell) in group.table.row(row).iter().enumerate() {
                 let page = Page(cell);
                 let record = pool.record(page);
@@ -207,25 +213,28 @@ impl Ledger {
                 };
                 if !held.contains(&column) {
                     if cell != 0 {
-                        found(format!("{row_name} column {column} of group {name} is page {cell}, beyond its end"));
+                        found(format!("{} column {column} of group {name} is page {cell}, beyond its end", row_name()));
                     }
                     continue;
                 }
                 let is_shared = record.is_some_and(|record| record.state == PageState::Shared);
                 if let Err(record) = pool.check_held(page, row) {
                     found(format!(
-                        "{row_name} column {column} of group {name} is page {cell}, which is {}, owner {}",
+                        "{} column {column} of group {name} is page {cell}, which is {}, owner {}",
+                        row_name(),
                         record.state,
                         self.rows.describe(record.owner)
                     ));
                 } else if is_shared && column >= own {
                     found(format!(
-                        "{row_name} column {column} of group {name} is page {cell}, which is shared, beyond protected_len {}",
+                        "{} column {column} of group {name} is page {cell}, which is shared, beyond protected_len {}",
+                        row_name(),
                         group.protected[row.at()]
                     ));
                 } else if !is_shared && column < own && !has_checkpoints {
                     found(format!(
-                        "{row_name} column {column} of group {name} is page {cell}, which is owned, below protected_len {}",
+                        "{} column {column} of group {name} is page {cell}, which is owned, below protected_len {}",
+                        row_name(),
                         group.protected[row.at()]
                     ));
                 }
@@ -255,11 +264,12 @@ impl Ledger {
             report.push(Finding::of(Some(at), text));
         }
         let of_delta = group.delta.broken().map(|line| (None, line));
-        let parts = pool.broken(self.steps.completed()).into_iter().chain(of_delta);
+        let parts = pool.broken(self.steps.completed())?.into_iter().chain(of_delta);
         report.extend(parts.map(|(page, line)| {
             let text = format!("group {name}: {line}");
             Finding { page, ..Finding::of(Some(at), text) }
         }));
+        Ok(())
     }
 
     /// A checkpoint's pages are all held, and what is kept outside the table is below e.
@@ -376,12 +386,13 @@ mod tests {
             }),
             (&[(None, None, None)], |ledger, _| ledger.rows.num_idle = 1),
         ];
-        assert_eq!(busy().0.audit(), []);
+        assert_eq!(busy().0.audit(), Ok(vec![]));
         for (expected, plant) in faults {
             let (mut ledger, row) = busy();
             plant(&mut ledger, row);
             let found: Vec<About> = ledger
                 .audit()
+                .unwrap()
                 .into_iter()
                 .map(|finding| (finding.group, finding.page.map(|page| page.0), finding.row.map(|row| row.0)))
                 .collect();
@@ -451,17 +462,6 @@ mod tests {
             let error = ledger.prepare_decode(&[row.0, other.0], &[1, 1], true).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
-    }
-
-    #[test]
-    fn the_bytes_of_a_group() {
-        let (ledger, _) = busy();
-        // 3 rows of 12 columns, twice; three lengths of each row; page 0 and the four pages of the row.
-        assert_eq!(ledger.groups[0].num_bytes(), 2 * 36 * 4 + 3 * 3 * 4 + 5 * 36);
-        let mut config = ledger.config();
-        (config.groups[0].window, config.sessions) = (Some(4), true);
-        let kept = 3 * size_of::<Vec<Kept>>();
-        assert_eq!(Ledger::new(config).unwrap().groups[0].num_bytes(), 2 * 36 * 4 + 3 * 3 * 4 + kept + 36);
     }
 
     /// Nor is it shared.

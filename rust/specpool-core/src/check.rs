@@ -13,11 +13,12 @@ pub(crate) fn in_range(name: &str, value: i64, least: i64, most: i64) -> Result<
     Ok(value)
 }
 
-/// The product of `sizes`, as long as an array of that many elements can be indexed by int32.
+/// The product of `sizes`, as long as an array of that many elements can be indexed by int32. A size of 0 makes it 0, but
+/// excuses no other size: nothing that a caller loops over is longer than an array can be.
 pub(crate) fn fit(name: &str, sizes: &[usize]) -> Result<usize> {
-    let product = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
-    match product {
-        Some(product) if product < MAX_LEN => Ok(product),
+    let most = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size.max(1)));
+    match most {
+        Some(most) if most < MAX_LEN => Ok(if sizes.contains(&0) { 0 } else { most }),
         _ => Err(Error::Shape(format!("{name} of {sizes:?} elements is too large: at most 2^31 - 1 fit"))),
     }
 }

@@ -3,6 +3,8 @@
 
 use std::borrow::Cow;
 
+use crate::memory;
+
 /// What goes wrong in a decoding; the reader adds where.
 pub(crate) type Decoded<T> = std::result::Result<T, String>;
 
@@ -124,7 +126,8 @@ impl<'a> Bytes<'a> {
     pub(crate) fn text(&mut self) -> Decoded<String> {
         let len = self.varint()?;
         let bytes = self.take(usize::try_from(len).unwrap_or(usize::MAX))?;
-        String::from_utf8(bytes.to_vec()).map_err(|error| format!("a text is not UTF-8: {error}"))
+        let text = std::str::from_utf8(bytes).map_err(|error| format!("a text is not UTF-8: {error}"))?;
+        memory::text(text, "a text").map(String::from).map_err(|error| error.to_string())
     }
 
     pub(crate) fn ints(&mut self, most: usize) -> Decoded<Cow<'static, [i32]>> {
@@ -137,23 +140,26 @@ impl<'a> Bytes<'a> {
             return Ok(Cow::Owned(Vec::new()));
         }
         let form = self.byte()?;
-        Ok(Cow::Owned(match form {
-            SAME => vec![self.int()?; len],
+        // Two of the forms say any number of lanes in a few bytes.
+        let mut values = memory::with_room(len, "an array").map_err(|error| error.to_string())?;
+        match form {
+            SAME => values.resize(len, self.int()?),
             ASCENDING => {
                 let first = self.int()?;
-                (0..len as i32).map(|at| first.wrapping_add(at)).collect()
+                values.extend((0..len as i32).map(|at| first.wrapping_add(at)));
             }
-            ONE_BYTE => self.take(len)?.iter().map(|&byte| byte.into()).collect(),
+            ONE_BYTE => values.extend(self.take(len)?.iter().map(|&byte| i32::from(byte))),
             TWO_BYTES => {
-                let bytes = self.take(len * 2)?;
-                bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]).into()).collect()
+                let bytes = self.take(len * 2)?.chunks_exact(2);
+                values.extend(bytes.map(|pair| i32::from(u16::from_le_bytes([pair[0], pair[1]]))));
             }
             FOUR_BYTES => {
-                let bytes = self.take(len * 4)?;
-                bytes.chunks_exact(4).map(|four| i32::from_le_bytes([four[0], four[1], four[2], four[3]])).collect()
+                let bytes = self.take(len * 4)?.chunks_exact(4);
+                values.extend(bytes.map(|four| i32::from_le_bytes([four[0], four[1], four[2], four[3]])));
             }
             _ => return Err(format!("there is no array of form {form}")),
-        }))
+        }
+        Ok(Cow::Owned(values))
     }
 }
 

@@ -5,7 +5,7 @@
 //! went 17 -> 0 -> 17 in between stays pending.
 
 use crate::error::Result;
-use crate::ids::zeroed;
+use crate::memory::{collected, room, zeroed};
 use crate::page_table::PageTable;
 
 /// One take of a delta: parallel arrays, one entry per changed cell.
@@ -42,7 +42,12 @@ impl Delta {
         Ok(Self { place: zeroed(num_cells, "a table delta")?, entries: Vec::new(), version: 0, takes: Vec::new() })
     }
 
-    /// The cell has just changed.
+    /// Room for the marks of `more` cells that are not pending.
+    pub(crate) fn make_room(&mut self, more: usize) -> Result<()> {
+        room(&mut self.entries, more, "a table delta")
+    }
+
+    /// The cell has just changed. There is room: see [`make_room`](Self::make_room).
     pub(crate) fn mark(&mut self, cell: usize) {
         self.version += 1;
         let entry = Entry { cell: cell as u32, version: self.version };
@@ -55,22 +60,33 @@ impl Delta {
         }
     }
 
-    /// All pending entries with the table's values, remembered as taken for `step`.
-    pub(crate) fn take(&mut self, step: u64, table: &PageTable) -> DeltaEntries {
+    /// All pending entries with the table's values. Once they are taken for good, [`taken`](Self::taken) is to be told.
+    pub(crate) fn entries(&mut self, table: &PageTable) -> Result<DeltaEntries> {
+        room(&mut self.takes, 1, "takes of a table delta")?;
+        let columns = table.pages_per_row() as u32; // half the time of a division of 64 bits
+        let what = "a table delta";
+        let rows: Vec<i32> = collected(self.entries.iter().map(|entry| (entry.cell / columns) as i32), what)?;
+        let column = |(entry, &row): (&Entry, &i32)| (entry.cell - row as u32 * columns) as i32;
+        Ok(DeltaEntries {
+            columns: collected(self.entries.iter().zip(&rows).map(column), what)?,
+            pages: collected(self.entries.iter().map(|entry| table.cells()[entry.cell as usize]), what)?,
+            rows,
+        })
+    }
+
+    /// What is pending was taken for `step`.
+    pub(crate) fn taken(&mut self, step: u64) {
         // Mostly it is the newest step that is taken for, and mostly for the first time.
         let place = self.takes.partition_point(|&(taken, _)| taken < step);
         match self.takes.get_mut(place).filter(|(taken, _)| *taken == step) {
             Some((_, version)) => *version = self.version,
             None => self.takes.insert(place, (step, self.version)),
         }
-        let columns = table.pages_per_row() as u32; // half the time of a division of 64 bits
-        let rows: Vec<i32> = self.entries.iter().map(|entry| (entry.cell / columns) as i32).collect();
-        let column = |(entry, &row): (&Entry, &i32)| (entry.cell - row as u32 * columns) as i32;
-        DeltaEntries {
-            columns: self.entries.iter().zip(&rows).map(column).collect(),
-            pages: self.entries.iter().map(|entry| table.cells()[entry.cell as usize]).collect(),
-            rows,
-        }
+    }
+
+    /// The delta of a state that is kept and not worked on.
+    pub(crate) fn none() -> Self {
+        Self { place: Vec::new(), entries: Vec::new(), version: 0, takes: Vec::new() }
     }
 
     pub(crate) fn has_take(&self, step: u64) -> bool {

@@ -52,9 +52,16 @@ impl Digest {
 
     /// Adds the numbers of an array, then their number.
     pub fn ints<T: Copy + Into<i64>>(&mut self, values: &[T]) {
-        for &value in values {
+        self.numbers(values.iter().copied());
+    }
+
+    /// Adds numbers, then how many they were.
+    pub fn numbers<T: Into<i64>>(&mut self, values: impl Iterator<Item = T>) {
+        let mut len = 0;
+        for value in values {
             self.word(value.into() as u64);
+            len += 1;
         }
-        self.word(values.len() as u64);
+        self.word(len);
     }
 }

@@ -3,6 +3,7 @@
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
 use crate::layout::{Branches, Layout};
+use crate::memory::{filled, with_room, zeroed};
 use crate::slots::{Moves, RowView, TableView};
 
 /// Most drafts of one lane and round.
@@ -95,7 +96,8 @@ impl Drafts {
     /// # Errors
     /// [`Error::Shape`] for a negative or too great root.
     pub fn write_positions(&self, roots: &[i32]) -> Result<Vec<i32>> {
-        let mut positions = Vec::with_capacity(fit("positions", &[roots.len(), self.topk, self.num_steps])?);
+        let len = fit("positions", &[roots.len(), self.topk, self.num_steps])?;
+        let mut positions = with_room(len, "draft positions")?;
         self.each_cell(roots, |_, position| {
             positions.push(position as i32);
             Ok(())
@@ -109,7 +111,7 @@ impl Drafts {
     /// [`Error::Shape`] when lengths differ, or a position is outside the row or has no page.
     pub fn write_slots(&self, table: &TableView, rows: &[i32], roots: &[i32]) -> Result<Vec<i64>> {
         same_len("roots", roots.len(), rows.len())?;
-        let mut slots = Vec::with_capacity(fit("slots", &[roots.len(), self.topk, self.num_steps])?);
+        let mut slots = with_room(fit("slots", &[roots.len(), self.topk, self.num_steps])?, "draft slots")?;
         self.each_cell(roots, |lane, position| {
             slots.push(table.row(lane, rows[lane])?.mapped_slot(position)?);
             Ok(())
@@ -159,8 +161,8 @@ impl Drafts {
         let width = self.ancestor_width(ancestors, rows.len(), step)?;
         let prefixes: usize = roots.iter().map(|&root| root.max(0) as usize).sum();
         let mut reads = DraftReads {
-            kv_indptr: Vec::with_capacity(rows.len() * self.topk + 1),
-            kv_indices: Vec::with_capacity(self.topk * (prefixes + rows.len() * (step + 1))),
+            kv_indptr: with_room(rows.len() * self.topk + 1, "kv_indptr")?,
+            kv_indices: with_room(self.topk * (prefixes + rows.len() * (step + 1)), "kv_indices")?,
         };
         reads.kv_indptr.push(0);
         for (lane, (&row, &root)) in rows.iter().zip(roots).enumerate() {
@@ -218,12 +220,14 @@ impl Drafts {
     pub fn visibility(&self, roots: &[i32], step: usize, ancestors: Option<&[i32]>) -> Result<(Grid<bool>, Grid<i32>)> {
         self.check_step(step)?;
         let ancestor_width = self.ancestor_width(ancestors, roots.len(), step)?;
-        let lanes = roots.iter().enumerate().map(|(lane, &root)| self.lane(lane, root));
-        let lanes: Vec<Lane> = lanes.collect::<Result<_>>()?;
+        let mut lanes = with_room(roots.len(), "lanes")?;
+        for (lane, &root) in roots.iter().enumerate() {
+            lanes.push(self.lane(lane, root)?);
+        }
         let widest = lanes.iter().map(|cells| cells.position(self.topk - 1, step) - cells.root + 1).max();
         let width = widest.unwrap_or(0) as usize;
-        let mut mask = vec![false; fit("own_mask", &[roots.len(), self.topk, width])?];
-        let mut positions = Vec::with_capacity(roots.len() * width);
+        let mut mask = zeroed(fit("own_mask", &[roots.len(), self.topk, width])?, "own_mask")?;
+        let mut positions = with_room(roots.len() * width, "own_positions")?;
         for (lane, cells) in lanes.iter().enumerate() {
             for branch in 0..self.topk {
                 let seen = &mut mask[(lane * self.topk + branch) * width..][..width];
@@ -252,7 +256,7 @@ impl Drafts {
             let cells = self.lane(lane, root)?;
             width = width.max(((cells.root + step as i64) / p + 1) as usize);
         }
-        let mut pages = vec![0; fit("branch_pages", &[rows.len(), self.topk, width])?];
+        let mut pages = zeroed(fit("branch_pages", &[rows.len(), self.topk, width])?, "branch_pages")?;
         for (lane, (&row, &root)) in rows.iter().zip(roots).enumerate() {
             let (row, cells) = (table.row(lane, row)?, self.lane(lane, root)?);
             let below = (cells.root / p) as usize; // pages of the prefix without its partial tail
@@ -283,6 +287,7 @@ impl Drafts {
         self.need_holey("duplicate_prefix_tail")?;
         self.moves(table, rows, roots, |_, row, cells, moves| {
             for branch in 1..self.topk as i64 {
+                moves.make_room(cells.last as usize)?;
                 for position in cells.root - cells.last..cells.root {
                     moves.src.push(row.mapped_slot(position)?);
                     moves.dst.push(row.mapped_slot(position + branch * cells.stride)?);
@@ -313,6 +318,7 @@ impl Drafts {
                 if parent == branch {
                     continue;
                 }
+                moves.make_room(step)?;
                 for j in 0..step {
                     moves.src.push(row.mapped_slot(cells.position(parent, j))?);
                     moves.dst.push(row.mapped_slot(cells.position(branch, j))?);
@@ -364,7 +370,10 @@ pub fn advance_ancestors(ancestors: &mut [i32], branch_parents: &[i32], topk: us
         let (lane, branch, parent) = (at / topk, at % topk, branch_parents[at]);
         return Err(Error::Shape(format!("branch_parents[{lane}, {branch}] must be in [0, {topk}), got {parent}")));
     }
-    let mut before = vec![0; topk * width];
+    if branch_parents.is_empty() {
+        return Ok(()); // Whatever the sizes of an array without a lane are.
+    }
+    let mut before = filled(0, topk * width, "the ancestors of a lane")?;
     for (lane, parents) in branch_parents.chunks_exact(topk).enumerate() {
         let lines = &mut ancestors[lane * topk * width..][..topk * width];
         before.copy_from_slice(lines);

@@ -23,6 +23,16 @@ pub enum Error {
         /// Pages whose every holder is idle.
         reclaimable: usize,
     },
+    /// The machine has no memory for what the call needs.
+    #[error("no memory for {what}: {entries} entries of {entry_bytes} bytes")]
+    OutOfMemory {
+        /// What it is for.
+        what: &'static str,
+        /// How many entries.
+        entries: usize,
+        /// Bytes of one.
+        entry_bytes: usize,
+    },
     /// Every row is taken.
     #[error("out of rows: {num_rows} rows, {fenced} of them fenced, 0 free")]
     OutOfRows {

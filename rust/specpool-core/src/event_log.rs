@@ -1,7 +1,8 @@
 //! A file of everything that a ledger did, from which it can be run again (`docs/event_log.md`).
 //!
-//! Pushing an event goes to memory and never fails. The memory is written out by [`EventLog::make_room`], which the
-//! ledger calls before a verb changes anything: a full disk refuses that call, and nothing is lost or half done.
+//! Pushing an event goes to memory and never fails. The memory is written out by [`EventLog::make_room`], and asked for by
+//! [`EventLog::make_room_for`], which the ledger calls before a verb changes anything: a full disk, or a machine without
+//! memory, refuses that call, and nothing is lost or half done.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Write};
@@ -13,6 +14,7 @@ use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::log_header;
+use crate::memory::room;
 
 /// Kinds of the last record, besides those of [`Call`](crate::call::Call).
 pub(crate) const CLOSED: u8 = 0x7e;
@@ -23,6 +25,8 @@ pub(crate) const TRAILER_LEN: usize = 12;
 const LAST_LEN: u64 = 2 + TRAILER_LEN as u64;
 /// Bytes that gather in memory before they are written.
 const FLUSH_AT: usize = 1 << 16;
+/// Bytes behind those for which there is always room: a call without arrays or tag, and what frames a longer one.
+const SMALL: usize = 256;
 
 /// The end of an event log that is being written.
 #[derive(Debug)]
@@ -61,6 +65,8 @@ impl EventLog {
         }
         let file = create_locked(path)
             .map_err(|error| Error::Record(format!("cannot write the event log {}: {error}", path.display())))?;
+        let mut header = header;
+        room(&mut header, FLUSH_AT + 2 * SMALL, "an event log")?;
         let mut log = Self {
             file,
             path: path.to_owned(),
@@ -95,6 +101,15 @@ impl EventLog {
         if self.is_stuck || self.buffer.len() >= FLUSH_AT { self.flush() } else { Ok(()) }
     }
 
+    /// Memory for an event whose call, and what is kept beside it, take `len` bytes. To be called before anything is
+    /// changed; small events have room in any case.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn make_room_for(&mut self, len: usize) -> Result<()> {
+        if self.is_over { Ok(()) } else { room(&mut self.buffer, len + SMALL, "an event log") }
+    }
+
     /// One record: the encoded call, what is kept beside it and not hashed, and the digest before and after. At the
     /// limit, the last record instead, and nothing from then on.
     pub fn push(&mut self, call: &[u8], aside: &[u8], before: Digest, after: Digest) {
@@ -114,11 +129,15 @@ impl EventLog {
         self.is_over = true;
     }
 
-    /// Ends the log and writes out everything.
+    /// Ends the log and writes out everything. In a forked child, whose parent goes on writing the file, it does nothing:
+    /// an unlock here would be the parent's too.
     ///
     /// # Errors
     /// [`Error::Record`] when the disk refuses; another call tries again.
     pub fn finish(&mut self, digest: Digest) -> Result<()> {
+        if self.is_a_childs() {
+            return Ok(());
+        }
         if !self.is_over {
             self.push_last(CLOSED, digest);
         }
@@ -127,8 +146,13 @@ impl EventLog {
         Ok(())
     }
 
+    /// Whether the process was forked since the file was opened.
+    fn is_a_childs(&self) -> bool {
+        std::process::id() != self.process
+    }
+
     fn flush(&mut self) -> Result<()> {
-        if std::process::id() != self.process {
+        if self.is_a_childs() {
             self.buffer.clear();
             self.is_over = true;
             return Ok(());

@@ -12,8 +12,9 @@ use crate::check::in_range;
 use crate::delta::Delta;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::ids::{Page, Row, ceil_align, ceil_div, zeroed};
+use crate::ids::{Page, Row, ceil_align, ceil_div};
 use crate::layout::Layout;
+use crate::memory::{self, filled, room, zeroed};
 use crate::page_pool::{PagePool, PageRecord, Verb};
 use crate::page_table::PageTable;
 use crate::shape::{Shape, runs};
@@ -122,6 +123,8 @@ pub(crate) struct GroupState {
     pub(crate) evicted: Vec<i32>,
     /// `[num_rows + 1]`, or empty in a full group: each checkpoint's pages below e, ascending.
     pub(crate) kept: Vec<Vec<Kept>>,
+    /// Pages in `kept`, of all rows.
+    num_kept: usize,
 }
 
 type Held = std::result::Result<(), PageRecord>;
@@ -179,7 +182,8 @@ impl GroupState {
             allocated: zeroed(len, "allocated lengths")?,
             protected: zeroed(len, "protected lengths")?,
             evicted: zeroed(len, "evicted lengths")?,
-            kept: if spec.window.is_some() { zeroed(len, "checkpoints")? } else { Vec::new() },
+            kept: if spec.window.is_some() { filled(Vec::new(), len, "checkpoints")? } else { Vec::new() },
+            num_kept: 0,
             spec,
         })
     }
@@ -263,6 +267,26 @@ impl GroupState {
         }
     }
 
+    /// Memory for `takes` more pages and `cells` more cells of the table, and for giving all of them back: whatever a verb
+    /// does from here on with what rows hold, it asks for no memory.
+    pub(crate) fn make_room(&mut self, takes: usize, cells: usize) -> Result<()> {
+        self.pool.make_room(takes)?;
+        // Each cell that holds a page, and each page kept outside the table, may become a pending change.
+        self.delta.make_room(self.num_held() + cells)
+    }
+
+    /// Cells of the table that hold a page, and pages that checkpoints keep.
+    pub(crate) fn num_held(&self) -> usize {
+        self.table.num_held() + self.num_kept
+    }
+
+    /// Memory for what the row's checkpoint keeps of the columns that leave the table when e rises to `to`.
+    pub(crate) fn make_room_to_keep(&mut self, row: Row, to: i64, checkpoint: Option<i32>) -> Result<()> {
+        let (keep, gone) = (self.checkpoint_columns(checkpoint), self.evicted_columns(row, to));
+        let both = keep.end.min(gone.end).saturating_sub(keep.start.max(gone.start));
+        if both == 0 { Ok(()) } else { room(&mut self.kept[row.at()], both, "a checkpoint") }
+    }
+
     /// Gives the row pages up to `to` slots; the caller has counted the free ones.
     pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb) -> Result<()> {
         for column in self.columns(self.allocated[row.at()].into(), to) {
@@ -333,6 +357,7 @@ impl GroupState {
             if keep.contains(&column) {
                 let page = Page(self.table.row(row)[column]);
                 self.kept[row.at()].push(Kept { column: column as u32, page });
+                self.num_kept += 1;
                 self.set(row, column, Page::SINK);
             } else {
                 self.drop_column(row, column, fence, verb)?;
@@ -355,7 +380,8 @@ impl GroupState {
         if needs_back {
             let last = (end / self.page_size) as usize;
             let kept = std::mem::take(&mut self.kept[at]);
-            let (back, gone): (Vec<Kept>, Vec<Kept>) = kept.into_iter().partition(|kept| (kept.column as usize) < last);
+            self.num_kept -= kept.len();
+            let (back, gone) = kept.split_at(kept.partition_point(|kept| (kept.column as usize) < last));
             for kept in gone {
                 self.pool.release(kept.page, row, fence.step, fence.completed, verb)?;
             }
@@ -381,6 +407,7 @@ impl GroupState {
     /// Gives back what the checkpoint keeps outside the table.
     pub(crate) fn drop_kept(&mut self, row: Row, fence: Fence, verb: Verb) -> Held {
         if let Some(kept) = self.kept.get_mut(row.at()) {
+            self.num_kept -= kept.len();
             for kept in std::mem::take(kept) {
                 self.pool.release(kept.page, row, fence.step, fence.completed, verb)?;
             }
@@ -397,11 +424,37 @@ impl GroupState {
         Ok(())
     }
 
-    /// Bytes of memory that the group's state takes, or a little less.
-    pub(crate) fn num_bytes(&self) -> usize {
-        let cells = self.table.cells().len() * 2 * size_of::<u32>(); // the table, and the marks of its delta
-        let lengths = self.allocated.len() * 3 * size_of::<i32>() + self.kept.len() * size_of::<Vec<Kept>>();
-        cells + lengths + self.pool.num_mapped() * PagePool::bytes_per_page()
+    /// A copy to keep: it has no delta, and no cell that holds nothing is touched.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let what = "lengths of a group";
+        let columns = |row: Row| self.held_columns(row).end;
+        Ok(Self {
+            spec: self.spec.clone(),
+            reserves: memory::copied(&self.reserves, "the reserves of a group")?,
+            pool: self.pool.try_clone()?,
+            table: self.table.try_clone(columns)?,
+            delta: Delta::none(),
+            allocated: memory::copied(&self.allocated, what)?,
+            protected: memory::copied(&self.protected, what)?,
+            evicted: memory::copied(&self.evicted, what)?,
+            kept: self.try_clone_kept()?,
+            ..*self
+        })
+    }
+
+    /// A copy of what checkpoints keep.
+    pub(crate) fn try_clone_kept(&self) -> Result<Vec<Vec<Kept>>> {
+        let mut kept = filled(Vec::new(), self.kept.len(), "checkpoints")?;
+        for (copy, kept) in kept.iter_mut().zip(&self.kept) {
+            *copy = memory::copied(kept, "a checkpoint")?;
+        }
+        Ok(kept)
+    }
+
+    /// Takes over what another state's checkpoints keep.
+    pub(crate) fn set_kept(&mut self, kept: Vec<Vec<Kept>>) {
+        self.num_kept = kept.iter().map(Vec::len).sum();
+        self.kept = kept;
     }
 
     /// Every number of the rows and of the pool that decides what the group will do.

@@ -3,8 +3,6 @@
 //! Ids are `i32`, as in the tables and kernels; id 0 is the padding sink of its kind. Arrays of ids (a batch's rows,
 //! a table's cells) stay plain `i32`, so that they can be shown to `NumPy` without a copy.
 
-use crate::error::{Error, Result};
-
 /// A page of one group: `1..=num_pages`, 0 is the sink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Page(pub i32);
@@ -42,15 +40,4 @@ pub fn ceil_align(value: i64, unit: i64) -> i64 {
 #[must_use]
 pub fn ceil_div(value: i64, unit: i64) -> i64 {
     (value + unit - 1) / unit
-}
-
-/// `len` default values, or an error in place of the abort that `vec!` gives when memory is short.
-pub(crate) fn zeroed<T: Clone + Default>(len: usize, what: &str) -> Result<Vec<T>> {
-    let mut probe = Vec::<T>::new();
-    probe
-        .try_reserve_exact(len)
-        .map_err(|_| Error::Config(format!("no memory for {what}: {len} entries of {} bytes", size_of::<T>())))?;
-    drop(probe);
-    // Zero pages come from the system untouched, so a large table costs nothing before it is used.
-    Ok(vec![T::default(); len])
 }

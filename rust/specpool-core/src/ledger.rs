@@ -3,8 +3,11 @@
 //! Verbs by file: this one builds a ledger; `query` answers questions; `prepare` claims pages for a step; `life`
 //! launches, resolves, completes, cancels and abandons steps; `release` cuts rows and gives them back; `share` puts
 //! rows on common pages; `snapshot` keeps and restores the whole. `record` writes down what they did, `normal_form` is for
-//! enumerations. A refused call changes nothing: every verb checks all
-//! it can refuse before its first change.
+//! enumerations. A refused call changes nothing: every verb checks all it can refuse before its first change.
+//!
+//! Memory is part of that. A verb that takes something (a row, pages, a place in a queue) asks for all the memory that
+//! it needs, and for what it will take to undo it and give it back, before its first change. So a verb that gives back
+//! asks for none, and a process without memory can still drop what it has.
 
 mod life;
 mod normal_form;
@@ -15,8 +18,6 @@ mod release;
 mod share;
 mod snapshot;
 
-use std::collections::BTreeMap;
-
 use crate::check::in_range;
 use crate::config::{LedgerConfig, MAX_ROWS};
 use crate::delta::DeltaEntries;
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::group::{GroupState, Sizes};
 use crate::ids::Row;
+use crate::memory::with_room;
 use crate::page_copy::TailCopy;
 use crate::rows::Rows;
 use crate::shape::Shape;
@@ -76,12 +78,14 @@ pub struct Ledger {
     pub(crate) steps: Steps,
     /// Page copies that wait for the next step prepared, in order.
     pub(crate) copies: Vec<TailCopy>,
-    /// By id.
-    prefixes: BTreeMap<u64, share::Prefix>,
+    /// With their ids, which ascend.
+    prefixes: Vec<(u64, share::Prefix)>,
     next_prefix: u64,
     /// Snapshots taken so far.
     snapshots: u64,
     recorder: Recorder,
+    /// Kept for its memory, which suffices for the lanes and copies of every step in flight.
+    lanes: Vec<i32>,
     closed: bool,
 }
 
@@ -135,12 +139,10 @@ impl Ledger {
             max_chunk: max_chunk.unwrap_or(most).min(max_context_len),
             sessions: config.sessions,
         };
-        let groups = config
-            .groups
-            .into_iter()
-            .zip(widths)
-            .map(|(group, width)| GroupState::new(group, &sizes, width))
-            .collect::<Result<Vec<_>>>()?;
+        let mut groups = with_room(config.groups.len(), "groups")?;
+        for (group, width) in config.groups.into_iter().zip(widths) {
+            groups.push(GroupState::new(group, &sizes, width)?);
+        }
         Ok(Self {
             groups,
             shapes,
@@ -155,10 +157,11 @@ impl Ledger {
             rows: Rows::new(num_rows as usize, overlap_depth as usize + 1)?,
             steps: Steps::new(),
             copies: Vec::new(),
-            prefixes: BTreeMap::new(),
+            prefixes: Vec::new(),
             next_prefix: 1,
             snapshots: 0,
             recorder: Recorder::new(config.digest),
+            lanes: Vec::new(),
             closed: false,
         })
     }
@@ -168,11 +171,13 @@ impl Ledger {
     /// The row is empty: its first `prepare_extend` gives it pages.
     ///
     /// # Errors
-    /// [`Error::OutOfRows`].
+    /// [`Error::OutOfRows`], [`Error::OutOfMemory`].
     pub fn admit(&mut self, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
         let row = self.next_free_row()?;
-        self.rows.admit(tag, self.steps.next());
+        self.recorder.make_room(0, tag)?;
+        let kept = self.rows.make_room(tag)?;
+        self.rows.admit(kept, self.steps.next());
         self.note(&Event::Admit { prefix: 0, len: 0, row, tag });
         Ok(row)
     }
@@ -183,7 +188,7 @@ impl Ledger {
     /// repeated until [`Ledger::ack_delta`]; an entry holds the cell's value now.
     ///
     /// # Errors
-    /// [`Error::Order`] when the step is not in flight.
+    /// [`Error::Order`] when the step is not in flight, [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -216,7 +221,12 @@ impl Ledger {
         if self.steps.get(step).is_none() {
             return Err(Error::Order(format!("take_delta of step {step}: no such step is in flight")));
         }
-        Ok(self.groups.iter_mut().map(|group| group.delta.take(step, &group.table)).collect())
+        let mut taken = with_room(self.groups.len(), "table deltas")?;
+        for group in &mut self.groups {
+            taken.push(group.delta.entries(&group.table)?);
+        }
+        self.groups.iter_mut().for_each(|group| group.delta.taken(step));
+        Ok(taken)
     }
 
     /// The delta taken for `step` is applied, or enqueued for good: what has not changed since is dropped. It covers

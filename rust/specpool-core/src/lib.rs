@@ -1,6 +1,6 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
-//! Layers point one way; everything may use `error`, `ids` and `check`:
+//! Layers point one way; everything may use `error`, `ids`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows -> ledger -> audit`;
 //! - what it did: `codec -> event, call`, `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
@@ -29,6 +29,7 @@ pub mod ledger;
 mod log_header;
 pub mod log_reader;
 pub mod mask;
+pub mod memory;
 pub mod moves;
 pub mod page_copy;
 pub mod page_pool;

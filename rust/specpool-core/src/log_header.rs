@@ -5,6 +5,7 @@ use crate::config::{LedgerConfig, MAX_ROWS};
 use crate::digest::Digest;
 use crate::group::Group;
 use crate::layout::Layout;
+use crate::memory::room;
 use crate::shape::Shape;
 use crate::sizing::Policy;
 
@@ -90,7 +91,12 @@ fn list<T>(input: &mut Bytes<'_>, mut one: impl FnMut(&mut Bytes<'_>) -> Decoded
     if len > input.rest().len() as u64 {
         return Err(format!("a list of {len} entries in {} bytes", input.rest().len()));
     }
-    (0..len).map(|_| one(input)).collect()
+    let mut entries = Vec::new();
+    for _ in 0..len {
+        room(&mut entries, 1, "a list").map_err(|error| error.to_string())?;
+        entries.push(one(input)?);
+    }
+    Ok(entries)
 }
 
 /// The version that wrote the log, and the ledger's configuration.

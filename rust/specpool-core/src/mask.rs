@@ -2,6 +2,7 @@
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
+use crate::memory::filled;
 
 /// The lanes of one forward. Column `c` of a lane is the cell at in-row position `c`; its *own* cells, those that the
 /// forward writes, start at `starts[lane]`.
@@ -44,7 +45,7 @@ pub fn attention_bias(lanes: &MaskLanes, num_columns: usize) -> Result<Vec<f32>>
 fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T) -> Result<Vec<T>> {
     let (n, q, w) = (lanes.starts.len(), lanes.num_queries, lanes.own_width);
     lanes.check(num_columns)?;
-    let mut mask = vec![unseen; fit("mask", &[n, q, num_columns])?];
+    let mut mask = filled(unseen, fit("mask", &[n, q, num_columns])?, "an attention mask")?;
     for lane in 0..n {
         let start = not_negative("starts", lane, lanes.starts[lane])? as usize;
         let len = not_negative("q_lens", lane, lanes.q_lens[lane])? as usize;

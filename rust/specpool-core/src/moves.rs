@@ -2,9 +2,13 @@
 
 use std::ops::Range;
 
-use crate::check::same_len;
+use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
+use crate::memory::{room, zeroed};
 use crate::slots::check_slots;
+
+/// Widths that an error shows.
+const MAX_SHOWN: usize = 16;
 
 /// Where slots lie in a buffer of bytes `[lead, num_pages, P * sum(widths)]`. A page holds one field after the other,
 /// for all its P slots (sgl#31218); a plain buffer has one field and pages of one slot.
@@ -16,6 +20,9 @@ pub struct SlotLayout {
     page_size: usize,
     widths: Vec<usize>, // bytes of one slot in each field
 }
+
+/// A buffer's layout and its bytes.
+pub type Buffer<'a> = (&'a SlotLayout, &'a mut [u8]);
 
 /// Moves that may be made in every buffer of `num_slots` slots: what `held` reads is kept aside, then `direct` is
 /// copied in order, then `held` is written.
@@ -51,8 +58,9 @@ impl SlotLayout {
     pub fn new([lead, num_pages, page_bytes]: [usize; 3], widths: Vec<usize>) -> Result<Self> {
         let slot_bytes = widths.iter().fold(0_usize, |sum, &width| sum.saturating_add(width));
         if slot_bytes == 0 || !page_bytes.is_multiple_of(slot_bytes) {
+            let shown = &widths[..widths.len().min(MAX_SHOWN)];
             return Err(Error::Shape(format!(
-                "a page must be whole slots of {widths:?} bytes, 1 or more, got {page_bytes} bytes"
+                "a page must be whole slots of {shown:?} bytes, 1 or more, got {page_bytes} bytes"
             )));
         }
         Ok(Self { lead, num_pages, page_bytes, page_size: page_bytes / slot_bytes, widths })
@@ -118,7 +126,8 @@ impl SlotMoves {
     /// Moves by which slot `dst[i]` takes what slot `src[i]` held before the first of them.
     ///
     /// # Errors
-    /// [`Error::Shape`] when lengths differ, a slot is outside `[0, num_slots)`, or one is written twice.
+    /// [`Error::Shape`] when lengths differ, a slot is outside `[0, num_slots)`, one is written twice, or there are
+    /// 2^31 slots or more; [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -126,7 +135,7 @@ impl SlotMoves {
     ///
     /// let mut bytes = *b"aabbcc"; // three slots of two bytes
     /// let moves = SlotMoves::new(&[0, 1], &[1, 2], 3)?;
-    /// moves.apply(&SlotLayout::new([1, 3, 2], vec![2])?, &mut bytes)?;
+    /// moves.apply(&mut [(&SlotLayout::new([1, 3, 2], vec![2])?, &mut bytes)])?;
     /// assert_eq!(&bytes, b"aaaabb");
     /// # Ok::<(), specpool_core::Error>(())
     /// ```
@@ -134,14 +143,20 @@ impl SlotMoves {
         same_len("dst", dst.len(), src.len())?;
         check_slots("src", src, num_slots)?;
         check_slots("dst", dst, num_slots)?;
-        let mut is_written = vec![false; num_slots];
         let mut moves = Self { num_slots, direct: Vec::new(), held: Vec::new() };
+        if dst.is_empty() {
+            return Ok(moves);
+        }
+        let mut is_written = zeroed(fit("a buffer", &[num_slots])?, "the check of moves")?;
         for (&src, &dst) in src.iter().zip(dst) {
             let (src, dst) = (src as usize, dst as usize);
             let runs = if is_written[src] { &mut moves.held } else { &mut moves.direct };
             match runs.last_mut() {
                 Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += 1,
-                _ => runs.push(Run { src, dst, len: 1 }),
+                _ => {
+                    room(runs, 1, "moves")?;
+                    runs.push(Run { src, dst, len: 1 });
+                }
             }
             if std::mem::replace(&mut is_written[dst], true) {
                 return Err(Error::Shape(format!("dst names slot {dst} twice")));
@@ -150,32 +165,51 @@ impl SlotMoves {
         Ok(moves)
     }
 
-    /// Makes the moves in one buffer.
+    /// Makes the moves in every buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] when the buffer is not as its layout says or has fewer slots; nothing is moved then.
-    pub fn apply(&self, layout: &SlotLayout, bytes: &mut [u8]) -> Result<()> {
-        self.check(layout, bytes)?;
+    /// [`Error::Shape`] when a buffer is not as its layout says or has fewer slots, [`Error::OutOfMemory`]; nothing is
+    /// moved then, in none.
+    pub fn apply(&self, buffers: &mut [Buffer<'_>]) -> Result<()> {
+        for (layout, bytes) in &*buffers {
+            self.check(layout, bytes)?;
+        }
+        if self.direct.is_empty() && self.held.is_empty() {
+            return Ok(()); // Not even a look at the fields: a buffer without bytes may have any number.
+        }
+        let num_held: usize = self.held.iter().map(|run| run.len).sum();
+        let widest = buffers.iter().flat_map(|(layout, _)| &layout.widths).max().copied().unwrap_or(0);
         let mut held = Vec::new();
-        for field in layout.fields() {
-            held.clear();
-            field.each(&self.held, |src, _| held.extend_from_slice(&bytes[src]));
-            field.each(&self.direct, |src, dst| bytes.copy_within(src, dst.start));
-            field.write(&self.held, bytes, &mut held.as_slice());
+        room(&mut held, num_held.saturating_mul(widest), "slots that are read before they are written")?;
+        for (layout, bytes) in buffers {
+            for field in layout.fields() {
+                held.clear();
+                field.each(&self.held, |src, _| held.extend_from_slice(&bytes[src]));
+                field.each(&self.direct, |src, dst| bytes.copy_within(src, dst.start));
+                field.write(&self.held, bytes, &mut held.as_slice());
+            }
         }
         Ok(())
     }
 
-    /// Writes `values` to the targets, in the order given to `new`: `n` slots of one field after the other. The
-    /// sources must be the targets.
+    /// Writes each buffer's values to the targets, in the order given to `new`: `n` slots of one field after the other.
+    /// The sources must be the targets.
     ///
     /// # Errors
-    /// As [`SlotMoves::apply`], and when the values have another length.
-    pub fn scatter(&self, layout: &SlotLayout, bytes: &mut [u8], mut values: &[u8]) -> Result<()> {
-        self.check(layout, bytes)?;
+    /// As [`SlotMoves::apply`], and when there are more or fewer values; nothing is written then, in no buffer.
+    pub fn scatter(&self, buffers: &mut [Buffer<'_>], values: &[&[u8]]) -> Result<()> {
+        same_len("values", values.len(), buffers.len())?;
         let n = self.direct.iter().map(|run| run.len).sum();
-        same_len("bytes of values", values.len(), layout.bytes_of(n))?;
-        layout.fields().for_each(|field| field.write(&self.direct, bytes, &mut values));
+        for ((layout, bytes), values) in buffers.iter().zip(values) {
+            self.check(layout, bytes)?;
+            same_len("bytes of values", values.len(), layout.bytes_of(n))?;
+        }
+        if n == 0 {
+            return Ok(());
+        }
+        for ((layout, bytes), mut values) in buffers.iter_mut().zip(values.iter().copied()) {
+            layout.fields().for_each(|field| field.write(&self.direct, bytes, &mut values));
+        }
         Ok(())
     }
 

@@ -19,6 +19,7 @@ use crate::check::in_range;
 use crate::digest::Digest;
 use crate::error::Result;
 use crate::ids::{Page, Row};
+use crate::memory::{self, room};
 
 /// What a page is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -177,7 +178,32 @@ impl PagePool {
     /// Bytes that the pool keeps for each page handed out so far.
     #[must_use]
     pub const fn bytes_per_page() -> usize {
-        size_of::<Line>() + size_of::<Page>()
+        size_of::<Line>() + 2 * size_of::<Page>()
+    }
+
+    /// Memory for `takes` more pages handed out, and for every page handed out so far to be given back and fenced: with
+    /// it no [`take`](Self::take) and no release asks for more.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn make_room(&mut self, takes: usize) -> Result<()> {
+        let fresh = takes.saturating_sub(self.returned.len());
+        room(&mut self.map, fresh, "the ownership map")?;
+        let all = self.map.len() + fresh;
+        let (returned, fenced) = (self.returned.len(), self.fenced.len());
+        room(&mut self.returned, all.saturating_sub(returned), "free pages")?;
+        room(&mut self.fenced, all.saturating_sub(fenced), "fenced pages")
+    }
+
+    /// A copy, with the room of one that is worked on.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let copied = |pages: &[Page]| -> Result<Vec<Page>> {
+            let mut copy = memory::with_room(self.map.len(), "a page pool")?;
+            copy.extend_from_slice(pages);
+            Ok(copy)
+        };
+        let (returned, fenced) = (copied(&self.returned)?, copied(&self.fenced)?);
+        Ok(Self { num_pages: self.num_pages, returned, fenced, map: memory::copied(&self.map, "a page pool")? })
     }
 
     /// A page that was never handed out, and what is no page at all, reads as a free one.
@@ -197,12 +223,13 @@ impl PagePool {
         exists.then(|| self.seen(page))
     }
 
-    /// The lines of page 0 and of every page.
-    pub(crate) fn records(&self) -> impl Iterator<Item = PageRecord> {
-        (0..=self.num_pages).map(|page| self.seen(Page(page as i32)))
+    /// The lines of page 0 and of every page up to `last`.
+    pub(crate) fn records(&self, last: usize) -> impl ExactSizeIterator<Item = PageRecord> {
+        (0..last.min(self.num_pages) + 1).map(|page| self.seen(Page(page as i32)))
     }
 
-    /// Hands a free page to `owner`, or nothing when there is none.
+    /// Hands a free page to `owner`, or nothing when there is none. It asks for memory unless
+    /// [`make_room`](Self::make_room) has.
     pub fn take(&mut self, owner: Row, birth_step: u64, last_verb: Verb) -> Option<Page> {
         let page = match self.returned.pop() {
             Some(page) => page,
@@ -257,14 +284,20 @@ impl PagePool {
         Ok(())
     }
 
+    /// Whether the page is shared.
+    ///
+    /// # Errors
+    /// The page's record when it is not.
+    pub(crate) fn check_shared(&self, page: Page) -> Checked {
+        if self.line(page).state == PageState::Shared { Ok(()) } else { Err(self.seen(page)) }
+    }
+
     /// A pinned prefix holds the page no longer.
     ///
     /// # Errors
     /// The page's record when it is not shared.
     pub fn release_shared(&mut self, page: Page, completed: u64, verb: Verb) -> Checked {
-        if self.line(page).state != PageState::Shared {
-            return Err(self.seen(page));
-        }
+        self.check_shared(page)?;
         self.drop_holder(page, 0, completed, verb);
         Ok(())
     }
@@ -332,7 +365,7 @@ impl PagePool {
             digest.word(line.fence);
             digest.word(line.copies.into());
         }
-        digest.ints(&self.fenced.iter().map(|page| page.0).collect::<Vec<_>>());
+        digest.numbers(self.fenced.iter().map(|page| page.0));
         // Pages handed out once and given back in order are as if never touched.
         let mut fresh = self.map.len() as i32;
         let mut returned = &self.returned[..];
@@ -340,11 +373,11 @@ impl PagePool {
             (fresh, returned) = (bottom.0, above);
         }
         digest.word(fresh as u64);
-        digest.ints(&returned.iter().map(|page| page.0).collect::<Vec<_>>());
+        digest.numbers(returned.iter().map(|page| page.0));
     }
 
     /// Every broken rule of the pool itself, with the numbers, and the page if it is one's (for the audit).
-    pub(crate) fn broken(&self, completed: u64) -> Vec<(Option<Page>, String)> {
+    pub(crate) fn broken(&self, completed: u64) -> Result<Vec<(Option<Page>, String)>> {
         let mut report = Vec::new();
         let marked = |state| self.map[1..].iter().filter(|line| line.state == state).count();
         let (free, fenced) = (marked(PageState::Free), marked(PageState::Fenced));
@@ -356,7 +389,7 @@ impl PagePool {
             );
             report.push((None, text));
         }
-        let mut listed = vec![false; self.map.len()];
+        let mut listed = memory::zeroed(self.map.len(), "an audit of pages")?;
         let lists = (self.returned.iter().map(|&page| (PageState::Free, page)))
             .chain(self.fenced.iter().map(|&page| (PageState::Fenced, page)));
         for (state, page) in lists {
@@ -381,7 +414,7 @@ impl PagePool {
                 found(format!("page {page} is free, but step {} and {} copies may touch it", line.fence, line.copies));
             }
         }
-        report
+        Ok(report)
     }
 
     /// How many pages are handed out before this one, which is free.
@@ -424,7 +457,7 @@ mod tests {
         for (page, fence) in [(2, 5), (3, 0), (5, 4), (4, 0)] {
             pool.release(pages[page], ROW, fence, 4, Verb::Trim).unwrap();
         }
-        assert_eq!(pool.broken(4), []);
+        assert_eq!(pool.broken(4).unwrap(), []);
         assert_eq!([pool.copies_of(pages[3]), pool.copies_of(pages[0])], [1, 0]);
         assert_eq!([pool.holders_if_unfenced(pages[1], 4), pool.holders_if_unfenced(pages[0], 4)], [Some(2), Some(1)]);
         assert_eq!([pool.holders_if_unfenced(pages[2], 4), pool.holders_if_unfenced(pages[3], 4)], [None; 2]);
@@ -457,7 +490,7 @@ mod tests {
         for (expected, plant) in faults {
             let mut pool = busy();
             plant(&mut pool);
-            let report = pool.broken(4);
+            let report = pool.broken(4).unwrap();
             assert!(report.iter().any(|(_, line)| line == expected), "{expected:?} is not in {report:?}");
         }
     }
@@ -500,7 +533,7 @@ mod tests {
     #[test]
     fn free_pages_are_handed_out_in_their_turn() {
         let mut pool = busy();
-        let free = pool.records().filter(|record| record.page.0 > 0 && record.state == PageState::Free);
+        let free = pool.records(9).filter(|record| record.page.0 > 0 && record.state == PageState::Free);
         let mut expected: Vec<(usize, Page)> = free.map(|record| (pool.turn_of(record.page), record.page)).collect();
         expected.sort_unstable();
         let taken: Vec<(usize, Page)> =

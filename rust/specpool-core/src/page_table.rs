@@ -5,7 +5,8 @@
 
 use crate::check::in_range;
 use crate::error::{Error, Result};
-use crate::ids::{Page, Row, zeroed};
+use crate::ids::{Page, Row};
+use crate::memory::zeroed;
 
 /// Cells that a table may have: a cell's index is a `u32` in the delta.
 const MAX_CELLS: i64 = (1 << 31) - 1;
@@ -15,6 +16,8 @@ const MAX_CELLS: i64 = (1 << 31) - 1;
 pub struct PageTable {
     cells: Vec<i32>,
     pages_per_row: usize,
+    /// Cells that hold a page.
+    num_held: usize,
 }
 
 impl PageTable {
@@ -30,7 +33,7 @@ impl PageTable {
                 "a page table of {num_rows} + 1 rows of {pages_per_row} pages has more than {MAX_CELLS} cells"
             ))
         })?;
-        Ok(Self { cells: zeroed(cells as usize, "a page table")?, pages_per_row: pages_per_row as usize })
+        Ok(Self { cells: zeroed(cells as usize, "a page table")?, pages_per_row: pages_per_row as usize, num_held: 0 })
     }
 
     /// All cells, row by row.
@@ -61,6 +64,23 @@ impl PageTable {
     }
 
     pub(crate) fn set(&mut self, cell: usize, page: Page) {
-        self.cells[cell] = page.0;
+        let before = std::mem::replace(&mut self.cells[cell], page.0);
+        self.num_held = self.num_held + usize::from(page != Page::SINK) - usize::from(before != 0);
+    }
+
+    /// Cells that hold a page.
+    pub(crate) fn num_held(&self) -> usize {
+        self.num_held
+    }
+
+    /// A copy that has, of each row, the columns below `columns(row)`: behind them all is 0, here and there.
+    pub(crate) fn try_clone(&self, columns: impl Fn(Row) -> usize) -> Result<Self> {
+        let mut cells = zeroed(self.cells.len(), "a page table")?;
+        for at in 1..self.cells.len() / self.pages_per_row {
+            let (from, row) = (at * self.pages_per_row, Row(at as i32));
+            let to = from + columns(row).min(self.pages_per_row);
+            cells[from..to].copy_from_slice(&self.cells[from..to]);
+        }
+        Ok(Self { cells, ..*self })
     }
 }

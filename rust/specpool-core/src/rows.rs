@@ -5,9 +5,13 @@
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::ids::{Row, zeroed};
+use crate::ids::Row;
+use crate::memory::{self, room, zeroed};
 use crate::shape::{Shape, runs};
 use crate::step::{Plan, StepKind};
+
+/// Characters of a tag that a message shows.
+const MAX_SHOWN: usize = 100;
 
 /// State of all rows; index 0 is padding and stays 0.
 #[derive(Debug, Clone)]
@@ -48,8 +52,10 @@ pub(crate) struct Rows {
     /// `[num_rows + 1, max_rounds]`: the steps of the rounds in flight, oldest first.
     rounds: Vec<u64>,
     pub(crate) tags: Vec<Option<Box<str>>>,
-    /// Rows that can be handed out; the last one goes first.
-    free: Vec<Row>,
+    /// Rows that were never handed out: from this one to the last. They go when no other is free, lowest first.
+    fresh: usize,
+    /// Rows given back; the last one goes first.
+    returned: Vec<Row>,
     /// (step, row): free once that step is complete.
     fenced: Vec<(u64, Row)>,
 }
@@ -61,10 +67,6 @@ impl Rows {
         let num_rounds = len
             .checked_mul(max_rounds)
             .ok_or_else(|| Error::Config(format!("{num_rows} rows of {max_rounds} rounds are too many")))?;
-        let mut free = zeroed::<i32>(num_rows, "free rows")?.into_iter().map(Row).collect::<Vec<_>>();
-        for (at, row) in free.iter_mut().enumerate() {
-            *row = Row((num_rows - at) as i32);
-        }
         Ok(Self {
             count: num_rows,
             max_rounds,
@@ -85,7 +87,8 @@ impl Rows {
             checkpoint: lengths()?,
             rounds: zeroed(num_rounds, "rounds in flight")?,
             tags: zeroed(len, "row tags")?,
-            free,
+            fresh: 1,
+            returned: Vec::new(),
             fenced: Vec::new(),
         })
     }
@@ -95,15 +98,16 @@ impl Rows {
     }
 
     pub(crate) fn num_free(&self) -> usize {
-        self.free.len()
+        self.count + 1 - self.fresh + self.returned.len()
     }
 
     pub(crate) fn num_fenced(&self) -> usize {
         self.fenced.len()
     }
 
-    pub(crate) fn free(&self) -> &[Row] {
-        &self.free
+    /// Rows that can be handed out; the last one goes first.
+    pub(crate) fn free(&self) -> impl Iterator<Item = Row> {
+        (self.fresh..=self.count).rev().map(|row| Row(row as i32)).chain(self.returned.iter().copied())
     }
 
     pub(crate) fn fenced(&self) -> &[(u64, Row)] {
@@ -121,26 +125,38 @@ impl Rows {
         Ok(Row(row))
     }
 
-    /// `"row 3"`, or `"row 3 (tag)"`.
+    /// `"row 3"`, or `"row 3 (tag)"`; of a long tag its beginning.
     pub(crate) fn describe(&self, row: Row) -> String {
-        match self.tags.get(row.at()) {
-            Some(Some(tag)) => format!("row {} ({tag})", row.0),
-            _ => format!("row {}", row.0),
+        let Some(Some(tag)) = self.tags.get(row.at()) else { return format!("row {}", row.0) };
+        match tag.char_indices().nth(MAX_SHOWN) {
+            Some((end, _)) => format!("row {} ({}..)", row.0, &tag[..end]),
+            None => format!("row {} ({tag})", row.0),
         }
     }
 
     /// The row that [`admit`](Self::admit) will give.
     pub(crate) fn next_free(&self) -> Option<Row> {
-        self.free.last().copied()
+        self.returned.last().copied().or((self.fresh <= self.count).then_some(Row(self.fresh as i32)))
+    }
+
+    /// Memory for one more row in use, and for all of those to be given back; the tag as it is kept.
+    pub(crate) fn make_room(&mut self, tag: Option<&str>) -> Result<Option<Box<str>>> {
+        let used = self.fresh.min(self.count);
+        let (returned, fenced) = (self.returned.len(), self.fenced.len());
+        room(&mut self.returned, used.saturating_sub(returned), "free rows")?;
+        room(&mut self.fenced, used.saturating_sub(fenced), "fenced rows")?;
+        tag.map(|tag| memory::text(tag, "a tag")).transpose()
     }
 
     /// Takes the next free row; `next_step` is the number of the step prepared next.
-    pub(crate) fn admit(&mut self, tag: Option<&str>, next_step: u64) {
-        if let Some(row) = self.free.pop() {
-            self.live[row.at()] = true;
-            self.admitted_at[row.at()] = next_step;
-            self.tags[row.at()] = tag.map(Into::into);
+    pub(crate) fn admit(&mut self, tag: Option<Box<str>>, next_step: u64) {
+        let Some(row) = self.next_free() else { return };
+        if self.returned.pop().is_none() {
+            self.fresh += 1;
         }
+        self.live[row.at()] = true;
+        self.admitted_at[row.at()] = next_step;
+        self.tags[row.at()] = tag;
     }
 
     /// Whether the row is still held by the request that it had when `step` was prepared.
@@ -176,15 +192,15 @@ impl Rows {
         self.checkpoint[at] = 0;
         match fence {
             Some(step) => self.fenced.push((step, row)),
-            None => self.free.push(row),
+            None => self.returned.push(row),
         }
     }
 
     pub(crate) fn complete(&mut self, completed: u64) {
-        let Self { fenced, free, .. } = self;
+        let Self { fenced, returned, .. } = self;
         fenced.retain(|&(fence, row)| {
             if fence <= completed {
-                free.push(row);
+                returned.push(row);
             }
             fence > completed
         });
@@ -371,37 +387,84 @@ impl Rows {
         for at in 1..=self.count {
             self.rounds_in_flight(Row(at as i32)).iter().for_each(|&step| digest.word(step));
         }
-        digest.ints(&self.free.iter().map(|row| row.0).collect::<Vec<_>>());
+        digest.numbers(self.free().map(|row| row.0));
         for &(fence, row) in &self.fenced {
             digest.word(fence);
             digest.word(row.0 as u64);
         }
     }
 
+    /// A copy, with the room of one that is worked on. Of rows that were never handed out nothing is touched.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let used = self.fresh.min(self.count + 1);
+        let mut copy = Self::new(self.count, self.max_rounds)?;
+        copy.take_over(self, used, self.try_clone_lists()?);
+        copy.epoch[..used].copy_from_slice(&self.epoch[..used]);
+        Ok(copy)
+    }
+
+    /// Copies of what has no fixed size, for [`restore`](Self::restore).
+    pub(crate) fn try_clone_lists(&self) -> Result<Lists> {
+        let used = self.fresh.min(self.count + 1);
+        let mut lists = Lists {
+            returned: memory::with_room(used, "free rows")?,
+            fenced: memory::with_room(used, "fenced rows")?,
+            tags: zeroed(self.tags.len(), "row tags")?,
+        };
+        lists.returned.extend_from_slice(&self.returned);
+        lists.fenced.extend_from_slice(&self.fenced);
+        for (copy, tag) in lists.tags[..used].iter_mut().zip(&self.tags) {
+            *copy = tag.as_deref().map(|tag| memory::text(tag, "a tag")).transpose()?;
+        }
+        Ok(lists)
+    }
+
     /// Takes over another state of the same rows, in place; epochs go on from the greater of both.
-    pub(crate) fn restore(&mut self, other: &Self) {
-        self.live.copy_from_slice(&other.live);
-        self.ready.copy_from_slice(&other.ready);
-        self.idle.copy_from_slice(&other.idle);
-        self.num_idle = other.num_idle;
-        self.resolved.copy_from_slice(&other.resolved);
-        self.in_flight.copy_from_slice(&other.in_flight);
-        self.hi.copy_from_slice(&other.hi);
-        self.drafted.copy_from_slice(&other.drafted);
-        self.extend_from.copy_from_slice(&other.extend_from);
-        self.launched_rounds.copy_from_slice(&other.launched_rounds);
-        self.undrafted_rounds.copy_from_slice(&other.undrafted_rounds);
-        self.last_launched.copy_from_slice(&other.last_launched);
-        self.admitted_at.copy_from_slice(&other.admitted_at);
-        self.checkpoint.copy_from_slice(&other.checkpoint);
-        self.rounds.copy_from_slice(&other.rounds);
-        self.tags.clone_from(&other.tags);
-        self.free.clone_from(&other.free);
-        self.fenced.clone_from(&other.fenced);
+    pub(crate) fn restore(&mut self, other: &Self, lists: Lists) {
+        let used = self.fresh.max(other.fresh).min(self.count + 1);
+        self.take_over(other, used, lists);
         for (now, then) in self.epoch.iter_mut().zip(&other.epoch).skip(1) {
             *now = (*now).max(*then) + 1;
         }
     }
+
+    /// Everything but the epochs, of the rows below `used`; behind them no row of either was ever handed out.
+    fn take_over(&mut self, other: &Self, used: usize, lists: Lists) {
+        let flags = [(&mut self.live, &other.live), (&mut self.ready, &other.ready), (&mut self.idle, &other.idle)];
+        for (now, then) in flags {
+            now[..used].copy_from_slice(&then[..used]);
+        }
+        let lengths = [
+            (&mut self.resolved, &other.resolved),
+            (&mut self.in_flight, &other.in_flight),
+            (&mut self.hi, &other.hi),
+            (&mut self.drafted, &other.drafted),
+            (&mut self.extend_from, &other.extend_from),
+            (&mut self.launched_rounds, &other.launched_rounds),
+            (&mut self.undrafted_rounds, &other.undrafted_rounds),
+            (&mut self.checkpoint, &other.checkpoint),
+        ];
+        for (now, then) in lengths {
+            now[..used].copy_from_slice(&then[..used]);
+        }
+        let steps = [(&mut self.last_launched, &other.last_launched), (&mut self.admitted_at, &other.admitted_at)];
+        for (now, then) in steps {
+            now[..used].copy_from_slice(&then[..used]);
+        }
+        let rounds = used * self.max_rounds;
+        self.rounds[..rounds].copy_from_slice(&other.rounds[..rounds]);
+        self.num_idle = other.num_idle;
+        self.fresh = other.fresh;
+        Lists { returned: self.returned, fenced: self.fenced, tags: self.tags } = lists;
+    }
+}
+
+/// What a state of the rows has beside its arrays of fixed size.
+#[derive(Debug)]
+pub(crate) struct Lists {
+    returned: Vec<Row>,
+    fenced: Vec<(u64, Row)>,
+    tags: Vec<Option<Box<str>>>,
 }
 
 #[cfg(test)]
@@ -431,7 +494,7 @@ mod tests {
             |rows| rows.idle[1] = true,
             |rows| rows.epoch[1] = 9,
             |rows| rows.last_launched[1] = 9,
-            |rows| rows.free.swap(0, 1),
+            |rows| rows.fresh = 2,
             |rows| rows.fenced = vec![(9, Row(1))],
             |rows| rows.fenced = vec![(9, Row(2))],
         ];

@@ -9,6 +9,7 @@
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
+use crate::memory::{room, with_room};
 
 /// Ids per partial sum.
 pub const CHUNK: usize = 256;
@@ -81,8 +82,9 @@ pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 /// [`Error::Shape`] when lengths do not fit, or a parameter is out of range, naming its row.
 pub fn sample_tokens(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<Vec<i64>> {
     check(logits, vocab, params)?;
-    let mut scratch = Scratch::default();
-    Ok(logits.chunks_exact(vocab).zip(params).map(|(row, p)| draw(row, p, &mut scratch, false).token).collect())
+    let (mut scratch, mut tokens) = (Scratch::of(vocab)?, with_room(params.len(), "tokens")?);
+    tokens.extend(logits.chunks_exact(vocab).zip(params).map(|(row, p)| draw(row, p, &mut scratch, false).token));
+    Ok(tokens)
 }
 
 /// As [`sample_tokens`], but returns how near each draw was to another outcome (see [`draw`]); NaN where the row
@@ -92,8 +94,9 @@ pub fn sample_tokens(logits: &[f32], vocab: usize, params: &[SampleParams]) -> R
 /// As [`sample_tokens`].
 pub fn sample_margins(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<Vec<f64>> {
     check(logits, vocab, params)?;
-    let mut scratch = Scratch::default();
-    Ok(logits.chunks_exact(vocab).zip(params).map(|(row, p)| draw(row, p, &mut scratch, true).margin).collect())
+    let (mut scratch, mut margins) = (Scratch::of(vocab)?, with_room(params.len(), "margins")?);
+    margins.extend(logits.chunks_exact(vocab).zip(params).map(|(row, p)| draw(row, p, &mut scratch, true).margin));
+    Ok(margins)
 }
 
 fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
@@ -123,6 +126,16 @@ fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
 pub struct Scratch {
     sums: Vec<f64>,  // one per chunk of ids
     order: Vec<u64>, // ids, at first with their logits as sort keys
+}
+
+impl Scratch {
+    /// Buffers for rows of `vocab` ids, which no draw outgrows.
+    fn of(vocab: usize) -> Result<Self> {
+        let mut scratch = Self::default();
+        room(&mut scratch.sums, vocab.div_ceil(CHUNK), "sums of weights")?;
+        room(&mut scratch.order, vocab, "ids in their order")?;
+        Ok(scratch)
+    }
 }
 
 /// Draws one token by inverse CDF over token ids: the least id whose cumulative weight exceeds `u` times the total.

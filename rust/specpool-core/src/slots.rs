@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
+use crate::memory::{self, room, with_room};
 
 /// A page table as plain cells.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +32,14 @@ pub struct Moves {
     pub src: Vec<i64>,
     /// Slots written, each once.
     pub dst: Vec<i64>,
+}
+
+impl Moves {
+    /// Room for `more` moves.
+    pub(crate) fn make_room(&mut self, more: usize) -> Result<()> {
+        room(&mut self.src, more, "moves")?;
+        room(&mut self.dst, more, "moves")
+    }
 }
 
 /// A CSR view of rows for readers of whole pages.
@@ -181,8 +190,11 @@ impl RowView<'_> {
 /// ```
 pub fn slots_at(table: &TableView, rows: &[i32], positions: &[i32]) -> Result<Vec<i64>> {
     same_len("positions", positions.len(), rows.len())?;
-    let pairs = rows.iter().zip(positions).enumerate();
-    pairs.map(|(lane, (&row, &position))| table.row(lane, row)?.slot(i64::from(position))).collect()
+    let mut slots = with_room(rows.len(), "slots")?;
+    for (lane, (&row, &position)) in rows.iter().zip(positions).enumerate() {
+        slots.push(table.row(lane, row)?.slot(i64::from(position))?);
+    }
+    Ok(slots)
 }
 
 /// The slots of `[starts[i], starts[i] + lens[i])` of each row, one lane after the other.
@@ -192,10 +204,18 @@ pub fn slots_at(table: &TableView, rows: &[i32], positions: &[i32]) -> Result<Ve
 pub fn slot_ranges(table: &TableView, rows: &[i32], starts: &[i32], lens: &[i32]) -> Result<Vec<i64>> {
     same_len("starts", starts.len(), rows.len())?;
     same_len("lens", lens.len(), rows.len())?;
-    let mut slots = Vec::with_capacity(total("lens", lens)?);
-    for (lane, &row) in rows.iter().enumerate() {
+    let range = |lane: usize| -> Result<(RowView<'_>, Range<i64>)> {
         let (start, len) = (not_negative("starts", lane, starts[lane])?, not_negative("lens", lane, lens[lane])?);
-        table.row(lane, row)?.each_run(start..start + len, |run| slots.extend(run))?;
+        Ok((table.row(lane, rows[lane])?, start..start + len))
+    };
+    for lane in 0..rows.len() {
+        let (row, positions) = range(lane)?;
+        row.each_run(positions, |_| ())?;
+    }
+    let mut slots = with_room(total("lens", lens)?, "slots")?;
+    for lane in 0..rows.len() {
+        let (row, positions) = range(lane)?;
+        row.each_run(positions, |run| slots.extend(run))?;
     }
     Ok(slots)
 }
@@ -213,22 +233,27 @@ fn total(name: &str, lens: &[i32]) -> Result<usize> {
 pub fn page_csr(table: &TableView, rows: &[i32], lens: &[i32]) -> Result<PageCsr> {
     same_len("lens", lens.len(), rows.len())?;
     let p = table.page_size();
-    let mut csr = PageCsr {
-        kv_indptr: Vec::with_capacity(rows.len() + 1),
-        kv_indices: Vec::new(),
-        kv_last_page_len: Vec::with_capacity(rows.len()),
-    };
-    csr.kv_indptr.push(0);
+    let mut num_pages = 0;
     for (lane, (&row, &len)) in rows.iter().zip(lens).enumerate() {
         let (row, len) = (table.row(lane, row)?, not_negative("lens", lane, len)?);
         if len > 0 {
             row.slot(len - 1)?;
         }
+        num_pages += (len + p - 1) / p;
+    }
+    let mut csr = PageCsr {
+        kv_indptr: with_room(rows.len() + 1, "kv_indptr")?,
+        kv_indices: with_room(fit("kv_indices", &[num_pages as usize])?, "kv_indices")?,
+        kv_last_page_len: with_room(rows.len(), "kv_last_page_len")?,
+    };
+    csr.kv_indptr.push(0);
+    for (lane, (&row, &len)) in rows.iter().zip(lens).enumerate() {
+        let (row, len) = (table.row(lane, row)?, not_negative("lens", lane, len)?);
         for column in 0..(len + p - 1) / p {
             csr.kv_indices.push(row.page(column)? as i32);
         }
         csr.kv_last_page_len.push(if len == 0 { 0 } else { ((len - 1) % p + 1) as i32 });
-        csr.kv_indptr.push(fit("kv_indices", &[csr.kv_indices.len()])? as i32);
+        csr.kv_indptr.push(csr.kv_indices.len() as i32);
     }
     Ok(csr)
 }
@@ -281,6 +306,7 @@ pub fn compact_moves(
         if row.is_padding() {
             continue;
         }
+        moves.make_room(width)?;
         let first = (lane * num_draft_tokens) as i64;
         let mut before = -1;
         let mut ended = false;
@@ -315,7 +341,7 @@ pub fn check_moves(src: &[i64], dst: &[i64], num_slots: usize) -> Result<()> {
     same_len("dst", dst.len(), src.len())?;
     check_slots("src", src, num_slots)?;
     check_slots("dst", dst, num_slots)?;
-    let mut sorted = dst.to_vec();
+    let mut sorted = memory::copied(dst, "the check of moves")?;
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(Error::Shape(format!("dst names slot {} twice", pair[0]))),

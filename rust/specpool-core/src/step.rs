@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::page_copy::{PageCopy, TailCopy};
 
 /// What a step runs.
@@ -158,6 +159,12 @@ impl Steps {
         self.completed
     }
 
+    /// Memory for one more step, and for the cancel of every unlaunched one.
+    pub(crate) fn make_room(&mut self) -> Result<()> {
+        memory::room_in_queue(&mut self.queue, 1, "steps in flight")?;
+        memory::room_in_queue(&mut self.cancelled, self.num_unlaunched + 1, "cancelled steps")
+    }
+
     pub(crate) fn push(&mut self, plan: Arc<Plan>, before: Before) {
         self.next = plan.step + 1;
         self.num_unlaunched += 1;
@@ -174,6 +181,14 @@ impl Steps {
     /// The oldest step that is not over.
     pub(crate) fn oldest(&self) -> Option<u64> {
         self.queue.front().map(|record| record.plan.step)
+    }
+
+    /// The steps of a state that is kept while none is in flight: their numbers, and those that were cancelled.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let mut copy = Self { next: self.next, completed: self.completed, ..Self::new() };
+        memory::room_in_queue(&mut copy.cancelled, self.cancelled.len(), "cancelled steps")?;
+        copy.cancelled.extend(self.cancelled.iter().cloned());
+        Ok(copy)
     }
 
     /// Every step that is not over, oldest first, and where it stands.
@@ -331,10 +346,9 @@ impl Steps {
         }
     }
 
-    /// Forgets the newest step, which is not launched; what came after it was cancelled before. The copies that rode
-    /// on it.
-    pub(crate) fn cancel_newest(&mut self) -> Vec<TailCopy> {
-        let Some(record) = self.queue.pop_back() else { return Vec::new() };
+    /// Takes the newest step, which is not launched, out of the queue; what came after it was cancelled before.
+    pub(crate) fn cancel_newest(&mut self) -> Option<StepRecord> {
+        let record = self.queue.pop_back()?;
         self.num_unlaunched -= 1;
         let mut first = record.plan.step;
         while let Some(run) = self.cancelled.back().filter(|run| run.end >= first).cloned() {
@@ -345,7 +359,7 @@ impl Steps {
         if self.cancelled.len() > MAX_CANCELLED && self.cancelled[0].end <= self.completed {
             self.cancelled.pop_front();
         }
-        record.before.copies
+        Some(record)
     }
 
     /// Forgets steps that are over. One that waits for its resolve keeps the younger ones in the queue.

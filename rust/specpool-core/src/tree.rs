@@ -8,6 +8,7 @@ use std::cmp::Ordering;
 
 use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
+use crate::memory::{self, filled, with_room};
 
 /// The candidates of one round, in buffers of fixed size that select fills step by step.
 #[derive(Debug)]
@@ -63,13 +64,16 @@ pub fn num_candidates(num_steps: usize, topk: usize) -> usize {
     topk.saturating_add(num_steps.saturating_sub(1).saturating_mul(topk).saturating_mul(topk))
 }
 
+/// Candidates that an error shows.
+const MAX_SHOWN: usize = 16;
+
 /// Higher score first, then lower number; NaN counts as the lowest.
 fn better(scores: &[f32], a: usize, b: usize) -> Ordering {
     let key = |i: usize| if scores[i].is_nan() { f32::NEG_INFINITY } else { scores[i] };
     key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal).then(a.cmp(&b))
 }
 
-/// The numbers of the `count` best scores, best first, in `order` (a scratch buffer).
+/// The numbers of the `count` best scores, best first, in `order` (a scratch buffer with room for all).
 fn top(scores: &[f32], count: usize, order: &mut Vec<usize>) {
     order.clear();
     order.extend(0..scores.len());
@@ -135,11 +139,11 @@ impl<'a> Candidates<'a> {
         let total = num_candidates(self.num_steps, k);
         let first = if step == 0 { 0 } else { k + k * k * (step - 1) };
         let mut kept = Selection {
-            input_ids: Vec::with_capacity(batch * k),
-            branch_parents: Vec::with_capacity(batch * k),
-            scores: Vec::with_capacity(batch * k),
+            input_ids: with_room(batch * k, "kept candidates")?,
+            branch_parents: with_room(batch * k, "kept candidates")?,
+            scores: with_room(batch * k, "kept candidates")?,
         };
-        let mut order = Vec::with_capacity(per_lane);
+        let mut order = with_room(per_lane, "the candidates of a lane")?;
         for lane in 0..batch {
             let p = &topk_p[lane * per_lane..][..per_lane];
             let tokens = &topk_index[lane * per_lane..][..per_lane];
@@ -186,11 +190,11 @@ impl<'a> Candidates<'a> {
         }
         let (count, width) = (num_draft_tokens - 1, parent_list_width(self.num_steps, self.topk));
         let mut organized = Organized {
-            parent_list: Vec::with_capacity(self.batch * width),
-            top_scores_index: Vec::with_capacity(self.batch * count),
-            draft_tokens: Vec::with_capacity(self.batch * count),
+            parent_list: with_room(self.batch * width, "a parent list")?,
+            top_scores_index: with_room(self.batch * count, "chosen candidates")?,
+            draft_tokens: with_room(self.batch * count, "chosen candidates")?,
         };
-        let mut order = Vec::with_capacity(total);
+        let mut order = with_room(total, "the candidates of a lane")?;
         for lane in 0..self.batch {
             organized.parent_list.extend_from_slice(&self.parents[lane * kept..][..width]);
             top(&self.scores[lane * total..][..total], count, &mut order);
@@ -225,11 +229,18 @@ pub fn build_tree(parent_list: &[i64], top_scores_index: &[i64], batch: usize, t
     let (width, count) = (parent_list.len() / batch, top_scores_index.len() / batch);
     same_len("parent_list", parent_list.len(), batch * width)?;
     same_len("top_scores_index", top_scores_index.len(), batch * count)?;
-    let mut parents = Vec::with_capacity(batch * (count + 1));
+    fit("mask", &[batch, count + 1, count + 1])?;
+    let mut parents = with_room(batch * (count + 1), "the parents of a tree")?;
     for lane in 0..batch {
         let (list, chosen) = (&parent_list[lane * width..][..width], &top_scores_index[lane * count..][..count]);
         if chosen.first().is_some_and(|&c| c < 0) || chosen.windows(2).any(|pair| pair[0] >= pair[1]) {
-            return Err(Error::Shape(format!("top_scores_index[{lane}] must ascend from 0 or more, got {chosen:?}")));
+            let wrong = chosen.windows(2).position(|pair| pair[0] >= pair[1]).unwrap_or(0);
+            let from = if count > MAX_SHOWN { wrong } else { 0 };
+            let place = if count > MAX_SHOWN { format!(" from column {from} on") } else { String::new() };
+            let shown = &chosen[from..count.min(from + MAX_SHOWN)];
+            return Err(Error::Shape(format!(
+                "top_scores_index[{lane}] must ascend from 0 or more, got {shown:?}{place}"
+            )));
         }
         parents.push(-1);
         for &candidate in chosen {
@@ -273,11 +284,11 @@ impl Tree {
             }
         }
         let mut tree = Self {
-            parents: parents.to_vec(),
-            depths: vec![0; parents.len()],
-            mask: vec![false; fit("mask", &[batch, n, n])?],
-            first_child: vec![-1; parents.len()],
-            next_sibling: vec![-1; parents.len()],
+            mask: memory::zeroed(fit("mask", &[batch, n, n])?, "a tree's mask")?,
+            parents: memory::copied(parents, "a tree's nodes")?,
+            depths: filled(0, parents.len(), "a tree's nodes")?,
+            first_child: filled(-1, parents.len(), "a tree's nodes")?,
+            next_sibling: filled(-1, parents.len(), "a tree's nodes")?,
         };
         for lane in 0..batch {
             tree.link(lane * n, &parents[lane * n..][..n]);

@@ -3,6 +3,7 @@
 
 use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
+use crate::memory::{filled, with_room};
 
 /// What verify accepts.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,9 +54,9 @@ pub fn verify_tree(
     let (batch, width) = (tokens.len() / n, num_steps.saturating_add(1));
     fit("node ids", &[batch, n])?;
     let mut result = Verified {
-        accept_index: vec![-1; fit("accept_index", &[batch, width])?],
-        accept_len: Vec::with_capacity(batch),
-        predict: vec![0; tokens.len()],
+        accept_index: filled(-1, fit("accept_index", &[batch, width])?, "accept_index")?,
+        accept_len: with_room(batch, "accept_len")?,
+        predict: filled(0, tokens.len(), "predict")?,
     };
     for lane in 0..batch {
         let first = lane * n;

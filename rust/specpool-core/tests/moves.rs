@@ -51,7 +51,7 @@ proptest! {
             let (src, dst) = (&src[..n], &dst[..n]);
             let moves = SlotMoves::new(src, dst, 12).unwrap();
             let mut after = before.clone();
-            moves.apply(&layout, &mut after).unwrap();
+            moves.apply(&mut [(&layout, &mut after)]).unwrap();
             prop_assert_eq!(after, slow(&before, dims, &widths, src, dst));
         }
     }
@@ -64,7 +64,7 @@ proptest! {
         let layout = SlotLayout::new([2, 9, 3], vec![3]).unwrap();
         let values = bytes(2 * n * 3);
         let mut after = vec![0; 2 * 9 * 3];
-        SlotMoves::new(&slots[..n], &slots[..n], 9).unwrap().scatter(&layout, &mut after, &values).unwrap();
+        SlotMoves::new(&slots[..n], &slots[..n], 9).unwrap().scatter(&mut [(&layout, &mut after)], &[&values]).unwrap();
         for (lead, (i, &slot)) in (0..2).flat_map(|lead| slots[..n].iter().enumerate().map(move |of| (lead, of))) {
             let place = (lead * 9 + slot as usize) * 3;
             prop_assert_eq!(&after[place..place + 3], &values[(lead * n + i) * 3..][..3]);
@@ -86,11 +86,39 @@ fn what_does_not_fit_is_refused_and_moves_nothing() {
 
     let moves = SlotMoves::new(&[0], &[1], 3).unwrap();
     let mut two = *b"ab";
-    let error = moves.apply(&SlotLayout::new([1, 2, 1], vec![1]).unwrap(), &mut two).unwrap_err();
+    let error = moves.apply(&mut [(&SlotLayout::new([1, 2, 1], vec![1]).unwrap(), &mut two)]).unwrap_err();
     assert_eq!(error.to_string(), "a buffer must have 3 slots or more, got 2");
     let layout = SlotLayout::new([1, 3, 1], vec![1]).unwrap();
-    assert_eq!(moves.apply(&layout, &mut two).unwrap_err().to_string(), "bytes must have 3 elements, got 2");
-    let error = moves.scatter(&layout, &mut [0; 3], b"ab").unwrap_err();
+    let error = moves.apply(&mut [(&layout, &mut two)]).unwrap_err();
+    assert_eq!(error.to_string(), "bytes must have 3 elements, got 2");
+    let error = moves.scatter(&mut [(&layout, &mut [0; 3])], &[b"ab"]).unwrap_err();
     assert_eq!(error.to_string(), "bytes of values must have 1 elements, got 2");
     assert_eq!(&two, b"ab");
+}
+
+/// Law: all buffers or none. The second is refused, the first stays as it was.
+#[test]
+fn a_buffer_that_is_refused_keeps_the_others_unwritten() {
+    let layout = SlotLayout::new([1, 3, 1], vec![1]).unwrap();
+    let moves = SlotMoves::new(&[0], &[1], 3).unwrap();
+    let (mut first, mut second) = (*b"abc", *b"ab");
+    assert!(moves.apply(&mut [(&layout, &mut first), (&layout, &mut second)]).is_err());
+    let moves = SlotMoves::new(&[1], &[1], 3).unwrap();
+    let mut third = *b"abc";
+    let values: [&[u8]; 2] = [b"x", b"xy"];
+    let error = moves.scatter(&mut [(&layout, &mut first), (&layout, &mut third)], &values).unwrap_err();
+    assert_eq!(error.to_string(), "bytes of values must have 1 elements, got 2");
+    assert!(moves.scatter(&mut [(&layout, &mut first), (&layout, &mut third)], &values[..1]).is_err());
+    assert_eq!((&first, &second, &third), (b"abc", b"ab", b"abc"));
+}
+
+/// Buffers without a byte may have any sizes: they are neither walked nor counted.
+#[test]
+fn sizes_of_nothing_cost_nothing() {
+    let moves = SlotMoves::new(&[], &[], 0).unwrap();
+    let layout = SlotLayout::new([1 << 60, 0, 4], vec![4]).unwrap();
+    moves.apply(&mut [(&layout, &mut [])]).unwrap();
+    moves.scatter(&mut [(&layout, &mut [])], &[&[]]).unwrap();
+    let error = SlotMoves::new(&[0], &[1], 1 << 40).unwrap_err().to_string();
+    assert!(error.contains("at most 2^31 - 1 fit"), "{error}");
 }

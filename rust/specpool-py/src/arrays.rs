@@ -5,20 +5,48 @@
 //! is copied or converted behind the caller's back.
 
 use numpy::ndarray::{ArrayView1, ArrayView2, Dim, Dimension, IntoDimension};
-use numpy::npyffi::_PyArray_GET_ITEM_DATA;
 use numpy::npyffi::flags::{NPY_ARRAY_ALIGNED, NPY_ARRAY_WRITEABLE};
+use numpy::npyffi::{self, _PyArray_GET_ITEM_DATA, npy_intp};
 use numpy::{
     BorrowError, Element, PyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayDyn, PyArrayMethods,
     PyReadonlyArrayDyn, PyReadwriteArrayDyn, PyUntypedArray, PyUntypedArrayMethods, dtype,
 };
+use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use specpool_core::{Error, Page, Row};
+use pyo3::types::{PySequence, PyString};
+use specpool_core::{Error, Page, Row, memory};
 
 use crate::errors::{config_error, shape_error, to_py};
 
 /// Largest number of steps, branches or nodes (as `Shape`'s).
 const MAX_COUNT: i64 = 1 << 20;
+
+/// Entries of a batch's array: no ledger has more rows. A view may repeat one number any number of times.
+const MAX_LANES: usize = 1 << 24;
+
+/// Elements of an array that is handed out.
+const MAX_ELEMENTS: usize = 1 << 40;
+
+/// A list of anything, as long as what is in it; not as long as it says.
+pub struct List<T>(pub Vec<T>);
+
+impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if value.is_instance_of::<PyString>() {
+            return Err(PyTypeError::new_err("a list is needed, got a str"));
+        }
+        let mut items = Vec::new();
+        for item in value.cast::<PySequence>()?.try_iter()? {
+            let item = item?.extract::<T>().map_err(Into::into)?;
+            memory::room(&mut items, 1, "a list").map_err(to_py)?;
+            items.push(item);
+        }
+        Ok(Self(items))
+    }
+}
 
 /// A whole number of a configuration; anything else is a `ConfigError`.
 #[derive(Clone, Copy)]
@@ -132,7 +160,31 @@ fn elements<T: Element + Copy>(name: &str, array: &Bound<'_, PyArray1<T>>) -> Py
     // SAFETY: as above, and aligned. Nobody writes it meanwhile: the interpreter's lock is held, and no call of ours
     // lets it go. (`try_readonly` asks a table of all borrows, which takes longer than the copy.)
     let entries = unsafe { array.as_array() };
-    Ok(entries.as_slice().map_or_else(|| entries.to_vec(), <[T]>::to_vec))
+    expect_lanes(name, entries.len())?;
+    let what = "the array of a batch";
+    let copy = entries
+        .as_slice()
+        .map_or_else(|| memory::collected(entries.iter().copied(), what), |entries| memory::copied(entries, what));
+    copy.map_err(to_py)
+}
+
+fn expect_lanes(name: &str, len: usize) -> PyResult<()> {
+    if len <= MAX_LANES {
+        return Ok(());
+    }
+    Err(shape_error(format!("{name} has {len} entries, a batch has at most {MAX_LANES}")))
+}
+
+/// Each number as an int32, in the order of the batch.
+fn narrowed(name: &str, numbers: &[i64]) -> PyResult<Vec<i32>> {
+    let mut narrow = memory::with_room(numbers.len(), "the array of a batch").map_err(to_py)?;
+    for &number in numbers {
+        let number = i32::try_from(number);
+        narrow.push(
+            number.map_err(|_| shape_error(format!("{name} holds {}, which is no int32", numbers[narrow.len()])))?,
+        );
+    }
+    Ok(narrow)
 }
 
 /// `int32 [n]` from a `NumPy` array of int32 or int64, or a sequence of ints; anything else is a `ShapeError`.
@@ -140,11 +192,8 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     if let Ok(array) = value.cast::<PyArray1<i32>>() {
         return elements(name, array);
     }
-    let narrow = |number: i64| {
-        i32::try_from(number).map_err(|_| shape_error(format!("{name} holds {number}, which is no int32")))
-    };
     if let Ok(array) = value.cast::<PyArray1<i64>>() {
-        return elements(name, array)?.into_iter().map(narrow).collect();
+        return narrowed(name, &elements(name, array)?);
     }
     if let Ok(array) = value.cast::<PyUntypedArray>() {
         return Err(shape_error(format!(
@@ -153,8 +202,11 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
             array.dtype().str()?
         )));
     }
-    match value.extract::<Vec<i64>>() {
-        Ok(numbers) => numbers.into_iter().map(narrow).collect(),
+    if let Ok(len) = value.len() {
+        expect_lanes(name, len)?;
+    }
+    match value.extract::<List<i64>>() {
+        Ok(numbers) => narrowed(name, &numbers.0),
         Err(error) => Err(refused(error, value, |shown| {
             shape_error(format!("{name} must be an array or a list of ints, got {shown}"))
         })),
@@ -218,6 +270,10 @@ impl<'py, T: Element, const D: usize> Input<'py, T, D> {
     pub fn slice(&self) -> &[T] {
         self.array.as_slice().unwrap_or_default()
     }
+
+    pub fn span(&self) -> Span {
+        Span::of(self.slice())
+    }
 }
 
 impl<'py, T: Element, const D: usize> Output<'py, T, D> {
@@ -231,6 +287,42 @@ impl<'py, T: Element, const D: usize> Output<'py, T, D> {
     pub fn slice(&mut self) -> &mut [T] {
         self.array.as_slice_mut().unwrap_or_default()
     }
+
+    pub fn span(&self) -> Span {
+        Span::of(self.array.as_slice().unwrap_or_default())
+    }
+}
+
+/// Where an argument lies in memory.
+#[derive(Clone, Copy)]
+pub struct Span {
+    from: usize,
+    to: usize,
+}
+
+impl Span {
+    fn of<T>(slice: &[T]) -> Self {
+        let from = slice.as_ptr() as usize;
+        Self { from, to: from + size_of_val(slice) }
+    }
+
+    fn meets(self, other: Self) -> bool {
+        self.from.max(other.from) < self.to.min(other.to)
+    }
+}
+
+/// Refuses what is written where it shares memory with any other argument. (`try_readwrite` knows the arrays and what they
+/// are views of; two arrays on one buffer that no array owns are strangers to it.)
+pub fn expect_apart<const W: usize, const R: usize>(
+    written: [(&'static str, Span); W],
+    read: [(&'static str, Span); R],
+) -> PyResult<()> {
+    for (at, &(name, span)) in written.iter().enumerate() {
+        if written[at + 1..].iter().chain(&read).any(|&(_, other)| span.meets(other)) {
+            return Err(borrowed(name, &BorrowError::AlreadyBorrowed));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses an array of another shape than expected.
@@ -257,6 +349,28 @@ pub fn vector<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<
     PyArray1::from_vec(py, values)
 }
 
+/// A new one-dimensional array with the same values: for few of them quicker than [`vector`].
+pub fn copied<'py, T: Element + Copy>(py: Python<'py>, values: &[T]) -> PyResult<Bound<'py, PyArray1<T>>> {
+    let mut dims = [values.len() as npy_intp];
+    // SAFETY: a new array of that length, written before anyone sees it; where there is no memory for it, an error.
+    unsafe {
+        let array = npyffi::PY_ARRAY_API.PyArray_NewFromDescr(
+            py,
+            npyffi::get_type_object(py, npyffi::NpyTypes::PyArray_Type),
+            T::get_dtype(py).into_dtype_ptr(),
+            1,
+            dims.as_mut_ptr(),
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+            0,
+            std::ptr::null_mut(),
+        );
+        let array = Bound::from_owned_ptr_or_err(py, array)?.cast_into_unchecked::<PyArray1<T>>();
+        array.as_slice_mut()?.copy_from_slice(values);
+        Ok(array)
+    }
+}
+
 /// A new array of shape `dims` that takes over `values`.
 pub fn array<T: Element, const D: usize>(
     py: Python<'_>,
@@ -267,6 +381,10 @@ where
     [usize; D]: IntoDimension<Dim = Dim<[usize; D]>>,
     Dim<[usize; D]>: Dimension,
 {
+    let elements = dims.iter().try_fold(1_usize, |product, &size| product.checked_mul(size.max(1)));
+    if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
+        return Err(shape_error(format!("an array of shape {dims:?} is too large, be it empty or not")));
+    }
     PyArray1::from_vec(py, values).reshape(dims)
 }
 

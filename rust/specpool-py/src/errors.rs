@@ -11,6 +11,7 @@ mod py {
     import_exception!(specpool.errors, DraftLag);
     import_exception!(specpool.errors, NotReady);
     import_exception!(specpool.errors, OrderError);
+    import_exception!(specpool.errors, OutOfMemory);
     import_exception!(specpool.errors, OutOfPages);
     import_exception!(specpool.errors, OutOfRows);
     import_exception!(specpool.errors, PageStateError);
@@ -26,6 +27,9 @@ pub fn to_py(error: Error) -> PyErr {
     match error {
         Error::OutOfPages { group, need, free, fenced, reclaimable } => {
             py::OutOfPages::new_err((text, group, need, free, fenced, reclaimable))
+        }
+        Error::OutOfMemory { entries, entry_bytes, .. } => {
+            py::OutOfMemory::new_err((text, entries.saturating_mul(entry_bytes)))
         }
         Error::OutOfRows { num_rows, fenced } => py::OutOfRows::new_err((text, num_rows, fenced)),
         Error::RowOverflow { group, row, need, width } => py::RowOverflow::new_err((text, group, row, need, width)),

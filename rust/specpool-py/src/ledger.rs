@@ -1,15 +1,17 @@
 //! `Ledger` and `Snapshot` for Python.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use numpy::{PyArray1, PyArray2, PyArrayMethods};
-use pyo3::exceptions::PyMemoryError;
+use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use specpool_core::LedgerConfig;
+use specpool_core::{DeltaEntries, Error, LedgerConfig, Result as CoreResult, memory};
 
-use crate::arrays::{ConfigInt, group, int_array, int32, page, prefix, row, step, vector, view, view_2d};
+use crate::arrays::{
+    ConfigInt, List, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
+};
 use crate::errors::{config_error, shape_error, to_py};
 use crate::group::Group;
 use crate::plan::Plan;
@@ -73,8 +75,31 @@ fn path_of_environment() -> Option<PathBuf> {
 /// Ledgers of this process that are recorded because the environment says so.
 static LEDGERS_OF_ENVIRONMENT: AtomicU64 = AtomicU64::new(0);
 
+/// A ledger, and whether a verb of it panicked.
 #[pyclass(module = "specpool._core")]
-pub struct Ledger(pub specpool_core::Ledger);
+pub struct Ledger(pub specpool_core::Ledger, bool);
+
+impl From<specpool_core::Ledger> for Ledger {
+    fn from(ledger: specpool_core::Ledger) -> Self {
+        Self(ledger, false)
+    }
+}
+
+impl Ledger {
+    /// Runs a verb. A panic in it, which is a bug of ours or a stray write into our memory, may leave the state half
+    /// changed: it is a `CorruptState`, and so is every verb after it.
+    pub fn change<T>(&mut self, verb: impl FnOnce(&mut specpool_core::Ledger) -> CoreResult<T>) -> PyResult<T> {
+        if self.1 {
+            return Err(to_py(Error::Corrupt("a verb before this one panicked: the ledger can only be closed".into())));
+        }
+        let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| verb(&mut self.0))) else {
+            self.1 = true;
+            let why = "the verb panicked and may be half done (the panic is on stderr): the ledger can only be closed";
+            return Err(to_py(Error::Corrupt(why.into())));
+        };
+        outcome.map_err(to_py)
+    }
+}
 
 type Ints<'py> = Bound<'py, PyArray1<i32>>;
 /// rows, columns, pages of one group.
@@ -93,14 +118,14 @@ impl Ledger {
         record=None, record_limit=1073741824)")]
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a configuration, all by keyword")]
     fn new(
-        groups: Vec<Group>,
-        shapes: Vec<Shape>,
+        groups: List<Group>,
+        shapes: List<Shape>,
         num_rows: ConfigInt,
         max_context_len: ConfigInt,
         max_batch: Option<ConfigInt>,
         overlap_depth: ConfigInt,
         policy: &str,
-        row_width: Option<Vec<ConfigInt>>,
+        row_width: Option<List<ConfigInt>>,
         draft_kv: bool,
         max_chunk: Option<ConfigInt>,
         sessions: bool,
@@ -110,14 +135,14 @@ impl Ledger {
         record_limit: ConfigInt,
     ) -> PyResult<Self> {
         let config = LedgerConfig {
-            groups: groups.into_iter().map(|group| group.0).collect(),
-            shapes: shapes.into_iter().map(|shape| shape.0).collect(),
+            groups: groups.0.into_iter().map(|group| group.0).collect(),
+            shapes: shapes.0.into_iter().map(|shape| shape.0).collect(),
             num_rows: num_rows.0,
             max_context_len: max_context_len.0,
             max_batch: max_batch.map(|number| number.0),
             overlap_depth: overlap_depth.0,
             policy: self::policy(policy)?,
-            row_width: row_width.map(|widths| widths.into_iter().map(|number| number.0).collect()),
+            row_width: row_width.map(|widths| widths.0.into_iter().map(|number| number.0).collect()),
             draft_kv,
             max_chunk: max_chunk.map(|number| number.0),
             sessions,
@@ -125,14 +150,14 @@ impl Ledger {
             digest,
         };
         let (is_asked_for, path) = (record.is_some(), record.or_else(path_of_environment));
-        let Some(path) = path else { return specpool_core::Ledger::new(config).map(Self).map_err(to_py) };
+        let Some(path) = path else { return specpool_core::Ledger::new(config).map(Self::from).map_err(to_py) };
         let limit = u64::try_from(record_limit.0)
             .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
         let ledger = specpool_core::Ledger::recorded(config, &path, limit).map_err(to_py)?;
         if !is_asked_for {
             LEDGERS_OF_ENVIRONMENT.fetch_add(1, Ordering::Relaxed);
         }
-        Ok(Self(ledger))
+        Ok(Self::from(ledger))
     }
 
     #[getter]
@@ -267,13 +292,19 @@ impl Ledger {
         self.0.reclaimable_pages(self::group(group)?).map_err(to_py)
     }
 
-    fn ownership_map<'py>(&self, group: &Bound<'py, PyAny>) -> PyResult<Ownership<'py>> {
-        let py = group.py();
-        let records = self.0.ownership_map(self::group(group)?).map_err(to_py)?;
-        let states = records.iter().map(|record| record.state as u8).collect();
-        let owners = records.iter().map(|record| record.owner.0).collect();
-        let holders = records.iter().map(|record| record.holders as i32).collect();
+    #[pyo3(signature = (group, *, taken=false))]
+    fn ownership_map<'py>(&self, group: &Bound<'py, PyAny>, taken: bool) -> PyResult<Ownership<'py>> {
+        let (py, group) = (group.py(), self::group(group)?);
+        let records = || self.0.page_records(group, taken).map_err(to_py);
+        let what = "an ownership map";
+        let states = memory::collected(records()?.map(|record| record.state as u8), what).map_err(to_py)?;
+        let owners = memory::collected(records()?.map(|record| record.owner.0), what).map_err(to_py)?;
+        let holders = memory::collected(records()?.map(|record| record.holders as i32), what).map_err(to_py)?;
         Ok((vector(py, states), vector(py, owners), vector(py, holders)))
+    }
+
+    fn live_rows<'py>(&self, py: Python<'py>) -> PyResult<Ints<'py>> {
+        Ok(vector(py, self.0.live_rows().map_err(to_py)?))
     }
 
     fn page_record(
@@ -293,10 +324,8 @@ impl Ledger {
 
     fn full_table<'py>(&self, py: Python<'py>, group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let table = self.0.page_table(self::group(group)?).map_err(to_py)?;
-        let mut cells = Vec::new();
-        cells.try_reserve_exact(table.cells().len()).map_err(|error| PyMemoryError::new_err(error.to_string()))?;
-        cells.extend_from_slice(table.cells());
-        PyArray1::from_vec(py, cells).reshape([self.0.num_rows() + 1, table.pages_per_row()])
+        let cells = memory::copied(table.cells(), "a page table").map_err(to_py)?;
+        array(py, cells, [self.0.num_rows() + 1, table.pages_per_row()])
     }
 
     fn allocated_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
@@ -340,9 +369,10 @@ impl Ledger {
     }
 
     #[getter]
-    fn kv_committed_len<'py>(&self, py: Python<'py>) -> Ints<'py> {
+    fn kv_committed_len<'py>(&self, py: Python<'py>) -> PyResult<Ints<'py>> {
         let pairs = self.0.resolved_len().iter().zip(self.0.in_flight());
-        PyArray1::from_vec(py, pairs.map(|(&resolved, &in_flight)| resolved.saturating_add(in_flight)).collect())
+        let lens = pairs.map(|(&resolved, &in_flight)| resolved.saturating_add(in_flight));
+        Ok(vector(py, memory::collected(lens, "lengths").map_err(to_py)?))
     }
 
     #[pyo3(signature = (tag=None, *, prefix=None, length=None))]
@@ -353,27 +383,30 @@ impl Ledger {
         length: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<i32> {
         let length = length.map(|length| int32("length", length)).transpose()?;
-        let admitted = match prefix {
-            Some(prefix) => self.0.admit_on(self::prefix(prefix)?, length, tag),
+        let row = match prefix.map(self::prefix).transpose()? {
+            Some(prefix) => self.change(|ledger| ledger.admit_on(prefix, length, tag))?,
             None if length.is_some_and(|length| length != 0) => {
                 return Err(shape_error("admit: a length needs a prefix".into()));
             }
-            None => self.0.admit(tag),
+            None => self.change(|ledger| ledger.admit(tag))?,
         };
-        admitted.map(|row| row.0).map_err(to_py)
+        Ok(row.0)
     }
 
     #[pyo3(signature = (row, tag=None))]
     fn fork(&mut self, row: &Bound<'_, PyAny>, tag: Option<&str>) -> PyResult<i32> {
-        self.0.fork(self::row(row)?, tag).map(|row| row.0).map_err(to_py)
+        let row = self::row(row)?;
+        Ok(self.change(|ledger| ledger.fork(row, tag))?.0)
     }
 
     fn pin_prefix(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.0.pin_prefix(self::row(row)?, int32("length", length)?).map_err(to_py)
+        let (row, length) = (self::row(row)?, int32("length", length)?);
+        self.change(|ledger| ledger.pin_prefix(row, length))
     }
 
     fn release_prefix(&mut self, prefix: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.release_prefix(self::prefix(prefix)?).map_err(to_py)
+        let prefix = self::prefix(prefix)?;
+        self.change(|ledger| ledger.release_prefix(prefix))
     }
 
     #[pyo3(signature = (rows, new_lens, *, writes_draft=true))]
@@ -384,7 +417,7 @@ impl Ledger {
         writes_draft: bool,
     ) -> PyResult<Plan> {
         let (rows, new_lens) = (int_array("rows", rows)?, int_array("new_lens", new_lens)?);
-        self.0.prepare_extend(&rows, &new_lens, writes_draft).map(Plan).map_err(to_py)
+        self.change(|ledger| ledger.prepare_extend(&rows, &new_lens, writes_draft)).map(Plan)
     }
 
     fn tokens_required<'py>(
@@ -394,7 +427,7 @@ impl Ledger {
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = rows.py();
         let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
-        Ok(PyArray1::from_slice(py, &self.0.tokens_required(&rows, &shapes).map_err(to_py)?))
+        copied(py, &self.0.tokens_required(&rows, &shapes).map_err(to_py)?)
     }
 
     fn pages_needed<'py>(
@@ -405,7 +438,7 @@ impl Ledger {
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = lo.py();
         let (lo, hi, shape) = (int32("lo", lo)?, int32("hi", hi)?, int32("shape", shape)?);
-        Ok(PyArray1::from_vec(py, self.0.pages_needed(lo, hi, shape).map_err(to_py)?))
+        copied(py, &self.0.pages_needed(lo, hi, shape).map_err(to_py)?)
     }
 
     #[pyo3(signature = (rows, shapes, *, writes_draft=true))]
@@ -416,65 +449,78 @@ impl Ledger {
         writes_draft: bool,
     ) -> PyResult<Plan> {
         let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
-        self.0.prepare_decode(&rows, &shapes, writes_draft).map(Plan).map_err(to_py)
+        self.change(|ledger| ledger.prepare_decode(&rows, &shapes, writes_draft)).map(Plan)
     }
 
     fn launch(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.launch(self::step(step)?).map_err(to_py)
+        let step = self::step(step)?;
+        self.change(|ledger| ledger.launch(step))
     }
 
     fn resolve(&mut self, step: &Bound<'_, PyAny>, accept_lens: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.resolve(self::step(step)?, &int_array("accept_lens", accept_lens)?).map_err(to_py)
+        let (step, accept_lens) = (self::step(step)?, int_array("accept_lens", accept_lens)?);
+        self.change(|ledger| ledger.resolve(step, &accept_lens))
     }
 
     fn complete(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.complete(self::step(step)?).map_err(to_py)
+        let step = self::step(step)?;
+        self.change(|ledger| ledger.complete(step))
     }
 
     fn cancel(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.cancel(self::step(step)?).map_err(to_py)
+        let step = self::step(step)?;
+        self.change(|ledger| ledger.cancel(step))
     }
 
     fn abandon(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.abandon(self::step(step)?).map_err(to_py)
+        let step = self::step(step)?;
+        self.change(|ledger| ledger.abandon(step))
     }
 
     fn end_turn(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
-        self.0.end_turn(self::row(row)?, int32("length", length)?).map_err(to_py)
+        let (row, length) = (self::row(row)?, int32("length", length)?);
+        self.change(|ledger| ledger.end_turn(row, length))
     }
 
     fn trim(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
-        self.0.trim(self::row(row)?, int32("length", length)?).map_err(to_py)
+        let (row, length) = (self::row(row)?, int32("length", length)?);
+        self.change(|ledger| ledger.trim(row, length))
     }
 
     fn retract(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.retract(self::row(row)?).map_err(to_py)
+        let row = self::row(row)?;
+        self.change(|ledger| ledger.retract(row))
     }
 
     fn finish(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.finish(self::row(row)?).map_err(to_py)
+        let row = self::row(row)?;
+        self.change(|ledger| ledger.finish(row))
     }
 
     fn abort(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.abort(self::row(row)?).map_err(to_py)
+        let row = self::row(row)?;
+        self.change(|ledger| ledger.abort(row))
     }
 
     fn take_delta<'py>(&mut self, py: Python<'py>, step: &Bound<'py, PyAny>) -> PyResult<Vec<DeltaArrays<'py>>> {
-        let entries = self.0.take_delta(self::step(step)?).map_err(to_py)?;
-        let array = |values: Vec<i32>| PyArray1::from_slice(py, &values);
-        Ok(entries.into_iter().map(|one| (array(one.rows), array(one.columns), array(one.pages))).collect())
+        let step = self::step(step)?;
+        let entries = self.change(|ledger| ledger.take_delta(step))?;
+        let arrays =
+            |one: &DeltaEntries| Ok((copied(py, &one.rows)?, copied(py, &one.columns)?, copied(py, &one.pages)?));
+        entries.iter().map(arrays).collect()
     }
 
     fn ack_delta(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.ack_delta(self::step(step)?).map_err(to_py)
+        let step = self::step(step)?;
+        self.change(|ledger| ledger.ack_delta(step))
     }
 
     fn snapshot(&mut self) -> PyResult<Snapshot> {
-        self.0.snapshot().map(Snapshot).map_err(to_py)
+        self.change(specpool_core::Ledger::snapshot).map(Snapshot)
     }
 
     fn restore(&mut self, snapshot: &Snapshot) -> PyResult<()> {
-        self.0.restore(&snapshot.0).map_err(to_py)
+        self.change(|ledger| ledger.restore(&snapshot.0))
     }
 
     fn close(&mut self) -> PyResult<()> {
@@ -490,8 +536,8 @@ impl Ledger {
         self.close()
     }
 
-    fn audit(&self) -> Vec<Finding> {
-        self.0.audit().into_iter().map(Finding).collect()
+    fn audit(&self) -> PyResult<Vec<Finding>> {
+        Ok(self.0.audit().map_err(to_py)?.into_iter().map(Finding).collect())
     }
 
     fn check(&self) -> PyResult<()> {

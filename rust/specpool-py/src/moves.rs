@@ -2,9 +2,10 @@
 #![allow(clippy::needless_pass_by_value, reason = "Python hands lists over as vectors")]
 
 use pyo3::prelude::*;
-use specpool_core::moves::{SlotLayout, SlotMoves};
+use specpool_core::memory;
+use specpool_core::moves::{self, SlotLayout, SlotMoves};
 
-use crate::arrays::{Input, Output, expect_dims};
+use crate::arrays::{Input, List, Output, Span, expect_apart, expect_dims};
 use crate::errors::{shape_error, to_py};
 
 /// A buffer of bytes and where its slots lie.
@@ -13,12 +14,30 @@ struct Buffer<'py> {
     layout: SlotLayout,
 }
 
-fn buffers(arrays: Vec<(Bound<'_, PyAny>, Vec<usize>)>) -> PyResult<Vec<Buffer<'_>>> {
-    let buffers = arrays.into_iter().map(|(array, widths)| {
+type BufferList<'py> = List<(Bound<'py, PyAny>, List<usize>)>;
+
+/// The buffers, none of which shares memory with another or with what is `read`.
+fn buffers<'py, const R: usize>(
+    arrays: BufferList<'py>,
+    read: [(&'static str, Span); R],
+) -> PyResult<Vec<Buffer<'py>>> {
+    let mut buffers: Vec<Buffer<'_>> = memory::with_room(arrays.0.len(), "buffers").map_err(to_py)?;
+    for (array, widths) in arrays.0 {
         let bytes = Output::new("buffers", &array)?;
-        Ok(Buffer { layout: SlotLayout::new(bytes.dims, widths).map_err(to_py)?, bytes })
-    });
-    buffers.collect()
+        let written = ("buffers", bytes.span());
+        expect_apart([written], read)?;
+        for other in &buffers {
+            expect_apart([written], [("buffers", other.bytes.span())])?;
+        }
+        buffers.push(Buffer { layout: SlotLayout::new(bytes.dims, widths.0).map_err(to_py)?, bytes });
+    }
+    Ok(buffers)
+}
+
+/// As the core takes them.
+fn parts<'a>(buffers: &'a mut [Buffer<'_>]) -> PyResult<Vec<moves::Buffer<'a>>> {
+    let parts = buffers.iter_mut().map(|Buffer { bytes, layout }| (&*layout, bytes.slice()));
+    memory::collected(parts, "buffers").map_err(to_py)
 }
 
 fn slot_moves(buffers: &[Buffer<'_>], src: &[i64], dst: &[i64]) -> PyResult<SlotMoves> {
@@ -28,36 +47,39 @@ fn slot_moves(buffers: &[Buffer<'_>], src: &[i64], dst: &[i64]) -> PyResult<Slot
 
 /// Moves slots in every buffer.
 #[pyfunction]
-pub fn move_slots<'py>(
-    buffers: Vec<(Bound<'py, PyAny>, Vec<usize>)>,
-    src: &Bound<'py, PyAny>,
-    dst: &Bound<'py, PyAny>,
-) -> PyResult<()> {
+pub fn move_slots<'py>(buffers: BufferList<'py>, src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>) -> PyResult<()> {
     let (src, dst) = (Input::<i64, 1>::new("src", src)?, Input::<i64, 1>::new("dst", dst)?);
-    let mut buffers = self::buffers(buffers)?;
+    let mut buffers = self::buffers(buffers, [("src", src.span()), ("dst", dst.span())])?;
     let moves = slot_moves(&buffers, src.slice(), dst.slice())?;
-    buffers.iter_mut().try_for_each(|Buffer { bytes, layout }| moves.apply(layout, bytes.slice()).map_err(to_py))
+    moves.apply(&mut parts(&mut buffers)?).map_err(to_py)
 }
 
 /// Writes values into slots of every buffer.
 #[pyfunction]
 pub fn scatter_slots<'py>(
-    buffers: Vec<(Bound<'py, PyAny>, Vec<usize>)>,
+    buffers: BufferList<'py>,
     slots: &Bound<'py, PyAny>,
-    values: Vec<Bound<'py, PyAny>>,
+    values: List<Bound<'py, PyAny>>,
 ) -> PyResult<()> {
     let slots = Input::<i64, 1>::new("slots", slots)?;
-    let mut buffers = self::buffers(buffers)?;
+    let mut buffers = self::buffers(buffers, [("slots", slots.span())])?;
     let moves = slot_moves(&buffers, slots.slice(), slots.slice())?;
-    let values = values.iter().map(|value| Input::<u8, 3>::new("values", value)).collect::<PyResult<Vec<_>>>()?;
+    let arrays = values.0;
+    let mut values: Vec<Input<'_, u8, 3>> = memory::with_room(arrays.len(), "values").map_err(to_py)?;
+    for value in &arrays {
+        values.push(Input::new("values", value)?);
+    }
     if values.len() != buffers.len() {
         return Err(shape_error(format!("values must have {} arrays, got {}", buffers.len(), values.len())));
     }
     for (Buffer { bytes: buffer, .. }, value) in buffers.iter().zip(&values) {
         expect_dims("values", value.dims, [buffer.dims[0], slots.dims[0], buffer.dims[2]])?;
     }
-    for (Buffer { bytes, layout }, value) in buffers.iter_mut().zip(&values) {
-        moves.scatter(layout, bytes.slice(), value.slice()).map_err(to_py)?;
+    for Buffer { bytes: buffer, .. } in &buffers {
+        for value in &values {
+            expect_apart([("buffers", buffer.span())], [("values", value.span())])?;
+        }
     }
-    Ok(())
+    let bytes = memory::collected(values.iter().map(Input::slice), "values").map_err(to_py)?;
+    moves.scatter(&mut parts(&mut buffers)?, &bytes).map_err(to_py)
 }

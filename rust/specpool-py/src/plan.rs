@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
+use specpool_core::memory;
 
 use crate::arrays::{array, view, view_2d};
+use crate::errors::to_py;
 
 #[pyclass(frozen, module = "specpool._core")]
 pub struct Plan(pub Arc<specpool_core::Plan>);
@@ -77,7 +79,8 @@ impl Plan {
     #[getter]
     fn page_copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let copies = &self.0.page_copies;
-        let cells = copies.iter().flat_map(|copy| [copy.group, copy.src, copy.dst, copy.tokens]).collect();
+        let cells = copies.iter().flat_map(|copy| [copy.group, copy.src, copy.dst, copy.tokens]);
+        let cells = memory::gathered(cells, "page copies").map_err(to_py)?;
         array(py, cells, [copies.len(), 4])
     }
 

@@ -81,7 +81,7 @@ impl Replay {
     #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of a path")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         let replay = specpool_core::Replay::open(&path).map_err(to_py)?;
-        let ledger = Py::new(py, Ledger(replay.ledger().map_err(to_py)?))?;
+        let ledger = Py::new(py, Ledger::from(replay.ledger().map_err(to_py)?))?;
         Ok(Self { replay, ledger })
     }
 
@@ -121,6 +121,6 @@ impl Replay {
 
     fn advance(&mut self, py: Python<'_>) -> PyResult<Option<Event>> {
         let mut ledger = self.ledger.bind(py).try_borrow_mut()?;
-        Ok(self.replay.advance(&mut ledger.0).map_err(to_py)?.map(Event))
+        Ok(ledger.change(|ledger| self.replay.advance(ledger))?.map(Event))
     }
 }

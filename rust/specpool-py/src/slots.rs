@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use specpool_core::draft_cells::{self, Drafts};
 use specpool_core::slots::{self, Moves, TableView};
 
-use crate::arrays::{Input, Output, ShapeInt, array, at_least, count, expect_dims, per_lane, vector};
+use crate::arrays::{Input, Output, ShapeInt, array, at_least, count, expect_apart, expect_dims, per_lane, vector};
 use crate::errors::{shape_error, to_py};
 use crate::sizing::layout;
 
@@ -113,6 +113,8 @@ pub fn apply_table_delta<'py>(
     let rows = Input::new("rows", rows)?;
     let (columns, pages) = (per_lane(&rows, "columns", columns)?, per_lane(&rows, "pages", pages)?);
     let width = table.dims[1];
+    let read = [("rows", rows.span()), ("columns", columns.span()), ("pages", pages.span())];
+    expect_apart([("page_table", table.span())], read)?;
     slots::apply_table_delta(table.slice(), width, rows.slice(), columns.slice(), pages.slice()).map_err(to_py)
 }
 
@@ -169,6 +171,7 @@ pub fn advance_ancestors<'py>(
     if step >= width {
         return Err(shape_error(format!("step must be in [0, {width}), the columns of ancestors, got {step}")));
     }
+    expect_apart([("ancestors", ancestors.span())], [("branch_parents", parents.span())])?;
     draft_cells::advance_ancestors(ancestors.slice(), parents.slice(), topk, step).map_err(to_py)
 }
 
@@ -192,13 +195,18 @@ pub fn draft_read_indices<'py>(
     let rows = Input::new("rows", rows)?;
     let roots = per_lane(&rows, "roots", roots)?;
     let (drafts, step) = (drafts(num_steps, topk, page_size, layout)?, count("step", step, 0)?);
-    let ancestors = ancestor_array(ancestors, rows.dims[0], topk)?;
-    let ancestors = ancestors.as_ref().map(Input::slice);
+    let ancestor_lines = ancestor_array(ancestors, rows.dims[0], topk)?;
+    let ancestors = ancestor_lines.as_ref().map(Input::slice);
     let reads = drafts.read_indices(&table.view()?, rows.slice(), roots.slice(), step, ancestors).map_err(to_py)?;
     let kv_indices = match out {
         None => vector(py, reads.kv_indices).into_any(),
         Some(out) => {
             let mut buffer = Output::<i32, 1>::new("out", &out)?;
+            let read = [("page_table", table.pages.span()), ("rows", rows.span()), ("roots", roots.span())];
+            expect_apart([("out", buffer.span())], read)?;
+            if let Some(ancestors) = &ancestor_lines {
+                expect_apart([("out", buffer.span())], [("ancestors", ancestors.span())])?;
+            }
             let need = drafts.read_capacity(roots.slice()).map_err(to_py)?;
             if buffer.dims[0] < need {
                 return Err(shape_error(format!(

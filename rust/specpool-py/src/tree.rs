@@ -5,9 +5,9 @@ use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
 use specpool_core::sample::{self, SampleParams};
 use specpool_core::tree::{Candidates, Tree};
-use specpool_core::{tree, verify};
+use specpool_core::{memory, tree, verify};
 
-use crate::arrays::{Input, Output, ShapeInt, array, count, expect_dims, vector};
+use crate::arrays::{Input, Output, ShapeInt, Span, array, count, expect_apart, expect_dims, vector};
 use crate::errors::{shape_error, to_py};
 
 type Array1<'py, T> = Bound<'py, PyArray1<T>>;
@@ -29,6 +29,16 @@ impl<'py> Buffers<'py> {
             tokens: Output::new("candidate_tokens", tokens)?,
             parents: Output::new("candidate_parents", parents)?,
         })
+    }
+
+    /// Refuses buffers that share memory, among themselves or with what is `read`.
+    fn expect_apart<const R: usize>(&self, read: [(&'static str, Span); R]) -> PyResult<()> {
+        let written = [
+            ("candidate_scores", self.scores.span()),
+            ("candidate_tokens", self.tokens.span()),
+            ("candidate_parents", self.parents.span()),
+        ];
+        expect_apart(written, read)
     }
 
     fn candidates(&mut self, topk: usize) -> PyResult<Candidates<'_>> {
@@ -68,6 +78,10 @@ pub fn select_topk<'py>(
         Some(scores) if step > 0 => expect_dims("scores", scores.dims, [batch, k])?,
         _ => {}
     }
+    buffers.expect_apart([("topk_p", topk_p.span()), ("topk_index", topk_index.span())])?;
+    if let Some(scores) = &scores {
+        buffers.expect_apart([("scores", scores.span())])?;
+    }
     let before = if step == 0 { &[] } else { scores.as_ref().map_or(&[][..], Input::slice) };
     let kept = buffers.candidates(k)?.select(step, topk_p.slice(), topk_index.slice(), before).map_err(to_py)?;
     Ok((vector(py, kept.input_ids), array(py, kept.branch_parents, [batch, k])?, array(py, kept.scores, [batch, k])?))
@@ -86,6 +100,7 @@ pub fn organize<'py>(
 ) -> PyResult<(Array2<'py, i64>, Array2<'py, i64>, Array2<'py, i64>)> {
     let (k, n) = (count("topk", topk, 1)?, count("num_draft_tokens", num_draft_tokens, 1)?);
     let mut buffers = Buffers::new(candidate_scores, candidate_tokens, candidate_parents)?;
+    buffers.expect_apart([])?;
     let [batch, width] = buffers.parents.dims;
     let organized = buffers.candidates(k)?.organize(n).map_err(to_py)?;
     let kept = tree::parent_list_width((width - 1) / k, k);
@@ -175,13 +190,13 @@ pub fn uniform<'py>(
     let seeds = Input::<u64, 1>::new("seeds", seeds)?;
     let positions = Input::<i64, 1>::new("positions", positions)?;
     expect_dims("positions", positions.dims, seeds.dims)?;
-    let pairs = seeds.slice().iter().zip(positions.slice()).enumerate();
-    let draws = pairs.map(|(lane, (&seed, &position))| {
+    let mut draws = memory::with_room(seeds.dims[0], "draws").map_err(to_py)?;
+    for (lane, (&seed, &position)) in seeds.slice().iter().zip(positions.slice()).enumerate() {
         let position = u64::try_from(position)
             .map_err(|_| shape_error(format!("positions[{lane}] must be 0 or more, got {position}")))?;
-        Ok(sample::uniform(seed, position))
-    });
-    Ok(vector(py, draws.collect::<PyResult<_>>()?))
+        draws.push(sample::uniform(seed, position));
+    }
+    Ok(vector(py, draws))
 }
 
 /// Rows to sample from, with their parameters.
@@ -210,7 +225,7 @@ impl<'py> Rows<'py> {
         expect_dims("u", u.dims, [n])?;
         let (temperature, top_k, top_p, u) = (temperature.slice(), top_k.slice(), top_p.slice(), u.slice());
         let row = |i| SampleParams { temperature: temperature[i], top_k: top_k[i], top_p: top_p[i], u: u[i] };
-        Ok(Self { params: (0..n).map(row).collect(), logits })
+        Ok(Self { params: memory::collected((0..n).map(row), "parameters").map_err(to_py)?, logits })
     }
 }
 

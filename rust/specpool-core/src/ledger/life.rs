@@ -1,6 +1,6 @@
 //! A prepared step's way: `launch`, `resolve`, `complete`; or `cancel`; or, where its forward failed, `abandon`.
 
-use std::borrow::Cow;
+use std::sync::Arc;
 
 use super::Ledger;
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use crate::event::Event;
 use crate::group::Fence;
 use crate::ids::Row;
 use crate::page_pool::Verb;
-use crate::step::{Plan, StepKind};
+use crate::step::{Plan, StepKind, StepRecord};
 
 impl Ledger {
     /// The step's forward is about to be enqueued. Call it before the first copy, table delta or kernel of the step.
@@ -37,9 +37,9 @@ impl Ledger {
     /// The copies of the step are about to be enqueued: from here on the step's fence keeps their pages, and their
     /// rows take part in it.
     fn launch_copies(&mut self, step: u64) {
-        let copies = self.steps.get(step).map_or_else(Vec::new, |record| record.before.copies.clone());
         let completed = self.steps.completed();
         let fence = if self.page_fencing { step } else { 0 };
+        let copies = self.steps.get(step).into_iter().flat_map(|record| &record.before.copies);
         for copy in copies {
             for page in copy.pages() {
                 self.groups[copy.group()].pool.unhold(page, fence, completed, Verb::Launch);
@@ -55,7 +55,7 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::Order`] (an extend; not launched; already resolved; an older round of a row is unresolved),
-    /// [`Error::Shape`] (a wrong number of entries; one outside `1..=A` of its lane's shape).
+    /// [`Error::Shape`] (a wrong number of entries; one outside `1..=A` of its lane's shape), [`Error::OutOfMemory`].
     pub fn resolve(&mut self, step: u64, accept_lens: &[i32]) -> Result<()> {
         self.gate()?;
         let plan = self.steps.check_resolve(step)?.plan.clone();
@@ -70,15 +70,21 @@ impl Ledger {
         if is_wrong {
             return Err(self.refuse_resolve(&plan, accept_lens));
         }
-        let stands = |lane: usize| self.rows.epoch[plan.rows[lane] as usize] == plan.epochs[lane];
-        let counted: Cow<'_, [i32]> = if all_stand {
-            Cow::Borrowed(accept_lens)
+        self.recorder.make_room(plan.num_lanes(), None)?;
+        let mut standing = std::mem::take(&mut self.lanes);
+        let counted = if all_stand {
+            accept_lens
         } else {
-            (0..plan.num_lanes()).map(|lane| if stands(lane) { accept_lens[lane] } else { 0 }).collect()
+            let lanes = plan.rows.iter().zip(&plan.epochs).zip(accept_lens);
+            let stands = |row: i32, planned: u64| self.rows.epoch[row as usize] == planned;
+            standing.clear();
+            standing.extend(lanes.map(|((&row, &epoch), &len)| if stands(row, epoch) { len } else { 0 }));
+            &standing[..]
         };
-        self.rows.resolve_rounds(&plan, &counted, &self.shapes);
+        self.rows.resolve_rounds(&plan, counted, &self.shapes);
         self.steps.set_resolved(step);
-        self.note(&Event::Resolve { step, accept_lens: &counted });
+        self.note(&Event::Resolve { step, accept_lens: counted });
+        self.lanes = standing;
         Ok(())
     }
 
@@ -151,26 +157,23 @@ impl Ledger {
     /// ```
     pub fn cancel(&mut self, step: u64) -> Result<()> {
         self.gate()?;
-        let record = self.steps.check_cancel(step)?;
-        let (plan, before) = (record.plan.clone(), record.before.clone());
-        let stands = |lane: &usize| self.rows.epoch[plan.rows[*lane] as usize] == plan.epochs[*lane];
-        let lanes: Vec<usize> = (0..plan.num_lanes()).rev().filter(stands).collect();
+        let plan = Arc::clone(&self.steps.check_cancel(step)?.plan);
+        let stands = |ledger: &Self, lane: usize| ledger.rows.epoch[plan.rows[lane] as usize] == plan.epochs[lane];
+        let lanes = || (0..plan.num_lanes()).rev();
         let allocated = |group: usize, lane: usize| i64::from(plan.allocated_before[group * plan.num_lanes() + lane]);
         for (at, group) in self.groups.iter().enumerate() {
-            for &lane in &lanes {
+            for lane in lanes().filter(|&lane| stands(self, lane)) {
                 let checked = group.check_shrink(Row(plan.rows[lane]), allocated(at, lane));
                 checked.map_err(|record| self.page_error(at, record))?;
             }
         }
+        let Some(StepRecord { before, .. }) = self.steps.cancel_newest() else { return Ok(()) };
         // No launched step has seen the pages that the prepare took.
         let fence = Fence { step: 0, completed: self.steps.completed() };
-        for at in 0..self.groups.len() {
-            for &lane in &lanes {
-                let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
-                shrunk.map_err(|record| self.page_error(at, record))?;
+        for lane in lanes() {
+            if !stands(self, lane) {
+                continue;
             }
-        }
-        for &lane in &lanes {
             let row = Row(plan.rows[lane]);
             match plan.kind {
                 StepKind::Extend => self.rows.undo_extend(row, plan.start[lane], before.drafted[lane]),
@@ -181,9 +184,15 @@ impl Ledger {
             }
             self.rows.set_idle(row, before.idle.contains(&row.0));
         }
-        let mut copies = self.steps.cancel_newest();
-        copies.append(&mut self.copies);
-        self.copies = copies;
+        for at in 0..self.groups.len() {
+            for lane in lanes() {
+                if stands(self, lane) {
+                    let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
+                    shrunk.map_err(|record| self.page_error(at, record))?;
+                }
+            }
+        }
+        self.put_copies_back(before.copies);
         self.drop_orphan_copies(Verb::Cancel);
         self.note(&Event::Cancel { step });
         Ok(())
@@ -219,17 +228,17 @@ impl Ledger {
     pub fn abandon(&mut self, step: u64) -> Result<()> {
         self.gate()?;
         let record = self.steps.check_abandon(step)?;
-        let mut rows: Vec<i32> = record.plan.rows.clone();
+        let mut rows = std::mem::take(&mut self.lanes);
+        rows.clear();
+        rows.extend(&record.plan.rows);
         rows.extend(record.before.copies.iter().map(|copy| copy.row.0));
         rows.retain(|&row| self.rows.is_resident(row, step));
         rows.sort_unstable();
         rows.dedup();
-        for &row in &rows {
-            self.check_give_back(Row(row))?;
-        }
-        for row in rows {
-            self.drop_row(Row(row), Verb::Abandon)?;
-        }
+        let checked = rows.iter().try_for_each(|&row| self.check_give_back(Row(row)));
+        let dropped = checked.and_then(|()| rows.iter().try_for_each(|&row| self.drop_row(Row(row), Verb::Abandon)));
+        self.lanes = rows;
+        dropped?;
         self.steps.set_abandoned(step);
         self.note(&Event::Abandon { step });
         Ok(())

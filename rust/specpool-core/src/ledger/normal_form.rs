@@ -82,7 +82,7 @@ impl Ledger {
                 word(u64::MAX);
             }
         }
-        rows.free().iter().for_each(|row| word(row.0 as u64));
+        rows.free().for_each(|row| word(row.0 as u64));
         for &(fence, row) in rows.fenced() {
             word(self.age(fence));
             word(row.0 as u64);
@@ -120,7 +120,7 @@ impl Ledger {
         for copy in copies {
             self.write_copy(copy, steps.next(), names, word);
         }
-        for prefix in prefixes.values() {
+        for (_, prefix) in prefixes {
             word(u64::from(prefix.len as u32) << 32 | u64::from(prefix.drafted as u32));
             for (at, pages) in prefix.pages.iter().enumerate() {
                 pages.held.iter().for_each(|page| word(names.name(at, page.0)));

@@ -7,10 +7,14 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::group::GroupState;
 use crate::ids::{Page, Row, ceil_align};
+use crate::memory::{collected, copied, filled, gathered, room, with_room, zeroed};
 use crate::page_pool::Verb;
 use crate::shape::runs;
 use crate::sizing;
 use crate::step::{Before, Plan, StepKind};
+
+/// What the memory of a plan is for.
+const PLAN: &str = "a plan";
 
 impl Ledger {
     /// Prepares a prefill, or a chunk of one: each row gets the pages for `new_lens` tokens and `resolved_len` becomes
@@ -20,7 +24,7 @@ impl Ledger {
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, more than `max_batch`,
     /// `new_len <= resolved_len`, more than `max_chunk` new tokens), [`Error::NotReady`] (an uncancelled stale step; rounds in flight; an extend of the
     /// row that is not launched), [`Error::ContextEnd`] (every row whose new length is past L),
-    /// [`Error::RowOverflow`], [`Error::OutOfPages`].
+    /// [`Error::RowOverflow`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     pub fn prepare_extend(&mut self, rows: &[i32], new_lens: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
         self.gate()?;
         self.check_batch(rows, "new_lens", new_lens.len())?;
@@ -51,10 +55,11 @@ impl Ledger {
             }
         }
         let past = |&(_, &new_len): &(&i32, &i32)| new_len > self.max_context_len;
-        self.check_context(rows.iter().zip(new_lens).filter(past).map(|(&row, _)| row as usize).collect())?;
+        self.check_context(rows.iter().zip(new_lens).filter(past).map(|(&row, _)| row as usize))?;
 
-        let mut plan = self.plan(StepKind::Extend, rows, vec![0; rows.len()], writes_draft);
-        plan.new_len = new_lens.to_vec();
+        let shapes = filled(0, rows.len(), PLAN)?;
+        let mut plan = self.plan(StepKind::Extend, rows, shapes, writes_draft)?;
+        plan.new_len = copied(new_lens, PLAN)?;
         for group in &self.groups {
             for (&row, &new_len) in rows.iter().zip(new_lens) {
                 let allocated = i64::from(group.allocated[row as usize]);
@@ -67,7 +72,7 @@ impl Ledger {
             }
         }
         self.check_pages(&plan)?;
-        let drafted = rows.iter().map(|&row| self.rows.drafted[row as usize]).collect();
+        let drafted = collected(rows.iter().map(|&row| self.rows.drafted[row as usize]), PLAN)?;
         let plan = self.claim(plan, drafted, Verb::PrepareExtend)?;
         for (&row, &new_len) in rows.iter().zip(new_lens) {
             self.rows.push_extend(Row(row), new_len, writes_draft);
@@ -153,7 +158,7 @@ impl Ledger {
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, unknown shapes, more than
     /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut that took tokens or rounds, until an extend has
     /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
-    /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`].
+    /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -189,8 +194,8 @@ impl Ledger {
         self.check_no_stale_step()?;
         self.check_rounds(rows, shapes)?;
 
-        let mut plan = self.plan(StepKind::Decode, rows, shapes.to_vec(), writes_draft);
-        plan.new_len.clone_from(&plan.start);
+        let mut plan = self.plan(StepKind::Decode, rows, copied(shapes, PLAN)?, writes_draft)?;
+        plan.new_len = copied(&plan.start, PLAN)?;
         for group in &self.groups {
             let first = plan.allocated_before.len();
             plan.allocated_before.extend(rows.iter().map(|&row| group.allocated[row as usize]));
@@ -237,7 +242,7 @@ impl Ledger {
         }
         let live = &self.rows.live[..];
         // A byte for each row: bits would make a lane wait for the store of the one before.
-        let mut seen = vec![false; live.len()];
+        let mut seen = zeroed(live.len(), "the check of a batch")?;
         let mut is_wrong = false;
         for &row in rows {
             let at = (row as u32 as usize).min(live.len() - 1);
@@ -284,7 +289,8 @@ impl Ledger {
         }
     }
 
-    fn check_context(&self, ended: Vec<usize>) -> Result<()> {
+    fn check_context(&self, ended: impl Iterator<Item = usize>) -> Result<()> {
+        let ended = gathered(ended, "the rows at the context end")?;
         if ended.is_empty() {
             return Ok(());
         }
@@ -321,7 +327,7 @@ impl Ledger {
             )));
         }
         let ended = |&&row: &&i32| state.resolved[row as usize] >= self.max_context_len;
-        self.check_context(rows.iter().filter(ended).map(|&row| row as usize).collect())?;
+        self.check_context(rows.iter().filter(ended).map(|&row| row as usize))?;
         if let Some(&row) = rows.iter().find(|&&row| state.in_flight[row as usize] > self.overlap_depth) {
             return Err(Error::Order(format!(
                 "{} has {} rounds in flight, overlap_depth {} allows {}",
@@ -343,10 +349,11 @@ impl Ledger {
     }
 
     /// A plan without its claim.
-    fn plan(&self, kind: StepKind, rows: &[i32], shapes: Vec<i32>, writes_draft: bool) -> Plan {
+    fn plan(&self, kind: StepKind, rows: &[i32], shapes: Vec<i32>, writes_draft: bool) -> Result<Plan> {
         let state = &self.rows;
         let (lanes, claims) = (rows.len(), rows.len() * self.groups.len());
-        let (mut start, mut lo, mut hi, mut epochs) = (vec![0; lanes], vec![0; lanes], vec![0; lanes], vec![0; lanes]);
+        let zeros = || filled(0, lanes, PLAN);
+        let (mut start, mut lo, mut hi, mut epochs) = (zeros()?, zeros()?, zeros()?, filled(0, lanes, PLAN)?);
         let len = state.live.len();
         let (resolved, in_flight) = (&state.resolved[..len], &state.in_flight[..len]);
         let (farthest, epoch) = (&state.hi[..len], &state.epoch[..len]);
@@ -358,21 +365,21 @@ impl Ledger {
             *hi = farthest[at];
             *planned = epoch[at];
         }
-        Plan {
+        Ok(Plan {
             step: self.steps.next(),
             kind,
             writes_draft,
-            rows: rows.to_vec(),
+            rows: copied(rows, PLAN)?,
             shapes,
             epochs,
             lo,
             hi,
             start,
             new_len: Vec::new(),
-            allocated_before: Vec::with_capacity(claims),
-            allocated_after: Vec::with_capacity(claims),
+            allocated_before: with_room(claims, PLAN)?,
+            allocated_after: with_room(claims, PLAN)?,
             page_copies: Vec::new(),
-        }
+        })
     }
 
     /// Whether every group has the pages of the plan's claims, its own evictions reckoned in, and every page that is
@@ -392,7 +399,7 @@ impl Ledger {
                 .sum();
             let (need, free) = ((slots / group.page_size) as usize, group.pool.num_free());
             if need > free {
-                let free = free + self.freed_by_evictions(group, plan);
+                let free = free + self.freed_by_evictions(group, plan)?;
                 if need > free {
                     return Err(self.out_of_pages(at, need, free));
                 }
@@ -407,7 +414,7 @@ impl Ledger {
     }
 
     /// Pages that the plan's own evictions make free at once: those whose every holder evicts them, unfenced.
-    fn freed_by_evictions(&self, group: &GroupState, plan: &Plan) -> usize {
+    fn freed_by_evictions(&self, group: &GroupState, plan: &Plan) -> Result<usize> {
         let completed = self.steps.completed();
         let mut dropped: Vec<Page> = Vec::new();
         for row in plan.rows.iter().map(|&row| Row(row)) {
@@ -416,17 +423,47 @@ impl Ledger {
             }
             let keep = group.checkpoint_columns(self.rows.checkpoint(row));
             let columns = group.evicted_columns(row, self.evict_to(group, row));
+            room(&mut dropped, columns.len(), "pages that are evicted")?;
             dropped.extend(columns.filter(|column| !keep.contains(column)).map(|at| Page(group.table.row(row)[at])));
         }
         dropped.sort_unstable();
         let is_freed = |drops: &&[Page]| {
             group.pool.holders_if_unfenced(drops[0], completed).is_some_and(|holders| holders as usize == drops.len())
         };
-        dropped.chunk_by(|a, b| a == b).filter(is_freed).count()
+        Ok(dropped.chunk_by(|a, b| a == b).filter(is_freed).count())
+    }
+
+    /// Memory for all that [`claim`](Self::claim) does, and for what undoes it.
+    fn make_room(&mut self, plan: &mut Plan) -> Result<()> {
+        let lanes = plan.num_lanes();
+        for at in 0..self.groups.len() {
+            let range = at * lanes..(at + 1) * lanes;
+            let claims = plan.allocated_after[range.clone()].iter().zip(&plan.allocated_before[range]);
+            let slots: i64 = claims.map(|(&after, &before)| i64::from(after) - i64::from(before)).sum();
+            let pages = (slots / self.groups[at].page_size) as usize;
+            self.groups[at].make_room(pages, pages)?;
+            if self.groups[at].spec.window.is_some() {
+                for row in plan.rows.iter().map(|&row| Row(row)) {
+                    let (to, checkpoint) = (self.evict_to(&self.groups[at], row), self.rows.checkpoint(row));
+                    self.groups[at].make_room_to_keep(row, to, checkpoint)?;
+                }
+            }
+        }
+        plan.page_copies = with_room(self.copies.len(), PLAN)?;
+        self.lanes.clear();
+        room(&mut self.lanes, lanes + self.copies.len(), "lanes")?;
+        self.steps.make_room()?;
+        self.recorder.make_room(lanes, None)
     }
 
     /// Evicts and grows every lane, and puts the step, with the copies that were waiting, into the queue.
     fn claim(&mut self, mut plan: Plan, drafted: Vec<i32>, verb: Verb) -> Result<Arc<Plan>> {
+        self.make_room(&mut plan)?;
+        let mut idle = Vec::new();
+        if self.rows.num_idle > 0 {
+            idle = with_room(plan.num_lanes(), PLAN)?;
+            idle.extend(plan.rows.iter().copied().filter(|&row| self.rows.idle[row as usize]));
+        }
         for at in 0..self.groups.len() {
             let lanes = at * plan.num_lanes()..(at + 1) * plan.num_lanes();
             if self.groups[at].spec.window.is_some() {
@@ -438,21 +475,16 @@ impl Ledger {
                 }
             }
             let (before, after) = (&plan.allocated_before[lanes.clone()], &plan.allocated_after[lanes]);
-            for lane in growing_lanes(before, after) {
-                let row = Row(plan.rows[lane as usize]);
-                let to = after[lane as usize].into();
-                self.groups[at].grow(row, to, plan.step, verb)?;
-            }
+            let group = &mut self.groups[at];
+            each_growing_lane(before, after, |lane| {
+                group.grow(Row(plan.rows[lane]), after[lane].into(), plan.step, verb)
+            })?;
         }
         self.drop_orphan_copies(verb);
         let copies = std::mem::take(&mut self.copies);
-        plan.page_copies = copies.iter().map(|copy| copy.copy).collect();
-        let mut idle = Vec::new();
-        if self.rows.num_idle > 0 {
-            idle.extend(plan.rows.iter().copied().filter(|&row| self.rows.idle[row as usize]));
-            for &row in &idle {
-                self.rows.set_idle(Row(row), false);
-            }
+        plan.page_copies.extend(copies.iter().map(|copy| copy.copy));
+        for &row in &idle {
+            self.rows.set_idle(Row(row), false);
         }
         let plan = Arc::new(plan);
         self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
@@ -461,16 +493,26 @@ impl Ledger {
     }
 }
 
-/// The lanes that take pages. Which do is hardly predictable, so they are found without a branch.
-pub(super) fn growing_lanes(before: &[i32], after: &[i32]) -> Vec<u32> {
-    let mut lanes = vec![0; before.len() + 1];
-    let mut len = 0;
-    for (lane, (before, after)) in before.iter().zip(after).enumerate() {
-        lanes[len] = lane as u32;
-        len += usize::from(after > before);
+/// Calls `visit` with every lane that takes pages. Which do is hardly predictable, so they are found without a branch.
+pub(super) fn each_growing_lane<E>(
+    before: &[i32],
+    after: &[i32],
+    mut visit: impl FnMut(usize) -> std::result::Result<(), E>,
+) -> std::result::Result<(), E> {
+    /// Lanes found at once.
+    const BLOCK: usize = 256;
+    let mut lanes = [0; BLOCK];
+    for (block, (before, after)) in before.chunks(BLOCK).zip(after.chunks(BLOCK)).enumerate() {
+        let mut len = 0;
+        for (lane, (before, after)) in before.iter().zip(after).enumerate() {
+            lanes[len] = lane as u32;
+            len += usize::from(after > before);
+        }
+        for &lane in &lanes[..len] {
+            visit(block * BLOCK + lane as usize)?;
+        }
     }
-    lanes.truncate(len);
-    lanes
+    Ok(())
 }
 
 fn overflow(group: &str, row: i32, need: i64, width: i64) -> Error {

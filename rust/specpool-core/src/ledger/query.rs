@@ -7,6 +7,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::group::{Group, GroupState};
 use crate::ids::{Page, Row};
+use crate::memory::{collected, gathered};
 use crate::page_pool::PageRecord;
 use crate::page_table::PageTable;
 use crate::shape::Shape;
@@ -119,7 +120,7 @@ impl Ledger {
     /// As [`Ledger::group_spec`].
     pub fn pinned_pages(&self, group: usize) -> Result<usize> {
         self.group(group)?;
-        let mut pages: Vec<Page> = self.prefix_holders(group).collect();
+        let mut pages = gathered(self.prefix_holders(group), "the pages of prefixes")?;
         pages.sort_unstable();
         pages.dedup();
         Ok(pages.len())
@@ -144,9 +145,28 @@ impl Ledger {
     /// The ownership map of every page of the group, page 0 first.
     ///
     /// # Errors
-    /// As [`Ledger::group_spec`].
+    /// As [`Ledger::group_spec`]; [`Error::OutOfMemory`].
     pub fn ownership_map(&self, group: usize) -> Result<Vec<PageRecord>> {
-        Ok(self.group(group)?.pool.records().collect())
+        collected(self.page_records(group, false)?, "an ownership map")
+    }
+
+    /// The lines of the ownership map, page 0 first; of `taken` pages only, up to the last one that was ever handed out:
+    /// all behind it are free.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn page_records(&self, group: usize, taken: bool) -> Result<impl ExactSizeIterator<Item = PageRecord>> {
+        let pool = &self.group(group)?.pool;
+        Ok(pool.records(if taken { pool.num_mapped() - 1 } else { pool.num_pages() }))
+    }
+
+    /// The rows that are admitted, ascending.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn live_rows(&self) -> Result<Vec<i32>> {
+        let live = self.rows.live.iter().enumerate().filter(|&(_, &is_live)| is_live);
+        gathered(live.map(|(row, _)| row as i32), "the rows that are admitted")
     }
 
     /// `int32 [num_rows + 1]`: slots that each row holds in the group.
@@ -242,7 +262,7 @@ impl Ledger {
 
     /// The ids of the pinned prefixes, ascending.
     pub fn prefixes(&self) -> impl Iterator<Item = u64> {
-        self.prefixes.keys().copied()
+        self.prefixes.iter().map(|&(id, _)| id)
     }
 
     /// Tokens of a pinned prefix.
@@ -297,8 +317,8 @@ impl Ledger {
         for group in &self.groups {
             group.hash(&mut digest);
         }
-        for (&id, prefix) in &self.prefixes {
-            digest.word(id);
+        for (id, prefix) in &self.prefixes {
+            digest.word(*id);
             prefix.hash(&mut digest);
         }
         digest.value()

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::Ledger;
-use super::prepare::growing_lanes;
+use super::prepare::each_growing_lane;
 use crate::call::Call;
 use crate::codec::{put_text, put_varint};
 use crate::config::LedgerConfig;
@@ -13,7 +13,11 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::event_log::EventLog;
 use crate::ids::Row;
+use crate::memory::room;
 use crate::step::Plan;
+
+/// Bytes for which there is always room: a call without arrays, and what frames it in the log.
+const SMALL: usize = 256;
 
 /// The digest and the log of one ledger. A clone has the digest and no log.
 #[derive(Debug)]
@@ -28,7 +32,21 @@ pub(super) struct Recorder {
 
 impl Recorder {
     pub(super) fn new(keeps_digest: bool) -> Self {
-        Self { digest: keeps_digest.then(Digest::new), log: None, bytes: Vec::new(), aside: Vec::new() }
+        let small = || if keeps_digest { Vec::with_capacity(SMALL) } else { Vec::new() };
+        Self { digest: keeps_digest.then(Digest::new), log: None, bytes: small(), aside: small() }
+    }
+
+    /// Memory for the note of a call with two arrays of `lanes` numbers and a tag; it is not refused afterwards.
+    pub(super) fn make_room(&mut self, lanes: usize, tag: Option<&str>) -> Result<()> {
+        if self.digest.is_none() {
+            return Ok(());
+        }
+        let (call, aside) = (SMALL / 2 + 2 * lanes * size_of::<i32>(), SMALL / 2 + tag.map_or(0, str::len));
+        self.bytes.clear();
+        self.aside.clear();
+        room(&mut self.bytes, call, "the note of a call")?;
+        room(&mut self.aside, aside, "the note of a tag")?;
+        self.log.as_mut().map_or(Ok(()), |log| log.make_room_for(call + aside))
     }
 
     /// Tells logs apart; `None` where nothing is recorded.
@@ -39,7 +57,7 @@ impl Recorder {
 
 impl Clone for Recorder {
     fn clone(&self) -> Self {
-        Self { digest: self.digest, ..Self::new(false) }
+        Self { digest: self.digest, ..Self::new(self.digest.is_some()) }
     }
 }
 
@@ -153,11 +171,12 @@ impl Ledger {
         let claims = plan.allocated_before.chunks(lanes).zip(plan.allocated_after.chunks(lanes));
         for (group, (before, after)) in self.groups.iter().zip(claims) {
             let column = |len: i32| (i64::from(len) / group.page_size) as usize;
-            for lane in growing_lanes(before, after) {
-                let lane = lane as usize;
+            let hashed = each_growing_lane(before, after, |lane| {
                 let pages = group.table.row(Row(plan.rows[lane]));
                 digest.ints(&pages[column(before[lane])..column(after[lane])]);
-            }
+                Ok::<(), std::convert::Infallible>(())
+            });
+            hashed.unwrap_or_else(|never| match never {});
         }
     }
 }

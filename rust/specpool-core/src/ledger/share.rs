@@ -8,6 +8,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::ids::{Page, Row, ceil_align};
+use crate::memory::{collected, copied, gathered, room, with_room};
 use crate::page_copy::{PageCopy, TailCopy};
 use crate::page_pool::Verb;
 
@@ -36,8 +37,16 @@ impl Prefix {
         digest.ints(&[self.len, self.drafted]);
         for pages in &self.pages {
             digest.word(pages.evicted as u64);
-            digest.ints(&pages.held.iter().map(|page| page.0).collect::<Vec<_>>());
+            digest.numbers(pages.held.iter().map(|page| page.0));
         }
+    }
+
+    fn try_clone(&self) -> Result<Self> {
+        let mut pages = with_room(self.pages.len(), "a prefix")?;
+        for group in &self.pages {
+            pages.push(PrefixPages { evicted: group.evicted, held: copied(&group.held, "the pages of a prefix")? });
+        }
+        Ok(Self { pages, ..*self })
     }
 }
 
@@ -56,7 +65,7 @@ impl Ledger {
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (unknown row; `len` not in `1..=resolved_len`; no whole page
     /// fits), [`Error::NotReady`] (a step that is not complete writes these pages; a page copy into the row is not
-    /// finished; the window below the prefix's end is not held).
+    /// finished; the window below the prefix's end is not held), [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -117,16 +126,18 @@ impl Ledger {
                 )));
             }
         }
-        let mut pages = Vec::with_capacity(self.groups.len());
+        let mut pages = with_room(self.groups.len(), "a prefix")?;
         for group in &self.groups {
             let evicted = i64::from(group.evicted[at]).min(group.evict_to(length));
             let columns = group.columns(evicted, end(group.page_size).into());
-            let held: Vec<Page> = group.table.row(row)[columns].iter().map(|&page| Page(page)).collect();
+            let row = &group.table.row(row)[columns];
+            let held = collected(row.iter().map(|&page| Page(page)), "the pages of a prefix")?;
             pages.push(PrefixPages { evicted: evicted as i32, held });
         }
         for (at, group) in pages.iter().enumerate() {
             self.check_pages_of(at, row, &group.held)?;
         }
+        room(&mut self.prefixes, 1, "prefixes")?;
         for (group, prefix) in pages.iter().enumerate() {
             self.share(group, &prefix.held, Verb::PinPrefix)?;
             let group = &mut self.groups[group];
@@ -134,7 +145,7 @@ impl Ledger {
         }
         let prefix = self.next_prefix;
         self.next_prefix += 1;
-        self.prefixes.insert(prefix, Prefix { len: length, drafted: self.rows.drafted[at].min(length), pages });
+        self.prefixes.push((prefix, Prefix { len: length, drafted: self.rows.drafted[at].min(length), pages }));
         self.note(&Event::PinPrefix { row, len, prefix });
         Ok(prefix)
     }
@@ -145,15 +156,20 @@ impl Ledger {
     /// [`Error::Shape`] when there is no such prefix.
     pub fn release_prefix(&mut self, prefix: u64) -> Result<()> {
         self.gate()?;
-        let pages = self.prefix(prefix)?.pages.clone();
+        let place = self.place_of_prefix(prefix)?;
         let completed = self.steps.completed();
+        for (at, group) in self.prefixes[place].1.pages.iter().enumerate() {
+            let pool = &self.groups[at].pool;
+            let checked = group.held.iter().try_for_each(|&page| pool.check_shared(page));
+            checked.map_err(|record| self.page_error(at, record))?;
+        }
+        let (_, Prefix { pages, .. }) = self.prefixes.remove(place);
         for (at, group) in pages.iter().enumerate() {
             for &page in group.held.iter().rev() {
                 let released = self.groups[at].pool.release_shared(page, completed, Verb::ReleasePrefix);
                 released.map_err(|record| self.page_error(at, record))?;
             }
         }
-        self.prefixes.remove(&prefix);
         self.note(&Event::ReleasePrefix { prefix });
         Ok(())
     }
@@ -164,7 +180,8 @@ impl Ledger {
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (no such prefix, `len` not in `0..=` its length),
-    /// [`Error::NotReady`] (a window below `len` is not held), [`Error::OutOfRows`], [`Error::OutOfPages`].
+    /// [`Error::NotReady`] (a window below `len` is not held), [`Error::OutOfRows`], [`Error::OutOfPages`],
+    /// [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -196,7 +213,7 @@ impl Ledger {
         if len < 0 || len > most {
             return Err(Error::Shape(format!("admit on prefix {prefix}: length must be in [0, {most}], got {len}")));
         }
-        let mut starts = Vec::with_capacity(self.groups.len());
+        let mut starts = with_room(self.groups.len(), "a row")?;
         for (group, pages) in self.groups.iter().zip(&found.pages) {
             let (window, held) = (group.window_columns(len), i64::from(pages.evicted));
             if held > group.evict_to(len) && !window.is_empty() {
@@ -210,7 +227,7 @@ impl Ledger {
             let evicted = held.min(group.evict_to(len));
             let first = (held / group.page_size) as usize;
             let page = |column: usize| pages.held[column - first];
-            starts.push(Self::start(group.page_size, evicted, len, page));
+            starts.push(Self::start(group.page_size, evicted, len, page)?);
         }
         let row = self.new_row(starts, len, drafted.min(len), tag, Verb::Admit)?;
         self.note(&Event::Admit { prefix, len, row, tag });
@@ -223,7 +240,7 @@ impl Ledger {
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of
     /// the parent is in flight; its last launched step is not complete; a page copy into it is not finished),
-    /// [`Error::OutOfRows`], [`Error::OutOfPages`].
+    /// [`Error::OutOfRows`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -250,11 +267,11 @@ impl Ledger {
         self.check_no_copy_into(parent, "fork")?;
         let at = parent.at();
         let (len, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
-        let mut starts = Vec::with_capacity(self.groups.len());
+        let mut starts = with_room(self.groups.len(), "a row")?;
         for (group_at, group) in self.groups.iter().enumerate() {
             let evicted = i64::from(group.evicted[at]);
             let row = group.table.row(parent);
-            let start = Self::start(group.page_size, evicted, len, |column| Page(row[column]));
+            let start = Self::start(group.page_size, evicted, len, |column| Page(row[column]))?;
             self.check_pages_of(group_at, parent, &start.shared)?;
             starts.push(start);
         }
@@ -268,11 +285,12 @@ impl Ledger {
     }
 
     /// What a row of `len` tokens starts with, where `page` gives the page of a column.
-    fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Start {
+    fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Result<Start> {
         let whole = i64::from(len) / page_size;
-        let shared = (evicted / page_size..whole).map(|column| page(column as usize)).collect();
+        let columns = (evicted / page_size) as usize..whole as usize;
+        let shared = collected(columns.map(&page), "the pages of a row")?;
         let tail = (i64::from(len) % page_size != 0).then(|| page(whole as usize));
-        Start { evicted: evicted as i32, shared, tail }
+        Ok(Start { evicted: evicted as i32, shared, tail })
     }
 
     /// Takes a row with the shared pages of `starts`, and a page for each tail.
@@ -284,6 +302,15 @@ impl Ledger {
             }
         }
         let step = self.steps.next();
+        self.recorder.make_room(0, tag)?;
+        let tag = self.rows.make_room(tag)?;
+        for (group, start) in self.groups.iter_mut().zip(&starts) {
+            let tails = usize::from(start.tail.is_some());
+            group.make_room(tails, start.shared.len() + tails)?;
+        }
+        // Those that ride on steps not launched come back with a cancel.
+        let riding: usize = self.steps.unlaunched().map(|record| record.before.copies.len()).sum();
+        room(&mut self.copies, riding + starts.len(), "page copies")?;
         self.rows.admit(tag, step);
         for (at, start) in starts.into_iter().enumerate() {
             self.share(at, &start.shared, verb)?;
@@ -326,7 +353,21 @@ impl Ledger {
     }
 
     pub(super) fn prefix(&self, prefix: u64) -> Result<&Prefix> {
-        self.prefixes.get(&prefix).ok_or_else(|| Error::Shape(format!("there is no prefix {prefix}")))
+        Ok(&self.prefixes[self.place_of_prefix(prefix)?].1)
+    }
+
+    fn place_of_prefix(&self, prefix: u64) -> Result<usize> {
+        let place = self.prefixes.binary_search_by_key(&prefix, |&(id, _)| id);
+        place.map_err(|_| Error::Shape(format!("there is no prefix {prefix}")))
+    }
+
+    /// Copies of all prefixes, with their ids.
+    pub(super) fn try_clone_prefixes(&self) -> Result<Vec<(u64, Prefix)>> {
+        let mut prefixes = with_room(self.prefixes.len(), "prefixes")?;
+        for (id, prefix) in &self.prefixes {
+            prefixes.push((*id, prefix.try_clone()?));
+        }
+        Ok(prefixes)
     }
 
     fn check_pages_of(&self, group: usize, row: Row, pages: &[Page]) -> Result<()> {
@@ -396,6 +437,17 @@ impl Ledger {
         }
     }
 
+    /// The copies that rode on a cancelled step wait again, before all others.
+    pub(super) fn put_copies_back(&mut self, riding: Vec<TailCopy>) {
+        if self.copies.is_empty() {
+            self.copies = riding;
+            return;
+        }
+        let len = riding.len();
+        self.copies.extend(riding);
+        self.copies.rotate_right(len);
+    }
+
     /// Drops the waiting copies whose row no longer holds the page that they write.
     pub(super) fn drop_orphan_copies(&mut self, verb: Verb) {
         if self.copies.is_empty() {
@@ -425,22 +477,26 @@ impl Ledger {
             return Ok(0);
         }
         let idle = (1..=self.rows.num_rows()).filter(|&row| self.rows.idle[row]);
-        let mut held: Vec<Page> = idle.flat_map(|row| group.pages(Row(row as i32))).collect();
+        let mut held = gathered(idle.flat_map(|row| group.pages(Row(row as i32))), "the pages of idle rows")?;
         held.sort_unstable();
         let all_idle = |holds: &&[Page]| group.pool.holders(holds[0]) as usize == holds.len();
         Ok(held.chunk_by(|a, b| a == b).filter(all_idle).count())
     }
 
-    /// `free` are the pages that the call could have had, those that it would itself evict among them.
+    /// `free` are the pages that the call could have had, those that it would itself evict among them. Where there is no
+    /// memory to count what is reclaimable, that is the error.
     pub(super) fn out_of_pages(&self, group: usize, need: usize, free: usize) -> Error {
-        let reclaimable = self.reclaimable_pages(group).unwrap_or(0);
+        let reclaimable = match self.reclaimable_pages(group) {
+            Ok(pages) => pages,
+            Err(error) => return error,
+        };
         let state = &self.groups[group];
         Error::OutOfPages { group: state.spec.name.clone(), need, free, fenced: state.pool.num_fenced(), reclaimable }
     }
 
     /// Every page of the group that a pinned prefix holds, once for each that does.
     pub(crate) fn prefix_holders(&self, group: usize) -> impl Iterator<Item = Page> + '_ {
-        self.prefixes.values().flat_map(move |prefix| prefix.pages[group].held.iter().copied())
+        self.prefixes.iter().flat_map(move |(_, prefix)| prefix.pages[group].held.iter().copied())
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::group::GroupState;
-use crate::ids::{Row, zeroed};
+use crate::ids::Row;
+use crate::memory::{copied, with_room};
 
 /// The state of a ledger at a moment when nothing was in flight.
 #[derive(Debug, Clone)]
@@ -29,7 +29,7 @@ impl Ledger {
     /// Keeps the whole state.
     ///
     /// # Errors
-    /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when there is no memory for a second state.
+    /// [`Error::NotReady`] while a step is not over; [`Error::OutOfMemory`] when there is no memory for a second state.
     ///
     /// # Examples
     /// ```
@@ -52,12 +52,31 @@ impl Ledger {
     pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.gate()?;
         self.check_nothing_in_flight("snapshot")?;
-        // A clone has no other way to say that memory is short than an abort.
-        drop(zeroed::<u8>(self.groups.iter().map(GroupState::num_bytes).sum(), "a snapshot")?);
+        let mut state = self.try_clone()?;
         self.snapshots += 1;
         let number = self.snapshots;
+        state.snapshots = number;
         self.note(&Event::Snapshot { number });
-        Ok(Snapshot { state: self.clone(), number, log: self.recorder.log_identity().cloned() })
+        Ok(Snapshot { state, number, log: self.recorder.log_identity().cloned() })
+    }
+
+    /// The state as it is kept: without deltas, and without what nothing in it has touched.
+    fn try_clone(&self) -> Result<Self> {
+        let mut groups = with_room(self.groups.len(), "a snapshot")?;
+        for group in &self.groups {
+            groups.push(group.try_clone()?);
+        }
+        Ok(Self {
+            groups,
+            shapes: copied(&self.shapes, "a snapshot")?,
+            rows: self.rows.try_clone()?,
+            steps: self.steps.try_clone()?,
+            copies: copied(&self.copies, "page copies")?,
+            prefixes: self.try_clone_prefixes()?,
+            recorder: self.recorder.clone(),
+            lanes: Vec::new(),
+            ..*self
+        })
     }
 
     /// Goes back to a state that this ledger, or one built alike, had. Every row's epoch moves on, and step and prefix
@@ -66,7 +85,7 @@ impl Ledger {
     ///
     /// # Errors
     /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when the snapshot is of a ledger built
-    /// otherwise, or this ledger is recorded and its log does not tell of the snapshot.
+    /// otherwise, or this ledger is recorded and its log does not tell of the snapshot; [`Error::OutOfMemory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<()> {
         self.gate()?;
         self.check_nothing_in_flight("restore")?;
@@ -81,7 +100,16 @@ impl Ledger {
                 snapshot.number
             )));
         }
+        let (lists, prefixes) = (state.rows.try_clone_lists()?, state.try_clone_prefixes()?);
+        let copies = copied(&state.copies, "page copies")?;
+        let mut pools = with_room(self.groups.len(), "a snapshot")?;
         for (group, other) in self.groups.iter_mut().zip(&state.groups) {
+            let cells = group.table.cells().iter().zip(other.table.cells());
+            let differing = cells.filter(|(now, then)| now != then).count();
+            group.make_room(0, differing + other.num_held())?;
+            pools.push((other.pool.try_clone()?, other.try_clone_kept()?));
+        }
+        for ((group, other), (pool, kept)) in self.groups.iter_mut().zip(&state.groups).zip(pools) {
             for at in 1..group.allocated.len() {
                 let row = Row(at as i32);
                 for column in 0..group.table.pages_per_row() {
@@ -94,13 +122,13 @@ impl Ledger {
             group.allocated.copy_from_slice(&other.allocated);
             group.protected.copy_from_slice(&other.protected);
             group.evicted.copy_from_slice(&other.evicted);
-            group.kept.clone_from(&other.kept);
-            group.pool.clone_from(&other.pool);
+            group.set_kept(kept);
+            group.pool = pool;
         }
-        self.rows.restore(&state.rows);
+        self.rows.restore(&state.rows, lists);
         self.steps.skip_to(&state.steps);
-        self.copies.clone_from(&state.copies);
-        self.prefixes.clone_from(&state.prefixes);
+        self.copies = copies;
+        self.prefixes = prefixes;
         self.next_prefix = self.next_prefix.max(state.next_prefix);
         self.note(&Event::Restore { number: snapshot.number });
         Ok(())

@@ -1,0 +1,325 @@
+//! Law: where memory is short a call is refused and the state is as it was; it works again once there is memory.
+//!
+//! The allocator of this test refuses, on demand, the n-th block above a size, on this thread only. Each call is made
+//! with n = 0, 1, 2, .. until it succeeds, so that each of its allocations is refused once. One that cannot be refused
+//! ends the test with an abort.
+
+use std::alloc::{GlobalAlloc, Layout as Block, System};
+use std::cell::Cell;
+
+use specpool_core::draft_cells::{Drafts, advance_ancestors};
+use specpool_core::mask::{MaskLanes, attention_bias, attention_mask};
+use specpool_core::moves::{SlotLayout, SlotMoves};
+use specpool_core::sample::{SampleParams, sample_margins, sample_tokens};
+use specpool_core::slots::{TableView, check_moves, compact_moves, page_csr, slot_ranges, slots_at};
+use specpool_core::tree::{Candidates, Tree, build_tree};
+use specpool_core::verify::verify_tree;
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape};
+
+/// Blocks up to this size are messages, nodes and the like: they are never refused.
+const SMALL: usize = 512;
+
+thread_local! {
+    /// Blocks above `SMALL` that are still granted; all of them while it is `None`.
+    static GRANTED: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+fn is_refused(size: usize) -> bool {
+    size > SMALL
+        && match GRANTED.get() {
+            Some(0) => {
+                GRANTED.set(None); // Refuse one block; what reports an abort needs more.
+                true
+            }
+            Some(granted) => {
+                GRANTED.set(Some(granted - 1));
+                false
+            }
+            None => false,
+        }
+}
+
+struct Refusing;
+
+// SAFETY: the system's allocator, or no block at all.
+unsafe impl GlobalAlloc for Refusing {
+    unsafe fn alloc(&self, block: Block) -> *mut u8 {
+        if is_refused(block.size()) { std::ptr::null_mut() } else { unsafe { System.alloc(block) } }
+    }
+
+    unsafe fn alloc_zeroed(&self, block: Block) -> *mut u8 {
+        if is_refused(block.size()) { std::ptr::null_mut() } else { unsafe { System.alloc_zeroed(block) } }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, block: Block, size: usize) -> *mut u8 {
+        if is_refused(size) { std::ptr::null_mut() } else { unsafe { System.realloc(old, block, size) } }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, block: Block) {
+        unsafe { System.dealloc(old, block) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Refusing = Refusing;
+
+/// Runs `call` with `granted` blocks.
+fn with<T>(granted: usize, call: impl FnOnce() -> T) -> T {
+    GRANTED.set(Some(granted));
+    let result = call();
+    GRANTED.set(None);
+    result
+}
+
+/// Refuses each block of `call` in turn, then lets it go; how many it took. Every refusal leaves `state` as it was.
+fn refused_in_turn<T, S: PartialEq + std::fmt::Debug, W>(
+    name: &str,
+    world: &mut W,
+    state: impl Fn(&W) -> S,
+    mut call: impl FnMut(&mut W) -> Result<T, Error>,
+) -> (T, usize) {
+    let before = state(world);
+    for granted in 0..10_000 {
+        match with(granted, || call(world)) {
+            Ok(given) => return (given, granted),
+            Err(Error::OutOfMemory { .. }) => assert!(state(world) == before, "{name}: block {granted} left a trace"),
+            Err(other) => panic!("{name}: block {granted}: {other}"),
+        }
+    }
+    panic!("{name} never ends");
+}
+
+/// Of a call on arrays: it took one block or more.
+fn pure<T>(name: &str, mut call: impl FnMut() -> Result<T, Error>) -> T {
+    let (given, blocks) = refused_in_turn(name, &mut (), |()| (), |()| call());
+    assert!(blocks > 0, "{name} takes no memory");
+    given
+}
+
+const ROWS: i32 = 600;
+
+fn groups() -> Vec<Group> {
+    let group = |name: &str, page_size, hosts_drafts, layout, window| Group {
+        name: name.into(),
+        page_size,
+        num_pages: 1 << 16,
+        hosts_drafts,
+        layout,
+        window,
+    };
+    vec![
+        group("full", 4, false, Layout::Dense, None),
+        group("draft", 4, true, Layout::Holey, None),
+        group("window", 2, false, Layout::Dense, Some(700)),
+    ]
+}
+
+fn config() -> LedgerConfig {
+    let shapes = vec![Shape::eagle(3, 2, 6).unwrap()];
+    let config = LedgerConfig::new(groups(), shapes, ROWS.into(), 4_000);
+    LedgerConfig { overlap_depth: 1, sessions: true, digest: true, ..config }
+}
+
+/// Everything of a ledger that anyone can see, counters and digest among it.
+fn seen(ledger: &Ledger) -> (u64, Option<u64>, Vec<(u64, &'static str)>, Vec<u64>, Vec<usize>) {
+    let steps = ledger.steps().map(|(step, _, state)| (step, state.name())).collect();
+    let pending = (0..ledger.num_groups()).map(|at| ledger.pending_cells(at).count());
+    let pages = (0..ledger.num_groups()).map(|at| ledger.free_pages(at).unwrap());
+    let counts = pending.chain(pages).chain([ledger.num_free_rows()]).collect();
+    (ledger.state_hash(), ledger.digest(), steps, ledger.prefixes().collect(), counts)
+}
+
+/// A ledger, and how many refusals each verb of it took.
+struct World {
+    ledger: Ledger,
+    refusals: std::collections::BTreeMap<&'static str, usize>,
+}
+
+impl World {
+    fn new(ledger: Ledger) -> Self {
+        Self { ledger, refusals: std::collections::BTreeMap::new() }
+    }
+
+    /// A verb that may be refused, and is, at each of its blocks.
+    fn taking<T>(&mut self, verb: &'static str, call: impl FnMut(&mut Ledger) -> Result<T, Error>) -> T {
+        let (given, blocks) = refused_in_turn(verb, &mut self.ledger, seen, call);
+        *self.refusals.entry(verb).or_default() += blocks;
+        given
+    }
+
+    /// A verb that gives back: it works without any memory.
+    fn giving<T>(&mut self, call: impl FnOnce(&mut Ledger) -> Result<T, Error>) -> T {
+        with(0, || call(&mut self.ledger)).unwrap()
+    }
+
+    fn admit(&mut self) -> Row {
+        if self.ledger.num_free_rows() % 64 != 0 {
+            return self.ledger.admit(None).unwrap();
+        }
+        let tag = "t".repeat(SMALL + 1);
+        self.taking("admit", |ledger| ledger.admit(Some(&tag)))
+    }
+
+    fn extend(&mut self, rows: &[i32], lens: &[i32]) -> u64 {
+        self.taking("prepare_extend", |ledger| ledger.prepare_extend(rows, lens, true)).step
+    }
+
+    fn run(&mut self, step: u64) {
+        self.giving(|ledger| ledger.launch(step));
+        self.giving(|ledger| ledger.complete(step));
+    }
+}
+
+fn live(world: &mut World, checks: usize) {
+    let rows: Vec<i32> = (0..ROWS - 20).map(|_| world.admit().0).collect();
+    let lens: Vec<i32> = rows.iter().map(|row| 30 + row % 7).collect();
+    let step = world.extend(&rows, &lens);
+    world.taking("take_delta", |ledger| ledger.take_delta(step));
+    world.giving(|ledger| ledger.ack_delta(step));
+    world.run(step);
+    // One long row, its prefix pinned, a row on it, a twin of it.
+    let long = Row(rows[0]);
+    let step = world.extend(&[long.0], &[3_001]);
+    world.run(step);
+    let prefix = world.taking("pin_prefix", |ledger| ledger.pin_prefix(long, 3_000));
+    let on = world.taking("admit_on", |ledger| ledger.admit_on(prefix, Some(2_999), None));
+    let step = world.extend(&[on.0], &[3_002]);
+    let twin = world.taking("fork", |ledger| ledger.fork(long, None));
+    world.giving(|ledger| ledger.cancel(step)); // the copy that rode on it waits again, before the twin's
+    for _ in 0..checks {
+        world.taking("audit", |ledger| ledger.audit()).iter().for_each(|finding| panic!("{finding:?}"));
+    }
+    let step = world.extend(&[on.0, twin.0], &[3_002, 3_003]);
+    world.run(step);
+    // Rounds of all rows: two in flight, some rows cut in between, an abandon.
+    let shapes: Vec<i32> = rows.iter().map(|row| row % 2).collect();
+    let decode = |ledger: &mut Ledger| ledger.prepare_decode(&rows, &shapes, true);
+    let first = world.taking("prepare_decode", decode).step;
+    world.giving(|ledger| ledger.launch(first));
+    let second = world.taking("prepare_decode", decode).step;
+    world.giving(|ledger| ledger.launch(second));
+    world.giving(|ledger| ledger.finish(Row(rows[5])));
+    let accept: Vec<i32> = shapes.iter().map(|shape| 1 + shape).collect();
+    world.taking("resolve", |ledger| ledger.resolve(first, &accept));
+    world.giving(|ledger| ledger.abandon(second));
+    world.giving(|ledger| ledger.complete(second));
+    assert_eq!(world.ledger.num_free_rows(), ROWS as usize - 2);
+    // A session whose window leaves its checkpoint behind.
+    world.giving(|ledger| ledger.end_turn(on, 3_002));
+    world.taking("reclaimable_pages", |ledger| ledger.reclaimable_pages(0));
+    let step = world.extend(&[on.0], &[3_700]);
+    world.run(step);
+    let step = world.extend(&[on.0], &[3_900]);
+    world.run(step);
+    assert_eq!(world.giving(|ledger| ledger.trim(on, 3_002)), 3_002);
+    world.giving(|ledger| ledger.retract(twin));
+    let snapshot = world.taking("snapshot", Ledger::snapshot);
+    world.giving(|ledger| ledger.release_prefix(prefix));
+    world.giving(|ledger| ledger.abort(on));
+    world.taking("restore", |ledger| ledger.restore(&snapshot));
+    world.giving(|ledger| ledger.abort(on));
+    world.giving(|ledger| ledger.release_prefix(prefix));
+    world.ledger.check().unwrap();
+    assert_eq!(world.ledger.num_free_rows(), ROWS as usize);
+    world.giving(Ledger::close);
+}
+
+#[test]
+fn a_verb_without_memory_changes_nothing_and_what_gives_back_needs_none() {
+    let mut world = World::new(Ledger::new(config()).unwrap());
+    live(&mut world, 1);
+    let idle: Vec<_> = world.refusals.iter().filter(|(_, refusals)| **refusals == 0).collect();
+    assert_eq!(idle, [], "verbs that took no memory show nothing");
+}
+
+/// The same while every call is recorded; the log is whole.
+#[test]
+fn a_recorded_ledger_without_memory_keeps_its_log() {
+    let path = std::env::temp_dir().join(format!("specpool-memory-{}.log", std::process::id()));
+    let mut world = World::new(Ledger::recorded(config(), &path, 1 << 30).unwrap());
+    live(&mut world, 0);
+    let mut replay = specpool_core::Replay::open(&path).unwrap();
+    let mut again = replay.ledger().unwrap();
+    while replay.advance(&mut again).unwrap().is_some() {}
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(again.digest(), world.ledger.digest());
+}
+
+#[test]
+fn a_ledger_without_memory_is_not_built() {
+    let (ledger, blocks) = refused_in_turn("new", &mut (), |()| (), |()| Ledger::new(config()));
+    assert!(blocks > 10);
+    pure("page_record", || ledger.ownership_map(0));
+    assert_eq!(ledger.page_record(0, Page(1)).unwrap().holders, 0);
+}
+
+#[test]
+fn a_table_without_memory_is_not_read() {
+    const N: usize = 300;
+    let cells: Vec<i32> = (0..2 * 400).map(|cell| cell % 400).collect();
+    let table = TableView::new(&cells, 400, 4).unwrap();
+    let (rows, ones) = (vec![1; N], vec![1; N]);
+    let roots: Vec<i32> = (0..N as i32).map(|lane| 101 + lane % 3).collect();
+    pure("slots_at", || slots_at(&table, &rows, &roots));
+    pure("slot_ranges", || slot_ranges(&table, &rows, &roots, &ones));
+    pure("page_csr", || page_csr(&table, &rows, &roots));
+    let accept: Vec<i32> = (0..N as i32).flat_map(|lane| [lane * 4, lane * 4 + 2, -1]).collect();
+    pure("compact_moves", || compact_moves(&table, &rows, &roots, &accept, 4));
+    let slots: Vec<i64> = (0..N as i64).collect();
+    pure("check_moves", || check_moves(&slots, &slots, N));
+    let drafts = Drafts::new(3, 2, 4, Layout::Holey).unwrap();
+    pure("write_positions", || drafts.write_positions(&roots));
+    pure("write_slots", || drafts.write_slots(&table, &rows, &roots));
+    pure("read_indices", || drafts.read_indices(&table, &rows, &roots, 1, None));
+    pure("visibility", || drafts.visibility(&roots, 2, None));
+    pure("branch_pages", || drafts.branch_pages(&table, &rows, &roots, 2));
+    pure("prefix_tail_moves", || drafts.prefix_tail_moves(&table, &rows, &roots));
+    let parents = vec![1; 2 * N];
+    pure("branch_copy_moves", || drafts.branch_copy_moves(&table, &rows, &roots, 2, &parents));
+    let mut ancestors = vec![0; 2 * N];
+    pure("advance_ancestors", || advance_ancestors(&mut ancestors, &[1; 2], 2, 3));
+}
+
+#[test]
+fn a_round_without_memory_is_not_run() {
+    const N: usize = 300;
+    let mut buffers = (vec![0.5; 40 * 40], vec![7; 40 * 40], vec![0; 40 * 41]);
+    let mut candidates = Candidates::new(40, 1, 40, &mut buffers.0, &mut buffers.1, &mut buffers.2).unwrap();
+    pure("select", || candidates.select(0, &[0.5; 1_600], &[7; 1_600], &[]));
+    pure("organize", || candidates.organize(40));
+    let chosen: Vec<i64> = (0..N as i64).collect();
+    pure("build_tree", || build_tree(&[], &chosen, 1, N));
+    let parents: Vec<i32> = (-1..N as i32 - 1).collect();
+    let tree = pure("from_parents", || Tree::from_parents(&parents, N));
+    let tokens = vec![5; N];
+    pure("verify_tree", || verify_tree(&tokens, &tree.first_child, &tree.next_sibling, &tokens, N, N));
+    let starts = vec![3; N];
+    let lanes = MaskLanes {
+        starts: &starts,
+        q_lens: &starts,
+        num_queries: 3,
+        own_mask: None,
+        q_positions: None,
+        own_positions: None,
+        own_width: 0,
+        window: None,
+    };
+    pure("attention_mask", || attention_mask(&lanes, 9));
+    pure("attention_bias", || attention_bias(&lanes, 9));
+    let params = vec![SampleParams { temperature: 1.0, top_k: 9, top_p: 0.5, u: 0.5 }; N];
+    let logits: Vec<f32> = (0..N * 100).map(|at| (at % 31) as f32).collect();
+    pure("sample_tokens", || sample_tokens(&logits, 100, &params));
+    pure("sample_margins", || sample_margins(&logits, 100, &params));
+}
+
+#[test]
+fn moves_without_memory_move_nothing() {
+    let (src, dst): (Vec<i64>, Vec<i64>) = (0..900).map(|slot| (slot, (slot + 7) % 900)).unzip();
+    let moves = pure("new", || SlotMoves::new(&src, &dst, 900));
+    let layout = SlotLayout::new([1, 900, 100], vec![100]).unwrap();
+    let mut bytes: Vec<u8> = (0..90_000).map(|at| (at / 100 % 251) as u8).collect();
+    let apply = |bytes: &mut Vec<u8>| moves.apply(&mut [(&layout, bytes)]);
+    let ((), blocks) = refused_in_turn("apply", &mut bytes, Clone::clone, apply);
+    assert!(blocks > 0);
+    assert_eq!(bytes[700], 0);
+}
