@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from source import EDGES, STRANGERS, Source, array, overlapping, spoiled
 
 import specpool
-from source import EDGES, STRANGERS, Source, array, overlapping, spoiled
 from specpool import SpecpoolError, _core
 
 #: What a call may raise: our errors; for a wrong kind, number or text, and no memory, Python's own.

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from border import REFUSALS
+
 from specpool.picture import Film, slots
 
 MAGIC = b"\x89SPLOG\r\n"

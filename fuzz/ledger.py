@@ -10,6 +10,7 @@ from typing import Any
 
 from border import REFUSALS, shape_of
 from source import EDGES, STRANGERS, Source, array, spoiled
+
 from specpool import Group, Ledger
 from specpool._core import OP_BYTES
 from specpool.testing import apply, decode_op

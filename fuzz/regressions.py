@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
-
 from border import REFUSALS
 from run import limit_memory
+
 from specpool import Group, Ledger, Shape, _core
 
 I32, I64 = np.int32, np.int64

@@ -46,6 +46,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What a block that is not run may need, and how one sees that it does.
 NEEDS = {
     "a CUDA device": r"cuda|gpu|sanitize",
+    "atheris and cargo-fuzz": r"--atheris|cargo fuzz",
     "the model hub": r"--(target|draft) (?!specpool/)[\w.-]+/[\w.-]+",
 }
 
@@ -223,6 +224,13 @@ def test_commands_in_the_text_exist(document, command):
     found, rest = command_of(words[1:])
     options = {name for param in found.params for name in (*param.opts, *param.secondary_opts)}
     assert {word for word in rest if word.startswith("-")} <= {*options, "--help"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_named_in_the_text_exist(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests|fuzz|docs|examples|rust|cuda)/[\w/.-]+\.\w+)`", text)
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_what_cannot_run_says_so_and_what_can_does():

@@ -51,6 +51,7 @@ def test_the_border_fuzzer_knows_every_function_of_the_extension():
     sys.path.insert(0, str(FUZZ))
     try:
         import border
+
         from specpool import _core
 
         functions = {name for name in _core.__all__ if name.islower() and not name.startswith("_")}
