@@ -130,7 +130,10 @@ def spoiled(source: Source, made: np.ndarray[Any, Any]) -> Any:
         shape = [*made.shape]
         shape[source.below(made.ndim)] = 0
         shape[source.below(made.ndim)] = source.pick(HUGE)
-        return np.zeros(shape if 0 in shape else (0,), made.dtype)
+        try:
+            return np.zeros(shape if 0 in shape else (0,), made.dtype)
+        except ValueError:  # numpy itself has a limit, though the array would be empty
+            return made
     if way == 4 and made.ndim:
         return made[..., ::-1]
     if way == 5 and made.ndim:

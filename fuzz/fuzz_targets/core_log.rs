@@ -7,6 +7,7 @@ use specpool_core::Replay;
 const MAGIC_LEN: usize = 8;
 const START: u64 = 0x7370_6563_706f_6f6c;
 const MOST_EVENTS: usize = 400;
+const MOST_ROWS: i64 = 1 << 10;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&first, log)) = data.split_first() else { return };
@@ -27,6 +28,10 @@ fn play(path: &std::path::Path) -> specpool_core::Result<()> {
         if replay.advance(&mut ledger)?.is_none() {
             break;
         }
+    }
+    // An audit looks at every cell, which no reader of a log does: a few bytes can state billions.
+    if replay.config().num_rows > MOST_ROWS {
+        return Ok(());
     }
     ledger.check()
 }
