@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak mutants models bench bench-gpu all clean
+.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak fuzz mutants models bench bench-gpu all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,20 +36,28 @@ run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair
 
 install: $(VENV)/.dev ## create .venv with everything that development needs
 
-build: $(VENV)/.dev ## build the wheel into dist/
-	$(BIN)/maturin build --release --out dist
+# zig links against glibc 2.17, so that the wheel runs on systems older than this one.
+ifeq ($(shell uname -s),Linux)
+OLD_GLIBC := --zig --compatibility manylinux2014
+endif
+build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and look through both
+	$(if $(OLD_GLIBC),$(UV) pip install --quiet --python $(BIN)/python ziglang,)
+	rm -f dist/specpool-*
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/maturin build --release --locked $(OLD_GLIBC) --out dist
+	$(BIN)/maturin sdist --out dist
+	$(BIN)/pytest --quiet tests/test_package.py
 
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples benches
-	$(BIN)/ruff check --fix-only --quiet python tests examples benches
+	$(BIN)/ruff format python tests examples benches fuzz
+	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz
 
 lint: $(VENV)/.dev ## rustfmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
-	$(BIN)/ruff format --check python tests examples benches
-	$(BIN)/ruff check python tests examples benches
+	$(BIN)/ruff format --check python tests examples benches fuzz
+	$(BIN)/ruff check python tests examples benches fuzz
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
 
@@ -88,6 +96,12 @@ soak: $(VENV)/.dev ## 1e8 random operations on the ledger, 1e6 simulated rounds 
 	cargo run --release --quiet -p specpool-check --bin soak -- --ops 1e8 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/specpool sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
+
+# Each target so long; 3600 and more by hand. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.dev ## hostile calls and logs, FUZZ_SECONDS of each target (SEED=n)
+	set -e; for target in border ledger event_log; do \
+	$(BIN)/python fuzz/run.py $$target --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED),); done
 
 # Without debug information a mutant builds in a third of the time; a failing property need not be shrunk.
 MUTATED := sizing page_pool page_copy group step rows delta ledger 'ledger/*'
