@@ -57,6 +57,7 @@ class Question:
     prompt: int | None
     output: int | None
     live: list[int]
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ def _model_of_files(question: Question) -> Model:
     from specpool.models.outline import head_outline, target_outline
 
     assert question.target is not None
-    target = target_outline(resolve(question.target))
+    target = target_outline(resolve(question.target), trust_remote_code=question.trust_remote_code)
     dtype = question.dtype
     if dtype is None:
         dtype = str(target.dtype or torch.float32).removeprefix("torch.")
