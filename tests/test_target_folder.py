@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -415,6 +416,35 @@ def test_a_pickle_of_few_numbers_in_a_great_shape_is_refused(tmp_path: Path) -> 
     torch.save(state, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"fc.weight is \[16, 32\] over fewer numbers"):
         Target().load(folder)
+
+
+def test_a_head_of_an_odd_layer_type_is_one_error(tmp_path: Path) -> None:
+    folder = write(tmp_path, base_config(layer_types=5), eagle_state())
+    with pytest.raises(CheckpointError, match="layer_types is 5, not a list of names"):
+        head_outline(folder)
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, folder: Path) -> None:
+    head = write(tmp_path / "head", base_config(), None)
+    os.mkfifo(head / "head.safetensors")
+    with pytest.raises(CheckpointError, match="no model.safetensors.*found config.json, head"):
+        head_outline(head)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    refused(folder, "it has no model.safetensors or pytorch_model.bin")
+
+
+def test_a_distributed_checkpoint_is_not_unpickled(folder: Path) -> None:
+    shutil.move(
+        folder / "model.safetensors", folder / "shard-00001-model-00001-of-00001.safetensors"
+    )
+    (folder / ".metadata").write_bytes(b"no pickle")
+    refused(folder, "is a distributed checkpoint .*save_pretrained")
+
+
+def test_of_many_faults_the_first_are_named(folder: Path) -> None:
+    text = refused(change(folder, model_type="gpt2"), "missing .*; and [0-9]+ more")
+    assert text.count("missing") == 12
 
 
 # --- The command line ------------------------------------------------------------------------

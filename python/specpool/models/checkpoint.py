@@ -156,7 +156,7 @@ def weight_bytes(folder: Path) -> int:
         CheckpointError: there are no weight files, or the index names none.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if os.path.isfile(index):
         metadata = read_json(index).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and 0 < total < 1 << 60:
@@ -168,12 +168,12 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that make up the weights; safetensors before pickles, an index before a file."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
-        if index.is_file():
+        if os.path.isfile(index):
             return shards(index)
         single = folder / f"{stem}.{suffix}"
-        if single.is_file():
+        if os.path.isfile(single):
             return [single]
-        others = sorted(folder.glob(f"*.{suffix}"))
+        others = sorted(path for path in folder.glob(f"*.{suffix}") if os.path.isfile(path))
         if len(others) == 1:
             return others
     found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
@@ -274,4 +274,10 @@ def check_tensors(
         elif tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             faults.append(f"{label} is {tensor.dtype}; quantized weights are not supported")
     if faults:
-        raise CheckpointError("; ".join(faults))
+        raise CheckpointError(some_of(faults))
+
+
+def some_of(faults: Sequence[str], most: int = 12) -> str:
+    """Return the first of many faults as one line, and how many there are beside."""
+    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
+    return "; ".join(f"{fault:.160}" for fault in faults[:most]) + more

@@ -222,6 +222,10 @@ class _ConfigReader:
         """Keys that layer 0 sees, if it slides."""
         layer_types = self.layer.get("layer_types")
         if layer_types:
+            if not isinstance(layer_types, list):
+                raise CheckpointError(
+                    f"config.json: layer_types is {layer_types!r:.80}, not a list of names"
+                )
             slides = layer_types[0] == "sliding_attention"
         else:
             # Qwen writes a window and switches it off; mistral has no switch.

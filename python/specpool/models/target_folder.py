@@ -26,7 +26,7 @@ from specpool.errors import (
     reading,
     wants_trust,
 )
-from specpool.models.checkpoint import read_json, shards, stored_dtypes
+from specpool.models.checkpoint import read_json, shards, some_of, stored_dtypes
 from specpool.models.support import (
     check_class,
     check_config,
@@ -286,6 +286,13 @@ def _check_plain_names(path: Path, content: dict[str, Any], key: str) -> None:
 
 def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
     path, own = folder.path, config.get("transformers_weights")
+    # transformers prefers these, and torch.distributed unpickles what lies beside them.
+    parts = sorted(file.name for file in path.iterdir() if re.match(r"shard-\d", file.name))
+    if parts:
+        raise CheckpointError(
+            f"{path} is a distributed checkpoint ({parts[0]:.80}): load it where it was saved, and "
+            "save it with save_pretrained"
+        )
     for name in _SINGLES if own is None else [own]:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(
@@ -334,7 +341,7 @@ def _check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
         faults.append(f"{key} is {found}, expected {list(model.get_parameter(key).shape)}")
     faults += [f"missing {key}" for key in sorted(loaded["missing_keys"])]
     if faults:
-        raise CheckpointError(f"{name}: {'; '.join(faults)}")
+        raise CheckpointError(f"{name}: {some_of(faults)}")
 
 
 def _model_class(config: Any) -> type:
