@@ -427,7 +427,7 @@ def test_a_head_of_an_odd_layer_type_is_one_error(tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, folder: Path) -> None:
     head = write(tmp_path / "head", base_config(), None)
     os.mkfifo(head / "head.safetensors")
-    with pytest.raises(CheckpointError, match="no model.safetensors.*found config.json, head"):
+    with pytest.raises(CheckpointError, match=r"no model.safetensors.*found config.json, head"):
         head_outline(head)
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
