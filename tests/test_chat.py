@@ -365,3 +365,61 @@ def test_messages_may_be_changed_after_the_turn(engine):
         messages[0]["content"] = "something else"
         (second,) = talk(session, "and then?")
         assert bytes(second.prompt_ids).decode().startswith("user: seq: 2, 4, \n")
+
+
+# --- Limits ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% for a in range(9999) %}" * 5 + "{% endfor %}" * 5, "not ended after 5 s"),
+        ("{{ 'x' * 10**11 }}", "MemoryError"),
+        (
+            "{% set n = namespace(s='x') %}{% for a in range(64) %}{% set n.s = n.s ~ n.s %}",
+            "Memory",
+        ),
+        ("{{ '%0999999999d' % 1 }}", "MemoryError"),
+        ("{{ 'x' * 40000000 }}", "40000000 characters, at most 33554432"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% for", "TemplateSyntaxError"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_stopped(engine, template, monkeypatch, text, message):
+    monkeypatch.setattr("specpool.chat_template.MOST_SECONDS", 5.0)
+    template(text + "{% endfor %}" if text.count("{% for") > text.count("{% end") > -1 else text)
+    with pytest.raises(ConfigError, match=f"the chat template refuses prompt 0: .*{message}"):
+        engine.generate(CHAT, PARAMS)
+    template(TEMPLATE)
+    monkeypatch.undo()
+    (chat,) = engine.generate(CHAT, PARAMS)
+    assert bytes(chat.prompt_ids).decode() == TEXT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TEMPLATE,
+        "{{ bos_token }}{{ messages[0].content | tojson }}{{ messages | length }}",
+        "{% generation %}{{ messages[-1]['content'] | trim }}{% endgeneration %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+        "{% if ns.n == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ eos_token }}",
+        "{{ dict(a=1) }}{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(messages[0].role) }}",
+        "{% if tools %}tools{% endif %}{% if messages[0].name is defined %}name{% endif %}\n \n",
+    ],
+)
+def test_a_template_renders_as_the_tokenizer_renders_it(engine, template, text):
+    template(text)
+    chat = [{**CHAT[0], "name": None}, {**CHAT[1], "more": {"a": [1, 2.5, True]}}]
+    expected = engine.tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
+    (output,) = engine.generate(chat, PARAMS)
+    assert bytes(i for i in output.prompt_ids if i < 256).decode() == expected.replace(
+        "<bos>", ""
+    ).replace("<eos>", "")
+
+
+def test_a_message_that_is_no_plain_data_is_refused(engine):
+    with pytest.raises(ConfigError, match=r"messages must be of plain data: .*object"):
+        engine.generate([{**CHAT[1], "more": object()}], PARAMS)

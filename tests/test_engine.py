@@ -501,7 +501,7 @@ def test_bad_sampling_params_name_the_value(name, value):
         ({"max_context_len": 4096}, "4096 is above the model's 2048 positions"),
         ({"max_context_len": 1}, "max_context_len"),
         ({"num_pages": 3}, "3 .*pages|pages.* 3"),
-        ({"kv_bytes": 1000}, "needs .* bytes of KV, 1000 are to be had"),
+        ({"kv_bytes": 1000}, "needs .*iB of KV, 1,000 B are to be had"),
         ({"shape": (3, 1, 4)}, "shape must be a specpool.Shape"),
         ({"pages": 3}, "pages"),
         ({"dtype": "float31"}, "float31"),

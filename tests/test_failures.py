@@ -351,7 +351,7 @@ def test_a_number_too_large_for_a_float_is_refused(name):
         ({"feature_layers": 5}, "feature_layers .*5"),
         ({"feature_layers": "abc"}, "feature_layers .*abc"),
         ({"max_context_len": 1 << 30}, "1073741824 is above the model's 2048 positions"),
-        ({"num_pages": 100_000_000}, r"100000000 pages need \d+ bytes of KV, \d+ are free"),
+        ({"num_pages": 100_000_000}, r"100000000 pages need \d.* [TP]iB of KV, \d.* .iB are free"),
     ],
 )
 def test_options_of_another_kind_or_size_are_refused(options, message):

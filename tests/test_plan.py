@@ -18,10 +18,10 @@ from specpool import ConfigError, Engine, Ledger, OutOfPages, Shape
 from specpool import Plan as StepPlan
 from specpool.assets import resolve
 from specpool.cli import main
-from specpool.cli.num_bytes import parse_bytes, show_bytes
 from specpool.config import EngineConfig
 from specpool.models import TargetModel
 from specpool.models.outline import stated_layers
+from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.page_needs import row_pages, step_pages
 from specpool.plan import Fit, Plan
 from specpool.plan_groups import GroupSizes, size_groups
@@ -501,7 +501,10 @@ def test_numbers_need_no_torch():
         ([*NUMBERS, "--memory", "80 gigs"], "memory must be bytes, such as 80GiB"),
         ([*NUMBERS, "--memory", "80EiB"], "memory must be bytes, such as 80GiB"),
         ([*NUMBERS, "--weights", "-3"], "weights must be bytes"),
-        ([*NUMBERS, "--weights", "1GiB"], "memory 1073741824 holds no KV: the weights take 107374"),
+        (
+            [*NUMBERS, "--weights", "1GiB"],
+            "memory 1 GiB holds no KV: the weights take 1 GiB, the workspace 0 B",
+        ),
         ([*NUMBERS, "--memory", "1MiB"], "one row of 4096 tokens needs"),
         ([*NUMBERS, "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16"),
         ([*NUMBERS, "--kv-heads", "0"], "kv_heads must be an integer in [1, 65536], got 0"),

@@ -31,6 +31,7 @@ from specpool.request import Request, RequestOutput
 from specpool.scheduler import Scheduler
 from specpool.session import Session
 from specpool.stats import EngineStats, PoolStats, engine_stats, pool_stats
+from specpool.tokens import check_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,6 +57,7 @@ class Engine:
         Raises:
             ConfigError: the configuration, the models and the memory do not fit together.
         """
+        check_tokenizer(tokenizer)
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
         parts = assemble(target, drafter, config)
@@ -99,6 +101,7 @@ class Engine:
         device: str | torch.device = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
         feature_layers: Sequence[int] | None = None,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> Engine:
         """Load a target and a draft model and build an engine.
@@ -113,6 +116,8 @@ class Engine:
             device: where the models and the KV live. A model in memory stays where it is.
             tokenizer: instead of the one in the target's folder.
             feature_layers: target layers whose inputs the head reads, instead of the checkpoint's.
+            trust_remote_code: run Python code that the target's folder brings; without it such a
+                target is refused, and nothing of it runs.
             **options: fields of `EngineConfig`.
 
         Raises:
@@ -128,6 +133,7 @@ class Engine:
             device=device,
             tokenizer=tokenizer,
             feature_layers=feature_layers,
+            trust_remote_code=trust_remote_code,
         )
         try:
             return cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)

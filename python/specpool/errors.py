@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -123,3 +125,48 @@ class CorruptState(SpecpoolError):  # noqa: N818 - the contract's name
 
 class RecordError(SpecpoolError):
     """An event log that cannot be written, read or replayed; the message says at which byte."""
+
+
+def one_line(error: BaseException, most: int = 400) -> str:
+    """Return what an error says as one line of at most `most` characters.
+
+    Its type comes first unless the message of such an error is a sentence by itself.
+    """
+    text = " ".join(str(error).split())
+    if not text or not isinstance(error, ValueError | OSError | ImportError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+@contextlib.contextmanager
+def reading(what: str, kind: type[ConfigError] = CheckpointError) -> Iterator[None]:
+    """Turn whatever a file makes of the library that reads it into one error of `kind`.
+
+    A broken or hostile file raises errors of any type in transformers, and a Rust panic in
+    tokenizers, which is no `Exception`. Errors of specpool pass as they are.
+
+    Args:
+        what: the beginning of the message: what could not be done.
+        kind: the error to raise.
+    """
+    try:
+        yield
+    except SpecpoolError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {one_line(error)}") from error
+
+
+def wants_trust(error: CheckpointError) -> bool:
+    """Whether transformers refused to run a checkpoint's Python code, by an error of `reading`."""
+    return "trust_remote_code" in str(error.__cause__)
+
+
+def needs_trust(name: str, part: str) -> CheckpointError:
+    """Return the refusal of a checkpoint that brings Python code."""
+    return CheckpointError(
+        f"{name}: its {part} is Python code in the checkpoint (auto_map), which is not run unless "
+        "you trust it: read it, then give trust_remote_code=True (--trust-remote-code)"
+    )

@@ -14,7 +14,9 @@ from specpool.config import EngineConfig
 from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
-from specpool.tokens import load_tokenizer
+from specpool.models.target import check_dtype
+from specpool.models.target_folder import find_target, load_config
+from specpool.tokens import check_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +40,7 @@ def load(
     device: str | torch.device,
     tokenizer: PreTrainedTokenizerBase | None,
     feature_layers: Sequence[int] | None,
+    trust_remote_code: bool,
 ) -> Loaded:
     """Load what `Engine.from_pretrained` names; its arguments are said there.
 
@@ -49,15 +52,28 @@ def load(
         and all(isinstance(layer, int) for layer in feature_layers)
     ):
         raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
-    source = resolve(target) if isinstance(target, str) else target
-    in_memory = not isinstance(source, str | PathLike)
-    if dtype is None and not in_memory:
-        dtype = "float32" if str(device) == "cpu" else "auto"
-    model = TargetModel.from_pretrained(source, dtype=dtype, device=None if in_memory else device)
+    check_tokenizer(tokenizer)
+    if isinstance(draft, str):
+        draft = named_drafter(draft) or draft
+    if not (draft is None or isinstance(draft, str | PathLike) or hasattr(draft, "propose")) or (
+        draft == ""
+    ):
+        raise ConfigError(
+            f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
+        )
+    check_dtype(dtype)
+    if isinstance(target, str | PathLike):
+        name = resolve(target) if isinstance(target, str) else target
+        source = find_target(name, trust_remote_code=trust_remote_code)
+        load_config(source)  # what is wrong with the model comes before what is with its tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+        dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
+        model = TargetModel.from_pretrained(source, dtype=dtype, device=device)
+    else:
+        model = TargetModel.from_pretrained(target, dtype=dtype)
     try:
         drafter: Drafter | None
-        if isinstance(draft, str):
-            draft = named_drafter(draft) or draft
         if isinstance(draft, str | PathLike):
             drafter = EagleDrafter.from_pretrained(
                 resolve(draft) if isinstance(draft, str) else draft,
@@ -65,14 +81,8 @@ def load(
                 ancestry=config.ancestry,
                 feature_layers=feature_layers,
             )
-        elif draft is None or hasattr(draft, "propose"):
-            drafter = draft
         else:
-            raise ConfigError(
-                f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
-            )
-        if tokenizer is None and isinstance(source, str | PathLike):
-            tokenizer = load_tokenizer(source)
+            drafter = draft
         return Loaded(model, drafter, tokenizer)
     except BaseException:
         model.close()

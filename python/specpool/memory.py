@@ -13,6 +13,7 @@ from specpool._core import Ledger, Shape
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV, bytes_by_window
+from specpool.num_bytes import show_bytes
 from specpool.plan_groups import size_groups
 
 
@@ -85,8 +86,8 @@ def plan_pools(
     if sizes.num_bytes > free:
         num_pages = " + ".join(str(group.num_pages) for group in sizes.groups)
         raise ConfigError(
-            f"{num_pages} pages need {sizes.num_bytes} bytes of KV, {free} are free:"
-            " lower num_pages, kv_bytes or page_size"
+            f"{num_pages} pages need {show_bytes(sizes.num_bytes)} of KV, {show_bytes(free)} are "
+            "free: lower num_pages, kv_bytes or page_size"
         )
     target_groups = [sizes.group_of(layer.window) for layer in target_layers]
     layer_groups = target_groups + [sizes.draft_group] * len(draft_layers)

@@ -20,6 +20,7 @@ from specpool._core import (
 )
 from specpool.config import EngineConfig, Policy
 from specpool.errors import ConfigError
+from specpool.num_bytes import show_bytes
 
 
 class _Reserves(TypedDict):
@@ -314,8 +315,9 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     if both(1) > room:
         need = kv_bytes - room + both(1)
         raise ConfigError(
-            f"one row of {sizes.max_context_len} tokens needs {need} bytes of KV, {kv_bytes} are "
-            "to be had: lower max_context_len or the dtype, or raise kv_bytes"
+            f"one row of {sizes.max_context_len} tokens needs {show_bytes(need)} of KV, "
+            f"{show_bytes(kv_bytes)} are to be had: lower max_context_len or the dtype, or raise "
+            "kv_bytes"
         )
     running = range(1, sizes.num_rows + 1)
     spare = min(room // 2, room - row_bytes)

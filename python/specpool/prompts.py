@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from specpool._core import Shape
+from specpool.chat_template import TemplateError, render
 from specpool.config import SamplingParams, check_int
 from specpool.conversation import Conversation, Said, common_len
 from specpool.errors import ConfigError
@@ -286,18 +287,28 @@ class Prompts:
 
     def _render(self, index: int, messages: Sequence[Message]) -> str:
         """A chat up to where the answer begins, as the tokenizer's template says."""
-        assert self._tokenizer is not None
+        from transformers import PreTrainedTokenizerBase
+
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
         try:
-            text = self._tokenizer.apply_chat_template(
-                cast("list[dict[str, str]]", list(messages)),
-                add_generation_prompt=True,
-                tokenize=False,
+            if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+                template = tokenizer.get_chat_template()
+                return render(template, messages, tokenizer.special_tokens_map)
+            # A tokenizer whose chats are no template's renders by itself.
+            return str(
+                tokenizer.apply_chat_template(
+                    cast("list[dict[str, str]]", list(messages)),
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
             )
-        except Exception as error:  # a template is a program, and may refuse as it likes
+        except TemplateError as error:
+            raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
+        except Exception as error:  # it may refuse as it likes
             raise ConfigError(
                 f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
             ) from error
-        return str(text)
 
     def _go_on(
         self, conversation: Conversation, new: tuple[Message, ...]

@@ -43,6 +43,7 @@ def generate(
     repeats: int,
     device: str,
     threads: int,
+    trust_remote_code: bool = False,
     json: bool,
     plot: Path | None,
 ) -> None:
@@ -86,10 +87,11 @@ def generate(
                 device=device,
                 dtype="float32",
                 max_batch=max(batch_sizes),
+                trust_remote_code=trust_remote_code,
             ) as engine:
                 _check_context(engine, max(num_tokens))
                 # After the engine, which says more clearly what is wrong with a target.
-                reference = reference or _Transformers(resolve(target), device)
+                reference = reference or _Transformers(resolve(target), device, trust_remote_code)
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, repeats)
                     progress.advance(task)
@@ -248,10 +250,12 @@ def _second(engine: Engine, draft: str) -> Drafter:
 class _Transformers:
     """The same model under transformers' own `generate`, greedy, with its KV cache."""
 
-    def __init__(self, source: str, device: str) -> None:
+    def __init__(self, source: str, device: str, trust_remote_code: bool) -> None:
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(source)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
         self._model = model.float().to(device).eval()
         self._device = device
 

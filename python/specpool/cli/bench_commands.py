@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from specpool.cli.options import Adaptive, DeviceName, Json, Plot, ShapeText, Target
+from specpool.cli.options import (
+    Adaptive,
+    DeviceName,
+    Json,
+    Plot,
+    ShapeText,
+    Target,
+    TrustRemoteCode,
+)
 from specpool.config import HEADROOM, Placement
 from specpool.errors import ConfigError
 
@@ -31,6 +39,7 @@ def bench_generate(
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     device: DeviceName = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -48,6 +57,7 @@ def bench_generate(
         repeats=repeats,
         device=device,
         threads=threads,
+        trust_remote_code=trust_remote_code,
         json=json,
         plot=plot,
     )

@@ -23,10 +23,10 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.adaptive.shapes import parse_shape
 from specpool.cli.machine import Result, check_plot, machine, print_json
-from specpool.cli.num_bytes import parse_bytes, show_bytes
 from specpool.config import HEADROOM, EngineConfig, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV
+from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.plan_groups import GroupSizes, size_groups
 from specpool.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text

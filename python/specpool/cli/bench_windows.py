@@ -23,12 +23,12 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.cli.generate import quiet_loading
 from specpool.cli.machine import Result, check_plot, draw, machine, print_json
-from specpool.cli.num_bytes import show_bytes
 from specpool.config import EngineConfig, SamplingParams, check_int
 from specpool.draft import NgramDrafter
 from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
 from specpool.models import TargetModel
+from specpool.num_bytes import show_bytes
 
 VOCAB, LAYERS = 256, 6
 SHAPE = Shape(4, 1, 5)  # prompt lookup: random models repeat themselves

@@ -9,7 +9,16 @@ import typer
 
 import specpool
 from specpool.cli.bench_commands import bench
-from specpool.cli.options import Adaptive, DeviceName, Draft, Json, Plot, ShapeText, Target
+from specpool.cli.options import (
+    Adaptive,
+    DeviceName,
+    Draft,
+    Json,
+    Plot,
+    ShapeText,
+    Target,
+    TrustRemoteCode,
+)
 from specpool.config import HEADROOM, Layout, Placement, Policy, check_int
 from specpool.errors import ConfigError
 
@@ -96,6 +105,7 @@ def generate(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    trust_remote_code: TrustRemoteCode = False,
     compare_ancestry: Annotated[
         bool,
         typer.Option(help="Run exact ancestry and upstream's reading; print both accept lengths."),
@@ -141,6 +151,7 @@ def generate(
                 "max_context_len": max_context_len,
                 "num_pages": num_pages,
                 **({} if busy_check is None else {"busy_check": busy_check}),
+                "trust_remote_code": trust_remote_code,
             },
         )
     )
@@ -192,6 +203,7 @@ def chat(
         ),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Talk with a model: each turn computes its new tokens only. /help lists the commands.
 
@@ -227,6 +239,7 @@ def chat(
                 "max_context_len": max_context_len,
                 "num_pages": num_pages,
                 **({} if busy_check is None else {"busy_check": busy_check}),
+                "trust_remote_code": trust_remote_code,
             },
         )
     )
@@ -277,6 +290,7 @@ def plan(
     live: Annotated[
         list[int] | None, typer.Option(help="Tokens of a request so far; may be repeated.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Say what an engine would have room for: pages, rows, requests, and which limit binds.
@@ -315,6 +329,7 @@ def plan(
             prompt=prompt,
             output=output,
             live=live or [],
+            trust_remote_code=trust_remote_code,
         ),
         as_json=json,
     )
@@ -350,6 +365,7 @@ def tune(
     ] = None,
     device: DeviceName = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None, typer.Option(help="Write the configuration, for --adaptive.")
     ] = None,
@@ -374,6 +390,7 @@ def tune(
             dtype=dtype,
             device=device,
             threads=threads,
+            trust_remote_code=trust_remote_code,
             out=out,
             force=force,
             json=json,

@@ -36,3 +36,10 @@ Adaptive = Annotated[
 Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that the target's folder brings: read it first.",
+    ),
+]

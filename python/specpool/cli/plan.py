@@ -13,10 +13,10 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.adaptive.shapes import parse_shape
 from specpool.assets import resolve
-from specpool.cli.num_bytes import parse_bytes, show_bytes
 from specpool.config import EngineConfig, Layout, Placement, Policy, check_choice, check_int
 from specpool.errors import ConfigError
 from specpool.layer_kv import LayerKV, bytes_by_window
+from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.plan import Fit, Plan
 from specpool.plan_groups import GroupSizes, size_groups
 
@@ -57,6 +57,7 @@ class Question:
     prompt: int | None
     output: int | None
     live: list[int]
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,8 @@ def answered(question: Question) -> Answer:
     kv_bytes = memory - model.weight_bytes - workspace
     if kv_bytes <= 0:
         raise ConfigError(
-            f"memory {memory} holds no KV: the weights take {model.weight_bytes}, the workspace "
-            f"{workspace}"
+            f"memory {show_bytes(memory)} holds no KV: the weights take "
+            f"{show_bytes(model.weight_bytes)}, the workspace {show_bytes(workspace)}"
         )
     max_context_len = question.max_context_len
     if max_context_len is None:
@@ -285,7 +286,7 @@ def _model_of_files(question: Question) -> Model:
     from specpool.models.outline import head_outline, target_outline
 
     assert question.target is not None
-    target = target_outline(resolve(question.target))
+    target = target_outline(resolve(question.target), trust_remote_code=question.trust_remote_code)
     dtype = question.dtype
     if dtype is None:
         dtype = str(target.dtype or torch.float32).removeprefix("torch.")

@@ -55,6 +55,7 @@ class Job:
     dtype: str | None
     device: str
     threads: int
+    trust_remote_code: bool
     out: Path | None
     force: bool
     json: bool
@@ -107,6 +108,7 @@ def run(job: Job) -> None:
         shape=shapes[0],
         shapes=shapes,
         max_batch=batch_sizes[-1],
+        trust_remote_code=job.trust_remote_code,
     ) as engine:
         cells = {}
         console = Console(stderr=True)

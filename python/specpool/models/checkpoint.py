@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 
-from specpool.errors import CheckpointError
+from specpool.errors import CheckpointError, one_line, reading
 
 Shape = tuple[int, ...]
+
+# What safetensors call the dtypes that weights may have here; others keep their names.
+_STORED = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16"}
+_STORED |= {"BF16": "torch.bfloat16", "I8": "torch.int8", "BOOL": "torch.bool"}
 
 # Older and speculators' names of the same tensors, applied in this order to the start of a name.
 _PREFIXES = {
@@ -58,9 +62,15 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         read, file_name = self._sources[name]
-        tensor = read(file_name)
+        with reading(f"{file_name} cannot be read"):
+            tensor = read(file_name)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{file_name} is a {type(tensor).__name__}, not a tensor")
+        # A pickle may state a shape of any size over one stored number.
+        if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{file_name} is {list(tensor.shape)} over fewer numbers than that: store it dense"
+            )
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -110,7 +120,7 @@ def _download(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.bin*"]))
     except Exception as error:
         raise CheckpointError(
-            f"{name}: no such folder here, and the hub could not give it: {_first_line(error)}"
+            f"{name}: no such folder here, and the hub could not give it: {one_line(error)}"
         ) from error
     return folder
 
@@ -121,16 +131,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, or not a JSON object.
     """
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: no such regular file, or it holds something else.
+    """
+    if not os.path.isfile(path):  # unlike path.is_file(), no error for a name that is too long
+        raise CheckpointError(f"{path.parent}: no {path.name}")
+    with reading(f"{path} cannot be read"):  # RecursionError too: arrays may nest deeply
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: no {path.name}") from None
-    except (ValueError, OSError) as error:  # bad JSON and bad UTF-8 are ValueErrors
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
     return value
@@ -143,10 +156,10 @@ def weight_bytes(folder: Path) -> int:
         CheckpointError: there are no weight files, or the index names none.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        metadata = _read_json(index).get("metadata")
+    if os.path.isfile(index):
+        metadata = read_json(index).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if isinstance(total, int | float) and total > 0:
+        if isinstance(total, int | float) and 0 < total < 1 << 60:
             return int(total)
     return sum(path.stat().st_size for path in _weight_files(folder))
 
@@ -155,12 +168,12 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that make up the weights; safetensors before pickles, an index before a file."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
-        if index.is_file():
-            return _shards(index)
+        if os.path.isfile(index):
+            return shards(index)
         single = folder / f"{stem}.{suffix}"
-        if single.is_file():
+        if os.path.isfile(single):
             return [single]
-        others = sorted(folder.glob(f"*.{suffix}"))
+        others = sorted(path for path in folder.glob(f"*.{suffix}") if os.path.isfile(path))
         if len(others) == 1:
             return others
     found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
@@ -169,47 +182,61 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _shards(index: Path) -> list[Path]:
-    weight_map = _read_json(index).get("weight_map")
+def shards(index: Path) -> list[Path]:
+    """Return the files that an index of weights names, all of which lie beside it.
+
+    Raises:
+        CheckpointError: it names none, or one that is elsewhere or missing.
+    """
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map")
     files = sorted({str(file) for file in weight_map.values()})
     for file in files:
         # An index must not lead out of its own folder.
-        if Path(file).name != file or not (index.parent / file).is_file():
-            raise CheckpointError(f"{index} names {file!r}, which is no file beside it")
+        if Path(file).name != file or not os.path.isfile(index.parent / file):
+            raise CheckpointError(f"{index} names {file!r:.80}, which is no file beside it")
     return [index.parent / file for file in files]
 
 
-def _open(path: Path) -> tuple[list[str], Callable[[str], Any]]:
+def stored_dtypes(path: Path) -> dict[str, str]:
+    """Return the dtype of each tensor in a weight file, as `torch.float16`; no tensor is read.
+
+    Raises:
+        CheckpointError: an unreadable or unsafe file.
+    """
+    if path.suffix != ".safetensors":
+        names, read = _open(path, device="meta")
+        return {name: str(getattr(read(name), "dtype", "no tensor")) for name in names}
+    from safetensors import safe_open
+
+    with reading(f"{path} is not a sound safetensors file"), safe_open(path, "pt") as file:
+        found = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    return {name: _STORED.get(dtype, dtype) for name, dtype in found.items()}
+
+
+def _open(path: Path, device: str = "cpu") -> tuple[list[str], Callable[[str], Any]]:
     """Names in a weight file, and how to read one."""
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
-        try:
+        with reading(f"{path} is not a sound safetensors file"):
             file: Any = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from error
-        return list(file.keys()), file.get_tensor
-    state = _load_pickle(path)
+            return list(file.keys()), file.get_tensor
+    state = _load_pickle(path, device)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
     return list(state), state.__getitem__
 
 
-def _load_pickle(path: Path) -> Any:
+def _load_pickle(path: Path, device: str) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # zip, pickle and I/O errors of many kinds
         raise CheckpointError(
             f"{path} is not a sound state dict of plain tensors, and anything else is not run: "
-            f"{_first_line(error)}"
+            f"{one_line(error)}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def check_tensors(
@@ -247,4 +274,10 @@ def check_tensors(
         elif tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             faults.append(f"{label} is {tensor.dtype}; quantized weights are not supported")
     if faults:
-        raise CheckpointError("; ".join(faults))
+        raise CheckpointError(some_of(faults))
+
+
+def some_of(faults: Sequence[str], most: int = 12) -> str:
+    """Return the first of many faults as one line, and how many there are beside."""
+    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
+    return "; ".join(f"{fault:.160}" for fault in faults[:most]) + more

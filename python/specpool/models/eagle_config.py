@@ -12,6 +12,8 @@ from specpool.errors import CheckpointError
 
 Kind = Literal["eagle", "eagle3"]
 
+_MOST = (1 << 31) - 1  # of every size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
@@ -107,6 +109,11 @@ class EagleConfig:
                 f"config.json: {num_heads} heads over {num_kv_heads} key-value heads of size "
                 f"{head_dim}; the first must divide by the second, the size by 2"
             )
+        num_layers = spec.integer("num_hidden_layers", default=1)
+        if num_layers > max(1, len(weights)):
+            raise CheckpointError(
+                f"config.json: {num_layers} layers, the weight files hold {len(weights)} tensors"
+            )
         vocab_size = spec.integer("vocab_size")
         rope_theta, rope_scaling = spec.rope()
         return cls(
@@ -115,7 +122,7 @@ class EagleConfig:
             target_hidden_size=spec.maybe_integer("target_hidden_size"),
             vocab_size=vocab_size,
             draft_vocab_size=_draft_vocab_size(spec, weights, kind, vocab_size),
-            num_layers=spec.integer("num_hidden_layers", default=1),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -164,8 +171,11 @@ class _ConfigReader:
 
     def maybe_integer(self, key: str, *, least: int = 1) -> int | None:
         value = self.get(key)[1]
-        if value is not None and (type(value) is not int or value < least):
-            raise CheckpointError(f"config.json: {key} is {value!r}, not an integer >= {least}")
+        if value is not None and (type(value) is not int or not least <= value <= _MOST):
+            raise CheckpointError(
+                f"config.json: {key} is {value!r:.80}, not an integer >= {least}"
+                + (f" and <= {_MOST}" if type(value) is int and value > _MOST else "")
+            )
         return value
 
     def integer(self, key: str, *, least: int = 1, default: int | None = None) -> int:
@@ -212,6 +222,10 @@ class _ConfigReader:
         """Keys that layer 0 sees, if it slides."""
         layer_types = self.layer.get("layer_types")
         if layer_types:
+            if not isinstance(layer_types, list):
+                raise CheckpointError(
+                    f"config.json: layer_types is {layer_types!r:.80}, not a list of names"
+                )
             slides = layer_types[0] == "sliding_attention"
         else:
             # Qwen writes a window and switches it off; mistral has no switch.
@@ -255,6 +269,12 @@ def _kind(spec: _ConfigReader, weights: Mapping[str, torch.Tensor]) -> Kind:
         or any(name in weights for name in tensors)
     ):
         return "eagle3"
+    architectures = spec.raw.get("architectures")
+    if "embed_tokens.weight" in weights and "fc.weight" not in weights:
+        raise CheckpointError(
+            f"a language model (architectures {architectures!r:.80}), not an "
+            "EAGLE head: drafts come from an EAGLE head of the target, or from 'ngram'"
+        )
     if "fc.weight" not in weights:
         raise CheckpointError(
             f"not an EAGLE head: no fc.weight among {len(weights)} tensors "

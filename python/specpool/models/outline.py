@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from specpool.models.support import (
     max_context_len,
     text_config,
 )
-from specpool.models.target import load_config
+from specpool.models.target_folder import find_target, load_config
 
 # Configs with one of these say otherwise how wide keys and values are.
 _OTHER_KEYS = ("multi_query", "kv_channels", "attn_config")
@@ -46,17 +45,21 @@ class Outline:
         return self.weight_bytes * dtype.itemsize // self.dtype.itemsize
 
 
-def target_outline(source: str) -> Outline:
+def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
     """The outline of a decoder in a folder or on the hub, of which the config alone is fetched.
+
+    Args:
+        source: a folder or a hub name.
+        trust_remote_code: run Python code that the config brings; otherwise it is refused.
 
     Raises:
         ConfigError: nothing found at `source`, or a model that cannot run over pages.
     """
-    config = load_config(source)
+    folder = find_target(source, trust_remote_code=trust_remote_code, config_only=True)
+    config = load_config(folder)
     dtype = getattr(config, "dtype", None)
-    folder = Path(source).expanduser()
     try:
-        num_bytes = weight_bytes(folder if folder.is_dir() else _hub_folder(source))
+        num_bytes = weight_bytes(folder.path)
     except CheckpointError:
         num_bytes = None
     return Outline(
@@ -134,8 +137,9 @@ def head_outline(source: str | os.PathLike[str]) -> Outline:
         CheckpointError: nothing found at `source`, or no EAGLE head.
     """
     folder = find_folder(source)
+    raw, weights = read_config(folder), Weights(folder)  # whose errors name the file
     try:
-        config = EagleConfig.parse(read_config(folder), Weights(folder))
+        config = EagleConfig.parse(raw, weights)
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from error
     return Outline(
@@ -144,21 +148,3 @@ def head_outline(source: str | os.PathLike[str]) -> Outline:
         weight_bytes=weight_bytes(folder),
         max_context_len=config.max_position_embeddings,
     )
-
-
-def _hub_folder(name: str) -> Path:
-    """Where the hub's cache has the model's config, with the index of its weights if there is one.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    try:
-        hf_hub_download(name, "model.safetensors.index.json")
-    except Exception:  # a single file has no index; offline, what is not there stays away
-        pass
-    config = try_to_load_from_cache(name, "config.json")
-    if not isinstance(config, str):
-        raise CheckpointError(f"{name}: its config is not in the hub's cache")
-    return Path(config).parent

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,14 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from specpool.attention import AttentionBatch, attend
-from specpool.errors import CheckpointError, ConfigError, ShapeError
+from specpool.errors import ConfigError, ShapeError, one_line, reading
 from specpool.models.recurrent import ATTENDING, StateSpec, cache_argument, check_transformers
 from specpool.models.state_probe import probe_states
 from specpool.models.support import (
@@ -43,6 +40,14 @@ from specpool.models.support import (
     probe,
     refusal,
     text_config,
+)
+from specpool.models.target_folder import (
+    TargetFolder,
+    check_values,
+    eos_ids,
+    find_target,
+    load_config,
+    load_model,
 )
 from specpool.models.torch_attention import (
     CALLS_TORCH,
@@ -56,6 +61,7 @@ _ATTENTION = "specpool"
 _BATCH: ContextVar[AttentionBatch | None] = ContextVar("specpool_batch", default=None)
 _NO_MODULE = nn.Identity()  # of calls whose layer a cache has noted
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICES = ("cpu", "cuda")
 
 
 def _paged_attention(
@@ -79,7 +85,9 @@ def _paged_attention(
     """
     batch = _BATCH.get()
     if batch is None:
-        raise ConfigError("this model runs over specpool's pages: close its TargetModel first")
+        raise ConfigError(
+            "this model runs over specpool's pages: close its Engine (or TargetModel) first"
+        )
     told = ATTENDING.get()
     layer = int(module.layer_idx) if told is None else told  # type: ignore[arg-type]
     if isinstance(batch, ProbeBatch):
@@ -162,6 +170,7 @@ class TargetModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over ``model`` until `close`. See `from_pretrained` for the errors."""
+        check_values(model.config)
         check_config(model.config)
         self._is_recurrent = has_recurrent_layers(model.config)
         check_class(type(model), model.config.model_type, is_recurrent=self._is_recurrent)
@@ -199,29 +208,31 @@ class TargetModel:
     @classmethod
     def from_pretrained(
         cls,
-        source: str | os.PathLike[str] | PreTrainedModel,
+        source: str | os.PathLike[str] | TargetFolder | PreTrainedModel,
         *,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         local_files_only: bool = False,
         revision: str | None = None,
+        trust_remote_code: bool = False,
     ) -> TargetModel:
         """Loads a decoder, or takes one that is in memory.
 
         Args:
-            source: a folder, a hub name, or a model. A model in memory keeps its weights, dtype
-                and device, and is given back as it was by `close`.
+            source: a folder (also one that `find_target` found), a hub name, or a model. A model
+                in memory keeps its weights, dtype and device, and `close` gives it back as it was.
             dtype: a torch dtype or "float32", "bfloat16", "float16"; "auto" or None: as stored.
             device: where to run; the CPU by default.
             local_files_only: never ask the network.
             revision: branch, tag or commit on the hub.
+            trust_remote_code: run Python code that the checkpoint brings; otherwise it is refused.
 
         Raises:
             ConfigError: nothing found at ``source``; an unknown dtype or device; or a model that
                 cannot run over pages, with its type and the reason.
             CheckpointError: tensors are missing or have other shapes than the config says.
         """
-        wanted = _parse_dtype(dtype)
+        wanted = check_dtype(dtype)
         place = None if device is None else _parse_device(device)
         if isinstance(source, PreTrainedModel):
             target = cls(source)
@@ -233,16 +244,19 @@ class TargetModel:
                     target.close()
                     raise ConfigError(f"the model in memory has {name} {has}, not {want}")
             return target
-        if not isinstance(source, str | os.PathLike):
-            raise ConfigError(f"the target is a folder, a hub name or a model, got {source!r:.80}")
-        options: dict[str, Any] = {"local_files_only": local_files_only, "revision": revision}
-        load_config(source, **options)
-        name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
-        options[name] = "auto" if wanted is None else wanted
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, loaded = _load(AutoModelForCausalLM, source, options)
-        _check_loaded(source, model, loaded)
-        return cls(model.to(place or torch.device("cpu")))
+        if not isinstance(source, str | os.PathLike | TargetFolder):
+            raise _no_model(source)
+        folder = source
+        if not isinstance(folder, TargetFolder):
+            folder = find_target(
+                folder,
+                revision=revision,
+                local_files_only=local_files_only,
+                trust_remote_code=trust_remote_code,
+            )
+        model = load_model(folder, load_config(folder), wanted)
+        with reading(f"cannot run the model from {folder.name!r}", ConfigError):
+            return cls(model.to(place or torch.device("cpu")))  # type: ignore[arg-type]
 
     @property
     def keeps_state(self) -> bool:
@@ -456,7 +470,7 @@ class TargetModel:
         self._logit_divisor: float | None = getattr(text, "logits_scaling", None)  # Granite
         eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         eos = getattr(text, "eos_token_id", None) if eos is None else eos
-        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self.eos_token_ids = eos_ids(eos)
 
     def _find_layers(self) -> nn.ModuleList:
         for child in self._decoder.children():
@@ -498,91 +512,71 @@ class TargetModel:
         self._captured[self.num_layers] = hidden.squeeze(0)
 
 
-def load_config(source: str | os.PathLike[str], **options: Any) -> Any:
-    """The config of a decoder that can run over pages, as far as the config alone tells.
+def _no_model(source: object) -> ConfigError:
+    """Return the refusal of what is neither a name nor a transformers model, with the way out."""
+    kind = type(source)
+    told = f"the target is a folder, a hub name or a transformers model, got {source!r:.80}"
+    if kind.__module__.partition(".")[0] == "peft":
+        told = (
+            f"the target is a PEFT model ({kind.__name__}): give its .merge_and_unload(), or the "
+            "model that it wraps, .base_model.model, whose adapters run unmerged"
+        )
+    elif hasattr(source, "_orig_mod"):
+        told = (
+            f"the target is a compiled module ({kind.__name__}), whose graph does not know pages: "
+            "give the model of before, ._orig_mod"
+        )
+    return ConfigError(told)
+
+
+def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype that models run in here; None = as stored.
 
     Raises:
-        ConfigError: nothing found at ``source``, or a model that cannot, with the reason.
+        ConfigError: another one.
     """
-    config = _load(AutoConfig, source, options)
-    check_config(config)
-    is_recurrent = has_recurrent_layers(config)
-    check_class(_model_class(config), config.model_type, is_recurrent=is_recurrent)
-    return config
-
-
-def _load(loader: Any, source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
-    """`loader.from_pretrained` with one clear error."""
-    name = os.fspath(source)
-    is_path = not isinstance(source, str) or name.startswith((".", "~", os.sep))
-    path = Path(name).expanduser()
-    if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"no model at {name!r}: the folder has no config.json")
-        name = str(path)
-    elif is_path or os.path.exists(path):
-        raise ConfigError(f"no model at {name!r}: there is no such folder")
-    try:
-        return loader.from_pretrained(name, **options)
-    except Exception as error:  # what a broken file makes of transformers is of many types
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"cannot load a model from {name!r}: {reason}") from error
-
-
-def _check_loaded(source: str | os.PathLike[str], model: Any, loaded: dict[str, Any]) -> None:
-    """Refuses a checkpoint whose gaps transformers would fill with random numbers.
-
-    Raises:
-        CheckpointError: names each tensor, and its shapes if it has the wrong one.
-    """
-    faults = []
-    for mismatch in sorted(loaded["mismatched_keys"]):
-        # transformers 4 gives names only
-        name, *shapes = (mismatch,) if isinstance(mismatch, str) else mismatch
-        found = list(shapes[0]) if shapes else "of another shape"
-        faults.append(f"{name} is {found}, expected {list(model.get_parameter(name).shape)}")
-    faults += [f"missing {name}" for name in sorted(loaded["missing_keys"])]
-    if faults:
-        raise CheckpointError(f"{os.fspath(source)}: {'; '.join(faults)}")
-
-
-def _model_class(config: Any) -> type:
-    """The class that `AutoModelForCausalLM` will load, asked before weights are read."""
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
-        raise refusal(config.model_type, "transformers has no causal language model for it")
-    found: Any = mapping[type(config)]
-    classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
-    named = [one for one in classes if one.__name__ in (config.architectures or ())]
-    return (named or classes)[0]
-
-
-def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
     parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if parsed not in _DTYPES.values() and parsed is not torch.float64:
-        raise ConfigError(f"dtype {dtype!r}: allowed are auto, {', '.join(_DTYPES)}")
+    if parsed not in _DTYPES.values():
+        raise ConfigError(f"dtype {dtype!r:.80}: allowed are auto, {', '.join(_DTYPES)}")
     return parsed
 
 
 def _parse_device(device: torch.device | str) -> torch.device:
     try:
         parsed = torch.device(device)
+        if parsed.type not in _DEVICES:
+            raise ConfigError(f"device {str(device)!r:.80}: allowed are {', '.join(_DEVICES)}")
         # Devices compare by index, and weights on "cuda" are on "cuda:0".
         return torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {str(device)!r} cannot be used: {reason}") from error
+        raise ConfigError(
+            f"device {str(device)!r:.80} cannot be used: {one_line(error)}"
+        ) from error
 
 
 def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
     """The dtype and the one device of a model."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(("torch.ao.nn", "torch.nn.quantized")):
+            raise ConfigError(
+                f"the model's {name} is a {type(module).__name__} of torch's own quantization, "
+                "whose weights are no tensors: give the model of before"
+            )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or "meta" in {device.type for device in devices}:
         names = ", ".join(sorted(map(str, devices)))
         raise ConfigError(f"the model's weights must be on one device, they are on: {names}")
-    return model.dtype, devices.pop()
+    device = devices.pop()
+    if device.type not in _DEVICES:
+        raise ConfigError(f"the model is on {device}: allowed are {', '.join(_DEVICES)}")
+    if model.dtype not in _DTYPES.values():
+        raise ConfigError(
+            f"the model's weights are {model.dtype}: allowed are {', '.join(_DTYPES)}; load it "
+            "with dtype=, or convert it with .to()"
+        )
+    return model.dtype, device
 
 
 def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Amounts of memory on the command line: `80GiB`, `24G`, `8589934592`."""
+"""Amounts of memory, as people write and read them: `80GiB`, `24G`, `8589934592`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,362 @@
+"""A target's folder: found here or fetched from the hub, and checked before transformers reads it.
+
+transformers takes a folder's word for much: for code to run, for files to open, and for sizes to
+allocate. A `TargetFolder` runs no code of a checkpoint unless the user said so, names no file
+outside itself, and states no sizes far beyond what its weight files hold.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from specpool.errors import (
+    CheckpointError,
+    ConfigError,
+    SpecpoolError,
+    needs_trust,
+    one_line,
+    reading,
+    wants_trust,
+)
+from specpool.models.checkpoint import read_json, shards, some_of, stored_dtypes
+from specpool.models.support import (
+    check_class,
+    check_config,
+    has_recurrent_layers,
+    max_context_len,
+    refusal,
+    text_config,
+)
+
+# What transformers reads of a repository besides weights, none of it in a subfolder.
+_CONFIGS = ("config.json", "*.index.json")
+_TEXTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# The weights in the order in which transformers looks for them.
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+# Numbers that a byte of a weight file may stand for (4-bit ones are 2), and numbers that any model
+# may have beyond them (buffers that are computed).
+_NUMBERS_PER_BYTE, _SPARE_NUMBERS = 4, 1 << 26
+_MOST_LAYERS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFolder:
+    """Where a target lies.
+
+    Attributes:
+        name: what the user called it.
+        path: the folder.
+        trust_remote_code: the user lets the checkpoint's own Python code run.
+    """
+
+    name: str
+    path: Path
+    trust_remote_code: bool
+
+    def load(self, loader: Any, **options: Any) -> Any:
+        """Return `loader.from_pretrained` of the folder; nothing is fetched.
+
+        Raises:
+            CheckpointError: what the folder makes of transformers, on one line.
+        """
+        try:
+            with reading(f"cannot load a model from {self.name!r}"):
+                return loader.from_pretrained(
+                    str(self.path),
+                    trust_remote_code=self.trust_remote_code,
+                    # Trusted code may lie in another repository.
+                    local_files_only=not self.trust_remote_code,
+                    **options,
+                )
+        except CheckpointError as error:
+            if not self.trust_remote_code and wants_trust(error):
+                raise needs_trust(self.name, "model") from error
+            raise
+
+
+def find_target(
+    source: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+    config_only: bool = False,
+) -> TargetFolder:
+    """Find a target's folder, or fetch it from the hub; nothing of it is read.
+
+    Args:
+        source: a folder, or a hub name.
+        revision: branch, tag or commit on the hub.
+        local_files_only: never ask the network.
+        trust_remote_code: fetch Python code too.
+        config_only: fetch no weights and no tokenizer.
+
+    Raises:
+        ConfigError: no such folder, one without a config, or a name that the hub does not know.
+    """
+    if not isinstance(trust_remote_code, bool):
+        raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r:.80}")
+    name = os.fspath(source)
+    if not name:
+        raise ConfigError("the target is '': give a folder, a hub name or a model")
+    path = Path(name).expanduser()
+    if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
+        if os.path.isfile(path / "adapter_config.json"):
+            raise ConfigError(
+                f"{name!r} holds a PEFT adapter (adapter_config.json): merge it into its model "
+                "with merge_and_unload(), and give the model or the folder it is saved to"
+            )
+        if not os.path.isfile(path / "config.json"):
+            raise ConfigError(f"no model at {name!r}: the folder has no config.json")
+        return TargetFolder(name, path, trust_remote_code)
+    is_path = not isinstance(source, str) or name.startswith((".", "~", os.sep))
+    if is_path or os.path.exists(path):
+        raise ConfigError(f"no model at {name!r}: there is no such folder")
+    where = {"revision": revision, "local_files_only": local_files_only}
+    try:
+        path = _fetch(name, config_only, trust_remote_code, where)
+    except SpecpoolError:
+        raise
+    except Exception as error:  # no such name, no network, no room
+        raise ConfigError(
+            f"no model at {name!r}: there is no such folder, and the hub could not give it: "
+            f"{one_line(error)}"
+        ) from error
+    if not os.path.isfile(path / "config.json"):
+        raise ConfigError(f"no model at {name!r}: the hub has no config.json of it")
+    return TargetFolder(name, path, trust_remote_code)
+
+
+def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    def fetch(patterns: Sequence[str]) -> Path:
+        found = snapshot_download(
+            name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **where
+        )
+        return Path(found)
+
+    if config_only:
+        return fetch(_CONFIGS)
+    folder = fetch((*_TEXTS, "*.py") if with_code else _TEXTS)
+    # A repository often holds its weights several times: only those that will be read are fetched.
+    for single in _SINGLES:
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            files = weight_map.values() if isinstance(weight_map, dict) else ()
+            return fetch(sorted({file for file in files if isinstance(file, str)}))
+        fetch([single])
+        if (folder / single).is_file():
+            break
+    return folder
+
+
+def load_config(folder: TargetFolder) -> Any:
+    """Return the config of a decoder that can run over pages, as far as the config alone tells.
+
+    Raises:
+        ConfigError: a config that transformers does not take, or a model that cannot run, with the
+            reason.
+    """
+    raw = read_json(folder.path / "config.json")
+    nested = [value for value in raw.values() if isinstance(value, dict)]
+    for part in (raw, *nested):
+        for key, value in part.items():
+            is_count = re.search(r"(?<!per_)layers?$", key) is not None
+            if is_count and isinstance(value, int) and value > _MOST_LAYERS:
+                raise CheckpointError(
+                    f"{folder.name}: config.json has {key:.40} {value!s:.24}, at most "
+                    f"{_MOST_LAYERS} are allowed"
+                )
+    _check_plain_names(folder.path / "config.json", raw, "configuration_files")
+    config = folder.load(AutoConfig)
+    with reading(f"{folder.name}: config.json has values that do not go together"):
+        check_values(config)
+        check_config(config)
+        is_recurrent = has_recurrent_layers(config)
+        if not _runs_own_code(config):
+            check_class(_model_class(config), config.model_type, is_recurrent=is_recurrent)
+        max_context_len(config)
+        # A config may name kernels to fetch and to run.
+        config._attn_implementation = "eager"
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = None
+    return config
+
+
+def check_values(config: Any) -> None:
+    """Refuse values that no model can have under the keys that are read here.
+
+    Raises:
+        ConfigError: names the key and its value.
+    """
+    text = text_config(config)
+    for key in ("num_hidden_layers", "max_position_embeddings", "sliding_window"):
+        value = getattr(text, key, None)
+        if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
+            raise ConfigError(
+                f"{key} of the config is {value!r:.80}, not an integer in [0, {(1 << 31) - 1}]"
+            )
+    for key in ("architectures", "layer_types"):
+        value = getattr(text if key == "layer_types" else config, key, None)
+        if value is not None and not (
+            isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+        ):
+            raise ConfigError(f"{key} of the config is {value!r:.80}, not a list of names")
+
+
+def eos_ids(value: object) -> frozenset[int]:
+    """Return the tokens that end a text, from a config's `eos_token_id`.
+
+    Raises:
+        ConfigError: neither an id, nor a list of ids, nor None.
+    """
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if any(type(one) is not int or not -1 << 31 <= one < 1 << 31 for one in ids):
+        raise ConfigError(f"eos_token_id of the config is {value!r:.80}, not a token id or several")
+    return frozenset(ids)
+
+
+def load_model(folder: TargetFolder, config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Load a model on the CPU, once its files are known to be what the config says.
+
+    Args:
+        folder: of the model.
+        config: what `load_config` found there.
+        dtype: None = as stored.
+
+    Raises:
+        CheckpointError: names the file, the tensor or the numbers that do not fit.
+    """
+    _check_size(folder, _check_files(folder), config)
+    name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
+    model, loaded = folder.load(
+        AutoModelForCausalLM,
+        config=config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **{name: "auto" if dtype is None else dtype},
+    )
+    _check_loaded(folder.name, model, loaded)
+    found: PreTrainedModel = model
+    return found
+
+
+def _check_files(folder: TargetFolder) -> list[Path]:
+    """Return the weight files; refuse those that lie elsewhere, are no floats or are too few."""
+    config = read_json(folder.path / "config.json")
+    files = _weight_files(folder, config)
+    dtypes: dict[str, str] = {}
+    for path in files:
+        dtypes |= stored_dtypes(path)
+    if not config.get("quantization_config"):
+        for name, dtype in dtypes.items():
+            if name.endswith(".weight") and dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{folder.name}: {name:.80} is {dtype} and no quantization_config says what "
+                    f"that means; weights are {', '.join(_FLOATS)}"
+                )
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    for part in (config, *nested):
+        depth = part.get("num_hidden_layers")
+        if isinstance(depth, int) and depth > len(dtypes):
+            raise CheckpointError(
+                f"{folder.name}: config.json has {depth} layers, its weight files hold "
+                f"{len(dtypes)} tensors in all"
+            )
+    return files
+
+
+def _check_plain_names(path: Path, content: dict[str, Any], key: str) -> None:
+    names = content.get(key)
+    for name in names if isinstance(names, list) else ():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{path}: {key} names {name!r:.80}, which is no file beside it")
+
+
+def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
+    path, own = folder.path, config.get("transformers_weights")
+    # transformers prefers these, and torch.distributed unpickles what lies beside them.
+    parts = sorted(file.name for file in path.iterdir() if re.match(r"shard-\d", file.name))
+    if parts:
+        raise CheckpointError(
+            f"{path} is a distributed checkpoint ({parts[0]:.80}): load it where it was saved, and "
+            "save it with save_pretrained"
+        )
+    for name in _SINGLES if own is None else [own]:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{path}: transformers_weights names {name!r:.80}, which is no file beside it"
+            )
+        if os.path.isfile(path / name):
+            return shards(path / name) if name.endswith(".index.json") else [path / name]
+        index = path / f"{name}.index.json"
+        if os.path.isfile(index):
+            return shards(index)
+    found = ", ".join(sorted(file.name for file in path.iterdir()))
+    raise CheckpointError(
+        f"cannot load a model from {folder.name!r}: it has no "
+        f"{' or '.join(_SINGLES) if own is None else own}, nor an index of one; found {found:.200}"
+    )
+
+
+def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> None:
+    """Refuse a config whose model is far larger than the weight files.
+
+    transformers would fill what the files lack with random numbers, however many.
+    """
+    if _runs_own_code(config):
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except Exception:  # loading meets the same fault
+        return
+    numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    stored = sum(path.stat().st_size for path in files)
+    if numbers > stored * _NUMBERS_PER_BYTE + _SPARE_NUMBERS:
+        raise CheckpointError(
+            f"{folder.name}: the model of config.json has {numbers:.3e} numbers, its weight files "
+            f"hold {stored} bytes: they are not of one model"
+        )
+
+
+def _check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose gaps transformers has filled with random numbers."""
+    faults = []
+    for mismatch in sorted(loaded["mismatched_keys"]):
+        # transformers 4 gives names only
+        key, *shapes = (mismatch,) if isinstance(mismatch, str) else mismatch
+        found = list(shapes[0]) if shapes else "of another shape"
+        faults.append(f"{key} is {found}, expected {list(model.get_parameter(key).shape)}")
+    faults += [f"missing {key}" for key in sorted(loaded["missing_keys"])]
+    if faults:
+        raise CheckpointError(f"{name}: {some_of(faults)}")
+
+
+def _model_class(config: Any) -> type:
+    """Return the class that `AutoModelForCausalLM` will load, asked before weights are read."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise refusal(config.model_type, "transformers has no causal language model for it")
+    found: Any = mapping[type(config)]
+    classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
+    named = [one for one in classes if one.__name__ in (config.architectures or ())]
+    return (named or classes)[0]
+
+
+def _runs_own_code(config: Any) -> bool:
+    """Whether the model's class is the checkpoint's; the user has trusted it then."""
+    return type(config) not in AutoModelForCausalLM._model_mapping and bool(
+        getattr(config, "auto_map", None)
+    )
