@@ -225,7 +225,8 @@ impl PagePool {
 
     /// The lines of page 0 and of every page up to `last`.
     pub(crate) fn records(&self, last: usize) -> impl ExactSizeIterator<Item = PageRecord> {
-        (0..last.min(self.num_pages) + 1).map(|page| self.seen(Page(page as i32)))
+        let len = last.min(self.num_pages) + 1;
+        (0..len).map(|page| self.seen(Page(page as i32)))
     }
 
     /// Hands a free page to `owner`, or nothing when there is none. It asks for memory unless
