@@ -17,17 +17,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from specpool.attention import AttentionBatch, attend
 from specpool.errors import CheckpointError, ConfigError, ShapeError
@@ -43,6 +36,10 @@ from specpool.models.support import (
     refusal,
     text_config,
 )
+
+# NOTE: transformers takes nine seconds of CPU to import, so each function that needs it does that.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ATTENTION = "specpool"
 # The batch of the forward that is running, None outside.
@@ -90,11 +87,6 @@ def _paged_attention(
         sinks=s_aux,
     )
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
-
-
-# NOTE: only the function is registered. Without a mask function of the same name transformers
-# builds no mask at all, which is what we want.
-AttentionInterface.register(_ATTENTION, _paged_attention)
 
 
 @dataclass(slots=True)
@@ -148,6 +140,7 @@ class TargetModel:
         self.closed = False
         try:
             model.train(False)
+            _register()
             self._use(_ATTENTION)
             self._describe()
             self._probe()
@@ -182,6 +175,8 @@ class TargetModel:
         """
         wanted = _parse_dtype(dtype)
         place = None if device is None else _parse_device(device)
+        from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
         if isinstance(source, PreTrainedModel):
             target = cls(source)
             for name, want, has in (
@@ -432,12 +427,25 @@ class TargetModel:
         self._captured[self.num_layers] = hidden.squeeze(0)
 
 
+def _register() -> None:
+    """Have transformers find our attention by its name.
+
+    NOTE: only the function is registered. Without a mask function of the same name transformers
+    builds no mask at all, which is what we want.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
 def load_config(source: str | os.PathLike[str], **options: Any) -> Any:
     """The config of a decoder that can run over pages, as far as the config alone tells.
 
     Raises:
         ConfigError: nothing found at ``source``, or a model that cannot, with the reason.
     """
+    from transformers import AutoConfig
+
     config = _load(AutoConfig, source, options)
     check_config(config)
     is_recurrent = has_recurrent_layers(config)
@@ -482,6 +490,8 @@ def _check_loaded(source: str | os.PathLike[str], model: Any, loaded: dict[str, 
 
 def _model_class(config: Any) -> type:
     """The class that `AutoModelForCausalLM` will load, asked before weights are read."""
+    from transformers import AutoModelForCausalLM
+
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise refusal(config.model_type, "transformers has no causal language model for it")
@@ -525,6 +535,8 @@ def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     The name of the attention function is kept in the config, and a config object may be shared
     with another model, which must not change with this one.
     """
+    from transformers import PretrainedConfig
+
     copies: dict[int, Any] = {}  # deepcopy's memo: parts that are shared stay shared
     old = []
     for module in model.modules():
