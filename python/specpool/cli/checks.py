@@ -64,17 +64,17 @@ def engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, 
     check_choice("attention", config.attention, ATTENTION)
     if config.adaptive is not None and shape is not None:
         raise ConfigError(
-            "adaptive chooses the shape of each round, --shape fixes it: leave one of them out"
+            "--adaptive chooses the shape of each round, --shape fixes it: leave one of them out"
         )
     if draft is None:
         if shape is not None and shape.num_draft_tokens > 1:
-            raise ConfigError("shape drafts, but there is no draft model: give --draft")
+            raise ConfigError("--shape drafts, but there is no draft model: give --draft")
         if config.adaptive is not None:
-            raise ConfigError("adaptive chooses what to draft: give --draft")
+            raise ConfigError("--adaptive chooses what to draft: give --draft")
     if config.num_pages is not None and config.kv_bytes is not None:
         raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
     if options.get("offload", "cost") != "cost" and not config.host_bytes:
-        raise ConfigError("offload says who goes to host memory: give --host-bytes too")
+        raise ConfigError("--offload says who goes to host memory: give --host-bytes too")
     if options.get("on_finding", "raise") != "raise" and not config.busy_check:
         raise ConfigError("on_finding says what a busy check does: give --busy-check 1 or 2 too")
     _warn_of_layout(config, draft)

@@ -65,6 +65,10 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Layers of the target.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Width of the logits, which take memory too. [default: not counted]"),
+    ] = None,
     draft_layers: Annotated[
         int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
     ] = None,
@@ -111,8 +115,8 @@ def plan(
     from prompt to last token and never wait for a page, so none is retracted, whatever their drafts
     do. No weights are read.
     """
-    from specpool.cli.plan import Question
     from specpool.cli.plan import plan as run
+    from specpool.cli.plan_model import Question
 
     run(
         Question(
@@ -121,6 +125,7 @@ def plan(
             layers=layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            vocab_size=vocab_size,
             draft_layers=draft_layers,
             draft_kv_heads=draft_kv_heads,
             draft_head_dim=draft_head_dim,

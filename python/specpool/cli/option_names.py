@@ -18,6 +18,7 @@ _OTHER_NAMES = {
     "n": "samples",
     "num_tokens": "tokens",
     "overlap_depth": "depth",
+    "kv_bytes": "memory",
 }
 
 
@@ -28,15 +29,18 @@ def with_option_names(text: str, options: Mapping[str, str]) -> str:
         text: the message of an error.
         options: name of the parameter -> the option, as in `{"page_size": "--page-size"}`.
 
-    A name of one word may be a word of the sentence: it is replaced at the beginning only.
+    A name of one word may be a word of the sentence: it is replaced only where it begins one that
+    says what it must be.
     """
     fields = dict(options)
     for field, name in _OTHER_NAMES.items():
         if field not in fields and name in fields:
             fields[field] = fields[name]
     for field, option in fields.items():
-        begin = "" if "_" in field else r"\A"
-        text = re.sub(rf"{begin}(?<![\w/.'\"-]){field}(?![\w/.'\"-])", option, text)
+        if "_" in field:
+            text = re.sub(rf"(?<![\w/.'\"-]){field}(?![\w/.'\"-])", option, text)
+        else:
+            text = re.sub(rf"\A{field}(?= must |: )", option, text)
     return text
 
 

@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from specpool.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -31,7 +32,7 @@ _PREFIXES = {
 }
 
 
-class Weights(Mapping[str, torch.Tensor]):
+class Weights(Mapping[str, "torch.Tensor"]):
     """The tensors of a checkpoint folder under their normal names, read when asked for.
 
     Normal names: no `model.` prefix; `layers.0.` for `midlayer.` and speculators' `transformer.`;
@@ -46,10 +47,10 @@ class Weights(Mapping[str, torch.Tensor]):
                 tensors with one normal name.
         """
         self._sources: dict[str, tuple[Callable[[str], Any], str]] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             names, read = _open(path)
             for name in names:
-                normal = _normal_name(name)
+                normal = normal_name(name)
                 if normal in self._sources:
                     raise CheckpointError(
                         f"{folder}: {self._sources[normal][1]} and {name} are the same tensor"
@@ -57,6 +58,8 @@ class Weights(Mapping[str, torch.Tensor]):
                 self._sources[normal] = (read, name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
         read, file_name = self._sources[name]
         tensor = read(file_name)
         if not isinstance(tensor, torch.Tensor):
@@ -77,7 +80,8 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._sources[name][1] if name in self._sources else name
 
 
-def _normal_name(name: str) -> str:
+def normal_name(name: str) -> str:
+    """Return the normal name (see `Weights`) of a tensor's name in its file."""
     for prefix, normal in _PREFIXES.items():
         if name.startswith(prefix):
             name = normal + name[len(prefix) :]
@@ -148,10 +152,10 @@ def weight_bytes(folder: Path) -> int:
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and total > 0:
             return int(total)
-    return sum(path.stat().st_size for path in _weight_files(folder))
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that make up the weights; safetensors before pickles, an index before a file."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
@@ -198,6 +202,8 @@ def _open(path: Path) -> tuple[list[str], Callable[[str], Any]]:
 
 
 def _load_pickle(path: Path) -> Any:
+    import torch
+
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and I/O errors of many kinds
@@ -229,6 +235,8 @@ def check_tensors(
     Raises:
         CheckpointError: one message that names everything missing, unexpected or misshapen.
     """
+    import torch
+
     known = {**optional, **required}
     faults = [
         f"missing {name} {list(shape)}" for name, shape in required.items() if name not in weights
