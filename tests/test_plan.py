@@ -274,6 +274,57 @@ def test_scenario_50_as_many_as_planned_never_wait_behind_windows():
     assert num_beside > 200 and num_slid > 100
 
 
+def short_windows(seed: int) -> Case:
+    """Chunks much longer than the windows, whose pages are as many as the sizing gives."""
+    rng = random.Random(seed)
+    drafter = rng.choice(["eagle", "ngram", "none"])
+    window = rng.randint(1, 12)
+    config = EngineConfig(
+        page_size=rng.choice([1, 2, 4, 8]),
+        placement=rng.choice(["split", "shared"]),
+        policy=rng.choice(["exact", "double_buffer"]),
+        layout=rng.choice(["auto", "holey"]),
+        max_batch=rng.choice([6, 12, 30]),
+        overlap_depth=rng.randint(0, 1),
+        prefill_tokens=rng.choice([16, 40, 64]),
+        max_sessions=0,
+    )
+    sizes = size_groups(
+        config,
+        rng.choice([{None: 16, window: 64}, {window: 32}, {None: 4, window: 4, window + 3: 9}]),
+        4 if drafter == "eagle" else 0,
+        shapes=[] if drafter == "none" else [Shape(*rng.choice(SHAPES))],
+        max_context_len=rng.choice([150, 300]),
+        kv_bytes=10**7,
+    )
+    max_len = rng.randint(60, sizes.max_context_len)
+    return Case(
+        sizes,
+        drafter == "ngram",
+        rng.randrange(len(sizes.shapes)),
+        10,
+        rng.randint(1, max_len - 2),
+        max_len,
+        config.prefill_tokens,
+        rng.choice([0, 4, 16]),
+        seed,
+    )
+
+
+def test_rows_behind_windows_share_the_chunks_of_prefill_steps():
+    """All that run have their windows, each chunk is one row's: none ever waits for a page."""
+    for seed in range(60):
+        case, rng = short_windows(seed), random.Random(seed)
+        fit = case.to_the_end()
+        assert fit.limit == f"max_batch {case.sizes.num_rows}", (seed, fit)
+        arrivals = [
+            case.arrival(i + 1, rng.choice([0.0, 0.5, 1.0])) for i in range(fit.num_requests)
+        ]
+        server = Server(case).serve(arrivals)
+        assert (server.ledger.num_refused, server.scheduler.num_retracted) == (0, 0), seed
+        assert server.most_running == fit.num_requests, seed
+
+
 def test_needs_behind_windows_are_the_ledgers():
     """`GroupSizes.pages_needed` and `row_pages`, with a ledger and without."""
     for seed in range(100):
@@ -499,6 +550,20 @@ def folder_of(tmp_path: Path, **config: object) -> Path:
     }
     (tmp_path / "config.json").write_text(json.dumps(raw | config))
     return tmp_path
+
+
+def test_windows_do_not_keep_rows_out_while_memory_is_left(monkeypatch, capsys, tmp_path):
+    """150 rows of gpt-oss, where the whole context of all of them takes less than half."""
+    how = ("--target", str(folder_of(tmp_path)), "--dtype", "bfloat16", "--weights", "13GB")
+    how += ("--memory", "80GiB", "--max-batch", "150", "--max-context-len", "8192")
+    found = answer(monkeypatch, capsys, *how, "--prompt", "2000", "--output", "500")
+    assert {(fit["num_requests"], fit["limit"]) for fit in found["fits"]} == {
+        (150, "max_batch 150")
+    }
+    assert found["unused"] > 30 << 30
+    code, out, err = ask(monkeypatch, capsys, *how)
+    assert code == 0, err
+    assert "39.05 GiB of it unused: raise --max-batch" in " ".join(out.split())
 
 
 def test_what_is_assumed_is_said(monkeypatch, capsys, tmp_path):

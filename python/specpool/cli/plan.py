@@ -51,6 +51,12 @@ class Answer:
     sizes: GroupSizes
     lines: list[Line]
 
+    @property
+    def unused(self) -> int:
+        """Bytes of KV that no group has, because all rows have all that they can use."""
+        left = self.kv_bytes - self.sizes.num_bytes
+        return left if left > sum(group.page_bytes for group in self.sizes.groups) else 0
+
 
 def plan(question: Question, *, as_json: bool) -> None:
     """Work out and print.
@@ -253,6 +259,7 @@ def _object(answer: Answer) -> dict[str, Any]:
         "logits": answer.logits,
         "notes": list(answer.model.notes),
         "kv_bytes": answer.kv_bytes,
+        "unused": answer.unused,
         "max_context_len": sizes.max_context_len,
         "max_batch": sizes.num_rows,
         "overlap_depth": sizes.overlap_depth,
@@ -286,12 +293,16 @@ def _object(answer: Answer) -> dict[str, Any]:
 
 def _groups_table(answer: Answer) -> Table:
     sizes = answer.sizes
+    unused = ""
+    if answer.unused:
+        unused = f"; {show_bytes(answer.unused)} of it unused: raise --max-batch"
+        unused += "" if sizes.num_rows < sizes.most_rows else ", or lower --max-context-len"
     table = Table(
         title=f"plan: {answer.model.name}, {answer.model.dtype}",
         caption=f"{show_bytes(answer.memory)} - weights {show_bytes(answer.model.weight_bytes)} - "
         f"workspace {show_bytes(answer.workspace)} - logits {show_bytes(answer.logits)} = "
         f"{show_bytes(answer.kv_bytes)} of KV "
-        f"(kv_bytes={answer.kv_bytes}), page 0 of each group included; row width in slots",
+        f"(kv_bytes={answer.kv_bytes}), page 0 of each group included{unused}; row width in slots",
     )
     table.add_column("group")
     columns = ("page size", "bytes per page", "pages", "bytes", "row width", "pages per row")
