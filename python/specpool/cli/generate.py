@@ -228,9 +228,9 @@ def run(job: Job) -> None:
     params = checks.sampling_params(job.sampling)
     count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
     draft = draft_of(job.target, job.draft)
-    checks.engine_config(shape, draft, job.options)
     if job.compare_ancestry:
         _check_ancestry(job, shape, draft)
+    checks.engine_config(shape, draft, job.options)
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
     checks.start_torch(job.threads)
