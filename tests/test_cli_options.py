@@ -52,7 +52,7 @@ def run_all(commands: list[list[str]], blocked: list[str]) -> list[tuple[int, st
         [sys.executable, "-c", RUNNER, json.dumps(commands), json.dumps(blocked)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
