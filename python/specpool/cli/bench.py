@@ -63,6 +63,7 @@ def generate(
     if target == "specpool/tiny" and draft is None:
         drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
     elif draft in (None, "none"):
+        checks.check_models(target, None)
         raise ConfigError("bench generate needs a draft model")
     else:
         drafts = [str(draft)]

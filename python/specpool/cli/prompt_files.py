@@ -77,7 +77,8 @@ def _of_file(name: str, form: str | None) -> list[PromptValue]:
     except (OSError, UnicodeDecodeError) as error:
         if name == "-":
             raise ConfigError(f"standard input is no text: {error}") from None
-        raise ConfigError(f"cannot read the prompt file {name}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the prompt file {name}: {reason}") from None
     found = list(_FORMATS[form]("standard input" if name == "-" else name, text))
     if not found:
         raise ConfigError(f"the prompt file {name} holds no prompt")

@@ -95,6 +95,7 @@ def run(job: Job) -> None:
         raise ConfigError("--force says to write over a file: give --out too")
     draft = draft_of(job.target, job.draft)
     if draft is None:
+        checks.check_models(job.target, None)
         raise ConfigError("tune needs a draft model: give --draft")
     batch_sizes = sorted({*job.batch_sizes})
     count = max(NUM_BUILT_IN, batch_sizes[-1])
