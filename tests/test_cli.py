@@ -130,24 +130,24 @@ def test_accept_length_of_the_shipped_pair():
         (["--draft", "specpool/tiny"], "specpool|head"),
         (["--shape", "3x1x9"], "got 9"),
         (["--shape", "banana"], "banana"),
-        (["--page-size", "0"], "page_size"),
+        (["--page-size", "0"], "error: --page-size must be an integer in .1, 1048576., got 0"),
         (["--num-pages", "2"], "2"),
         (["--prompt-file", "/no/such/file"], "/no/such/file"),
         (["-p", ""], "prompt 0 is empty"),
-        (["--max-new-tokens", "0"], "max_new_tokens"),
-        (["--temperature", "-1"], "temperature"),
-        (["--top-p", "2"], "top_p"),
+        (["--max-new-tokens", "0"], "error: --max-new-tokens must be"),
+        (["--temperature", "-1"], "error: --temperature must be a number in .0, 10000., got -1"),
+        (["--top-p", "2"], "error: --top-p must be"),
         (["--dtype", "int3"], "int3"),
         (["--device", "abacus"], "abacus"),
-        (["--batch", "0"], "max_batch"),
-        (["--max-context-len", "64"], "max_context_len 64"),
+        (["--batch", "0"], "error: --batch must be an integer in .1, 65536., got 0"),
+        (["--max-context-len", "64"], "64"),
         (["--draft", "none", "--compare-ancestry"], "needs a draft model"),
         (["--draft", "ngram", "--compare-ancestry"], "needs a draft model"),
         (["--draft", "ngram:0"], "must be an integer in .1, 32., got 0"),
         (["--draft", "ngram:x"], "needs a number n in .1, 32., got 'ngram:x'"),
         (["--placement", "nowhere"], "nowhere"),
         (["--no-such-option"], "no-such-option"),
-        (["--threads", "0"], "threads"),
+        (["--threads", "0"], "error: --threads must be"),
     ],
 )
 def test_bad_options_give_one_message_and_exit_code_2(capsys, args, message):
@@ -342,7 +342,7 @@ def test_without_the_extra_the_message_says_what_to_install(tmp_path):
         check=False,
     )
     assert run.returncode == 2
-    assert "the command line needs typer: pip install 'specpool[hf]'" in run.stderr
+    assert "the command line needs typer: pip install 'specpool[cli]'" in run.stderr
     code = "import specpool; specpool.Engine"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False

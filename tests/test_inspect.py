@@ -518,6 +518,25 @@ def test_a_page_shows_the_events_around_its_step(capsys, tmp_path, options, firs
         assert page["frames"][page["start"]]["index"] == at
 
 
+@pytest.mark.parametrize(("frames", "is_said"), [("5", True), ("26", False)])
+def test_a_page_of_a_part_of_the_log_says_so(capsys, tmp_path, frames, is_said):
+    """On the terminal, and on the page, whose script compares the same two numbers."""
+    path = tmp_path / "log"
+    ledger = make(record=path)
+    row = prefill(ledger, 5)
+    for _ in range(5):
+        end(ledger, start(ledger, row), 2)
+    ledger.prepare_decode([row], [1])  # event 25
+    ledger.close()
+    how = ("--html", str(tmp_path / "page.html"), "--frames", frames)
+    code, out, err = call(capsys, "inspect", str(path), *how)
+    assert code == 0, err
+    assert f"events 0 to {int(frames) - 1} of 25 in {path}" in out
+    assert ("--frames 26 shows them all, --at N those around a step N" in out) == is_said
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "film.frames.length < film.num_events + 1" in page.texts["script"]
+
+
 def test_a_page_of_many_rows_holds_what_changed(capsys, tmp_path):
     """Not every row's numbers again: 512 rows that do the same are a few runs a frame."""
     path = tmp_path / "log"

@@ -21,6 +21,9 @@ from specpool.cli import main
 from specpool.config import EngineConfig
 from specpool.models import TargetModel
 from specpool.models.outline import stated_layers
+from specpool.models.plain_config import FAMILIES as PLAIN
+from specpool.models.plain_config import PlainConfig
+from specpool.models.support import max_context_len
 from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.page_needs import row_pages, step_pages
 from specpool.plan import Fit, Plan
@@ -271,6 +274,57 @@ def test_scenario_50_as_many_as_planned_never_wait_behind_windows():
     assert num_beside > 200 and num_slid > 100
 
 
+def short_windows(seed: int) -> Case:
+    """Chunks much longer than the windows, whose pages are as many as the sizing gives."""
+    rng = random.Random(seed)
+    drafter = rng.choice(["eagle", "ngram", "none"])
+    window = rng.randint(1, 12)
+    config = EngineConfig(
+        page_size=rng.choice([1, 2, 4, 8]),
+        placement=rng.choice(["split", "shared"]),
+        policy=rng.choice(["exact", "double_buffer"]),
+        layout=rng.choice(["auto", "holey"]),
+        max_batch=rng.choice([6, 12, 30]),
+        overlap_depth=rng.randint(0, 1),
+        prefill_tokens=rng.choice([16, 40, 64]),
+        max_sessions=0,
+    )
+    sizes = size_groups(
+        config,
+        rng.choice([{None: 16, window: 64}, {window: 32}, {None: 4, window: 4, window + 3: 9}]),
+        4 if drafter == "eagle" else 0,
+        shapes=[] if drafter == "none" else [Shape(*rng.choice(SHAPES))],
+        max_context_len=rng.choice([150, 300]),
+        kv_bytes=10**7,
+    )
+    max_len = rng.randint(60, sizes.max_context_len)
+    return Case(
+        sizes,
+        drafter == "ngram",
+        rng.randrange(len(sizes.shapes)),
+        10,
+        rng.randint(1, max_len - 2),
+        max_len,
+        config.prefill_tokens,
+        rng.choice([0, 4, 16]),
+        seed,
+    )
+
+
+def test_rows_behind_windows_share_the_chunks_of_prefill_steps():
+    """All that run have their windows, each chunk is one row's: none ever waits for a page."""
+    for seed in range(60):
+        case, rng = short_windows(seed), random.Random(seed)
+        fit = case.to_the_end()
+        assert fit.limit == f"max_batch {case.sizes.num_rows}", (seed, fit)
+        arrivals = [
+            case.arrival(i + 1, rng.choice([0.0, 0.5, 1.0])) for i in range(fit.num_requests)
+        ]
+        server = Server(case).serve(arrivals)
+        assert (server.ledger.num_refused, server.scheduler.num_retracted) == (0, 0), seed
+        assert server.most_running == fit.num_requests, seed
+
+
 def test_needs_behind_windows_are_the_ledgers():
     """`GroupSizes.pages_needed` and `row_pages`, with a ledger and without."""
     for seed in range(100):
@@ -402,7 +456,7 @@ def test_int32_binds_where_memory_does_not(monkeypatch, capsys):
         *NUMBERS,
         *("--memory", "1PB", "--shape", "5x8x64", "--max-batch", refused),
     )
-    assert code == 2 and f"max_batch {refused} must be at most {found['max_batch']}" in err
+    assert code == 2 and f"--max-batch {refused} must be at most {found['max_batch']}" in err
 
 
 @pytest.mark.parametrize("draft", ["specpool/tiny-eagle3", "ngram", "none", None])
@@ -479,6 +533,145 @@ def test_weights_are_counted_as_they_will_be_loaded(monkeypatch, capsys, tmp_pat
     assert shards["weights"] == 12_345_678
 
 
+def folder_of(tmp_path: Path, **config: object) -> Path:
+    """A model of which there is only the config: gpt-oss's, with its windows."""
+    raw = {
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw | config))
+    return tmp_path
+
+
+def test_windows_do_not_keep_rows_out_while_memory_is_left(monkeypatch, capsys, tmp_path):
+    """150 rows of gpt-oss, where the whole context of all of them takes less than half."""
+    how = ("--target", str(folder_of(tmp_path)), "--dtype", "bfloat16", "--weights", "13GB")
+    how += ("--memory", "80GiB", "--max-batch", "150", "--max-context-len", "8192")
+    found = answer(monkeypatch, capsys, *how, "--prompt", "2000", "--output", "500")
+    assert {(fit["num_requests"], fit["limit"]) for fit in found["fits"]} == {
+        (150, "max_batch 150")
+    }
+    assert found["unused"] > 30 << 30
+    code, out, err = ask(monkeypatch, capsys, *how)
+    assert code == 0, err
+    assert "39.05 GiB of it unused: raise --max-batch" in " ".join(out.split())
+
+
+def test_what_is_assumed_is_said(monkeypatch, capsys, tmp_path):
+    """No dtype and no weights: float32, and as many bytes as the config's matrices have."""
+    how = ("--target", str(folder_of(tmp_path)), "--memory", "200GB", "--max-batch", "2")
+    code, out, err = ask(monkeypatch, capsys, *how, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["dtype"] == "float32"
+    dtype, weights = found["notes"]
+    assert "float32 is assumed: the config names no dtype" in dtype
+    assert "estimated from the config: 20,9" in weights
+    assert err.splitlines() == [f"warning: {dtype}", f"warning: {weights}"]
+    asked = answer(monkeypatch, capsys, *how, "--dtype", "bfloat16", "--weights", "13GB")
+    assert asked["notes"] == [] and asked["weights"] == 13 * 10**9
+
+
+def test_the_weights_say_the_dtype_that_the_config_does_not(monkeypatch, capsys, tmp_path):
+    source = Path(resolve("specpool/tiny"))
+    raw = json.loads((source / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    found = answer(monkeypatch, capsys, "--target", str(tmp_path), "--memory", "64MiB")
+    assert found["dtype"] == "float16"
+    assert found["notes"] == ["float16 is the weights': the config names no dtype"]
+
+
+def test_logits_of_a_verify_forward_are_counted(monkeypatch, capsys):
+    """Rows, nodes and the vocabulary: 15 GiB in this plan, which pages do not get."""
+    how = ("--memory", "80GiB", "--shape", "5x8x64", "--prompt", "300")
+    without = answer(monkeypatch, capsys, *NUMBERS, *how)
+    found = answer(monkeypatch, capsys, *NUMBERS, *how, "--vocab-size", "128256")
+    rows = found["max_batch"]
+    assert without["logits"] == 0 and found["logits"] == rows * 64 * 128256 * 2 > 15 << 30
+    assert found["kv_bytes"] == without["kv_bytes"] - found["logits"]
+    fit, full = found["fits"]
+    assert (fit["num_requests"], fit["limit"]) == (rows, "logits and pages together")
+    assert full["limit"] == "pages of target and draft"
+    pages = [g["num_pages"] // n for g, n in zip(found["groups"], fit["pages"], strict=True)]
+    row = 64 * 128256 * 2 + sum(
+        n * g["page_bytes"] for g, n in zip(found["groups"], fit["pages"], strict=True)
+    )
+    used = rows * row + sum(g["page_bytes"] for g in found["groups"])
+    assert rows == min(pages) and 80 << 30 >= used > (80 << 30) - 2 * row
+    given = answer(
+        monkeypatch, capsys, *NUMBERS, *how, "--vocab-size", "128256", "--max-batch", "10"
+    )
+    assert given["logits"] == 10 * 64 * 128256 * 2
+
+
+def written(model_type: str, **changes: object) -> tuple[object, dict]:
+    """A config of transformers' own defaults, changed, and what it writes into config.json."""
+    config = transformers.AutoConfig.for_model(model_type, **changes)
+    return config, json.loads(config.to_json_string())
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_a_plain_config_is_what_transformers_makes_of_it(model_type):
+    """As it is written; and of what a file may lack, each key alone, where it is read at all."""
+    num_read = 0
+    for changes in (
+        {},
+        {"num_hidden_layers": 12, "sliding_window": 77, "use_sliding_window": True},
+    ):
+        config, raw = written(model_type, **changes)
+        found = PlainConfig.parse(raw)
+        if not changes:
+            assert found is not None
+            assert (found.max_context_len, found.vocab_size) == (
+                max_context_len(config),
+                config.vocab_size,
+            )
+        for key in (None, *raw):
+            if key == "model_type":
+                continue
+            less = {name: value for name, value in raw.items() if name != key}
+            found = PlainConfig.parse(less)
+            if found is not None:
+                beside = transformers.AutoConfig.for_model(**less)
+                assert found.layers == stated_layers(beside), key
+                assert found.max_context_len == max_context_len(beside), key
+                num_read += 1
+    assert num_read > 10
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_parameters_are_counted_within_two_percent(model_type):
+    import torch
+
+    config, raw = written(model_type)
+    found = PlainConfig.parse(raw)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert found is not None and found.num_parameters == pytest.approx(counted, rel=0.02)
+
+
+def test_a_config_that_decides_otherwise_is_left_to_transformers():
+    _, raw = written("mistral")
+    for change in ({"model_type": "deepseek_v3"}, {"auto_map": {"AutoConfig": "x.Y"}}):
+        assert PlainConfig.parse(raw | change) is None
+    for change in ({"num_hidden_layers": 1.5}, {"sliding_window": "x"}, {"hidden_size": -1}):
+        assert PlainConfig.parse(raw | change) is None
+    dynamic = raw | {"rope_scaling": {"type": "dynamic", "original_max_position_embeddings": 99}}
+    assert PlainConfig.parse(dynamic).max_context_len == 99
+
+
 def test_numbers_need_no_torch():
     code = (
         "import sys; sys.argv[1:] = sys.argv[1].split()\n"
@@ -507,19 +700,38 @@ def test_numbers_need_no_torch():
         ),
         ([*NUMBERS, "--memory", "1MiB"], "one row of 4096 tokens needs"),
         ([*NUMBERS, "--dtype", "int4"], "dtype must be one of float32, bfloat16, float16"),
-        ([*NUMBERS, "--kv-heads", "0"], "kv_heads must be an integer in [1, 65536], got 0"),
+        (
+            [*NUMBERS, "--kv-heads", "0"],
+            "error: --kv-heads must be an integer in [1, 65536], got 0",
+        ),
         ([*NUMBERS, "--draft-layers", "0", "--shape", "3"], "there is no draft model"),
         ([*NUMBERS, "--draft", "x/y"], "--draft is 'ngram' or 'none'"),
         ([*NUMBERS, "--draft", "ngram", "--draft-layers", "1"], "leave out --draft-layers"),
-        ([*NUMBERS, "--prompt", "4096"], "tokens must be an integer in [1, 4095], got 4096"),
+        (
+            [*NUMBERS, "--prompt", "4096"],
+            "error: --prompt must be an integer in [1, 4095], got 4096",
+        ),
+        ([*NUMBERS, "--live", "5000"], "error: --live must be an integer in [1, 4095], got 5000"),
+        ([*NUMBERS, "--vocab-size", "0"], "error: --vocab-size must be an integer in [1, "),
+        (
+            [*NUMBERS, "--draft", "none", "--draft-kv-heads", "2"],
+            "--draft-kv-heads is of a draft model's layers, and there are none",
+        ),
+        (
+            ["--target", "specpool/tiny", "--draft-layers", "2"],
+            "--draft-layers goes with plain numbers; beside --target, give the head itself",
+        ),
         ([*NUMBERS, "--output", "5"], "--output needs --prompt"),
-        ([*NUMBERS, "--prompt", "5", "--output", "0"], "output must be an integer in [1, 4091]"),
+        (
+            [*NUMBERS, "--prompt", "5", "--output", "0"],
+            "error: --output must be an integer in [1, 4091]",
+        ),
         ([*NUMBERS, "--shape", "3x2"], "--shape: a shape is chain:S"),
-        ([*NUMBERS, "--depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
-        ([*NUMBERS, "--draft-head-dim", "0"], "draft_head_dim must be an integer in [1, 65536]"),
-        ([*NUMBERS, "--max-context-len", "0"], "max_context_len must be an integer in [2, "),
+        ([*NUMBERS, "--depth", "2"], "error: --depth must be an integer in [0, 1], got 2"),
+        ([*NUMBERS, "--draft-head-dim", "0"], "--draft-head-dim must be an integer in [1, 65536]"),
+        ([*NUMBERS, "--max-context-len", "0"], "--max-context-len must be an integer in [2, "),
         ([*NUMBERS, "--weights", ""], "weights must be bytes"),
-        ([*NUMBERS, "--max-batch", "0"], "max_batch must be an integer in [1, 65536], got 0"),
+        ([*NUMBERS, "--max-batch", "0"], "--max-batch must be an integer in [1, 65536], got 0"),
         (["--target", "specpool/tiny", "--layers", "3"], "--target states it: leave out --layers"),
         (["--target", "/no/such/folder"], "no such folder"),
         (["--target", "specpool/tiny", "--draft", "/no/such"], "no such folder"),

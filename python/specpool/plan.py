@@ -82,8 +82,11 @@ class Plan:
         check_int("prompt", prompt_len, 1, max_len - 1)
         last = self._last_root(prompt_len, max_len, shape)
         last = max(last, self._admission_root(prompt_len))
-        pages = self.sizes.most_pages(prompt_len, last, self._index(shape))
-        fit = self._fit(pages, [0] * len(pages))
+        index, sizes = self._index(shape), self.sizes
+        fit = self._fit(sizes.most_pages(prompt_len, last, index), [0] * len(sizes.groups))
+        if sizes.max_chunk < sizes.max_context_len:  # else a step may hold several whole prompts
+            together = self._fit(*sizes.shared_pages(prompt_len, last, index))
+            fit = max(fit, together, key=lambda each: each.num_requests)
         # Behind a window a row does not grow: those admitted together may be what binds.
         return min(fit, self.at_once(prompt_len, shape), key=lambda each: each.num_requests)
 

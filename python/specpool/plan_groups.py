@@ -112,28 +112,46 @@ class GroupSizes:
             groups.append(replace(group, pages_per_row=width // group.page_size))
         return replace(self, groups=tuple(groups))
 
-    def with_rows(self, num_rows: float, num_windows: int) -> GroupSizes:
-        """The same with pages for so many rows of the whole context, and for so many windows."""
+    def with_rows(self, num_rows: float, num_windows: int, num_steps: int = 1) -> GroupSizes:
+        """The same with pages for so many rows of the whole context, and for so many windows.
+
+        `num_steps` is of prefill steps, see `window_pages`.
+        """
         groups = []
         for group in self.groups:
             if group.window is None:
                 num_pages = int(num_rows * group.pages_per_row)
             else:
-                num_pages = self.window_pages(group, num_windows)
+                num_pages = self.window_pages(group, num_windows, num_steps)
             most = (1 << 31) // group.page_size - 1  # slot ids are int32
             groups.append(replace(group, num_pages=min(num_pages, most)))
         return replace(self, groups=tuple(groups))
 
-    def window_pages(self, group: GroupSize, num_rows: int) -> int:
+    @property
+    def most_steps(self) -> int:
+        """Prefill steps whose chunks lie behind windows at once.
+
+        The one that is prepared; the one before it, until its rows are prepared again; and under
+        overlap one more, whose pages are fenced.
+        """
+        return 2 + self.overlap_depth
+
+    def window_pages(self, group: GroupSize, num_rows: int, num_steps: int = 1) -> int:
         """Pages of a window group for so many rows, however long they are.
 
         What each keeps behind its window and claims ahead, a page more where it begins and ends
-        inside one, and what one prefill step takes beyond that, in all. One row's share more is for
-        a session's checkpoint or a pinned text.
+        inside one, and what so many prefill steps take beyond that, in all. One row's share more is
+        for a session's checkpoint or a pinned text.
         """
         of_row = self._most_window_pages(group, 1)
         of_step = self._most_window_pages(group, self.max_chunk) - of_row
-        return min((num_rows + 1) * (of_row + 1) + of_step, num_rows * group.pages_per_row)
+        wanted = (num_rows + 1) * (self._settled_pages(group) + 1) + num_steps * of_step
+        return min(wanted, num_rows * group.pages_per_row)
+
+    def _settled_pages(self, group: GroupSize) -> int:
+        """What a row that decodes holds of a window group at most, fenced pages included."""
+        passed = self._most_window_pages(replace(group, window=1), 1)
+        return self._most_window_pages(group, 1) + self.overlap_depth * passed
 
     def pages_needed(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
         """Of each group, what a row can ever hold whose roots all lie in `[lo, hi]`.
@@ -165,6 +183,25 @@ class GroupSizes:
                 )
                 found[at] = min(all_pages, found[at] + self.overlap_depth * passed)
         return tuple(found)
+
+    def shared_pages(
+        self, prompt_len: int, hi: int, shape: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `most_pages`, but with what prefill steps take apart, which rows do not all have.
+
+        Returns:
+            pages of each group that every request holds, and those of prefill steps in all.
+        """
+        all_pages = self.pages_needed(prompt_len, hi, shape)
+        kept = self.pages_needed(0, hi, shape)
+        pages, aside = list(all_pages), [0] * len(self.groups)
+        for at, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            of_row = self._most_window_pages(group, 1)
+            pages[at] = kept[at] + 1 + self._settled_pages(group) - of_row
+            aside[at] = self.most_steps * (self._most_window_pages(group, self.max_chunk) - of_row)
+        return tuple(pages), tuple(aside)
 
     def _most_window_pages(self, group: GroupSize, max_chunk: int) -> int:
         assert group.window is not None
@@ -307,7 +344,8 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     row_bytes = sum(group.pages_per_row * group.page_bytes for group in full)
 
     def window_bytes(num_rows: int) -> int:
-        return sum(sizes.window_pages(group, num_rows) * group.page_bytes for group in windows)
+        pages = (sizes.window_pages(group, num_rows, sizes.most_steps) for group in windows)
+        return sum(n * group.page_bytes for n, group in zip(pages, windows, strict=True))
 
     def both(num_rows: int) -> int:
         return window_bytes(num_rows) + min(num_rows, sizes.num_rows) * row_bytes
@@ -328,4 +366,4 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     num_rows: float = sizes.num_rows
     if row_bytes:
         num_rows = min((room - window_bytes(num_windows)) / row_bytes, num_rows)
-    return sizes.with_rows(num_rows, num_windows)
+    return sizes.with_rows(num_rows, num_windows, sizes.most_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 
 # Of a write to standard output that fails on a full or broken disk.
@@ -15,10 +16,10 @@ def main() -> None:
     """Run the command line; an error of the user's gives one line on stderr and exit code 2."""
     try:
         import rich  # noqa: F401
-        import typer  # noqa: F401
+        import typer
     except ImportError as error:
         print(
-            f"error: the command line needs {error.name}: pip install 'specpool[hf]'",
+            f"error: the command line needs {error.name}: pip install 'specpool[cli]'",
             file=sys.stderr,
         )
         raise SystemExit(2) from None
@@ -27,12 +28,20 @@ def main() -> None:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
+    # `typer.BadParameter`'s parent, which typer does not name: every error of parsing is one.
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
         try:
-            app()
+            code = app(standalone_mode=False)
         finally:
             if sys.stdout is not None:  # As it is where a shell has closed it.
                 sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.
+    except typer.Abort:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except usage_error as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except SpecpoolError as error:
         from specpool.cli.drawing import printable
 
@@ -52,6 +61,14 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    raise SystemExit(code or 0)
+
+
+def _one_line(error: Exception) -> str:
+    """Return what is wrong with the command line, as typer or pydantic below it says."""
+    text: str = error.format_message()  # type: ignore[attr-defined]
+    text = " ".join(text.split()).replace("Value error, ", "").removesuffix(".")
+    return re.sub(r"Input should be a valid (\w+), unable to parse.*", r"must be of type \1", text)
 
 
 def _give_up_output() -> None:

@@ -8,24 +8,26 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from specpool import corpus
 from specpool._core import Shape
 from specpool.assets import resolve
-from specpool.cli.generate import quiet_loading
+from specpool.cli import checks
 from specpool.cli.generate_report import mean_accept_len
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
 from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
-from specpool.draft import Drafter, EagleDrafter, named_drafter
-from specpool.engine import Engine
 from specpool.errors import ConfigError
+from specpool.names import ngram_of
 from specpool.request import RequestOutput
+
+if TYPE_CHECKING:
+    from specpool.draft import Drafter
+    from specpool.engine import Engine
 
 #: Lines that a model goes on with.
 REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
@@ -52,26 +54,31 @@ def generate(
     Raises:
         ConfigError: an option that cannot work.
     """
-    if repeats < 1 or min(*num_tokens, *batch_sizes, 1) < 1:
-        raise ConfigError(
-            "repeats, tokens and batch must be at least 1, "
-            f"got {repeats}, {num_tokens}, {batch_sizes}"
-        )
+    check_int("repeats", repeats, 1, 1 << 16)
+    for tokens in num_tokens:
+        check_int("tokens", tokens, 1, 1 << 20)
+    for batch in batch_sizes:
+        check_int("batch", batch, 1, 1 << 16)
     check_int("requests", num_requests, 0, 1 << 10)
+    checks.check_place(device=device, threads=threads)
     if target == "specpool/tiny" and draft is None:
         drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
     elif draft in (None, "none"):
+        checks.check_models(target, None)
         raise ConfigError("bench generate needs a draft model")
     else:
         drafts = [str(draft)]
-    check_int("threads", threads, 1, 1 << 10)
     parsed = shape_of(shape)
     if parsed == Shape.none():
         raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
     if plot is not None:
         check_plot(plot)
-    torch.set_num_threads(threads)
-    quiet_loading()
+    for name in drafts:
+        checks.engine_config(parsed, name, {"adaptive": adaptive})
+        checks.check_models(target, name)
+    checks.start_torch(threads)
+    from specpool.engine import Engine
+
     reference = None
     results = []
     cases = list(itertools.product(batch_sizes, num_tokens))
@@ -95,7 +102,7 @@ def generate(
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, repeats)
                     progress.advance(task)
-                if named_drafter(name) is not None:
+                if ngram_of(name) is not None:
                     results += _lookup(engine, name, max(num_tokens), repeats)
                 if num_requests:
                     results += _traffic(engine, name, num_requests, min(num_tokens), repeats)
@@ -186,6 +193,8 @@ def _traffic(
             engine.generate([prompt], own)
         return total / (time.perf_counter() - start)
 
+    from specpool.engine import Engine
+
     # The same target: two engines take turns on it.
     config = dataclasses.replace(engine.config, overlap_depth=1)
     other = Engine(engine.target, _second(engine, draft), config=config)
@@ -240,6 +249,8 @@ def _run_lookup(
 
 def _second(engine: Engine, draft: str) -> Drafter:
     """Another drafter of the same kind, on the same head: one serves one engine."""
+    from specpool.draft import EagleDrafter, named_drafter
+
     if isinstance(engine.drafter, EagleDrafter):
         return EagleDrafter(engine.drafter.head)
     named = named_drafter(draft)
@@ -261,6 +272,8 @@ class _Transformers:
 
     def seconds(self, prompts: list[list[int]], tokens: int) -> float:
         """Time of one call; every prompt has the same length."""
+        import torch
+
         ids = torch.tensor(prompts, device=self._device)
         start = time.perf_counter()
         self._model.generate(

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -25,13 +25,14 @@ from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.adaptive.shapes import name_of
 from specpool.cli import adaptive_model as model
-from specpool.cli.generate import quiet_loading
+from specpool.cli import checks
 from specpool.cli.machine import Result, check_plot, draw, interleaved, machine, print_json
 from specpool.cli.tune import CANDIDATES
 from specpool.config import SamplingParams, check_int
-from specpool.draft import EagleDrafter
-from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
+
+if TYPE_CHECKING:
+    from specpool.engine import Engine
 
 PLAIN = Shape.none()
 POLICIES = {
@@ -90,6 +91,8 @@ class Engines:
 
     def __init__(self, stack: ExitStack, device: str, max_batch: int) -> None:
         """Load the pair, with room for so many rows in each engine."""
+        from specpool.engine import Engine
+
         self._stack = stack
         self._first = stack.enter_context(
             Engine.from_pretrained(
@@ -120,6 +123,9 @@ class Engines:
         return engine, time.perf_counter() - start
 
     def _another(self, **options: object) -> Engine:
+        from specpool.draft import EagleDrafter
+        from specpool.engine import Engine
+
         drafter = self._first.drafter
         assert isinstance(drafter, EagleDrafter)
         config = dataclasses.replace(self._first.config, **options)  # type: ignore[arg-type]
@@ -403,7 +409,7 @@ def adaptive(
     """
     check_int("rounds", rounds, 0, 1 << 20)
     check_int("repeats", repeats, 0, 1 << 16)
-    check_int("threads", threads, 1, 1 << 10)
+    checks.check_place(device=device, threads=threads)
     check_int("tokens", num_tokens, 1, 1 << 20)
     for batch in batch_sizes:
         check_int("batch", batch, 1, 1 << 10)
@@ -411,8 +417,7 @@ def adaptive(
         raise ConfigError("rounds and repeats are both 0: there is nothing to measure")
     if plot is not None:
         check_plot(plot)
-    torch.set_num_threads(threads)
-    quiet_loading()
+    checks.start_torch(threads)
     console = Console(stderr=True)
     lines: list[Line] = []
     with (

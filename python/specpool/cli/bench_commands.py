@@ -6,21 +6,33 @@ from typing import Annotated, Any
 
 import typer
 
+from specpool.cli.option_names import NamingGroup, help_if_alone
 from specpool.cli.options import (
     Adaptive,
     DeviceName,
     Json,
+    PageSize,
+    Placement,
     Plot,
     ShapeText,
     Target,
+    Threads,
     TrustRemoteCode,
 )
-from specpool.config import HEADROOM, Placement
+from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 
 bench = typer.Typer(
-    no_args_is_help=True, help="Speed and memory, beside a reference in the same run."
+    cls=NamingGroup,
+    rich_markup_mode=None,
+    help="Speed and memory, beside a reference in the same run.",
 )
+
+
+@bench.callback(invoke_without_command=True)
+def options(context: typer.Context) -> None:
+    """Speed and memory, beside a reference in the same run."""
+    help_if_alone(context)
 
 
 @bench.command("generate")
@@ -31,14 +43,20 @@ def bench_generate(
     ] = None,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="[default: 96 and 400]")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="[default: 1 and 8]")] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of each text; may be repeated. [default: 96 and 400]"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
+    ] = None,
     requests: Annotated[
         int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
     ] = 64,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    threads: Threads = 1,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     plot: Plot = None,
@@ -65,7 +83,7 @@ def bench_generate(
 
 @bench.command("reserve")
 def bench_reserve(
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 64,
+    page_size: PageSize = 64,
     shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
     layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
@@ -135,7 +153,7 @@ def bench_ledger(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
-    placement: Annotated[Placement, typer.Option(help="Two groups, or one.")] = "shared",
+    placement: Placement = "shared",
     layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
     json: Json = False,
     plot: Plot = None,
@@ -165,7 +183,7 @@ def bench_windows(
     batch: Annotated[int, typer.Option(help="Rows that run at once.")] = 4,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 448,
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    page_size: PageSize = 16,
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
     json: Json = False,
     plot: Plot = None,
@@ -192,7 +210,7 @@ def bench_scheduler(
         list[int] | None, typer.Option(help="Rows of a round. [default: 1, 32, 256 and 1024]")
     ] = None,
     shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "3x1x4",
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    page_size: PageSize = 16,
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
     repeats: Annotated[int, typer.Option(help="Turns of each batch; the median counts.")] = 5,
     json: Json = False,
@@ -225,7 +243,7 @@ def bench_host(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
     device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    threads: Threads = 1,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -259,7 +277,7 @@ def bench_session(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
     device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    threads: Threads = 1,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -293,7 +311,7 @@ def bench_adaptive(
         int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
     ] = 9,
     device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    threads: Threads = 1,
     json: Json = False,
     plot: Plot = None,
 ) -> None:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from specpool import corpus
-from specpool.cli.generate import quiet_loading
+from specpool.cli import checks
 from specpool.cli.machine import Result, check_plot, interleaved, machine, report
 from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
-from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
-from specpool.host_memory import HostMemory, reload
 from specpool.host_tier import Handle, HostTier
 from specpool.request import Request
 from specpool.step import Step
+
+if TYPE_CHECKING:
+    from specpool.engine import Engine
 
 
 class Return:
@@ -74,6 +75,8 @@ class Return:
 
     def reload(self) -> float:
         """Seconds to the next token, from the host; the row goes back."""
+        from specpool.host_memory import reload
+
         handle, _ = self._offloaded()
         start = time.perf_counter()
         row = reload(self._tier, self._engine.cache, handle)
@@ -103,6 +106,8 @@ class Return:
 
     def _synchronize(self) -> None:
         if self._engine.cache.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self._engine.cache.device)
 
 
@@ -137,21 +142,26 @@ def host(
         CorruptState: what comes back is not what went.
     """
     check_int("repeats", repeats, 1, 1 << 16)
-    check_int("threads", threads, 1, 1 << 10)
+    checks.check_place(device=device, threads=threads)
     for tokens in num_tokens:
         check_int("tokens", tokens, 1, 1 << 20)
     if plot is not None:
         check_plot(plot)
-    torch.set_num_threads(threads)
-    quiet_loading()
+    parsed, name = shape_of(shape), None if draft == "none" else draft
+    checks.engine_config(parsed, name, {})
+    checks.check_models(target, name)
+    checks.start_torch(threads)
+    from specpool.engine import Engine
+    from specpool.host_memory import HostMemory
+
     results = []
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(num_tokens))
         with Engine.from_pretrained(
             target,
-            draft=None if draft == "none" else draft,
-            shape=shape_of(shape),
+            draft=name,
+            shape=parsed,
             device=device,
             max_batch=1,
         ) as engine:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from specpool import corpus
-from specpool.cli.generate import quiet_loading
+from specpool.cli import checks
 from specpool.cli.machine import Result, check_plot, draw, interleaved, machine, report
 from specpool.cli.shapes import shape_of
 from specpool.config import SamplingParams, check_int
-from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
+
+if TYPE_CHECKING:
+    from specpool.engine import Engine
 
 #: Tokens of the history's last answer, and of those that are compared.
 NUM_ANSWERED = 16
@@ -91,22 +93,26 @@ def session(
         CorruptState: a session says something else than the same prompt.
     """
     check_int("repeats", repeats, 1, 1 << 16)
-    check_int("threads", threads, 1, 1 << 10)
+    checks.check_place(device=device, threads=threads)
     check_int("history", history, NUM_ANSWERED + 1, 1 << 20)
     for tokens in num_new:
         check_int("new", tokens, 1, 1 << 20)
     if plot is not None:
         check_plot(plot)
-    torch.set_num_threads(threads)
-    quiet_loading()
+    parsed, name = shape_of(shape), None if draft == "none" else draft
+    checks.engine_config(parsed, name, {})
+    checks.check_models(target, name)
+    checks.start_torch(threads)
+    from specpool.engine import Engine
+
     results = []
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(num_new))
         with Engine.from_pretrained(
             target,
-            draft=None if draft == "none" else draft,
-            shape=shape_of(shape),
+            draft=name,
+            shape=parsed,
             device=device,
             max_batch=2,
         ) as engine:

@@ -12,23 +12,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from specpool._core import Shape
-from specpool.cli.generate import quiet_loading
 from specpool.cli.machine import Result, check_plot, draw, machine, print_json
 from specpool.config import EngineConfig, SamplingParams, check_int
-from specpool.draft import NgramDrafter
-from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
-from specpool.models import TargetModel
 from specpool.num_bytes import show_bytes
+
+if TYPE_CHECKING:
+    from specpool.models import TargetModel
 
 VOCAB, LAYERS = 256, 6
 SHAPE = Shape(4, 1, 5)  # prompt lookup: random models repeat themselves
@@ -126,7 +123,10 @@ def measured(family: str, load: Load) -> tuple[Held, Held]:
         ConfigError: this transformers has no such family.
         CorruptState: the texts differ, or a row holds more of a group than its window.
     """
-    quiet_loading()
+    import transformers
+
+    from specpool.models import TargetModel
+
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with TargetModel(_model(family, load)) as target:
         on = _run(target, load)
@@ -144,6 +144,9 @@ def measured(family: str, load: Load) -> tuple[Held, Held]:
 
 def _model(family: str, load: Load) -> Any:
     """Random weights, large enough for the logits to differ."""
+    import torch
+    import transformers
+
     name, slides = FAMILIES[family]
     config_class = getattr(transformers, name, None)
     if config_class is None:
@@ -180,6 +183,9 @@ def _model(family: str, load: Load) -> Any:
 
 def _run(target: TargetModel, load: Load) -> Held:
     """Generate, and look at the ledger before each turn."""
+    from specpool.draft import NgramDrafter
+    from specpool.engine import Engine
+
     rng = random.Random(0)
     config = EngineConfig(
         shape=SHAPE,

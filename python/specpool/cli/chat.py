@@ -8,20 +8,22 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpool.cli.generate import Interrupt, draft_of, quiet_loading
+from specpool.cli import checks
+from specpool.cli.generate import Interrupt, draft_of
 from specpool.cli.shapes import shape_of
-from specpool.config import SamplingParams, check_int
-from specpool.engine import Engine
+from specpool.config import SamplingParams
 from specpool.errors import ConfigError, SpecpoolError
-from specpool.prompts import Prompt
 from specpool.request import RequestOutput
+
+if TYPE_CHECKING:
+    from specpool.engine import Engine
+    from specpool.prompts import Prompt
 
 HELP = """\
 /rewind [n]  go n turns back (1)
@@ -43,6 +45,7 @@ class Job:
     dtype: str | None
     device: str
     threads: int
+    trust_remote_code: bool
     sampling: dict[str, Any]
     options: dict[str, Any]
 
@@ -53,12 +56,15 @@ def run(job: Job) -> None:
     Raises:
         ConfigError: an option that cannot work.
     """
-    check_int("threads", job.threads, 1, 1 << 10)
-    torch.set_num_threads(job.threads)
-    quiet_loading()
-    console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
-    shape, params = shape_of(job.shape), SamplingParams(**job.sampling)
+    checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
+    shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
     draft = draft_of(job.target, job.draft)
+    checks.engine_config(shape, draft, job.options)
+    checks.check_models(job.target, draft)
+    checks.start_torch(job.threads)
+    from specpool.engine import Engine
+
+    console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
     with console.status(f"loading {job.target} and {draft}"):
         engine = Engine.from_pretrained(
             job.target,
@@ -66,6 +72,7 @@ def run(job: Job) -> None:
             dtype=job.dtype,
             device=job.device,
             shape=shape,
+            trust_remote_code=job.trust_remote_code,
             **job.options,
         )
     with engine:

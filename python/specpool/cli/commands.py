@@ -9,25 +9,33 @@ import typer
 
 import specpool
 from specpool.cli.bench_commands import bench
+from specpool.cli.engine_commands import chat, generate, tune
+from specpool.cli.option_names import NamingGroup, help_if_alone
 from specpool.cli.options import (
-    Adaptive,
-    DeviceName,
     Draft,
+    Headroom,
     Json,
-    Plot,
-    ShapeText,
-    Target,
+    Layout,
+    MaxContextLen,
+    PageSize,
+    Placement,
+    Policy,
     TrustRemoteCode,
 )
-from specpool.config import HEADROOM, Layout, Placement, Policy, check_int
+from specpool.config import HEADROOM, check_int
 from specpool.errors import ConfigError
 
+# Without rich's frames help is not cut at the width of the terminal, and an error is one line.
 app = typer.Typer(
-    no_args_is_help=True,
+    cls=NamingGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="KV-cache memory manager for speculative decoding.",
 )
+app.command()(generate)
+app.command()(chat)
+app.command()(tune)
 app.add_typer(bench, name="bench")
 
 
@@ -37,212 +45,15 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """KV-cache memory manager for speculative decoding."""
-
-
-@app.command()
-def generate(
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
-    ] = None,
-    prompt_file: Annotated[
-        str | None,
-        typer.Option(help="A file with one prompt per line; '-' = one prompt from standard input."),
-    ] = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
-    placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
-    policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
-    layout: Annotated[Layout, typer.Option(help="Where drafts lie in a row.")] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16 or auto. [default: float32 on a CPU]"),
-    ] = None,
-    device: DeviceName = "cpu",
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampled text.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 96,
-    samples: Annotated[int, typer.Option(help="Of each prompt, with seeds that follow.")] = 1,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="A text ends before this string; may be repeated."),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages, for the chat template.")
-    ] = False,
-    batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
-    overlap_depth: Annotated[
-        int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
-    ] = 0,
-    worker: Annotated[
-        str, typer.Option(help="v2, v1 (gives back what a round reserved, after each) or auto.")
-    ] = "auto",
-    prefill_tokens: Annotated[
-        int, typer.Option(help="Of one prefill step at most; longer prompts come in chunks.")
-    ] = 1024,
-    mixed_chunks: Annotated[
-        bool, typer.Option("--mixed-chunks", help="Chunks share the round's forward of the target.")
-    ] = False,
-    max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
-    num_pages: Annotated[
-        int | None, typer.Option(help="Pages per group. [default: what free memory holds]")
-    ] = None,
-    busy_check: Annotated[
-        int | None,
-        typer.Option(
-            help="Before each turn: 1 = sums, 2 = full audit. [default: SPECPOOL_BUSY_CHECK or 0]"
-        ),
-    ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    trust_remote_code: TrustRemoteCode = False,
-    compare_ancestry: Annotated[
-        bool,
-        typer.Option(help="Run exact ancestry and upstream's reading; print both accept lengths."),
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Generate with drafts, then decode plainly on the same pages and compare."""
-    from specpool.cli.generate import Job, run
-
-    run(
-        Job(
-            target=target,
-            draft=draft,
-            prompts=prompt or [],
-            prompt_file=prompt_file,
-            chat=chat,
-            shape=shape,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            compare_ancestry=compare_ancestry,
-            json=json,
-            sampling={
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "seed": seed,
-                "n": samples,
-                "stop": tuple(stop or ()),
-            },
-            options={
-                "page_size": page_size,
-                "placement": placement,
-                "policy": policy,
-                "layout": layout,
-                "adaptive": adaptive,
-                "max_batch": batch,
-                "overlap_depth": overlap_depth,
-                "worker": worker,
-                "prefill_tokens": prefill_tokens,
-                "mixed_chunks": mixed_chunks,
-                "max_context_len": max_context_len,
-                "num_pages": num_pages,
-                **({} if busy_check is None else {"busy_check": busy_check}),
-                "trust_remote_code": trust_remote_code,
-            },
-        )
-    )
-
-
-@app.command()
-def chat(
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told first, on a line of its own.")
-    ] = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
-    placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
-    policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
-    layout: Annotated[Layout, typer.Option(help="Where drafts lie in a row.")] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16 or auto. [default: float32 on a CPU]"),
-    ] = None,
-    device: DeviceName = "cpu",
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 = all.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampled text.")] = 0,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Of one answer.")
-    ] = 256,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="An answer ends before this string; may be repeated."),
-    ] = None,
-    overlap_depth: Annotated[
-        int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
-    ] = 0,
-    prefill_tokens: Annotated[
-        int, typer.Option(help="Of one prefill step at most; longer prompts come in chunks.")
-    ] = 1024,
-    max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
-    num_pages: Annotated[
-        int | None, typer.Option(help="Pages per group. [default: what free memory holds]")
-    ] = None,
-    busy_check: Annotated[
-        int | None,
-        typer.Option(
-            help="Before each turn: 1 = sums, 2 = full audit. [default: SPECPOOL_BUSY_CHECK or 0]"
-        ),
-    ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Talk with a model: each turn computes its new tokens only. /help lists the commands.
-
-    A target without a chat template, such as the embedded one, goes on with the text as it is.
-    """
-    from specpool.cli.chat import Job, run
-
-    run(
-        Job(
-            target=target,
-            draft=draft,
-            system=system,
-            shape=shape,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            sampling={
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "seed": seed,
-                "stop": tuple(stop or ()),
-            },
-            options={
-                "page_size": page_size,
-                "placement": placement,
-                "policy": policy,
-                "layout": layout,
-                "adaptive": adaptive,
-                "overlap_depth": overlap_depth,
-                "prefill_tokens": prefill_tokens,
-                "max_context_len": max_context_len,
-                "num_pages": num_pages,
-                **({} if busy_check is None else {"busy_check": busy_check}),
-                "trust_remote_code": trust_remote_code,
-            },
-        )
-    )
+    help_if_alone(context)
 
 
 @app.command()
@@ -255,11 +66,19 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Layers of the target.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Width of the logits, which take memory too. [default: not counted]"),
+    ] = None,
     draft_layers: Annotated[
         int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
     ] = None,
-    draft_kv_heads: Annotated[int | None, typer.Option(help="[default: the target's]")] = None,
-    draft_head_dim: Annotated[int | None, typer.Option(help="[default: the target's]")] = None,
+    draft_kv_heads: Annotated[
+        int | None, typer.Option(help="Of a layer of the draft. [default: the target's]")
+    ] = None,
+    draft_head_dim: Annotated[
+        int | None, typer.Option(help="Size of its heads. [default: the target's]")
+    ] = None,
     draft: Draft = None,
     dtype: Annotated[
         str | None,
@@ -273,18 +92,16 @@ def plan(
         list[str] | None,
         typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
     ] = None,
-    max_context_len: Annotated[int | None, typer.Option(help="[default: the model's]")] = None,
-    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
-    placement: Annotated[Placement, typer.Option(help="Groups of their own, or one.")] = "split",
-    policy: Annotated[Policy, typer.Option(help="How much a round reserves.")] = "exact",
-    layout: Annotated[Layout, typer.Option(help="Where drafts lie in a row.")] = "auto",
+    max_context_len: MaxContextLen = None,
+    page_size: PageSize = 16,
+    placement: Placement = "split",
+    policy: Policy = "exact",
+    layout: Layout = "auto",
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
     max_batch: Annotated[
         int | None, typer.Option(help="Requests that run at once. [default: all that int32 allows]")
     ] = None,
-    headroom: Annotated[
-        int, typer.Option(help="Tokens of growth that admission asks for beside the next round.")
-    ] = HEADROOM,
+    headroom: Headroom = HEADROOM,
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
     output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None,
     live: Annotated[
@@ -300,8 +117,8 @@ def plan(
     from prompt to last token and never wait for a page, so none is retracted, whatever their drafts
     do. No weights are read.
     """
-    from specpool.cli.plan import Question
     from specpool.cli.plan import plan as run
+    from specpool.cli.plan_model import Question
 
     run(
         Question(
@@ -310,6 +127,7 @@ def plan(
             layers=layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            vocab_size=vocab_size,
             draft_layers=draft_layers,
             draft_kv_heads=draft_kv_heads,
             draft_head_dim=draft_head_dim,
@@ -332,70 +150,6 @@ def plan(
             trust_remote_code=trust_remote_code,
         ),
         as_json=json,
-    )
-
-
-@app.command()
-def tune(
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
-    ] = None,
-    prompt_file: Annotated[
-        str | None,
-        typer.Option(help="A file with one prompt per line; '-' = one prompt from standard input."),
-    ] = None,
-    candidates: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Shapes: chain:S, tree:SxKxN or none; commas between, or repeated. [default: "
-            "none, chains of 1, 2, 3, 5 and 7, and tree:4x4x16]"
-        ),
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Of each text, whatever ends it.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
-    policy: Annotated[str, typer.Option(help="Of the file: cost or ema.")] = "cost",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16 or auto. [default: float32 on a CPU]"),
-    ] = None,
-    device: DeviceName = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
-    trust_remote_code: TrustRemoteCode = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the configuration, for --adaptive.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Find the draft shapes that are worth it on a model and its prompts, by batch size."""
-    from specpool.cli.tune import BATCHES, Job, run
-
-    run(
-        Job(
-            target=target,
-            draft=draft,
-            prompts=prompt or [],
-            prompt_file=prompt_file,
-            candidates=candidates or [],
-            batch_sizes=batch or [*BATCHES],
-            num_tokens=tokens,
-            repeats=repeats,
-            policy=policy,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            trust_remote_code=trust_remote_code,
-            out=out,
-            force=force,
-            json=json,
-            plot=plot,
-        )
     )
 
 
@@ -428,6 +182,8 @@ def replay(
 
     if against is not None and at is not None:
         raise ConfigError("--against and --at are two questions: ask one")
+    if quiet and (against is not None or at is not None):
+        raise ConfigError("--quiet is of the whole log's summary: leave out --against and --at")
     if against is not None:
         if not command.against(log, against, Console(highlight=False)):
             raise typer.Exit(1)
@@ -450,7 +206,9 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option(help="Write one self-contained page with a slider instead.")
     ] = None,
-    frames: Annotated[int, typer.Option(help="Most events of the page.")] = 400,
+    frames: Annotated[
+        int | None, typer.Option(help="Most events of the page. [default: 400]")
+    ] = None,
 ) -> None:
     """Draw the pools and the rows of a recorded ledger. Exit code 2: the log is damaged.
 
@@ -460,12 +218,18 @@ def inspect(
 
     from specpool.cli import inspect as command
 
-    check_int("frames", frames, 2, 1 << 20)
+    if frames is not None:
+        check_int("frames", frames, 2, 1 << 20)
+        if html is None:
+            raise ConfigError("--frames is of a page: give --html too")
     if html is None:
         command.show(log, Console(highlight=False), step=at, row=row)
         return
-    page = command.write_page(log, html, step=at, row=row, max_frames=frames)
-    typer.echo(f"{html}: events {page.first} to {page.last} of {log}")
+    page = command.write_page(log, html, step=at, row=row, max_frames=frames or 400)
+    shown = f"events {page.first} to {page.last}"
+    typer.echo(f"{html}: {shown} of {page.num_events} in {log}")
+    if page.last - page.first < page.num_events:
+        typer.echo(f"--frames {page.num_events + 1} shows them all, --at N those around a step N")
     if page.damage is not None:
         raise page.damage
 
@@ -473,7 +237,9 @@ def inspect(
 @app.command()
 def sim(
     seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
-    rounds: Annotated[float, typer.Option(help="Rounds in all, as in 1e6.")] = 2e4,
+    rounds: Annotated[
+        float | None, typer.Option(help="Rounds in all, as in 1e6. [default: 2e4]")
+    ] = None,
     check: Annotated[
         int,
         typer.Option(
@@ -489,5 +255,8 @@ def sim(
     """The scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import sim as run
 
-    if not run(seed=seed, rounds=rounds, check=check, turns=turns):
+    if rounds is not None and turns is not None:
+        raise ConfigError("--rounds and --turns are two ways to say when to end: give one")
+    num_rounds = 2e4 if rounds is None else rounds
+    if not run(seed=seed, rounds=num_rounds, check=check, turns=turns):
         raise typer.Exit(1)

@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,18 +25,21 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from specpool import corpus
 from specpool._core import Shape
 from specpool.adaptive.shapes import name_of as name_of_shape
+from specpool.cli import checks
 from specpool.cli.generate_report import Runs, Timed, mean_accept_len, report_of, table_of
+from specpool.cli.prompt_files import Given, PromptValue, read_prompts, shown
 from specpool.cli.shapes import shape_of
-from specpool.config import SamplingParams, check_int
-from specpool.draft import named_drafter
-from specpool.engine import Engine
+from specpool.config import SamplingParams
 from specpool.errors import ConfigError
+from specpool.names import ngram_of
 from specpool.output import Chunk
-from specpool.prompts import Prompt
 from specpool.request import RequestOutput
+
+if TYPE_CHECKING:
+    from specpool.engine import Engine
+    from specpool.prompts import Prompt
 
 NUM_BUILT_IN_PROMPTS = 3
 # Runs whose speeds are put together, and seconds that those after the first may take.
@@ -56,13 +57,13 @@ class Job:
 
     target: str
     draft: str | None
-    prompts: list[str]
-    prompt_file: str | None
+    prompts: Given
     chat: bool
     shape: str | None
     dtype: str | None
     device: str
     threads: int
+    trust_remote_code: bool
     compare_ancestry: bool
     json: bool
     sampling: dict[str, Any]
@@ -76,38 +77,12 @@ def draft_of(target: str, draft: str | None) -> str | None:
     return None if draft == "none" else draft
 
 
-def read_prompts(
-    given: Sequence[str], prompt_file: str | None, target: str, count: int
-) -> list[str]:
-    """The prompts that are given; else `count` built-in ones, for the embedded target.
-
-    Raises:
-        ConfigError: a file that cannot be read, one without a prompt, or no prompt at all.
-    """
-    prompts = list(given)
-    if prompt_file == "-":
-        try:
-            prompts.append(sys.stdin.read())
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input is no text: {error}") from None
-    elif prompt_file is not None:
-        try:
-            lines = Path(prompt_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the prompt file {prompt_file}: {error}") from None
-        prompts += [line for line in lines if line.strip()]
-        if not prompts:
-            raise ConfigError(f"the prompt file {prompt_file} holds no prompt")
-    if prompts:
-        return prompts
-    if target != "specpool/tiny":
-        raise ConfigError("no prompt: give --prompt or --prompt-file")
-    return [bytes(ids).decode() for ids in corpus.prompts(count)]
-
-
-def prompts_of(job: Job, texts: Sequence[str]) -> Sequence[Prompt]:
-    """What the engine is given: the texts, or chats of one message each."""
-    return [[{"role": "user", "content": text}] for text in texts] if job.chat else texts
+def prompts_of(job: Job, given: Sequence[PromptValue]) -> list[Prompt]:
+    """What the engine is given; with `--chat` a text is a chat of one message."""
+    return [
+        [{"role": "user", "content": each}] if job.chat and isinstance(each, str) else each
+        for each in given
+    ]
 
 
 class Interrupt:
@@ -214,32 +189,28 @@ def timed(
     return Timed([outputs[place] for place in sorted(outputs)], seconds)
 
 
-def quiet_loading() -> None:
-    """Keep transformers' own progress bars out of the output."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def run(job: Job) -> None:
     """Run the command.
 
     Raises:
         ConfigError: an option that cannot work.
     """
-    check_int("threads", job.threads, 1, 1 << 10)
-    torch.set_num_threads(job.threads)
-    quiet_loading()
-    console = Console(stderr=job.json)
+    checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
     shape = shape_of(job.shape)
     if shape is None and job.compare_ancestry:
         shape = ANCESTRY_SHAPE
-    params = SamplingParams(**job.sampling)
+    params = checks.sampling_params(job.sampling)
     count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
-    texts = read_prompts(job.prompts, job.prompt_file, job.target, count)
     draft = draft_of(job.target, job.draft)
-    if job.compare_ancestry and (draft is None or named_drafter(draft) is not None):
-        raise ConfigError("--compare-ancestry needs a draft model")
+    if job.compare_ancestry:
+        _check_ancestry(job, shape, draft)
+    checks.engine_config(shape, draft, job.options)
+    checks.check_models(job.target, draft)
+    texts = read_prompts(job.prompts, job.target, count)
+    checks.start_torch(job.threads)
+    from specpool.engine import Engine
+
+    console = Console(stderr=job.json)
 
     def load(**options: Any) -> Engine:
         with Progress(
@@ -256,6 +227,7 @@ def run(job: Job) -> None:
                 dtype=job.dtype,
                 device=job.device,
                 shape=shape,
+                trust_remote_code=job.trust_remote_code,
                 **job.options,
                 **options,
             )
@@ -272,10 +244,23 @@ def run(job: Job) -> None:
         raise SystemExit(130)
 
 
+def _check_ancestry(job: Job, shape: Shape | None, draft: str | None) -> None:
+    """Raise `ConfigError` where both ancestries would be the same."""
+    if draft is None or ngram_of(draft) is not None:
+        raise ConfigError("--compare-ancestry needs a draft model")
+    if job.options.get("adaptive") is not None:
+        raise ConfigError("--compare-ancestry takes one shape, not --adaptive: give --shape")
+    if shape is not None and shape.topk == 1:
+        raise ConfigError(
+            f"--compare-ancestry needs a tree, topk above 1: in {name_of_shape(shape)} ancestors "
+            "and branch are the same"
+        )
+
+
 def _generate(
     job: Job,
     engine: Engine,
-    texts: Sequence[str],
+    texts: Sequence[PromptValue],
     params: SamplingParams,
     interrupt: Interrupt,
     console: Console,
@@ -296,7 +281,7 @@ def _generate(
         with _bar(console, "generating", total) as on_chunk:
             first = timed(engine, prompts, params, interrupt, on_chunk=on_chunk)
     else:
-        printer = Printer(console, texts, params.n)
+        printer = Printer(console, [shown(text) for text in texts], params.n)
         first = timed(
             engine, prompts, params, interrupt, on_chunk=printer.chunk, on_output=printer.done
         )

@@ -40,6 +40,7 @@ class Written:
 
     first: int
     last: int
+    num_events: int  # of the whole log, as far as it can be read
     damage: RecordError | None  # Why the log ends early.
 
 
@@ -74,7 +75,7 @@ def write_page(
         num_events=num_events,
         damage=damage,
     )
-    return Written(first, last, damage)
+    return Written(first, last, num_events, damage)
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

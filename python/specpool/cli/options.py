@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specpool import config
+
 Target = Annotated[
     str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
 ]
@@ -42,4 +44,103 @@ TrustRemoteCode = Annotated[
         "--trust-remote-code",
         help="Run Python code that the target's folder brings: read it first.",
     ),
+]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch.")]
+DtypeName = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help="float32, bfloat16, float16 or auto. [default: float32 on a CPU, else auto]"
+    ),
+]
+
+# The prompts.
+PromptText = Annotated[
+    list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
+]
+PromptIds = Annotated[
+    list[str] | None,
+    typer.Option("--prompt-ids", help="A prompt as token ids: '1,2,3'; may be repeated."),
+]
+PromptFile = Annotated[
+    str | None,
+    typer.Option(help="A file of prompts; '-' = standard input. See --prompt-format."),
+]
+PromptFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="Of --prompt-file: lines = a prompt each; jsonl = JSON in each line, a text, a list "
+        "of token ids, or an object with 'prompt' (either) or 'messages' (a chat); whole = one "
+        "prompt of many lines. [default: lines; whole for standard input]"
+    ),
+]
+
+# The engine.
+PageSize = Annotated[int, typer.Option(help="Slots per page.")]
+Placement = Annotated[
+    config.Placement,
+    typer.Option(help="Target and draft layers in page groups of their own, or in one."),
+]
+Policy = Annotated[config.Policy, typer.Option(help="How much a round reserves.")]
+Layout = Annotated[
+    config.Layout,
+    typer.Option(help="Where drafts lie in a row; holey differs where topk is above 1."),
+]
+OverlapDepth = Annotated[
+    int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
+]
+PrefillTokens = Annotated[
+    int, typer.Option(help="Tokens of one prefill step at most; longer prompts come in chunks.")
+]
+Headroom = Annotated[
+    int, typer.Option(help="Tokens of growth that admission asks for beside the next round.")
+]
+MaxContextLen = Annotated[
+    int | None, typer.Option(help="Tokens of a sequence at most. [default: the model's]")
+]
+NumPages = Annotated[
+    int | None, typer.Option(help="Pages per group. [default: what --kv-bytes holds]")
+]
+KvBytes = Annotated[
+    str | None,
+    typer.Option(help="Memory for KV, such as 8GiB. [default: half of what is free]"),
+]
+HostBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="Host memory, such as 4GiB, for the KV of requests that give way. [default: 0: they "
+        "are prefilled again]"
+    ),
+]
+Offload = Annotated[
+    config.Offload,
+    typer.Option(help="Who goes to host memory: whose copies cost less than a prefill, all, none."),
+]
+Attention = Annotated[
+    str, typer.Option(help="What reads the pages: torch, or flashinfer with --device cuda.")
+]
+GraphSizes = Annotated[
+    str | None,
+    typer.Option(
+        help="Batch sizes to capture as CUDA graphs: '1,2,4', or none. [default: powers of two and "
+        "the whole batch with --device cuda]"
+    ),
+]
+BusyCheck = Annotated[
+    int | None,
+    typer.Option(
+        help="Before each turn: 1 = sums, 2 = full audit. [default: SPECPOOL_BUSY_CHECK or 0]"
+    ),
+]
+OnFinding = Annotated[
+    config.OnFinding,
+    typer.Option(help="Of a busy check: end all requests, or only those that are concerned."),
+]
+
+# A request.
+Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
+TopK = Annotated[int, typer.Option(help="Of the most likely tokens, so many; 0 = all.")]
+TopP = Annotated[float, typer.Option(help="Of the most likely tokens, so much mass; 1 = all.")]
+Seed = Annotated[int, typer.Option(help="Of the sampled text.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="A text ends before this string; may be repeated.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,72 +13,21 @@ from rich.table import Table
 
 from specpool._core import Shape
 from specpool.adaptive.shapes import parse_shape
-from specpool.assets import resolve
-from specpool.config import EngineConfig, Layout, Placement, Policy, check_choice, check_int
+from specpool.cli.checks import warn
+from specpool.cli.plan_model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
+from specpool.config import EngineConfig, check_int
 from specpool.errors import ConfigError
-from specpool.layer_kv import LayerKV, bytes_by_window
 from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.plan import Fit, Plan
 from specpool.plan_groups import GroupSizes, size_groups
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOST_ROWS = 1 << 16
 
 MEANINGS = (
     "at once: requests of so many tokens that an empty pool admits together (they grow, and some "
     "may be retracted later and come back); to the end: requests that run side by side from prompt "
     "to last token and never wait for a page, so none is retracted"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What the command line asked."""
-
-    target: str | None
-    draft: str | None
-    layers: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    draft_layers: int | None
-    draft_kv_heads: int | None
-    draft_head_dim: int | None
-    dtype: str | None
-    memory: str
-    weights: str | None
-    workspace: str
-    shapes: list[str]
-    max_context_len: int | None
-    page_size: int
-    placement: Placement
-    policy: Policy
-    layout: Layout
-    overlap_depth: int
-    max_batch: int | None
-    headroom: int
-    prompt: int | None
-    output: int | None
-    live: list[int]
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What memory must know of the models."""
-
-    name: str
-    target_layers: tuple[LayerKV, ...]
-    draft_layers: tuple[LayerKV, ...]
-    drafts: bool
-    reads_tokens: bool  # the drafter does
-    dtype: str
-    weight_bytes: int
-    max_context_len: int | None  # None = not said
-
-    def token_bytes(self) -> tuple[dict[int | None, int], int]:
-        """Bytes of a token's KV in the target's layers, by window, and in the draft's."""
-        size = ITEMSIZES[self.dtype]
-        draft = sum(layer.bytes_per_token(size) for layer in self.draft_layers)
-        return bytes_by_window(self.target_layers, size), draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +46,16 @@ class Answer:
     model: Model
     memory: int
     workspace: int
+    logits: int  # bytes of one verify forward's, in all rows
     kv_bytes: int
     sizes: GroupSizes
     lines: list[Line]
+
+    @property
+    def unused(self) -> int:
+        """Bytes of KV that no group has, because all rows have all that they can use."""
+        left = self.kv_bytes - self.sizes.num_bytes
+        return left if left > sum(group.page_bytes for group in self.sizes.groups) else 0
 
 
 def plan(question: Question, *, as_json: bool) -> None:
@@ -119,7 +76,9 @@ def plan(question: Question, *, as_json: bool) -> None:
 
 def answered(question: Question) -> Answer:
     """The answer; see `plan` for what is raised."""
-    model = _model_of_numbers(question) if question.target is None else _model_of_files(question)
+    model = model_of_numbers(question) if question.target is None else model_of_files(question)
+    for note in model.notes:
+        warn(note)
     memory = parse_bytes("memory", question.memory)
     workspace = parse_bytes("workspace", question.workspace)
     kv_bytes = memory - model.weight_bytes - workspace
@@ -141,16 +100,80 @@ def answered(question: Question) -> Answer:
             "positions"
         )
     shapes = _shapes(question, model)
-    sizes = _sizes(question, model, shapes, max_context_len, kv_bytes)
+    _check_lengths(question, max_context_len)
+    row_logits = _row_logits(model, shapes)
+    most = question.max_batch
+    if most is None and row_logits:
+        most = _most_rows(question, model, shapes, max_context_len, kv_bytes, row_logits)
+    logits = (most or 0) * row_logits
+    if logits >= kv_bytes:
+        raise ConfigError(
+            f"memory {show_bytes(memory)} holds no KV: the weights take "
+            f"{show_bytes(model.weight_bytes)}, the workspace {show_bytes(workspace)}, and the "
+            f"logits of {most} rows {show_bytes(logits)}: lower --max-batch or the shape"
+        )
+    kv_bytes -= logits
+    sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, most)
     asked = Plan(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
     lines = []
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:
-            lines += [
-                Line(text, shape, fit)
-                for text, fit in _fits(question, asked, max_context_len, index)
-            ]
-    return Answer(model, memory, workspace, kv_bytes, sizes, lines)
+            fits = _fits(question, asked, max_context_len, index)
+            lines += [Line(text, shape, _named(question, fit, most)) for text, fit in fits]
+    return Answer(model, memory, workspace, logits, kv_bytes, sizes, lines)
+
+
+def _check_lengths(question: Question, max_context_len: int) -> None:
+    """Raise `ConfigError` unless the requests that are asked about fit the context."""
+    if question.prompt is not None:
+        check_int("prompt", question.prompt, 1, max_context_len - 1)
+    elif question.output is not None:
+        raise ConfigError("--output needs --prompt")
+    if question.prompt is not None and question.output is not None:
+        check_int("output", question.output, 1, max_context_len - question.prompt)
+    for live in question.live:
+        check_int("live", live, 1, max_context_len - 1)
+
+
+def _row_logits(model: Model, shapes: Sequence[Shape]) -> int:
+    """Bytes of a row's logits in a verify forward; 0 where the vocabulary is not known."""
+    most = max(shape.num_draft_tokens for shape in shapes)
+    return most * (model.vocab_size or 0) * ITEMSIZES[model.dtype]
+
+
+def _most_rows(
+    question: Question,
+    model: Model,
+    shapes: Sequence[Shape],
+    max_context_len: int,
+    kv_bytes: int,
+    row_logits: int,
+) -> int:
+    """Rows that fit with their logits: of the shortest requests that are asked about.
+
+    Logits and KV share the memory: more rows have more logits, and leave less for pages.
+    """
+    tokens = [each for each in (question.prompt, *question.live) if each is not None]
+    shortest = min(tokens, default=max_context_len - 1)
+
+    def has_room(num_rows: int) -> bool:
+        left = kv_bytes - num_rows * row_logits
+        try:
+            sizes = _sizes(question, model, shapes, max_context_len, left, num_rows)
+            asked = Plan(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
+        except ConfigError:
+            return False
+        return asked.at_once(shortest).num_requests >= num_rows
+
+    most = min(MOST_ROWS, kv_bytes // row_logits)
+    return max(1, bisect.bisect_left(range(1, most + 1), True, key=lambda n: not has_room(n)))
+
+
+def _named(question: Question, fit: Fit, most: int | None) -> Fit:
+    """The fit; a number of rows that nobody has asked for is the logits' limit."""
+    if question.max_batch is None and fit.limit == f"max_batch {most}":
+        return replace(fit, limit="logits and pages together")
+    return fit
 
 
 def _fits(
@@ -162,9 +185,7 @@ def _fits(
     if prompt is not None:
         fits.append((f"at once, prompts of {prompt}", asked.at_once(prompt, shape)))
     if output is not None:
-        if prompt is None:
-            raise ConfigError("--output needs --prompt")
-        check_int("output", output, 1, max_context_len - prompt)
+        assert prompt is not None
         if output > 1:
             half = prompt + output // 2
             fits.append((f"at once, half-way: live {half}", asked.at_once(half, shape)))
@@ -184,6 +205,7 @@ def _sizes(
     shapes: Sequence[Shape],
     max_context_len: int,
     kv_bytes: int,
+    max_batch: int | None,
 ) -> GroupSizes:
     config = EngineConfig(
         page_size=question.page_size,
@@ -191,7 +213,7 @@ def _sizes(
         policy=question.policy,
         layout=question.layout,
         overlap_depth=question.overlap_depth,
-        max_batch=1 if question.max_batch is None else question.max_batch,
+        max_batch=1 if max_batch is None else max_batch,
     )
     target_bytes, draft_bytes = model.token_bytes()
 
@@ -205,10 +227,10 @@ def _sizes(
             kv_bytes=kv_bytes,
         )
 
-    if question.max_batch is None:
+    if max_batch is None:
         # As many rows as a ledger can have: then memory decides, or int32 does.
         most = sized(config).most_rows
-        config = replace(config, max_batch=max(1, min(most, 1 << 16)))
+        config = replace(config, max_batch=max(1, min(most, MOST_ROWS)))
     return sized(config)
 
 
@@ -226,100 +248,6 @@ def _shapes(question: Question, model: Model) -> list[Shape]:
     return shapes
 
 
-def _model_of_numbers(question: Question) -> Model:
-    sizes = {
-        "layers": question.layers,
-        "kv_heads": question.kv_heads,
-        "head_dim": question.head_dim,
-    }
-    missing = [f"--{name.replace('_', '-')}" for name, value in sizes.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"a plan is for --target, or for plain numbers: these lack {', '.join(missing)}"
-        )
-    draft, draft_layers = question.draft, question.draft_layers
-    is_ngram = draft is not None and draft.partition(":")[0] == "ngram"
-    if draft not in (None, "none") and not is_ngram:
-        raise ConfigError("beside plain numbers, --draft is 'ngram' or 'none': give --draft-layers")
-    if draft_layers and draft is not None:
-        raise ConfigError(f"--draft {draft} has no layers: leave out --draft-layers")
-    if draft_layers is None:
-        draft_layers = 1 if draft is None else 0
-    heads, head_dim = question.draft_kv_heads, question.draft_head_dim
-    heads = question.kv_heads if heads is None else heads
-    head_dim = question.head_dim if head_dim is None else head_dim
-    given = {
-        **sizes,
-        "draft_kv_heads": heads,
-        "draft_head_dim": head_dim,
-    }
-    for name, value in given.items():
-        check_int(name, value, 1, 1 << 16)
-    check_int("draft_layers", draft_layers, 0, 1 << 16)
-    dtype = "bfloat16" if question.dtype is None else question.dtype
-    check_choice("dtype", dtype, tuple(ITEMSIZES))
-    return Model(
-        name=f"{question.layers} + {draft_layers} layers",
-        target_layers=_layers(question.layers, question.kv_heads, question.head_dim),
-        draft_layers=_layers(draft_layers, heads, head_dim),
-        drafts=draft_layers > 0 or is_ngram,
-        reads_tokens=is_ngram,
-        dtype=dtype,
-        weight_bytes=parse_bytes("weights", "0" if question.weights is None else question.weights),
-        max_context_len=None,
-    )
-
-
-def _layers(count: int | None, heads: int | None, dim: int | None) -> tuple[LayerKV, ...]:
-    assert count is not None and heads is not None and dim is not None
-    return (LayerKV(heads, dim, dim),) * count
-
-
-def _model_of_files(question: Question) -> Model:
-    numbers = ("layers", "kv_heads", "head_dim", "draft_layers", "draft_kv_heads", "draft_head_dim")
-    for name in numbers:
-        if getattr(question, name) is not None:
-            raise ConfigError(f"--target states it: leave out --{name.replace('_', '-')}")
-    import torch
-
-    from specpool.draft import named_drafter
-    from specpool.models.outline import head_outline, target_outline
-
-    assert question.target is not None
-    target = target_outline(resolve(question.target), trust_remote_code=question.trust_remote_code)
-    dtype = question.dtype
-    if dtype is None:
-        dtype = str(target.dtype or torch.float32).removeprefix("torch.")
-    check_choice("dtype", dtype, tuple(ITEMSIZES))
-    parsed: torch.dtype = getattr(torch, dtype)
-    draft = question.draft
-    if draft is None and question.target == "specpool/tiny":
-        draft = "specpool/tiny-eagle"
-    drafter = None if draft is None else named_drafter(draft)
-    has_head = draft not in (None, "none") and drafter is None
-    head = head_outline(resolve(draft)) if has_head and draft is not None else None
-    if question.weights is not None:
-        weight_bytes = parse_bytes("weights", question.weights)
-    else:
-        known = target.loaded_bytes(parsed)
-        if known is None:
-            raise ConfigError(
-                f"the size of {question.target}'s weights is not known here: give --weights, such "
-                "as 16GB"
-            )
-        weight_bytes = known + ((head.loaded_bytes(parsed) or 0) if head is not None else 0)
-    return Model(
-        name=question.target + (f" + {draft}" if draft not in (None, "none") else ""),
-        target_layers=target.layers,
-        draft_layers=() if head is None else head.layers,
-        drafts=head is not None or drafter is not None,
-        reads_tokens=drafter is not None and drafter.reads_tokens,
-        dtype=dtype,
-        weight_bytes=weight_bytes,
-        max_context_len=target.max_context_len,
-    )
-
-
 def _object(answer: Answer) -> dict[str, Any]:
     sizes = answer.sizes
     return {
@@ -328,7 +256,10 @@ def _object(answer: Answer) -> dict[str, Any]:
         "memory": answer.memory,
         "weights": answer.model.weight_bytes,
         "workspace": answer.workspace,
+        "logits": answer.logits,
+        "notes": list(answer.model.notes),
         "kv_bytes": answer.kv_bytes,
+        "unused": answer.unused,
         "max_context_len": sizes.max_context_len,
         "max_batch": sizes.num_rows,
         "overlap_depth": sizes.overlap_depth,
@@ -362,11 +293,16 @@ def _object(answer: Answer) -> dict[str, Any]:
 
 def _groups_table(answer: Answer) -> Table:
     sizes = answer.sizes
+    unused = ""
+    if answer.unused:
+        unused = f"; {show_bytes(answer.unused)} of it unused: raise --max-batch"
+        unused += "" if sizes.num_rows < sizes.most_rows else ", or lower --max-context-len"
     table = Table(
         title=f"plan: {answer.model.name}, {answer.model.dtype}",
         caption=f"{show_bytes(answer.memory)} - weights {show_bytes(answer.model.weight_bytes)} - "
-        f"workspace {show_bytes(answer.workspace)} = {show_bytes(answer.kv_bytes)} of KV "
-        f"(kv_bytes={answer.kv_bytes}), page 0 of each group included; row width in slots",
+        f"workspace {show_bytes(answer.workspace)} - logits {show_bytes(answer.logits)} = "
+        f"{show_bytes(answer.kv_bytes)} of KV "
+        f"(kv_bytes={answer.kv_bytes}), page 0 of each group included{unused}; row width in slots",
     )
     table.add_column("group")
     columns = ("page size", "bytes per page", "pages", "bytes", "row width", "pages per row")

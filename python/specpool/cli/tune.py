@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -24,12 +23,16 @@ from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.config import PolicyName
 from specpool.adaptive.shapes import chain, depth_order, name_of, parse_shape
-from specpool.cli.generate import draft_of, quiet_loading, read_prompts
+from specpool.cli import checks
+from specpool.cli.generate import draft_of
 from specpool.cli.generate_report import mean_accept_len
 from specpool.cli.machine import Result, as_json, check_plot, machine
+from specpool.cli.prompt_files import Given, PromptValue, read_prompts
 from specpool.config import SamplingParams, check_choice, check_int
-from specpool.engine import Engine
 from specpool.errors import ConfigError, CorruptState
+
+if TYPE_CHECKING:
+    from specpool.engine import Engine
 
 CANDIDATES = (Shape.none(), *map(chain, (1, 2, 3, 5, 7)), Shape.eagle(4, 4, 16))
 BATCHES = (1, 8, 32)
@@ -45,8 +48,7 @@ class Job:
 
     target: str
     draft: str | None
-    prompts: list[str]
-    prompt_file: str | None
+    prompts: Given
     candidates: list[str]
     batch_sizes: list[int]
     num_tokens: int
@@ -82,7 +84,7 @@ def run(job: Job) -> None:
     """
     check_int("tokens", job.num_tokens, 1, 1 << 20)
     check_int("repeats", job.repeats, 1, 1 << 16)
-    check_int("threads", job.threads, 1, 1 << 10)
+    checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
     check_choice("policy", job.policy, get_args(PolicyName))
     for batch in job.batch_sizes:
         check_int("batch", batch, 1, 1 << 16)
@@ -91,15 +93,20 @@ def run(job: Job) -> None:
         check_plot(job.plot)
     if job.out is not None:
         _check_out(job.out, force=job.force)
+    elif job.force:
+        raise ConfigError("--force says to write over a file: give --out too")
     draft = draft_of(job.target, job.draft)
     if draft is None:
+        checks.check_models(job.target, None)
         raise ConfigError("tune needs a draft model: give --draft")
     batch_sizes = sorted({*job.batch_sizes})
     count = max(NUM_BUILT_IN, batch_sizes[-1])
-    prompts = read_prompts(job.prompts, job.prompt_file, job.target, count)
-    is_given = bool(job.prompts or job.prompt_file)
-    torch.set_num_threads(job.threads)
-    quiet_loading()
+    prompts = read_prompts(job.prompts, job.target, count)
+    is_given = bool(job.prompts)
+    checks.check_models(job.target, draft)
+    checks.start_torch(job.threads)
+    from specpool.engine import Engine
+
     with Engine.from_pretrained(
         job.target,
         draft=draft,
@@ -154,7 +161,9 @@ def parse_candidates(texts: Sequence[str]) -> tuple[Shape, ...]:
 class _Runs:
     """Runs of each shape by turns, in batches of one size."""
 
-    def __init__(self, engine: Engine, texts: list[str], batch_size: int, num_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, texts: list[PromptValue], batch_size: int, num_tokens: int
+    ) -> None:
         self._engine = engine
         self._groups = [texts[at : at + batch_size] for at in range(0, len(texts), batch_size)]
         self._params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)

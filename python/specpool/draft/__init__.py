@@ -6,12 +6,11 @@ of your own needs the attributes and methods of `Drafter`; one that is also `Cho
 pass that are not worth drafting, one that is `Patient` spends little on rounds without drafts.
 """
 
-from specpool.config import check_int
 from specpool.draft.base import Choosy, Drafter, DraftTree, Patient
 from specpool.draft.eagle import EagleDrafter
-from specpool.draft.ngram import MAX_NGRAM, NgramDrafter
+from specpool.draft.ngram import NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
-from specpool.errors import ConfigError
+from specpool.names import ngram_of
 
 __all__ = [
     "Choosy",
@@ -34,12 +33,5 @@ def named_drafter(name: str) -> Drafter | None:
     Raises:
         ConfigError: `ngram:` with anything else than a number in `[1, MAX_NGRAM]`.
     """
-    kind, colon, number = name.partition(":")
-    if kind != "ngram":
-        return None
-    if not colon:
-        return NgramDrafter()
-    if not (number.isascii() and number.isdigit()):
-        raise ConfigError(f"ngram:n needs a number n in [1, {MAX_NGRAM}], got {name!r:.80}")
-    check_int("the n of ngram:n", int(number), 1, MAX_NGRAM)
-    return NgramDrafter(max_ngram=int(number))
+    max_ngram = ngram_of(name)
+    return None if max_ngram is None else NgramDrafter(max_ngram=max_ngram)

@@ -18,8 +18,8 @@ from specpool.config import check_int
 from specpool.draft.base import DraftTree
 from specpool.errors import ConfigError
 from specpool.kv_cache import KVCache, LayerKV
+from specpool.names import DEFAULT_NGRAM, MAX_NGRAM
 
-MAX_NGRAM = 32
 #: Earlier occurrences that are looked at for a tree, per length of the n-gram.
 MAX_OCCURRENCES = 16
 #: An index that was not used in so many turns is dropped. One begins with each `propose`, and
@@ -52,7 +52,11 @@ class NgramDrafter:
     reads_tokens = True
 
     def __init__(
-        self, *, max_ngram: int = 4, min_ngram: int = 1, min_match: int | None = None
+        self,
+        *,
+        max_ngram: int = DEFAULT_NGRAM,
+        min_ngram: int = 1,
+        min_match: int | None = None,
     ) -> None:
         """Look for ends of the text of `min_ngram` to `max_ngram` tokens.
 

@@ -1,6 +1,25 @@
 """Models that run over pages: any Hugging Face decoder as the target, EAGLE heads as drafts."""
 
-from specpool.models.eagle import EagleHead
-from specpool.models.target import TargetModel, TargetOutput
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specpool.models.eagle import EagleHead
+    from specpool.models.target import TargetModel, TargetOutput
+
+# At first use: they take torch, and what reads a config beside them does not.
+_LAZY = {
+    "EagleHead": "specpool.models.eagle",
+    "TargetModel": "specpool.models.target",
+    "TargetOutput": "specpool.models.target",
+}
 
 __all__ = ["EagleHead", "TargetModel", "TargetOutput"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -11,13 +11,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from specpool.errors import CheckpointError, one_line, reading
 
+if TYPE_CHECKING:
+    import torch
+
 Shape = tuple[int, ...]
+_MOST_LAYERS = 1 << 14
 
 # What safetensors call the dtypes that weights may have here; others keep their names.
 _STORED = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16"}
@@ -35,7 +37,7 @@ _PREFIXES = {
 }
 
 
-class Weights(Mapping[str, torch.Tensor]):
+class Weights(Mapping[str, "torch.Tensor"]):
     """The tensors of a checkpoint folder under their normal names, read when asked for.
 
     Normal names: no `model.` prefix; `layers.0.` for `midlayer.` and speculators' `transformer.`;
@@ -50,10 +52,10 @@ class Weights(Mapping[str, torch.Tensor]):
                 tensors with one normal name.
         """
         self._sources: dict[str, tuple[Callable[[str], Any], str]] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             names, read = _open(path)
             for name in names:
-                normal = _normal_name(name)
+                normal = normal_name(name)
                 if normal in self._sources:
                     raise CheckpointError(
                         f"{folder}: {self._sources[normal][1]} and {name} are the same tensor"
@@ -61,6 +63,8 @@ class Weights(Mapping[str, torch.Tensor]):
                 self._sources[normal] = (read, name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
         read, file_name = self._sources[name]
         with reading(f"{file_name} cannot be read"):
             tensor = read(file_name)
@@ -87,7 +91,8 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._sources[name][1] if name in self._sources else name
 
 
-def _normal_name(name: str) -> str:
+def normal_name(name: str) -> str:
+    """Return the normal name (see `Weights`) of a tensor's name in its file."""
     for prefix, normal in _PREFIXES.items():
         if name.startswith(prefix):
             name = normal + name[len(prefix) :]
@@ -149,6 +154,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_counts(name: str, raw: dict[str, Any]) -> None:
+    """Refuse a config with more layers than any model has, before anything is sized by them.
+
+    Raises:
+        CheckpointError: names the key and both numbers.
+    """
+    nested = [value for value in raw.values() if isinstance(value, dict)]
+    for part in (raw, *nested):
+        for key, value in part.items():
+            is_count = re.search(r"(?<!per_)layers?$", key) is not None
+            if is_count and isinstance(value, int) and value > _MOST_LAYERS:
+                raise CheckpointError(
+                    f"{name}: config.json has {key:.40} {value!s:.24}, at most {_MOST_LAYERS} are "
+                    "allowed"
+                )
+
+
 def weight_bytes(folder: Path) -> int:
     """Bytes of all tensors, by the index if it says so, else by the sizes of the files.
 
@@ -161,10 +183,10 @@ def weight_bytes(folder: Path) -> int:
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and 0 < total < 1 << 60:
             return int(total)
-    return sum(path.stat().st_size for path in _weight_files(folder))
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that make up the weights; safetensors before pickles, an index before a file."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
@@ -230,6 +252,8 @@ def _open(path: Path, device: str = "cpu") -> tuple[list[str], Callable[[str], A
 
 
 def _load_pickle(path: Path, device: str) -> Any:
+    import torch
+
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # zip, pickle and I/O errors of many kinds
@@ -256,6 +280,8 @@ def check_tensors(
     Raises:
         CheckpointError: one message that names everything missing, unexpected or misshapen.
     """
+    import torch
+
     known = {**optional, **required}
     faults = [
         f"missing {name} {list(shape)}" for name, shape in required.items() if name not in weights

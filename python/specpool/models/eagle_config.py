@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import torch
 
 from specpool.errors import CheckpointError
 
@@ -80,7 +78,7 @@ class EagleConfig:
     def parse(
         cls,
         raw: Mapping[str, Any],
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Sized],
         feature_layers: Sequence[int] | None = None,
     ) -> EagleConfig:
         """Read a `config.json` in any published spelling.
@@ -257,7 +255,7 @@ def _ids(key: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _kind(spec: _ConfigReader, weights: Mapping[str, torch.Tensor]) -> Kind:
+def _kind(spec: _ConfigReader, weights: Mapping[str, Sized]) -> Kind:
     algorithm = spec.raw.get("speculators_model_type", "eagle")
     if algorithm not in ("eagle", "eagle3"):
         raise CheckpointError(f"a {algorithm!r} speculator, not an EAGLE head")
@@ -285,7 +283,7 @@ def _kind(spec: _ConfigReader, weights: Mapping[str, torch.Tensor]) -> Kind:
 
 
 def _draft_vocab_size(
-    spec: _ConfigReader, weights: Mapping[str, torch.Tensor], kind: Kind, vocab_size: int
+    spec: _ConfigReader, weights: Mapping[str, Sized], kind: Kind, vocab_size: int
 ) -> int:
     if kind == "eagle":
         return vocab_size

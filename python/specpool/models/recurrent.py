@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, cache_utils
 
 from specpool.models.support import refusal, text_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # The layer that attends next, as it has told its cache: Zamba's share modules without a number.
 ATTENDING: ContextVar[int | None] = ContextVar("specpool_attending", default=None)
@@ -116,7 +117,9 @@ class RecurrentState:
 
 def paged_cache(config: PretrainedConfig) -> Any:
     """A cache of transformers whose attention layers keep nothing: pages do."""
-    cache: Any = cache_utils.DynamicCache(config=config)
+    from transformers.cache_utils import DynamicCache
+
+    cache: Any = DynamicCache(config=config)
     for layer in attention_layers(cache):
         cache.layers[layer].update = partial(_pass_on, layer)
     return cache
@@ -131,17 +134,19 @@ def _pass_on(
 
 def attention_layers(cache: Any) -> list[int]:
     """The layers with KV."""
-    kind = cache_utils.CacheLayerMixin
-    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, kind)]
+    from transformers.cache_utils import CacheLayerMixin
+
+    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)]
 
 
 def states_in(cache: Any) -> tuple[StateSpec, ...]:
     """What the layers have put into a cache that was empty."""
-    kind = cache_utils.LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin as Mixin
+
     return tuple(
         StateSpec(layer, name, index, tuple(state.shape[1:]), state.dtype)
         for layer, each in enumerate(cache.layers)
-        if isinstance(each, kind)
+        if isinstance(each, Mixin)
         for name in ("conv", "recurrent")
         for index, state in getattr(each, f"{name}_states").items()
         if state is not None
@@ -150,7 +155,9 @@ def states_in(cache: Any) -> tuple[StateSpec, ...]:
 
 def check_transformers(config: Any) -> None:
     """Raise `ConfigError` where this transformers keeps states in another way."""
-    kind = getattr(cache_utils, "LinearAttentionLayer", None)
+    import transformers
+
+    kind = getattr(transformers.cache_utils, "LinearAttentionLayer", None)
     if kind is None or "number_of_states" not in inspect.signature(kind.__init__).parameters:
         raise refusal(
             config.model_type,

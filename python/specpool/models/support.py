@@ -19,6 +19,7 @@ from torch import Tensor
 from specpool.attention import AttentionBatch, AttentionView, View
 from specpool.errors import ConfigError
 from specpool.kv_cache import LayerKV
+from specpool.models.plain_config import longest_context
 from specpool.models.torch_attention import CALLS_TORCH
 
 if TYPE_CHECKING:
@@ -201,9 +202,7 @@ NO_POSITIONS = 1 << 18
 def max_context_len(config: Any) -> int:
     """The longest context in tokens, L.
 
-    NOTE: "longrope" and "dynamic" rotary embeddings change with the longest position *of the
-    batch*, so one lane would change another's text. Below `original_max_position_embeddings` they
-    do not, and there the context ends.
+    Shorter than the config's where positions are no one's own (`longest_context`).
 
     Raises:
         ConfigError: the config states none.
@@ -214,21 +213,7 @@ def max_context_len(config: Any) -> int:
         return NO_POSITIONS
     if length is None:
         raise refusal(config.model_type, "its config has no max_position_embeddings")
-    for rope in _rope_settings(text):
-        if rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
-            original = rope.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
-            length = min(length, original or length)
-    return int(length)
-
-
-def _rope_settings(text: Any) -> Iterator[dict[str, Any]]:
-    for key in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
-        settings = getattr(text, key, None)
-        if isinstance(settings, dict):
-            yield settings
-            yield from (part for part in settings.values() if isinstance(part, dict))
+    return longest_context(int(length), text)
 
 
 # --- The probe --------------------------------------------------------------------------------

@@ -17,15 +17,10 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from specpool.attention import AttentionBatch, attend
 from specpool.errors import ConfigError, ShapeError, one_line, reading
@@ -55,6 +50,10 @@ from specpool.models.torch_attention import (
     attention_modules,
     num_shared,
 )
+
+# NOTE: transformers takes nine seconds of CPU to import, so each function that needs it does that.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ATTENTION = "specpool"
 # The batch of the forward that is running, None outside.
@@ -107,11 +106,6 @@ def _paged_attention(
     )
     # Transformers' own functions give one block of memory, and some models rely on it.
     return out.contiguous().view(query.shape[0], query.shape[2], *out.shape[1:]), None
-
-
-# NOTE: only the function is registered. Without a mask function of the same name transformers
-# builds no mask at all, which is what we want.
-AttentionInterface.register(_ATTENTION, _paged_attention)
 
 
 def _torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -198,6 +192,7 @@ class TargetModel:
         self.closed = False
         try:
             model.train(False)
+            _register()
             self._use(_ATTENTION)
             self._describe()
             self._probe()
@@ -234,6 +229,8 @@ class TargetModel:
         """
         wanted = check_dtype(dtype)
         place = None if device is None else _parse_device(device)
+        from transformers import PreTrainedModel
+
         if isinstance(source, PreTrainedModel):
             target = cls(source)
             for name, want, has in (
@@ -529,6 +526,17 @@ def _no_model(source: object) -> ConfigError:
     return ConfigError(told)
 
 
+def _register() -> None:
+    """Have transformers find our attention by its name.
+
+    NOTE: only the function is registered. Without a mask function of the same name transformers
+    builds no mask at all, which is what we want.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
 def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype that models run in here; None = as stored.
 
@@ -585,6 +593,8 @@ def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     The name of the attention function is kept in the config, and a config object may be shared
     with another model, which must not change with this one.
     """
+    from transformers import PretrainedConfig
+
     copies: dict[int, Any] = {}  # deepcopy's memo: parts that are shared stay shared
     old = []
     for module in model.modules():

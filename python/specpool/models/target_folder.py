@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specpool.errors import (
     CheckpointError,
@@ -26,7 +25,7 @@ from specpool.errors import (
     reading,
     wants_trust,
 )
-from specpool.models.checkpoint import read_json, shards, some_of, stored_dtypes
+from specpool.models.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
 from specpool.models.support import (
     check_class,
     check_config,
@@ -35,6 +34,9 @@ from specpool.models.support import (
     refusal,
     text_config,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What transformers reads of a repository besides weights, none of it in a subfolder.
 _CONFIGS = ("config.json", "*.index.json")
@@ -45,7 +47,6 @@ _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
 # Numbers that a byte of a weight file may stand for (4-bit ones are 2), and numbers that any model
 # may have beyond them (buffers that are computed).
 _NUMBERS_PER_BYTE, _SPARE_NUMBERS = 4, 1 << 26
-_MOST_LAYERS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +170,10 @@ def load_config(folder: TargetFolder) -> Any:
             reason.
     """
     raw = read_json(folder.path / "config.json")
-    nested = [value for value in raw.values() if isinstance(value, dict)]
-    for part in (raw, *nested):
-        for key, value in part.items():
-            is_count = re.search(r"(?<!per_)layers?$", key) is not None
-            if is_count and isinstance(value, int) and value > _MOST_LAYERS:
-                raise CheckpointError(
-                    f"{folder.name}: config.json has {key:.40} {value!s:.24}, at most "
-                    f"{_MOST_LAYERS} are allowed"
-                )
+    check_counts(folder.name, raw)
     _check_plain_names(folder.path / "config.json", raw, "configuration_files")
+    from transformers import AutoConfig
+
     config = folder.load(AutoConfig)
     with reading(f"{folder.name}: config.json has values that do not go together"):
         check_values(config)
@@ -238,6 +233,8 @@ def load_model(folder: TargetFolder, config: Any, dtype: torch.dtype | None) -> 
     Raises:
         CheckpointError: names the file, the tensor or the numbers that do not fit.
     """
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
     _check_size(folder, _check_files(folder), config)
     name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
     model, loaded = folder.load(
@@ -317,6 +314,8 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
     """
     if _runs_own_code(config):
         return
+    from transformers import AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -346,6 +345,8 @@ def _check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
 
 def _model_class(config: Any) -> type:
     """Return the class that `AutoModelForCausalLM` will load, asked before weights are read."""
+    from transformers import AutoModelForCausalLM
+
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise refusal(config.model_type, "transformers has no causal language model for it")
@@ -357,6 +358,8 @@ def _model_class(config: Any) -> type:
 
 def _runs_own_code(config: Any) -> bool:
     """Whether the model's class is the checkpoint's; the user has trusted it then."""
+    from transformers import AutoModelForCausalLM
+
     return type(config) not in AutoModelForCausalLM._model_mapping and bool(
         getattr(config, "auto_map", None)
     )

@@ -342,5 +342,11 @@ $("title").textContent = film.log;
 document.title = `specpool inspect ${film.log}`;
 $("config").textContent = `${plural(film.num_rows, "row")}, context ${film.max_context_len}, overlap depth ${film.overlap_depth}, policy ${film.policy}, shapes `
   + film.shapes.map(shape => shape.join("/")).join(", ") + ` \u00b7 written by specpool ${film.made_by}` + (film.damage ? ` \u00b7 ${film.damage}` : "");
+if (film.frames.length < film.num_events + 1) {
+  const last = film.frames[film.frames.length - 1].index;
+  $("part").hidden = false;
+  $("part").textContent = `This page holds the events ${film.frames[0].index} to ${last} of ${film.num_events}: `
+    + "specpool inspect --html takes --frames for more of them, and --at N for those around a step N.";
+}
 drawLegend();
 seek(film.start);

@@ -1,0 +1,122 @@
+"""What the options of several commands must be, and which go together.
+
+Every command asks here before it imports torch, so that a typo is refused within a second.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from specpool._core import Shape
+from specpool.config import EngineConfig, SamplingParams, check_choice, check_int
+from specpool.errors import ConfigError
+from specpool.names import fetch_config, find_model, ngram_of
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+ATTENTION = ("torch", "flashinfer")
+
+
+def warn(text: str) -> None:
+    """Say on standard error what an option does not do here."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def check_place(*, device: str, threads: int, dtype: str | None = None) -> None:
+    """Raise `ConfigError` unless these can say where a model runs, and in which numbers."""
+    if dtype is not None:
+        check_choice("dtype", dtype, DTYPES)
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device, re.ASCII):
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r:.80}")
+    check_int("threads", threads, 1, 1 << 10)
+
+
+def check_models(target: str, draft: str | None) -> None:
+    """Look for the checkpoints, without reading their weights.
+
+    Raises:
+        ConfigError: a folder or a name without one, or prompt lookup with another number.
+    """
+    for option, name in (("target", target), ("draft", draft)):
+        if name is None or (option == "draft" and ngram_of(name) is not None):
+            continue
+        try:
+            if find_model(name) is None:
+                fetch_config(name)
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from None
+
+
+def engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, Any]) -> None:
+    """Build the configuration as an engine will, and check what goes together.
+
+    Args:
+        shape: of `--shape`; None = not given.
+        draft: the draft model; None = there is none.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: a value out of its range, or one that another option makes meaningless.
+    """
+    config = EngineConfig(shape=shape, **options)
+    check_choice("attention", config.attention, ATTENTION)
+    if config.adaptive is not None and shape is not None:
+        raise ConfigError(
+            "--adaptive chooses the shape of each round, --shape fixes it: leave one of them out"
+        )
+    if draft is None:
+        if shape is not None and shape.num_draft_tokens > 1:
+            raise ConfigError("--shape drafts, but there is no draft model: give --draft")
+        if config.adaptive is not None:
+            raise ConfigError("--adaptive chooses what to draft: give --draft")
+    if config.num_pages is not None and config.kv_bytes is not None:
+        raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
+    if options.get("offload", "cost") != "cost" and not config.host_bytes:
+        raise ConfigError("--offload says who goes to host memory: give --host-bytes too")
+    if options.get("on_finding", "raise") != "raise" and not config.busy_check:
+        raise ConfigError("on_finding says what a busy check does: give --busy-check 1 or 2 too")
+    _warn_of_layout(config, draft)
+
+
+def _warn_of_layout(config: EngineConfig, draft: str | None) -> None:
+    """Say where drafts have no place of their own, so that a choice of it changes nothing."""
+    shapes = [config.shape or Shape.eagle(3, 1, 4)]
+    if config.adaptive is not None:
+        shapes = list(config.adaptive.candidates)  # type: ignore[union-attr]
+    has_trees = any(shape.topk > 1 for shape in shapes)
+    if draft is None and config.placement == "shared":
+        warn("--placement shared changes nothing without a draft model")
+    if config.layout == "holey" and not (draft and has_trees and config.page_size > 1):
+        warn("--layout holey changes nothing without a tree (topk above 1) on pages of 2 or more")
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Build the parameters.
+
+    Raises:
+        ConfigError: a value out of its range, or one that greedy decoding would not look at.
+    """
+    params = SamplingParams(**options)
+    if params.temperature == 0:
+        for name, value in (("top_k", params.top_k), ("top_p", params.top_p)):
+            if value != SamplingParams.__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name} {value:g} changes nothing at --temperature 0, which is greedy: give a "
+                    "temperature above 0, or leave it out"
+                )
+        if params.seed:
+            warn("--seed changes nothing at --temperature 0, which is greedy")
+        if params.n > 1:
+            warn(f"--samples {params.n} are all the same at --temperature 0, which is greedy")
+    return params
+
+
+def start_torch(threads: int) -> None:
+    """Import torch and transformers, and set them up for a command; takes ten seconds of CPU."""
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,68 @@
+"""Errors that name the option as the user typed it, not the field or argument behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from specpool.errors import ConfigError
+
+#: Fields whose option has another name, where a command has that option.
+_OTHER_NAMES = {
+    "max_batch": "batch",
+    "num_requests": "requests",
+    "n": "samples",
+    "num_tokens": "tokens",
+    "overlap_depth": "depth",
+    "kv_bytes": "memory",
+}
+
+
+def with_option_names(text: str, options: Mapping[str, str]) -> str:
+    """Put options in the place of the names that they have in Python.
+
+    Args:
+        text: the message of an error.
+        options: name of the parameter -> the option, as in `{"page_size": "--page-size"}`.
+
+    A name of one word may be a word of the sentence: it is replaced only where it begins one that
+    says what it must be.
+    """
+    fields = dict(options)
+    for field, name in _OTHER_NAMES.items():
+        if field not in fields and name in fields:
+            fields[field] = fields[name]
+    for field, option in fields.items():
+        if "_" in field:
+            text = re.sub(rf"(?<![\w/.'\"-]){field}(?![\w/.'\"-])", option, text)
+        else:
+            text = re.sub(rf"\A{field}(?= must |: )", option, text)
+    return text
+
+
+def help_if_alone(context: typer.Context) -> None:
+    """Print the help of a group of commands, and end, where no command of it was named."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+class NamingGroup(TyperGroup):
+    """A group of commands whose `ConfigError`s name their options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            options = {
+                param.name: max(param.opts, key=len)
+                for param in (command.params if command is not None else ())
+                if param.name and param.opts and param.opts[0].startswith("-")
+            }
+            raise type(error)(with_option_names(str(error), options)) from error

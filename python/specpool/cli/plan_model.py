@@ -1,0 +1,195 @@
+"""What `specpool plan` was asked, and what it must know of the models: by numbers, or by files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specpool.assets import resolve
+from specpool.config import Layout, Placement, Policy, check_choice, check_int
+from specpool.errors import ConfigError
+from specpool.layer_kv import LayerKV, bytes_by_window
+from specpool.names import ngram_of
+from specpool.num_bytes import parse_bytes
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the command line asked."""
+
+    target: str | None
+    draft: str | None
+    layers: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    vocab_size: int | None
+    draft_layers: int | None
+    draft_kv_heads: int | None
+    draft_head_dim: int | None
+    dtype: str | None
+    memory: str
+    weights: str | None
+    workspace: str
+    shapes: list[str]
+    max_context_len: int | None
+    page_size: int
+    placement: Placement
+    policy: Policy
+    layout: Layout
+    overlap_depth: int
+    max_batch: int | None
+    headroom: int
+    prompt: int | None
+    output: int | None
+    live: list[int]
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What memory must know of the models."""
+
+    name: str
+    target_layers: tuple[LayerKV, ...]
+    draft_layers: tuple[LayerKV, ...]
+    drafts: bool
+    reads_tokens: bool  # the drafter does
+    dtype: str
+    weight_bytes: int
+    max_context_len: int | None  # None = not said
+    vocab_size: int | None  # None = not said
+    notes: tuple[str, ...] = ()  # what was assumed
+
+    def token_bytes(self) -> tuple[dict[int | None, int], int]:
+        """Bytes of a token's KV in the target's layers, by window, and in the draft's."""
+        size = ITEMSIZES[self.dtype]
+        draft = sum(layer.bytes_per_token(size) for layer in self.draft_layers)
+        return bytes_by_window(self.target_layers, size), draft
+
+
+def model_of_numbers(question: Question) -> Model:
+    """Return what the numbers say.
+
+    Raises:
+        ConfigError: a number that is missing, out of its range, or of no use.
+    """
+    sizes = {
+        "layers": question.layers,
+        "kv_heads": question.kv_heads,
+        "head_dim": question.head_dim,
+    }
+    missing = [f"--{name.replace('_', '-')}" for name, value in sizes.items() if value is None]
+    if missing:
+        raise ConfigError(
+            f"a plan is for --target, or for plain numbers: these lack {', '.join(missing)}"
+        )
+    draft, draft_layers = question.draft, question.draft_layers
+    is_ngram = draft is not None and ngram_of(draft) is not None
+    if draft not in (None, "none") and not is_ngram:
+        raise ConfigError("beside plain numbers, --draft is 'ngram' or 'none': give --draft-layers")
+    if draft_layers and draft is not None:
+        raise ConfigError(f"--draft {draft} has no layers: leave out --draft-layers")
+    if draft_layers is None:
+        draft_layers = 1 if draft is None else 0
+    heads, head_dim = question.draft_kv_heads, question.draft_head_dim
+    heads = question.kv_heads if heads is None else heads
+    head_dim = question.head_dim if head_dim is None else head_dim
+    given = {
+        **sizes,
+        "draft_kv_heads": heads,
+        "draft_head_dim": head_dim,
+    }
+    for name, value in given.items():
+        check_int(name, value, 1, 1 << 16)
+    check_int("draft_layers", draft_layers, 0, 1 << 16)
+    for name in ("draft_kv_heads", "draft_head_dim"):
+        if draft_layers == 0 and getattr(question, name) is not None:
+            raise ConfigError(
+                f"{name} is of a draft model's layers, and there are none: leave it out"
+            )
+    if question.vocab_size is not None:
+        check_int("vocab_size", question.vocab_size, 1, 1 << 30)
+    dtype = "bfloat16" if question.dtype is None else question.dtype
+    check_choice("dtype", dtype, tuple(ITEMSIZES))
+    return Model(
+        name=f"{question.layers} + {draft_layers} layers",
+        target_layers=_layers(question.layers, question.kv_heads, question.head_dim),
+        draft_layers=_layers(draft_layers, heads, head_dim),
+        drafts=draft_layers > 0 or is_ngram,
+        reads_tokens=is_ngram,
+        dtype=dtype,
+        weight_bytes=parse_bytes("weights", "0" if question.weights is None else question.weights),
+        max_context_len=None,
+        vocab_size=question.vocab_size,
+    )
+
+
+def _layers(count: int | None, heads: int | None, dim: int | None) -> tuple[LayerKV, ...]:
+    assert count is not None and heads is not None and dim is not None
+    return (LayerKV(heads, dim, dim),) * count
+
+
+def model_of_files(question: Question) -> Model:
+    """Return what the config of `--target` says, and the head's of `--draft`.
+
+    Raises:
+        ConfigError: nothing found there, or an option that these files answer.
+    """
+    for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
+        if getattr(question, name) is not None:
+            raise ConfigError(f"--target states it: leave out --{name.replace('_', '-')}")
+    for name in ("draft_layers", "draft_kv_heads", "draft_head_dim"):
+        if getattr(question, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} goes with plain numbers; beside --target, give the "
+                "head itself: --draft"
+            )
+    from specpool.models.outline import head_outline, target_outline
+
+    assert question.target is not None
+    draft = question.draft
+    if draft is None and question.target == "specpool/tiny":
+        draft = "specpool/tiny-eagle"
+    if draft == "none":
+        draft = None
+    is_ngram = draft is not None and ngram_of(draft) is not None
+    target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
+    head = None if draft is None or is_ngram else head_outline(resolve(draft))
+    dtype, notes = question.dtype or target.dtype, []
+    if dtype is None:
+        dtype = "float32"
+        notes.append(
+            "float32 is assumed: the config names no dtype, and there are no weights to ask; give "
+            "--dtype"
+        )
+    elif question.dtype is None and target.dtype_from == "weights":
+        notes.append(f"{dtype} is the weights': the config names no dtype")
+    check_choice("dtype", dtype, tuple(ITEMSIZES))
+    if question.weights is not None:
+        weight_bytes = parse_bytes("weights", question.weights)
+    else:
+        known = target.loaded_bytes(dtype)
+        if known is None:
+            raise ConfigError(
+                f"the size of {question.target}'s weights is not known here: give --weights, such "
+                "as 16GB"
+            )
+        if target.weight_bytes is None:
+            notes.append(
+                f"the weights are estimated from the config: {target.num_parameters:,} parameters "
+                f"in {dtype}; --weights says it better"
+            )
+        weight_bytes = known + ((head.loaded_bytes(dtype) or 0) if head is not None else 0)
+    return Model(
+        name=question.target + (f" + {draft}" if draft is not None else ""),
+        target_layers=target.layers,
+        draft_layers=() if head is None else head.layers,
+        drafts=head is not None or is_ngram,
+        reads_tokens=is_ngram,
+        dtype=dtype,
+        weight_bytes=weight_bytes,
+        max_context_len=target.max_context_len,
+        vocab_size=target.vocab_size,
+        notes=tuple(notes),
+    )

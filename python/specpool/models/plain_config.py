@@ -1,0 +1,191 @@
+"""`PlainConfig`: a decoder's config.json read without transformers, for families known to the last.
+
+transformers fills keys that a file leaves out with defaults of the family's own. So a file is read
+here only where its family is listed and no such key decides; a test compares each family with
+transformers. Any other file is transformers' to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specpool.layer_kv import LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How a family's keys are to be understood.
+
+    Attributes:
+        slides: `never`; `all` layers, where there is a window; `asked` = where
+            `use_sliding_window` is true too; a number n = all but every n-th.
+        derives_head_dim: without `head_dim` it is hidden_size / num_attention_heads.
+        is_gated: an MLP has three matrices, else two.
+        expert_keys: where the number of experts may stand.
+    """
+
+    slides: str | int = "never"
+    derives_head_dim: bool = False
+    is_gated: bool = True
+    expert_keys: tuple[str, ...] = ()
+
+
+_FAMILIES = {
+    "llama": _Family(derives_head_dim=True),
+    "mistral": _Family("all", derives_head_dim=True),
+    "mixtral": _Family("all", derives_head_dim=True, expert_keys=("num_local_experts",)),
+    "qwen2": _Family("asked", derives_head_dim=True),
+    "qwen3": _Family("asked"),
+    "qwen3_moe": _Family(
+        "asked", derives_head_dim=True, expert_keys=("num_experts", "num_local_experts")
+    ),
+    "gemma": _Family(),
+    "gemma2": _Family(2),
+    "gemma3_text": _Family(6),
+    "gpt_oss": _Family(2, expert_keys=("num_local_experts",)),
+    "phi3": _Family("all", derives_head_dim=True),
+    "starcoder2": _Family("all", derives_head_dim=True, is_gated=False),
+    "olmo": _Family(derives_head_dim=True),
+    "olmo2": _Family(derives_head_dim=True),
+    "granite": _Family(derives_head_dim=True),
+    "cohere": _Family(derives_head_dim=True),
+    "cohere2": _Family(4),
+}
+FAMILIES = tuple(_FAMILIES)
+
+_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "max_position_embeddings",
+    "vocab_size",
+)
+# Keys that make of a family something else.
+_OTHERS = (
+    "kv_lora_rank",
+    "num_kv_shared_layers",
+    "attention_chunk_size",
+    "text_config",
+    "is_encoder_decoder",
+    "add_cross_attention",
+    "auto_map",
+    "mlp_only_layers",
+    "sliding_window_pattern",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainConfig:
+    """What the file says.
+
+    Attributes:
+        layers: what each keeps of a token.
+        max_context_len: tokens.
+        vocab_size: width of the logits.
+        num_parameters: about; norms and biases are not counted, ties as the file says.
+    """
+
+    layers: tuple[LayerKV, ...]
+    max_context_len: int
+    vocab_size: int
+    num_parameters: int
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:
+        """Read a parsed config.json; None = it takes transformers."""
+        family = _FAMILIES.get(str(raw.get("model_type")))
+        if family is None or any(raw.get(key) for key in _OTHERS):
+            return None
+        sizes = [raw.get(key) for key in _SIZES]
+        if not all(type(size) is int and 0 < size < 1 << 30 for size in sizes):
+            return None
+        layers, heads, kv_heads, hidden, length, vocab = (int(size or 0) for size in sizes)
+        head_dim = raw.get("head_dim")
+        if head_dim is None and family.derives_head_dim:
+            head_dim = hidden // heads
+        windows = _windows(raw, family, layers)
+        if type(head_dim) is not int or head_dim < 1 or windows is None or layers > 1 << 16:
+            return None
+        return cls(
+            tuple(LayerKV(kv_heads, head_dim, head_dim, window) for window in windows),
+            longest_context(length, raw),
+            vocab,
+            _num_parameters(raw, family, layers, heads * head_dim, kv_heads * head_dim),
+        )
+
+
+def longest_context(length: int, config: Any) -> int:
+    """Return the positions that a config of so many has in any batch.
+
+    NOTE: "longrope" and "dynamic" rotary embeddings change with the longest position *of the
+    batch*, so one lane would change another's text. Below `original_max_position_embeddings` they
+    do not, and there the context ends.
+
+    Args:
+        length: of `max_position_embeddings`.
+        config: a parsed config.json, or transformers' config.
+    """
+
+    def of(key: str) -> Any:
+        return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+
+    for key in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
+        settings = of(key)
+        if not isinstance(settings, dict):
+            continue
+        for rope in [settings, *(part for part in settings.values() if isinstance(part, dict))]:
+            if rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
+                original = rope.get("original_max_position_embeddings") or of(
+                    "original_max_position_embeddings"
+                )
+                length = min(length, original or length)
+    return int(length)
+
+
+def _windows(raw: Mapping[str, Any], family: _Family, layers: int) -> list[int | None] | None:
+    """Of each layer; None = the file does not say."""
+    if family.slides == "never":
+        return None if raw.get("sliding_window") else [None] * layers
+    if "sliding_window" not in raw:
+        return None  # The family's default would count.
+    window = raw["sliding_window"]
+    if family.slides == "asked" and "use_sliding_window" not in raw:
+        return None
+    if window is None or (family.slides == "asked" and not raw["use_sliding_window"]):
+        return [None] * layers
+    if type(window) is not int or window < 1:
+        return None
+    kinds = raw.get("layer_types")
+    if kinds is None and family.slides == "all":
+        return [window] * layers
+    if kinds is None and isinstance(family.slides, int):
+        return [None if (at + 1) % family.slides == 0 else window for at in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return None
+    if not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        return None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _num_parameters(
+    raw: Mapping[str, Any], family: _Family, layers: int, query_dim: int, kv_dim: int
+) -> int:
+    """Of the matrices: embeddings, attention, MLP or experts with their router."""
+
+    def size(key: str) -> int:
+        value = raw.get(key)
+        return value if type(value) is int and 0 < value < 1 << 30 else 0
+
+    hidden = size("hidden_size")
+    attention = 2 * hidden * (query_dim + kv_dim)
+    num_experts = next((size(key) for key in family.expert_keys if size(key)), 0)
+    inner = size("moe_intermediate_size") if num_experts else 0
+    inner = inner or size("intermediate_size") or 4 * hidden
+    mlp = (3 if family.is_gated else 2) * hidden * inner
+    if num_experts:
+        mlp = num_experts * (mlp + hidden)
+    ties = raw.get("tie_word_embeddings", str(raw["model_type"]).startswith(("gemma", "cohere")))
+    return size("vocab_size") * hidden * (1 if ties else 2) + layers * (attention + mlp)
