@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from eagle_checkpoints import Target, base_config, eagle_state, write  # noqa: E402
 from families import make_config, make_model  # noqa: E402
+from hostile import MODULE  # noqa: E402
 from specpool import ConfigError, Engine, SamplingParams  # noqa: E402
 from specpool.assets import resolve  # noqa: E402
 from specpool.errors import CheckpointError  # noqa: E402
@@ -25,17 +26,6 @@ from specpool.models import TargetModel  # noqa: E402
 from specpool.models.outline import head_outline, target_outline  # noqa: E402
 
 OPTIONS = {"max_context_len": 64, "num_pages": 16}
-MODULE = """
-import pathlib
-pathlib.Path({mark!r}).write_text("ran")
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-class OwnTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
 
 
 @pytest.fixture
