@@ -228,7 +228,9 @@ fn live(world: &mut World, checks: usize) {
 fn a_verb_without_memory_changes_nothing_and_what_gives_back_needs_none() {
     let mut world = World::new(Ledger::new(config()).unwrap());
     live(&mut world, 1);
-    let idle: Vec<_> = world.refusals.iter().filter(|(_, refusals)| **refusals == 0).collect();
+    // The memory of the prepare suffices for the resolve, unless what it wrote is gone to a log.
+    let is_idle = |(verb, refusals): &(&&str, &usize)| **refusals == 0 && **verb != "resolve";
+    let idle: Vec<_> = world.refusals.iter().filter(is_idle).collect();
     assert_eq!(idle, [], "verbs that took no memory show nothing");
 }
 
