@@ -93,10 +93,10 @@ def test_another_text_is_an_error(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--repeats", "-1"], "repeats must be an integer in [0, 65536], got -1"),
-        (["--rounds", "-1"], "rounds must be an integer in [0, 1048576], got -1"),
-        (["--tokens", "0"], "tokens must be an integer in [1, 1048576], got 0"),
-        (["--batch", "0"], "batch must be an integer in [1, 1024], got 0"),
+        (["--repeats", "-1"], "--repeats must be an integer in [0, 65536], got -1"),
+        (["--rounds", "-1"], "--rounds must be an integer in [0, 1048576], got -1"),
+        (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
+        (["--batch", "0"], "--batch must be an integer in [1, 1024], got 0"),
         (
             ["--rounds", "0", "--repeats", "0"],
             "rounds and repeats are both 0: there is nothing to measure",

@@ -48,8 +48,8 @@ def test_what_does_not_come_back_is_an_error(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--tokens", "0"], "tokens must be an integer in [1, 1048576], got 0"),
-        (["--repeats", "0"], "repeats must be an integer in [1, 65536], got 0"),
+        (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
+        (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
         (
             ["--tokens", "2047"],
             "2047 tokens and two more do not fit the model's 2048 positions",

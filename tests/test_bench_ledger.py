@@ -63,7 +63,7 @@ def test_the_table_says_which_targets_are_met(monkeypatch, capsys):
     [
         (["--batch", "0"], "batch"),
         (["--repeats", "0"], "repeats"),
-        (["--depth", "-1"], "overlap_depth"),
+        (["--depth", "-1"], "--depth must be"),
         (["--layout", "loose"], "loose"),
         (["--plot", "/no/such/folder/x.png"], "/no/such/folder"),
     ],

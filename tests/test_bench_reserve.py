@@ -135,8 +135,8 @@ def test_a_disagreement_is_an_error_exit(monkeypatch, capsys):
     [
         (["--shape", "none"], "drafts nothing"),
         (["--shape", "2x1x9"], "got 9"),
-        (["--page-size", "0"], "page_size"),
-        (["--depth", "-1"], "overlap_depth"),
+        (["--page-size", "0"], "--page-size must be"),
+        (["--depth", "-1"], "--depth must be"),
         (["--layers", "0"], "layers"),
         (["--plot", "/no/such/folder/x.png"], "/no/such/folder"),
     ],

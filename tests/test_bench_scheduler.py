@@ -55,8 +55,8 @@ def test_the_batch_stays_full(depth):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--batch", "0"], "batch must be an integer in [1, 16384], got 0"),
-        (["--depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
+        (["--batch", "0"], "--batch must be an integer in [1, 16384], got 0"),
+        (["--depth", "2"], "--depth must be an integer in [0, 1], got 2"),
         (["--shape", "0"], "shape 0 drafts nothing: rounds without drafts cost less"),
     ],
 )

@@ -47,9 +47,9 @@ def test_another_answer_is_an_error(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--history", "16"], "history must be an integer in [17, 1048576], got 16"),
-        (["--new", "0"], "new must be an integer in [1, 1048576], got 0"),
-        (["--repeats", "0"], "repeats must be an integer in [1, 65536], got 0"),
+        (["--history", "16"], "--history must be an integer in [17, 1048576], got 16"),
+        (["--new", "0"], "--new must be an integer in [1, 1048576], got 0"),
+        (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
         (
             ["--history", "2000", "--new", "40"],
             "a history of 2000 tokens, 40 new ones and an answer of 16 do not fit the model's 2048 "

@@ -68,16 +68,16 @@ def test_a_row_that_holds_more_than_its_window_is_no_figure(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--batch", "0"], "batch must be an integer in [1, 1024], got 0"),
-        (["--window", "0"], "window must be an integer in [1, 4096], got 0"),
-        (["--depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
+        (["--batch", "0"], "--batch must be an integer in [1, 1024], got 0"),
+        (["--window", "0"], "--window must be an integer in [1, 4096], got 0"),
+        (["--depth", "2"], "--depth must be an integer in [0, 1], got 2"),
         (
             ["--window", "512"],
             "a window of 512 hides nothing from 64 + 448 tokens",
         ),
         (
             ["--family", "llama"],
-            "family must be one of mistral, gemma2, gemma3, gpt_oss, got 'llama'",
+            "--family must be one of mistral, gemma2, gemma3, gpt_oss, got 'llama'",
         ),
     ],
 )

@@ -245,7 +245,7 @@ def test_bad_options_are_one_line(capsys):
     for options, says in (
         (["--temperature", "-1"], "temperature must be a number in [0, 10000], got -1.0"),
         (["--threads", "0"], "threads must be an integer in [1, 1024], got 0"),
-        (["--page-size", "0"], "page_size must be an integer in [1, 1048576], got 0"),
+        (["--page-size", "0"], "--page-size must be an integer in [1, 1048576], got 0"),
         (["--target", "/nowhere"], "/nowhere"),
     ):
         code, out, err = call(capsys, "chat", *options, stdin="")
