@@ -203,6 +203,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             kv_lens=None if kv_lens is None else kv_lens + np.int32(step),
             is_causal=is_exact and kv_lens is not None,
             attend_with=cache.attend_with,
+            scratch=cache.scratch,
         )
         for step in range(num_views)
     ]
@@ -274,6 +275,7 @@ def own_view(
         kv_lens=_kv_lens(lanes, origins, lanes.widths if ragged else num_cells),
         read_tokens=read_tokens,
         attend_with=cache.attend_with,
+        scratch=cache.scratch,
     )
 
 
@@ -329,4 +331,5 @@ def _causal(
         kv_lens=kv_lens,
         is_causal=kv_lens is not None and lanes.seq_lens.is_exact,
         attend_with=cache.attend_with,
+        scratch=cache.scratch,
     )
