@@ -16,7 +16,7 @@ from specpool.engine import Engine
 
 
 def test_every_figure_stands_beside_transformers() -> None:
-    options = "--size tiny --batch 2 --context 40 --prompt 90 --repeats 1 --json"
+    options = "--size tiny --batch 2 --context 40 --prompt 90 --requests 4 --repeats 1 --json"
     result = CliRunner().invoke(app, ["bench", "plain", *options.split()])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

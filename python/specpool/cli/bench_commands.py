@@ -73,6 +73,10 @@ def bench_plain(
     prompt: Annotated[
         list[int] | None, typer.Option(help="Tokens to prefill. [default: 1000]")
     ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(help="Requests that come at once, for continuous batching; 0 = none."),
+    ] = 16,
     repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 7,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
     json: Json = False,
@@ -86,6 +90,7 @@ def bench_plain(
         batch_sizes=batch or [1, 8],
         contexts=context or [32, 512],
         prompts=prompt or [1000],
+        num_requests=requests,
         repeats=repeats,
         threads=threads,
         json=json,

@@ -56,7 +56,6 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 WINDOW = 8  # tokens of a row in one turn of a side
-REQUESTS = 16  # that come at once, for continuous batching
 
 Times = tuple[float, float]  # wall and CPU seconds
 
@@ -82,6 +81,7 @@ def plain(
     batch_sizes: Sequence[int],
     contexts: Sequence[int],
     prompts: Sequence[int],
+    num_requests: int,
     repeats: int,
     threads: int,
     json: bool,
@@ -99,6 +99,7 @@ def plain(
     for name, values in (("batch", batch_sizes), ("context", contexts), ("prompt", prompts)):
         for value in values:
             check_int(name, value, 1, 1 << 15)
+    check_int("requests", num_requests, 0, 1 << 10)
     check_int("repeats", repeats, 1, 1 << 10)
     check_int("threads", threads, 1, 1 << 10)
     if plot is not None:
@@ -110,7 +111,7 @@ def plain(
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         for size in progress.track(sizes, description="measuring"):
-            rows += _of_size(size, batch_sizes, contexts, prompts, repeats)
+            rows += _of_size(size, batch_sizes, contexts, prompts, num_requests, repeats)
     where = machine(threads=threads, packages=("torch", "transformers"))
     if json:
         import json as encoder
@@ -141,6 +142,7 @@ def _of_size(
     batch_sizes: Sequence[int],
     contexts: Sequence[int],
     prompts: Sequence[int],
+    num_requests: int,
     repeats: int,
 ) -> Iterator[Row]:
     theirs = _model(size)
@@ -156,7 +158,9 @@ def _of_size(
     for length in prompts:
         if length <= most:
             yield _prefill(size, ours, theirs, length, repeats)
-    yield from _requests(size, ours, theirs, min(512, most // 2), repeats)
+    if num_requests:
+        most = min(512, most // 2)
+        yield from _requests(size, ours, theirs, num_requests, most, repeats)
 
 
 def _model(size: str) -> Any:
@@ -311,7 +315,7 @@ class _Cached:
             pad_token_id=0,
             streamer=marks,
         )
-        self._cache.crop(self._len - 1)
+        self._cache.crop(self._len - 1 - self._cache.get_seq_length())
         (first, first_cpu), (last, last_cpu) = marks.times[1], marks.times[-1]
         return last - first, last_cpu - first_cpu
 
@@ -366,9 +370,11 @@ def _generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     return found
 
 
-def _requests(size: str, ours: Any, theirs: Any, most: int, repeats: int) -> Iterator[Row]:
+def _requests(
+    size: str, ours: Any, theirs: Any, count: int, most: int, repeats: int
+) -> Iterator[Row]:
     """Requests of unlike lengths that come at once, beside transformers' continuous batching."""
-    prompts = _tokens(REQUESTS, most, ours.config.vocab_size, ragged=True)
+    prompts = _tokens(count, most, ours.config.vocab_size, ragged=True)
     random.Random(0).shuffle(prompts)
     new = 32
     greedy = transformers.GenerationConfig(
@@ -387,7 +393,7 @@ def _requests(size: str, ours: Any, theirs: Any, most: int, repeats: int) -> Ite
     except Exception as error:  # which versions of transformers run it on a CPU is theirs to say
         Console(stderr=True).print(f"continuous batching does not run here: {error!r:.200}")
         return
-    if len(texts[1]) != REQUESTS:
+    if len(texts[1]) != count:
         Console(stderr=True).print("continuous batching does not run here")
         return
     with _engine(ours, 8, most + new + 16) as engine:
@@ -401,9 +407,9 @@ def _requests(size: str, ours: Any, theirs: Any, most: int, repeats: int) -> Ite
         times = _interleaved([run_ours, run_theirs], repeats)
     same = sum(a == b for a, b in zip(*texts, strict=True))
     name = (
-        f"{size}: {REQUESTS} requests of {most // REQUESTS} to {most} tokens ({same} texts equal)"
+        f"{size}: {count} requests of {max(most // count, 1)} to {most} tokens ({same} texts equal)"
     )
-    yield _row(name, times, REQUESTS * new, "tokens/s", "transformers continuous batching")
+    yield _row(name, times, count * new, "tokens/s", "transformers continuous batching")
 
 
 def _number(request_id: str) -> int:

@@ -79,19 +79,8 @@ pub fn attend_pages<'py>(
         bias.as_ref().map(|bias| (bias.slice(), most, bias.dims[2])),
     )?;
     let (keys, values, out) = (keys.slice(), values.slice(), out.slice());
-    let sizes = Layer {
-        keys: &[],
-        values: &[],
-        page_size,
-        kv_heads,
-        heads,
-        k_dim,
-        v_dim,
-        scaling,
-        softcap,
-        sinks,
-        window,
-    };
+    let sizes =
+        Layer { keys: &[], values: &[], page_size, kv_heads, heads, k_dim, v_dim, scaling, softcap, sinks, window };
     let before = Layer { keys, values, ..sizes };
     before.check().map_err(to_py)?;
     for (number, lane) in lanes.iter().enumerate() {
@@ -106,7 +95,9 @@ pub fn attend_pages<'py>(
         run(&layer, &lanes, out);
     } else {
         // The arrays stay borrowed, and nobody else works on these pages.
-        py.detach(|| if num_threads == 1 { run(&layer, &lanes, out) } else { spread(&layer, &lanes, out, num_threads) });
+        py.detach(
+            || if num_threads == 1 { run(&layer, &lanes, out) } else { spread(&layer, &lanes, out, num_threads) },
+        );
     }
     Ok(())
 }
