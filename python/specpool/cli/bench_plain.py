@@ -178,11 +178,17 @@ def _model(size: str) -> Any:
     return auto.from_config(config).float().eval()
 
 
-def _engine(model: Any, batch: int, length: int, *, scattered: bool = False) -> Engine:
+def _engine(
+    model: Any, batch: int, length: int, *, scattered: bool = False, prefill_tokens: int = 1024
+) -> Engine:
     """An engine with room for `batch` rows of `length` tokens, and a quarter more."""
     num_pages = -(-batch * (length + 32) // 16) * 5 // 4
     engine = Engine.from_pretrained(
-        model, max_batch=batch, max_context_len=length, num_pages=num_pages
+        model,
+        max_batch=batch,
+        max_context_len=length,
+        num_pages=num_pages,
+        prefill_tokens=prefill_tokens,
     )
     if scattered:
         _scatter(engine)
@@ -229,7 +235,9 @@ def _decoding(
     """Turns of a few tokens each, over random keys and values on both sides."""
     prompts = _tokens(batch, context, ours.config.vocab_size, ragged=ragged)
     length = context + (repeats + 3) * WINDOW
-    with _engine(ours, batch, length, scattered=pool == "used") as engine:
+    # All rows begin in one turn: none is ahead of the others.
+    options: dict[str, Any] = {"scattered": pool == "used", "prefill_tokens": batch * context}
+    with _engine(ours, batch, length, **options) as engine:
         running = _Running(engine, prompts, (repeats + 2) * WINDOW)
         reference = _Cached(theirs, prompts)
         runs: list[Callable[[], Times]] = [running.window, reference.window]
