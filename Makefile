@@ -121,6 +121,7 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
 	cargo bench --quiet -p specpool-core
 	$(BIN)/python benches/bench_kernels.py
+	$(BIN)/specpool bench plain
 	$(BIN)/specpool bench generate
 	$(BIN)/specpool bench host
 	$(BIN)/specpool bench session

@@ -13,7 +13,7 @@ import pytest
 
 from lossless import Comparison, Reference
 from scripted import Scripted
-from specpool import Engine, RequestOutput, SamplingParams, Shape, corpus
+from specpool import Engine, RequestOutput, SamplingParams, Shape, calibration, corpus
 from specpool.adaptive import AdaptiveConfig, CostController
 from specpool.calibration import Tour
 from specpool.config import EngineConfig
@@ -279,6 +279,25 @@ def test_the_start_measures_the_batch_sizes_that_it_tells(build, monkeypatch, nu
     ran.clear(), told.clear()
     build(num_pages=int(least * num_rows), **options)
     assert told and all(told[size] <= ran[size] for size in told)
+
+
+def test_the_start_stops_measuring_when_rounds_take_long(build, monkeypatch):
+    """On a large model the smallest batch alone is measured, each shape often enough to count."""
+    told: Counter[tuple[Shape, int]] = Counter()
+    take = CostController.on_round_seconds
+
+    def taking(self, shape, batch_size, seconds):
+        told[shape, batch_size] += 1
+        take(self, shape, batch_size, seconds)
+
+    monkeypatch.setattr(CostController, "on_round_seconds", taking)
+    options = {"max_batch": 6, "adaptive": "cost"}
+    build(**options)
+    assert {size for _, size in told} == {1, 2, 4, 6}
+    told.clear()
+    monkeypatch.setattr(calibration, "_MOST_SECONDS", 0.0)
+    build(**options)
+    assert {size for _, size in told} == {1} and set(told.values()) == {calibration.TOLD}
 
 
 @pytest.mark.parametrize(("kind", "depth"), [("cpu", 1), ("cuda", 0), ("cuda", 1)])

@@ -1165,6 +1165,55 @@ def attention_mask(
         window: a query sees only cells whose position is greater than its own minus this.
     """
 
+def attend_pages(
+    keys: _F32,
+    values: _F32,
+    new_keys: _F32,
+    new_values: _F32,
+    write_slots: _I64,
+    q: _F32,
+    out: _F32,
+    pages: _I32,
+    kv_lens: _I32,
+    q_lens: _I32,
+    *,
+    page_size: int,
+    scaling: float,
+    bias: _F32 | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: _F32 | None = None,
+    num_threads: int = ...,
+) -> None:
+    """Write new keys and values, then attend over the pages of each lane, where they lie.
+
+    Lets go of the interpreter's lock unless the reads are brief. Costs one read of each lane's
+    columns, whatever the number of its queries.
+
+    Args:
+        keys: [num_slots, Hkv, Dk], written.
+        values: [num_slots, Hkv, Dv], written.
+        new_keys: [T, Hkv, Dk].
+        new_values: [T, Hkv, Dv].
+        write_slots: [T], the slot of each new token.
+        q: [n, H, Dk] queries, lane after lane; H is a multiple of Hkv.
+        out: [n, H, Dv], written.
+        pages: [B, C], the page of each `page_size` columns of a lane.
+        kv_lens: [B]; no query of a lane sees a column from there on.
+        q_lens: [B], queries of each lane; they add up to n.
+        page_size: slots of a page.
+        scaling: factor of the scores.
+        bias: [B, max(q_lens), columns], added to the scores. None = query i of a lane sees all
+            columns up to `kv_len - q_len + i`.
+        window: without a bias, a query sees only so many columns, its own included.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: [H], further scores that take part in the softmax only.
+        num_threads: threads to use at most; small reads use one.
+
+    Raises:
+        ShapeError: names the argument; nothing is written.
+    """
+
 def attention_bias(
     starts: _I32,
     q_lens: _I32,

@@ -5,6 +5,7 @@ Slots of page 0 are a sink: padded lanes write there, and nobody reads what they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specpool._core import Ledger
+from specpool.attention.view import Scratch
 from specpool.kernels import device as kernels
 from specpool.kernels.launch import prepare, runs_kernels
 from specpool.kernels.transfer import upload
@@ -56,6 +58,7 @@ class KVCache:
         self.device = device
         self.dtype = dtype
         self.attend_with = attend_with
+        self.scratch = Scratch()  # one forward runs at a time
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.windows = [group.window for group in ledger.groups]
         self.layer_groups = list(layer_groups)
@@ -67,7 +70,7 @@ class KVCache:
         slots = [(group.num_pages + 1) * group.page_size for group in ledger.groups]
 
         def buffer(group: int, num_heads: int, head_dim: int) -> Tensor:
-            return torch.zeros(slots[group], num_heads, head_dim, dtype=dtype, device=device)
+            return _zeros((slots[group], num_heads, head_dim), dtype, device)
 
         # Each [num_slots, num_kv_heads, head_dim]. Zeroed, because a masked-out NaN is still a NaN
         # once the softmax's 0 has been multiplied with it.
@@ -219,3 +222,11 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU, a page of memory is taken when something is first written there."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = dtype.itemsize * math.prod(shape)
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

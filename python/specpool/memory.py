@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +34,47 @@ class PoolPlan:
     draft_group: int
 
 
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now on `device`."""
+    """Memory that can be taken now on `device`; on a CPU, within the process's own limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return min([_free_bytes_of_host(), *_free_bytes_of_cgroups()])
+
+
+def _free_bytes_of_cgroups() -> Iterator[int]:
+    """What is left under each memory limit that a container or a service manager has set."""
+    if not _OWN_CGROUPS.exists():
+        return
+    for line in _OWN_CGROUPS.read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:  # version 2
+            root, limit, used, cached = _CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cached = _CGROUPS / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # A container may see its own group as the root.
+        group = root / own.lstrip("/")
+        for folder in [*([group, *group.parents] if group.is_dir() else []), root]:
+            if not folder.is_relative_to(root) or not (folder / limit).exists():
+                continue
+            most = (folder / limit).read_text().strip()
+            if most == "max":
+                continue
+            # Cached files are given up for whoever asks for memory.
+            stat = dict(
+                entry.split() for entry in (folder / "memory.stat").read_text().splitlines()
+            )
+            taken = int((folder / used).read_text()) - int(stat.get(cached, 0))
+            yield max(int(most) - taken, 0)
+
+
+def _free_bytes_of_host() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

@@ -207,6 +207,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             kv_lens=None if kv_lens is None else kv_lens + np.int32(step),
             is_causal=is_exact and kv_lens is not None and chunk is None,
             attend_with=cache.attend_with,
+            scratch=cache.scratch,
         )
         for step in range(num_views)
     ]
@@ -285,6 +286,7 @@ def own_view(
         kv_lens=_kv_lens(lanes, origins, lanes.widths if ragged else num_cells),
         read_tokens=read_tokens,
         attend_with=cache.attend_with,
+        scratch=cache.scratch,
     )
 
 
@@ -369,4 +371,5 @@ def _causal(
         kv_lens=kv_lens,
         is_causal=kv_lens is not None and lanes.seq_lens.is_exact and chunk is None,
         attend_with=cache.attend_with,
+        scratch=cache.scratch,
     )

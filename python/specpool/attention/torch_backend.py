@@ -1,7 +1,8 @@
 """The torch attention back end: writes new K and V, gathers whole pages, attends. CPU and GPU.
 
 Token-granular: it follows any mask, so dense draft layouts and exact ancestry work at any page
-size.
+size. On a CPU, `in_place` serves few queries and `prompts` serves long chunks without gathering
+whole lanes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specpool.attention import in_place
+from specpool.attention.prompts import attend_prompts, serves
 from specpool.attention.view import AttentionView, Reads
 
 # Up to this many queries per lane, query heads are folded into the query axis (each K and V head
@@ -31,19 +34,36 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `specpool.attention.attend`."""
+    if in_place.serves(view, q, k_buffer, v_buffer):
+        return in_place.attend_in_place(
+            view,
+            k_buffer,
+            v_buffer,
+            q,
+            k,
+            v,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
     lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
-    reads = view.reads(window, dtype)  # refuses a bad mask before anything is written
+    explicit = softcap is not None or sinks is not None
+    by_lane = not explicit and serves(view, q, v_buffer, window)
+    # Refuses a bad mask before anything is written.
+    reads = None if by_lane else view.reads(window, dtype)
     if k.dtype != k_buffer.dtype:
         k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
     k_buffer.index_copy_(0, view.write_slots, k)
     v_buffer.index_copy_(0, view.write_slots, v)
+    if reads is None:
+        return attend_prompts(view, k_buffer, v_buffer, q, k.to(dtype), v.to(dtype), scaling)
     keys, values = reads.gather(k_buffer, v_buffer, lanes, view.page_size)  # [B, Hkv, L, D]
     if keys.dtype != dtype:
         keys, values = keys.to(dtype), values.to(dtype)
 
     heads, kv_heads = q.shape[1], keys.shape[1]
     groups = heads // kv_heads
-    explicit = softcap is not None or sinks is not None
     fold = explicit or queries <= _FOLD_MAX_QUERIES
     if view.pad_index is not None:
         q = q.index_select(0, view.pad_index)

@@ -81,6 +81,51 @@ def bench_generate(
     )
 
 
+@bench.command("plain")
+def bench_plain(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the target: tiny (the shipped one), or a random Llama of 25m or 125m "
+            "parameters; may be repeated. [default: tiny and 25m]"
+        ),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows. [default: 1 and 8]")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens with KV where decoding begins; 4096 takes minutes at batch 8. "
+            "[default: 32 and 512]"
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[int] | None, typer.Option(help="Tokens to prefill. [default: 1000]")
+    ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(help="Requests that come at once, for continuous batching; 0 = none."),
+    ] = 16,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 7,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Decoding without drafts, and prefill, on a CPU beside transformers' generate."""
+    from specpool.cli.bench_plain import plain as run
+
+    run(
+        sizes=size or ["tiny", "25m"],
+        batch_sizes=batch or [1, 8],
+        contexts=context or [32, 512],
+        prompts=prompt or [1000],
+        num_requests=requests,
+        repeats=repeats,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
 @bench.command("reserve")
 def bench_reserve(
     page_size: PageSize = 64,

@@ -3,6 +3,7 @@
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 
 mod arrays;
+mod attention;
 mod decode;
 mod errors;
 mod group;
@@ -19,6 +20,8 @@ mod tree;
 
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::attention::attend_pages;
     #[pymodule_export]
     use super::decode::decode_op;
     #[pymodule_export]

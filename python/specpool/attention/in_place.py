@@ -1,0 +1,115 @@
+"""Attention of few queries on a CPU: our own kernel reads the pages where they lie.
+
+Plain decoding, drafting and verifying in float32. Nothing is gathered, no lane is padded to the
+longest, and the pages of a row may lie anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specpool import _core
+from specpool.attention.view import AttentionView
+
+#: Queries per lane at most: beyond, matrix products win over reading each key once.
+MOST_QUERIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What the kernel is told of one view and window."""
+
+    write_slots: NDArray[np.int64]  # [T]
+    pages: NDArray[np.int32]  # [B, C]
+    kv_lens: NDArray[np.int32]  # [B]
+    q_lens: NDArray[np.int32]  # [B]
+    bias: NDArray[np.float32] | None  # [B, Q, C * P]; None = causal
+    window: int | None  # of causal queries
+
+
+def serves(view: AttentionView, q: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> bool:
+    """Whether `attend_in_place` can attend for these queries."""
+    return (
+        view.max_q_len <= MOST_QUERIES
+        and view.reader is None
+        and q.device.type == "cpu"
+        and q.dtype == k_buffer.dtype == v_buffer.dtype == torch.float32
+    )
+
+
+def attend_in_place(
+    view: AttentionView,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend where `serves` says so; see `specpool.attention.attend`.
+
+    Raises:
+        ShapeError: a mask, pages or lengths that do not fit; nothing is written.
+    """
+    reads = _reads(view, window)
+    out = q.new_empty(q.shape[0], q.shape[1], v_buffer.shape[2])
+    if k.dtype != torch.float32:
+        k, v = k.float(), v.float()
+    _core.attend_pages(
+        k_buffer.numpy(),
+        v_buffer.numpy(),
+        k.contiguous().numpy(),
+        v.contiguous().numpy(),
+        reads.write_slots,
+        q.contiguous().numpy(),
+        out.numpy(),
+        reads.pages,
+        reads.kv_lens,
+        reads.q_lens,
+        page_size=view.page_size,
+        scaling=scaling,
+        bias=reads.bias,
+        window=reads.window,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.float().numpy(),
+        num_threads=torch.get_num_threads(),
+    )
+    return out
+
+
+def _reads(view: AttentionView, window: int | None) -> _Reads:
+    """What a layer with this window reads; worked out at the first one."""
+    key = (_Reads, window)
+    reads = view.plans.get(key)
+    if reads is None:
+        width = view.read_pages.shape[1] * view.page_size
+        hides_nothing = window is not None and window >= width
+        reads = _reads(view, None) if hides_nothing else _new_reads(view, window, width)
+        view.plans[key] = reads
+    return reads  # type: ignore[return-value]
+
+
+def _new_reads(view: AttentionView, window: int | None, width: int) -> _Reads:
+    pages = view.read_pages.int().contiguous().numpy()
+    q_lens = np.broadcast_to(np.asarray(view.q_lens, np.int32), len(pages)).copy()
+    kv_lens, bias = view.kv_lens, None
+    if view.decode_len is not None:
+        kv_lens = np.full(len(pages), view.decode_len, np.int32)
+    elif kv_lens is None or not view.is_causal:
+        mask, window = view.mask(window), None
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        bias = mask.contiguous().numpy()
+    if kv_lens is None:
+        kv_lens = np.full(len(pages), width, np.int32)
+    kv_lens = np.ascontiguousarray(kv_lens, np.int32)
+    return _Reads(view.write_slots.contiguous().numpy(), pages, kv_lens, q_lens, bias, window)

@@ -1,0 +1,59 @@
+"""`specpool bench plain`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from specpool.cli import bench_plain
+from specpool.cli.app import app
+from specpool.engine import Engine
+
+
+def test_every_figure_stands_beside_transformers() -> None:
+    options = "--size tiny --batch 2 --context 40 --prompt 90 --requests 4 --repeats 1 --json"
+    result = CliRunner().invoke(app, ["bench", "plain", *options.split()])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    names = [row["name"] for row in found["results"]]
+    assert names[:4] == [
+        "tiny: decoding, batch 2, 40 tokens, fresh pages",
+        "tiny: decoding, batch 2, 40 tokens, used pages",
+        "tiny: decoding, batch 2, 20 to 40 tokens, used pages",
+        "tiny: prefill of 90 tokens, used pages",
+    ]
+    assert {row["reference"] for row in found["results"]} <= {
+        "transformers generate",
+        "transformers continuous batching",
+    }
+    for row in found["results"]:
+        assert row["ratio"] == pytest.approx(row["value"] / row["reference_value"])
+        assert 0 < row["least_ratio"] <= row["most_ratio"] and row["cpu_ratio"] > 0
+
+
+def test_used_pages_lie_in_no_order() -> None:
+    with Engine.from_pretrained(max_batch=4, max_context_len=128, num_pages=64) as engine:
+        bench_plain._scatter(engine)
+        ledger = engine.ledger
+        assert ledger.free_pages(0) == 64
+        row = ledger.admit()
+        step = ledger.prepare_extend([row], [128]).step
+        pages = ledger.full_table(0)[row].tolist()
+        ledger.cancel(step)
+        ledger.abort(row)
+    steps = [after - before for before, after in itertools.pairwise(pages)]
+    assert len(pages) == 8 and sum(abs(step) != 1 for step in steps) >= 4
+
+
+@pytest.mark.parametrize(
+    "options", ["--size 7b", "--batch 0", "--context 0", "--prompt 0", "--repeats 0"]
+)
+def test_what_cannot_be_measured_is_refused(options: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "plain", *options.split()])
+    assert result.exit_code != 0
+    assert "must be" in f"{result.output}{result.exception}"

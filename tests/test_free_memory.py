@@ -1,0 +1,82 @@
+"""How much memory an engine reckons with, and when it takes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from specpool import memory  # noqa: E402
+from specpool._core import Group, Ledger, Shape  # noqa: E402
+from specpool.kv_cache import KVCache, LayerKV  # noqa: E402
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def limits(folder: Path, names: tuple[str, str, str], values: tuple[str, int, int]) -> None:
+    """Write the files of one control group: limit, memory in use, and cached files among it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{values[0]}\n")
+    (folder / names[1]).write_text(f"{values[1]}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {values[2]}\n")
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_free_bytes_of_host", lambda: 1000 * MIB)
+    return tmp_path / "cgroup"
+
+
+@pytest.mark.parametrize("own", ["0::/pod/app\n", "0::/\n", "3:cpu:/\n0::/elsewhere\n"])
+def test_a_container_limit_counts(groups: Path, own: str) -> None:
+    groups.with_name("own").write_text(own)
+    limits(groups, V2, (str(300 * MIB), 200 * MIB, 50 * MIB))
+    limits(groups / "pod" / "app", V2, ("max", 100 * MIB, 0))
+    assert memory.free_bytes(CPU) == 150 * MIB
+
+
+def test_the_narrowest_of_nested_limits_counts(groups: Path) -> None:
+    groups.with_name("own").write_text("0::/pod/app\n")
+    limits(groups / "pod", V2, (str(300 * MIB), 100 * MIB, 0))
+    limits(groups / "pod" / "app", V2, (str(90 * MIB), 100 * MIB, 0))
+    assert memory.free_bytes(CPU) == 0
+
+
+def test_limits_of_the_older_version(groups: Path) -> None:
+    groups.with_name("own").write_text("7:cpu,cpuacct:/\n5:memory:/docker/0\n")
+    limits(groups / "memory", V1, (str(1 << 62), 10, 0))
+    limits(groups / "memory" / "docker" / "0", V1, (str(80 * MIB), 30 * MIB, 10 * MIB))
+    assert memory.free_bytes(CPU) == 60 * MIB
+
+
+def test_without_a_limit_the_host_decides(groups: Path) -> None:
+    assert memory.free_bytes(CPU) == 1000 * MIB
+    groups.with_name("own").write_text("0::/\n")
+    assert memory.free_bytes(CPU) == 1000 * MIB
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_zero_and_take_memory_when_they_are_written(dtype: torch.dtype) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    group = Group("kv", page_size=16, num_pages=1 << 14, hosts_drafts=True)
+    ledger = Ledger([group], [Shape.none()], num_rows=1, max_context_len=64)
+    before = resident()
+    layers = [LayerKV(2, 64, 64)] * 4
+    cache = KVCache(ledger, layers, [0] * 4, dtype=dtype, device=CPU)
+    assert cache.num_bytes >= 256 * MIB
+    assert resident() - before < cache.num_bytes // 8
+    for buffer in (cache.keys[0], cache.values[3]):
+        assert buffer.dtype == dtype and buffer.shape == (16 * ((1 << 14) + 1), 2, 64)
+        assert not buffer[::999].any()
