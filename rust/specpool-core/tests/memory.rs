@@ -120,8 +120,10 @@ fn config() -> LedgerConfig {
     LedgerConfig { overlap_depth: 1, sessions: true, digest: true, ..config }
 }
 
+type Seen = (u64, Option<u64>, Vec<(u64, &'static str)>, Vec<u64>, Vec<usize>);
+
 /// Everything of a ledger that anyone can see, counters and digest among it.
-fn seen(ledger: &Ledger) -> (u64, Option<u64>, Vec<(u64, &'static str)>, Vec<u64>, Vec<usize>) {
+fn seen(ledger: &Ledger) -> Seen {
     let steps = ledger.steps().map(|(step, _, state)| (step, state.name())).collect();
     let pending = (0..ledger.num_groups()).map(|at| ledger.pending_cells(at).count());
     let pages = (0..ledger.num_groups()).map(|at| ledger.free_pages(at).unwrap());
@@ -153,7 +155,7 @@ impl World {
     }
 
     fn admit(&mut self) -> Row {
-        if self.ledger.num_free_rows() % 64 != 0 {
+        if !self.ledger.num_free_rows().is_multiple_of(64) {
             return self.ledger.admit(None).unwrap();
         }
         let tag = "t".repeat(SMALL + 1);
@@ -187,7 +189,7 @@ fn live(world: &mut World, checks: usize) {
     let twin = world.taking("fork", |ledger| ledger.fork(long, None));
     world.giving(|ledger| ledger.cancel(step)); // the copy that rode on it waits again, before the twin's
     for _ in 0..checks {
-        world.taking("audit", |ledger| ledger.audit()).iter().for_each(|finding| panic!("{finding:?}"));
+        assert_eq!(world.taking("audit", |ledger| ledger.audit()), []);
     }
     let step = world.extend(&[on.0, twin.0], &[3_002, 3_003]);
     world.run(step);
@@ -309,7 +311,7 @@ fn a_round_without_memory_is_not_run() {
     pure("attention_mask", || attention_mask(&lanes, 9));
     pure("attention_bias", || attention_bias(&lanes, 9));
     let params = vec![SampleParams { temperature: 1.0, top_k: 9, top_p: 0.5, u: 0.5 }; N];
-    let logits: Vec<f32> = (0..N * 100).map(|at| (at % 31) as f32).collect();
+    let logits: Vec<f32> = (0..N * 100).map(|at| f32::from((at % 31) as u8)).collect();
     pure("sample_tokens", || sample_tokens(&logits, 100, &params));
     pure("sample_margins", || sample_margins(&logits, 100, &params));
 }
