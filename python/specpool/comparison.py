@@ -36,7 +36,7 @@ Verdict = Literal["identical", "rounding", "fault"]
 #: Results that a layer rounds on the way to the next: norms, projections, attention, sums.
 ROUNDINGS_PER_LAYER = 16
 #: Standard deviations of the difference of two runs that count as rounding.
-DEVIATIONS = 2.0
+DEVIATIONS = 4.0
 # Positions whose logits are held at once.
 _BLOCK = 256
 # Sizes of what top-p may have kept that are looked at.
