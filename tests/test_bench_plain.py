@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from specpool.cli import bench_plain
+from specpool.cli import plain_runs
 from specpool.cli.app import app
 from specpool.engine import Engine
 
@@ -38,7 +38,7 @@ def test_every_figure_stands_beside_transformers() -> None:
 
 def test_used_pages_lie_in_no_order() -> None:
     with Engine.from_pretrained(max_batch=4, max_context_len=128, num_pages=64) as engine:
-        bench_plain._scatter(engine)
+        plain_runs._scatter(engine)
         ledger = engine.ledger
         assert ledger.free_pages(0) == 64
         row = ledger.admit()
