@@ -6,20 +6,25 @@ import itertools
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from specpool.cli import plain_runs
-from specpool.cli.app import app
+from specpool.cli import main, plain_runs
 from specpool.engine import Engine
 
 
-def test_every_figure_stands_beside_transformers() -> None:
+def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["specpool", "bench", "plain", *options.split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, *capsys.readouterr()
+
+
+def test_every_figure_stands_beside_transformers(monkeypatch, capsys) -> None:
     options = "--size tiny --batch 2 --context 40 --prompt 90 --requests 4 --repeats 1 --json"
-    result = CliRunner().invoke(app, ["bench", "plain", *options.split()])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    code, out, err = bench(monkeypatch, capsys, options)
+    assert code == 0, err
+    found = json.loads(out)
     names = [row["name"] for row in found["results"]]
     assert names[:4] == [
         "tiny: decoding, batch 2, 40 tokens, fresh pages",
@@ -53,7 +58,6 @@ def test_used_pages_lie_in_no_order() -> None:
 @pytest.mark.parametrize(
     "options", ["--size 7b", "--batch 0", "--context 0", "--prompt 0", "--repeats 0"]
 )
-def test_what_cannot_be_measured_is_refused(options: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "plain", *options.split()])
-    assert result.exit_code != 0
-    assert "must be" in f"{result.output}{result.exception}"
+def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, options: str) -> None:
+    code, out, err = bench(monkeypatch, capsys, options)
+    assert (code, out) == (2, "") and "must be" in err
