@@ -31,6 +31,9 @@ DTYPES = {
 }
 #: The dimensions of an array by its name, as letters of `sizes`; n where it is not named.
 DIMENSIONS = {
+    "attend_pages.keys": "WKS", "attend_pages.values": "WKS", "attend_pages.new_keys": "nKS",
+    "attend_pages.new_values": "nKS", "attend_pages.q": "nKS", "attend_pages.out": "nKS",
+    "attend_pages.pages": "nP", "attend_pages.bias": "nNL", "attend_pages.sinks": "K",
     "page_table": "RW", "ancestors": "nKS", "branch_parents": "nK", "accept_index": "nA",
     "topk_p": "nK", "topk_index": "nK", "scores": "nK",
     "candidate_scores": "nM", "candidate_tokens": "nM", "candidate_parents": "nL",
@@ -74,6 +77,10 @@ SIGNATURES = signatures()
 NAMES = sorted(SIGNATURES)
 
 
+def dimensions_of(function: str, name: str) -> str:
+    return DIMENSIONS.get(f"{function}.{name}", DIMENSIONS.get(name, "n"))
+
+
 def sizes_of(source: Source) -> dict[str, int]:
     K, S, n = 1 + source.below(4), 1 + source.below(4), source.below(4)
     M = K + (S - 1) * K * K
@@ -85,10 +92,12 @@ def sizes_of(source: Source) -> dict[str, int]:
     }  # fmt: skip
 
 
-def argument(source: Source, name: str, annotation: str, sizes: dict[str, int]) -> Any:
+def argument(
+    source: Source, function: str, name: str, annotation: str, sizes: dict[str, int]
+) -> Any:
     if annotation.split(" | ")[0] in DTYPES:
         dtype = DTYPES[annotation.split(" | ")[0]]
-        shape = [sizes[letter] for letter in DIMENSIONS.get(name, "n")]
+        shape = [sizes[letter] for letter in dimensions_of(function, name)]
         if name == "parents":
             return np.tile(np.arange(-1, shape[1] - 1, dtype=dtype), (shape[0], 1))
         return array(source, dtype, shape, 5 if name != "page_table" else 16)
@@ -98,6 +107,8 @@ def argument(source: Source, name: str, annotation: str, sizes: dict[str, int]) 
         return sizes[SIZES[name]] if name in SIZES else source.below(40)
     if annotation == "bool":
         return source.byte() % 2 == 1
+    if annotation.startswith("float"):
+        return source.pick((1.0, 0.5, 0.0, -1.0, float("nan"), float("inf"), 1e30))
     if annotation == "_Layout":
         return source.pick(("dense", "holey"))
     if annotation == "_Policy":
@@ -160,7 +171,7 @@ def one_input(data: bytes) -> str | None:
     given: dict[str, Any] = {}
     for argument_name, annotation, optional in SIGNATURES[name]:
         if not (optional and source.is_rare(8)):
-            made = argument(source, argument_name, annotation, sizes)
+            made = argument(source, name, argument_name, annotation, sizes)
             if source.is_rare(1):
                 made = (
                     spoiled(source, made)

@@ -65,9 +65,9 @@ class Pages:
         table = np.zeros((num_rows + 1, per_row), np.int32)
         table[1:] = np.array(ids).reshape(num_rows, per_row)
         self.device, self.dtype = rig.device, rig.dtype
-        self.page_sizes, self.windows = [page_size], [window]
+        self.page_sizes, self.windows, self.chunks = [page_size], [window], [None]
         self.tables = [torch.from_numpy(table).to(rig.device)]
-        self.reader, self.attend_with = None, None
+        self.reader, self.attend_with, self.scratch = None, None, None
         generator = torch.Generator().manual_seed(seed)
         size = ((len(ids) + 1) * page_size, kv_heads, rig.head_dim)
         self.buffers = [

@@ -66,8 +66,8 @@ GUARDS = [
         2,
         "lanes whose epoch moved are skipped",
         "ledger/life.rs",
-        "if stands(lane) { accept_lens[lane] } else { 0 }",
-        "if stands(lane) { accept_lens[lane] } else { accept_lens[lane] }",
+        "if stands(row, epoch) { len } else { 0 }",
+        "if stands(row, epoch) { len } else { len }",
     ),
     guard(
         3,
@@ -188,10 +188,10 @@ GUARDS = [
         30,
         "a cancel gives the pages back",
         "ledger/life.rs",
-        """                let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
-                shrunk.map_err(|record| self.page_error(at, record))?;
+        """                    let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
+                    shrunk.map_err(|record| self.page_error(at, record))?;
 """,
-        "                let _ = (fence, lane);\n",
+        "                    let _ = (fence, lane);\n",
     ),
     guard(
         31,
@@ -261,12 +261,12 @@ GUARDS = [
         53,
         "hi sums each round's own A",
         "ledger/prepare.rs",
-        "        Plan {\n            step: self.steps.next(),",
+        "        Ok(Plan {\n            step: self.steps.next(),",
         """        for (lane, hi) in hi.iter_mut().enumerate() {
             let most = self.shapes[shapes[lane] as usize].max_accept_len() as i32;
             *hi = start[lane] + (lo[lane] - start[lane]) * most;
         }
-        Plan {
+        Ok(Plan {
             step: self.steps.next(),""",
     ),
     guard(
@@ -379,8 +379,8 @@ GUARDS = [
         61,
         "an abandoned step's rows are retracted",
         "ledger/life.rs",
-        "            self.drop_row(Row(row), Verb::Abandon)?;\n",
-        "            let _ = row;\n",
+        "rows.iter().try_for_each(|&row| self.drop_row(Row(row), Verb::Abandon))",
+        "rows.iter().try_for_each(|_| Ok(()))",
     ),
     guard(
         61,
@@ -479,10 +479,10 @@ GUARDS = [
         69,
         "abandon takes rows that were cut",
         "ledger/life.rs",
-        "        let mut rows: Vec<i32> = record.plan.rows.clone();\n",
+        "        rows.extend(&record.plan.rows);\n",
         """        let plan = &record.plan;
         let stands = |lane: &usize| self.rows.epoch[plan.rows[*lane] as usize] == plan.epochs[*lane];
-        let mut rows: Vec<i32> = (0..plan.num_lanes()).filter(stands).map(|lane| plan.rows[lane]).collect();\n""",
+        rows.extend((0..plan.num_lanes()).filter(stands).map(|lane| plan.rows[lane]));\n""",
     ),
     guard(
         70,
@@ -573,8 +573,8 @@ GUARDS = [
         76,
         "a new row has no root",
         "rows.rs",
-        "            self.live[row.at()] = true;\n",
-        "            self.live[row.at()] = true;\n            self.ready[row.at()] = true;\n",
+        "        self.live[row.at()] = true;\n",
+        "        self.live[row.at()] = true;\n        self.ready[row.at()] = true;\n",
     ),
     guard(
         77,

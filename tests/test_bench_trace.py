@@ -137,7 +137,7 @@ def test_the_table_and_the_picture(monkeypatch, capsys, tmp_path):
 
 
 def test_memory_for_less_than_a_row_is_refused_before_anything_runs(machinery):
-    with pytest.raises(ConfigError, match=r"one row of 216 tokens needs .* 1048576"):
+    with pytest.raises(ConfigError, match=r"one row of 216 tokens needs .* 1 MiB are"):
         tiny = Machinery(64, 1, 32, 1, 1 << 20, 0)
         tiny.sizes(ways(64, TREE)[0], Traffic("x", TREE, 96, 48, 8, 0.7, 0))
 

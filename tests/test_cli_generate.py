@@ -81,10 +81,10 @@ def test_a_prompt_may_be_a_users_message(capsys, tmp_path):
     ("options", "message"),
     [
         (["--chat"], "the tokenizer has no chat template"),
-        (["--samples", "0"], "n must be an integer in [1, 65536], got 0"),
-        (["--overlap-depth", "2"], "overlap_depth must be an integer in [0, 1], got 2"),
-        (["--prefill-tokens", "0"], "prefill_tokens must be"),
-        (["--busy-check", "3"], "busy_check must be an integer in [0, 2], got 3"),
+        (["--samples", "0"], "--samples must be an integer in [1, 65536], got 0"),
+        (["--overlap-depth", "2"], "--overlap-depth must be an integer in [0, 1], got 2"),
+        (["--prefill-tokens", "0"], "--prefill-tokens must be"),
+        (["--busy-check", "3"], "--busy-check must be an integer in [0, 2], got 3"),
         (["--stop", ""], "stop must hold strings that are not empty"),
     ],
 )

@@ -56,6 +56,7 @@ def test_every_verb_has_a_column():
         "audit",
         "pinned_pages",
         "check_quiet",
+        "live_rows",
     }
     for name in dir(specpool.Ledger):
         if not name.startswith("_") and callable(getattr(specpool.Ledger, name)):

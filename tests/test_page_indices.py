@@ -198,8 +198,8 @@ class Recorded:
         # Row 0 there is a real row: shifted by one.
         table = np.concatenate([np.zeros_like(table[:1]), table])
         self.device, self.tables = torch.device("cpu"), [torch.from_numpy(table)]
-        self.page_sizes, self.windows = [page_size], [None]
-        self.reader, self.attend_with = None, None
+        self.page_sizes, self.windows, self.chunks = [page_size], [None], [None]
+        self.reader, self.attend_with, self.scratch = None, None, None
         # Each slot's number, in itself: a copied prefix says where it came from.
         num_slots = (int(table.max()) + 1) * page_size
         self.buffers = [torch.arange(num_slots, dtype=torch.int32).view(-1, 1, 1)]

@@ -30,17 +30,22 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def add(self, row: int, tokens: list[int]) -> Pin:
-        """Keep the whole pages of what the row has of these tokens.
+    def take(self, row: int, tokens: list[int]) -> Pin:
+        """Hold the whole pages of what the row has of these tokens, until `keep` is called.
+
+        Two calls, so that a request knows its pin before the pins do: Ctrl-C may come at any line,
+        and `recover` gives back what the pins do not know.
 
         Raises:
             ShapeError: they fill no page.
             NotReady: a window below is gone.
         """
         prefix = self._ledger.pin_prefix(row, len(tokens))
-        pin = Pin(prefix, tokens[: self._ledger.prefix_len(prefix)])
+        return Pin(prefix, tokens[: self._ledger.prefix_len(prefix)])
+
+    def keep(self, pin: Pin) -> None:
+        """Keep what was taken, for every request that begins with it."""
         self._pins.append(pin)
-        return pin
 
     def drop(self, pin: Pin) -> None:
         """Keep a text's pages no longer; twice is once."""

@@ -503,7 +503,8 @@ class Scheduler:
     def _pin(self, request: Request) -> None:
         """The text that was to be pinned is there; the row is not needed for it."""
         try:
-            request.pin = self.pins.add(request.row, request.tokens[: request.prefill_len])
+            request.pin = self.pins.take(request.row, request.tokens[: request.prefill_len])
+            self.pins.keep(request.pin)
         except (ShapeError, NotReady) as error:
             request.error = str(error)
         self._end(request, "stop" if request.pin else "error")

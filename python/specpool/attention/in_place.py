@@ -109,6 +109,8 @@ def _new_reads(view: AttentionView, window: int | None, width: int) -> _Reads:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         bias = mask.contiguous().numpy()
+        if kv_lens is not None:  # upper bounds, which may lie beyond the columns that are read
+            kv_lens = np.minimum(kv_lens, width)
     if kv_lens is None:
         kv_lens = np.full(len(pages), width, np.int32)
     kv_lens = np.ascontiguousarray(kv_lens, np.int32)

@@ -100,12 +100,6 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """
     params = SamplingParams(**options)
     if params.temperature == 0:
-        for name, value in (("top_k", params.top_k), ("top_p", params.top_p)):
-            if value != SamplingParams.__dataclass_fields__[name].default:
-                raise ConfigError(
-                    f"{name} {value:g} changes nothing at --temperature 0, which is greedy: give a "
-                    "temperature above 0, or leave it out"
-                )
         if params.seed:
             warn("--seed changes nothing at --temperature 0, which is greedy")
         if params.n > 1:

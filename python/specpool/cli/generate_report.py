@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from specpool.comparison import TokenGap
-from specpool.engine import Engine
 from specpool.request import RequestOutput
+
+if TYPE_CHECKING:
+    from specpool.comparison import TokenGap
+    from specpool.engine import Engine
 
 # Texts that differ from plain decoding, shown one by one.
 _MOST_SHOWN = 3
