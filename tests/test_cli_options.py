@@ -94,7 +94,7 @@ ENGINE = [
     (["--max-new-tokens", "0"], "--max-new-tokens must be an integer in [1, "),
     (["--temperature", "nan"], "--temperature must be a number in [0, 10000], got nan"),
     (["--top-k", "5"], "--top-k 5 does nothing at temperature 0"),
-    (["--top-p", "0.5"], "--top-p 0.5 changes nothing at --temperature 0"),
+    (["--top-p", "0.5"], "--top-p 0.5 does nothing at temperature 0"),
     (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round, --shape"),
     (["--adaptive", "/no/such.json"], "/no/such.json"),
     (["--draft", "none", "--shape", "3"], "--shape drafts, but there is no draft model"),

@@ -85,11 +85,11 @@ def test_a_simulation_needs_no_torch():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--check", "3"], "check must be an integer in [0, 2], got 3"),
-        (["--rounds", "0"], "rounds must be a whole number in [1, 1e12], got 0"),
-        (["--rounds", "nan"], "rounds must be a whole number in [1, 1e12], got nan"),
-        (["--turns", "0.5"], "turns must be a whole number in [1, 1e12], got 0.5"),
-        (["--seed", "-1"], "seed must be an integer in [0, 2147483647], got -1"),
+        (["--check", "3"], "--check must be an integer in [0, 2], got 3"),
+        (["--rounds", "0"], "--rounds must be a whole number in [1, 1e12], got 0"),
+        (["--rounds", "nan"], "--rounds must be a whole number in [1, 1e12], got nan"),
+        (["--turns", "0.5"], "--turns must be a whole number in [1, 1e12], got 0.5"),
+        (["--seed", "-1"], "--seed must be an integer in [0, 2147483647], got -1"),
     ],
 )
 def test_a_bad_option_is_one_line(monkeypatch, capsys, args, says):

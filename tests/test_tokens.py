@@ -378,7 +378,6 @@ def test_the_streams_of_a_corpus_are_the_corpus():
 @pytest.mark.parametrize(
     ("stop", "message"),
     [
-        ("END", "tuple of strings, got 'END'"),
         (None, "tuple of strings, got None"),
         ({"a"}, r"tuple of strings, got \{'a'\}"),
         (("a", ""), "not empty, got ''"),

@@ -77,15 +77,17 @@ def test_the_draft_has_a_full_group(targets):
 
 
 def test_windows_are_sized_by_need():
-    """A row: window + reserve + 2 pages; in all: a chunk, and one row's share more."""
+    """A row: window + reserve + 2 pages; in all: two chunks, and one row's share more."""
     how = {"max_batch": 8, "kv_bytes": 1 << 30, "bytes_of": {None: 4, 61: 20}}
     full, window = sizes_of(**how).groups
     assert full.num_pages == 8 * full.pages_per_row == 8 * 257
     of_row, of_chunk = (60 + 4) // 16 + 2, -(-(60 + 128) // 16) - (60 + 4) // 16
-    assert window.num_pages == 9 * of_row + of_chunk
-    # A round in flight may be 4 tokens further on: a page more in each row, and less in the chunk.
+    assert window.num_pages == 9 * of_row + 2 * of_chunk
+    # A round in flight may be 4 tokens further on: a page more in each row, and less in a chunk.
+    # What passes below the window is fenced behind it; and a third chunk may be.
     (_, overlapped) = sizes_of(**how, overlap_depth=1).groups
-    assert overlapped.num_pages == window.num_pages + 9 - 1
+    fenced = 1 + (4 + 4) // 16 + 1
+    assert overlapped.num_pages == 9 * (of_row + 1 + fenced) + 3 * (of_chunk - 1)
     # A window for each session, none of the full pages.
     talks = sizes_of(**how, max_sessions=5).groups
     assert [g.num_pages for g in talks] == [full.num_pages, window.num_pages + 5 * of_row]
@@ -96,9 +98,9 @@ def test_windows_are_sized_by_need():
 
 @pytest.mark.parametrize("num_pages", [257, 400])
 def test_num_pages_are_of_full_groups(num_pages):
-    full, window = sizes_of(max_batch=8, num_pages=num_pages).groups
-    (_, needed) = sizes_of(max_batch=8, kv_bytes=1 << 30).groups
-    assert (full.num_pages, window.num_pages) == (num_pages, needed.num_pages)
+    sizes = sizes_of(max_batch=8, num_pages=num_pages)
+    full, window = sizes.groups
+    assert (full.num_pages, window.num_pages) == (num_pages, sizes.window_pages(window, 8))
     (_, window) = sizes_of(max_batch=60, num_pages=num_pages).groups
     assert window.num_pages == num_pages  # enough for fewer rows at once
     sizes_of(max_batch=60, num_pages=num_pages).ledger()
@@ -124,7 +126,7 @@ def test_bytes_are_divided_between_full_and_window_groups(bytes_of, max_batch):
         if group.window is None:
             assert group.num_pages == max_batch * group.pages_per_row
         else:
-            assert group.num_pages == sizes.window_pages(group, max_batch)
+            assert group.num_pages == sizes.window_pages(group, max_batch, sizes.most_steps)
 
 
 def test_short_requests_have_their_windows_first():

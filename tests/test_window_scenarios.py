@@ -30,7 +30,6 @@ from window_kit import (
     FAMILIES,
     VOCAB,
     assert_speaks,
-    fits,
     open_targets,
     prompt,
     reference_of,
@@ -124,7 +123,8 @@ def test_scenario_44_the_window_pool_is_the_limit(targets, monkeypatch, drafts, 
     stats = engine.stats()
     (full, window), peak = engine.ledger.groups, engine._loop.peak_pages
     assert 0.08 * full.num_pages <= peak[0] <= 0.12 * full.num_pages
-    assert window.num_pages < peak[0] / 2 and stats.retracted_ct == 0
+    # Under overlap also what is fenced, and a third chunk, has room behind the windows.
+    assert window.num_pages < 0.65 * peak[0] and stats.retracted_ct == 0
 
     # As many pages of a group that never evicts.
     def no_window(*args: Any, window: int | None, **options: Any) -> Group:
@@ -144,8 +144,7 @@ def test_scenario_44_a_prefill_step_finds_its_pages(monkeypatch):
     admitted whose prompt waits until another request has ended.
     """
     how = {"max_batch": 12, "bytes_of": {None: 1, 64: 1000}, "prefill_tokens": 256}
-    least = next(n for n in range(0, 1 << 24, 1 << 14) if fits(kv_bytes=n, **how))
-    sizes = sizes_of(kv_bytes=least + 2 * 1000 * 120, **how)
+    sizes = sizes_of(kv_bytes=1 << 30, **how).with_rows(12, 3)
 
     def num_refused() -> int:
         case = Plans(
