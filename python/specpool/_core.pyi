@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "advance_ancestors",
     "apply_table_delta",
+    "attend_pages",
     "attention_bias",
     "attention_mask",
     "branch_copy_moves",
