@@ -145,7 +145,8 @@ def test_what_a_workflow_calls_exists(path):
             for target in re.findall(r"\bmake ([a-z-]+)", step["run"]):
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
             for script in re.findall(r"(?:^|\s)(\.\w+/\w+|tests/[\w.]+)", step["run"]):
-                assert (ROOT / script).exists(), script
+                if not script.startswith(".venv/"):  # `make install` builds that
+                    assert (ROOT / script).exists(), script
 
 
 def test_a_release_is_built_for_both_processors_attested_and_published_without_a_token():
