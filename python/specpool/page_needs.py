@@ -78,7 +78,12 @@ def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list
 
 
 def step_pages(ledger: Ledger | GroupSizes) -> list[int]:
-    """Of each window group, what a prefill step takes beyond what its rows keep; 0 in others."""
+    """Of each window group, what a prefill step takes beyond what its rows keep; 0 in others.
+
+    Admission sets one step's pages aside. The step before it may still hold its own, until its rows
+    are prepared again; then the next chunk waits for a turn. To set those aside too would keep
+    rows out: with windows for three rows, 2 to 4 run instead of 7 to 9.
+    """
     windows, last = [group.window for group in ledger.groups], ledger.max_context_len - 1
     most, kept = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)
     return [
