@@ -120,7 +120,7 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench windows
 	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
 	cargo bench --quiet -p specpool-core
-	$(BIN)/python benches/bench_kernels.py
+	$(BIN)/python benches/kernels.py
 	$(BIN)/specpool bench plain
 	$(BIN)/specpool bench generate
 	$(BIN)/specpool bench host
@@ -128,8 +128,8 @@ bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/specpool bench adaptive
 
 bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results
-	$(BIN)/python benches/bench_kernels.py --device cuda --write benches/results
-	$(BIN)/python benches/bench_graphs.py --write benches/results
+	$(BIN)/python benches/kernels.py --device cuda --write benches/results
+	$(BIN)/python benches/graphs.py --write benches/results
 
 all: fmt lint test build ## everything CI does, and a wheel
 

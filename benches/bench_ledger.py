@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 
 import pytest
-
-from specpool.cli.bench_ledger import BATCHES, SETTINGS
-from specpool.cli.ledger_load import LedgerLoad, PlainLoad, Setting
+from benches.ledger import BATCHES, SETTINGS
+from benches.ledger_load import LedgerLoad, PlainLoad, Setting
 
 # Seconds for each.
 BUDGET = 0.5

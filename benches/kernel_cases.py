@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.kernels import device as kernels
-from specpool.kernels import launch
-from specpool.kernels.device import Fields
+from specpool import kernels
+from specpool.kernels import Fields
+from specpool.kernels.twins import launch
 
 
 @dataclass(frozen=True, slots=True)

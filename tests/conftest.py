@@ -13,7 +13,7 @@ from specpool import Shape
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
-from specpool.engine import Engine
+from specpool.engine.engine import Engine
 from specpool.models import EagleHead, TargetModel
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specpool import kernels
 from specpool.attention import AttentionView, torch_backend
 from specpool.attention.flashinfer_backend import FlashInfer
 from specpool.attention.lanes import Lanes
-from specpool.kernels import device as kernels
-from specpool.kv_cache import KVCache
-from specpool.seq_lens import SeqLens
+from specpool.attention.seq_lens import SeqLens
+from specpool.memory.kv_cache import KVCache
 
 ROW_WIDTH = 160
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from specpool import Group, Ledger, NotReady, OutOfPages, Shape
-from specpool.host_memory import HostMemory, reload
-from specpool.host_tier import Handle, HostTier
-from specpool.kv_cache import KVCache, LayerKV
+from specpool.memory.host.copies import HostMemory
+from specpool.memory.host.reload import reload
+from specpool.memory.host.tier import Handle, HostTier
+from specpool.memory.kv_cache import KVCache, LayerKV
 
 TREE = Shape.eagle(2, 3, 6)
 

@@ -10,9 +10,9 @@ import numpy as np
 from sim_plants import Lying
 from specpool import Shape
 from specpool.adaptive import Controller
-from specpool.scheduler import Scheduler
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step
 from specpool.sim import Arrival, Settings, SimDevice, Text
-from specpool.step import Step
 
 
 class Unfenced(Lying):

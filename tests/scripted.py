@@ -8,7 +8,7 @@ import numpy as np
 
 from specpool import Engine, Shape
 from specpool.adaptive import AdaptiveConfig
-from specpool.adaptive.shapes import name_of
+from specpool.shape_names import name_of
 
 
 class Scripted:

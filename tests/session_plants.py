@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specpool.conversation import Conversations
-from specpool.scheduler import Scheduler
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.scheduler import Scheduler
 from specpool.sim.device import SimHost
 
 

@@ -7,12 +7,12 @@ import heapq
 
 import numpy as np
 
-from specpool.pins import Pins
-from specpool.request import Request
-from specpool.round_shapes import RoundShapes
-from specpool.scheduler import Scheduler
+from specpool.scheduler.pins import Pins
+from specpool.scheduler.request import Request
+from specpool.scheduler.round_shapes import RoundShapes
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.waiting import Waiting
 from specpool.sim import Settings, SimDevice
-from specpool.waiting import Waiting
 
 
 class Lying:

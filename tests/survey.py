@@ -34,7 +34,7 @@ from specpool import Engine, SamplingParams, Shape
 from specpool.draft import ScriptedDrafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
-from specpool.models.support import RECURRENT, text_config
+from specpool.models.gate import RECURRENT, text_config
 
 NUM_TOKENS = 20
 PROMPT_LENS = (33, 20, 5)

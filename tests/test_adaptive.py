@@ -21,7 +21,7 @@ from specpool.adaptive import (
     controller_of,
 )
 from specpool.adaptive.acceptance import Acceptance, _Family
-from specpool.adaptive.shapes import chain
+from specpool.shape_names import chain
 
 TREE = Shape.eagle(5, 8, 32)
 

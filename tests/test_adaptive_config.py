@@ -9,7 +9,7 @@ import pytest
 
 from specpool import ConfigError, Shape
 from specpool.adaptive import AdaptiveConfig, SlotConfig
-from specpool.adaptive.shapes import chain, name_of, parse_shape
+from specpool.shape_names import chain, name_of, parse_shape
 
 TREE = Shape.eagle(5, 8, 32)
 

@@ -20,7 +20,7 @@ from specpool import Shape
 from specpool.adaptive import AdaptiveConfig, AdaptiveController, CostController, SlotConfig
 from specpool.adaptive.acceptance import Acceptance
 from specpool.adaptive.round_seconds import RoundSeconds
-from specpool.adaptive.shapes import chain
+from specpool.shape_names import chain
 
 PLAIN, TREE = Shape.none(), Shape.eagle(5, 8, 32)
 SHAPES = (PLAIN, chain(1), chain(3), chain(7), TREE)

@@ -13,9 +13,11 @@ import pytest
 
 from lossless import Comparison, Reference
 from scripted import Scripted
-from specpool import Engine, RequestOutput, SamplingParams, Shape, calibration, corpus
+from specpool import Engine, RequestOutput, SamplingParams, Shape
 from specpool.adaptive import AdaptiveConfig, CostController
-from specpool.calibration import Tour
+from specpool.assembly import calibration
+from specpool.assembly.calibration import Tour
+from specpool.assets import corpus
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, DraftLag
 

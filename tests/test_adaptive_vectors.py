@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specpool.adaptive import AdaptiveConfig, AdaptiveController
-from specpool.adaptive.shapes import chain
+from specpool.shape_names import chain
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 

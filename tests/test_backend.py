@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool.assets import corpus
 from specpool.attention import BACK_ENDS, BackEnd
 
 TREE = Shape.eagle(3, 2, 6)

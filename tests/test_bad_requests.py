@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from conftest import assert_no_page_leaked
-from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape, corpus
-from specpool.assets import resolve
+from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.output import Chunk, RequestOutput
 from specpool.models import TargetModel
-from specpool.output import Chunk
-from specpool.request import RequestOutput
-from specpool.scheduler import Scheduler
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import StepResult
 from specpool.sim import Arrival, Settings
-from specpool.step import StepResult
 
 PROMPTS = corpus.prompts(4, 30)
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specpool import ConfigError, Engine, SamplingParams, Session, Shape, corpus
+from specpool import ConfigError, Engine, SamplingParams, Session, Shape
+from specpool.assets import corpus
 
 PROMPTS = corpus.prompts(4, 40)
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from benches import adaptive_model as model
+from benches.adaptive import OURS, THEIRS, Line
 
 from specpool import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
-from specpool.adaptive.shapes import chain
-from specpool.cli import adaptive_model as model
-from specpool.cli.bench_adaptive import OURS, THEIRS, Line
-from specpool.cli.machine import Result, interleaved
-from specpool.engine import Engine
+from specpool.cli.results import Result, interleaved
+from specpool.engine.engine import Engine
+from specpool.shape_names import chain
 from test_cli import call
 
 SMALL = ("bench", "adaptive", "--batch", "1", "--batch", "4", "--tokens", "8", "--repeats", "1")

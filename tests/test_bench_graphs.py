@@ -1,4 +1,4 @@
-"""`benches/bench_graphs.py`: it measures what it says; the double stands in for the graphs."""
+"""`benches/graphs.py`: it measures what it says; the double stands in for the graphs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specpool.cli import main
-from specpool.host_memory import HostMemory
+from specpool.memory.host.copies import HostMemory
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:

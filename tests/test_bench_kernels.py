@@ -1,4 +1,4 @@
-"""`benches/bench_kernels.py`: its cases run and do what they are timed for, on the host runner."""
+"""`benches/kernels.py`: its cases run and do what they are timed for, on the host runner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import kernel_twins  # noqa: E402
 
 import cuda_host  # noqa: E402
 from kernel_kit import backend  # noqa: E402
-from specpool.kernels import launch  # noqa: E402
+from specpool.kernels.twins import launch  # noqa: E402
 
 CPU = torch.device("cpu")
 TINY = kernel_cases.Sizes(

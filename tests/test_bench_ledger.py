@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benches.ledger import Target
+from benches.ledger_load import END, LedgerLoad, PlainLoad, Setting
+from benches.plain_ledger import PlainLedger
 
 from specpool import Shape
 from specpool.cli import main
-from specpool.cli.bench_ledger import Target
-from specpool.cli.ledger_load import END, LedgerLoad, PlainLoad, Setting
-from specpool.cli.plain_ledger import PlainLedger
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 TREE = Shape.eagle(5, 8, 64)

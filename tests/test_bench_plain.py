@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from specpool.cli import main, plain_runs
-from specpool.engine import Engine
+from benches import plain_runs
+
+from specpool.cli import main
+from specpool.engine.engine import Engine
 
 
 def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:

@@ -7,10 +7,11 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from benches import reserve as bench_reserve
+from benches.reserve import Setting, choices, closed_form
 
 from specpool import Group, Ledger, Shape
-from specpool.cli import bench_reserve, main
-from specpool.cli.bench_reserve import Setting, choices, closed_form
+from specpool.cli import main
 
 TREE = Shape.eagle(2, 3, 9)
 

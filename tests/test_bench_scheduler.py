@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from benches.scheduler import HostLoad
 
 from specpool import Shape
 from specpool.cli import main
-from specpool.cli.bench_scheduler import HostLoad
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:

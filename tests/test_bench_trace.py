@@ -6,10 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-
-from specpool import ConfigError, Shape
-from specpool.cli import main
-from specpool.cli.bench_trace import (
+from benches.trace import (
     CHAIN,
     KV_BYTES,
     TREE,
@@ -21,6 +18,9 @@ from specpool.cli.bench_trace import (
     run_trace,
     ways,
 )
+
+from specpool import ConfigError, Shape
+from specpool.cli import main
 
 SMALL = ("--requests", "24", "--prompt", "96", "--output", "48", "--memory", "2GiB")
 

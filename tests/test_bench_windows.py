@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from benches import windows as bench_windows
 
-from specpool.cli import bench_windows, main
+from specpool.cli import main
 from specpool.errors import CorruptState
-from specpool.kv_cache import KVCache
+from specpool.memory.kv_cache import KVCache
 
 SMALL = ("--window", "16", "--batch", "2", "--prompt", "20", "--tokens", "100", "--page-size", "4")
 

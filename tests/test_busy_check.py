@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import conftest
-from specpool import ConfigError, CorruptState, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
-from specpool.busy_check import MAX_FINDINGS
+from specpool import ConfigError, CorruptState, Engine, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter
+from specpool.engine.output import Chunk
+from specpool.loop.busy_check import MAX_FINDINGS
 from specpool.models import EagleHead, TargetModel
-from specpool.output import Chunk
 from test_scheduler import HEADS, Workload, run_mixed
 
 PROMPTS = corpus.prompts(5, 40)

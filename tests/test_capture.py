@@ -18,18 +18,20 @@ import torch
 import cuda_host
 from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCapture, graphs_run, make
 from kernel_kit import backend
-from specpool import Engine, SamplingParams, Shape, runtime_state
+from specpool import Engine, SamplingParams, Shape
 from specpool.adaptive import AdaptiveConfig
+from specpool.assembly.graph_plan import graph_sizes
 from specpool.attention import back_end
-from specpool.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, OrderError, ShapeError
-from specpool.kernels import launch
 from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
-from specpool.kv_cache import KVCache
-from specpool.pending import Outcome
-from specpool.round_graph import RoundGraph
-from specpool.runtime_state import RuntimeStates, graph_sizes
+from specpool.kernels.twins import launch
+from specpool.memory.kv_cache import KVCache
+from specpool.worker.graphs import graphs as runtime_state
+from specpool.worker.graphs.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
+from specpool.worker.graphs.graphs import RuntimeStates
+from specpool.worker.graphs.round_graph import RoundGraph
+from specpool.worker.results import Outcome
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specpool.assets import resolve
-from specpool.session import Turn
-from specpool.worker import EagleWorker
+from specpool.engine.session import Turn
+from specpool.worker.worker import EagleWorker
 from test_cli import call
 
 TEMPLATE = (

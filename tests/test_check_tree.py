@@ -12,8 +12,9 @@ import kernel_reference as ref
 from conftest import assert_no_page_leaked
 from kernel_kit import array, backend, i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape, ShapeError
+from specpool import kernels as device
 from specpool.draft import DraftTree
-from specpool.kernels import device, launch
+from specpool.kernels.twins import launch
 
 PARENTS = i32([[-1, 0, 0, 1]])
 SHAPE = Shape(2, 2, 4)

@@ -14,7 +14,7 @@ import pytest
 
 import specpool
 from specpool.cli import main
-from specpool.cli.generate import MARKS
+from specpool.cli.printer import MARKS
 from specpool.cli.shapes import shape_of
 
 
@@ -109,7 +109,8 @@ def test_exact_ancestry_pays_or_costs_nothing(capsys):
 
 def test_accept_length_of_the_shipped_pair():
     """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
-    from specpool import Engine, SamplingParams, Shape, corpus
+    from specpool import Engine, SamplingParams, Shape
+    from specpool.assets import corpus
     from specpool.cli.generate_report import mean_accept_len
 
     prompts = corpus.prompts(24)

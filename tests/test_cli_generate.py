@@ -7,10 +7,9 @@ import shutil
 
 import pytest
 
-from specpool import corpus
-from specpool.assets import resolve
+from specpool.assets import corpus, resolve
 from specpool.cli import generate
-from specpool.worker import EagleWorker
+from specpool.worker.worker import EagleWorker
 from test_cli import call
 
 PROMPT = "seq: 1, 2, 3,"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-import specpool.comparison as comparison
-import specpool.worker as worker
-from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, corpus
-from specpool.comparison import drawn_gap
-from specpool.kernels import device as kernels
-from specpool.row_state import RowState
+import specpool.engine.comparison as comparison
+import specpool.worker.worker as worker
+from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, kernels
+from specpool.assets import corpus
+from specpool.engine.comparison import drawn_gap
+from specpool.worker.row_state import RowState
 
 DTYPES = ("bfloat16", "float16", "float32")
 GREEDY = SamplingParams(max_new_tokens=64, ignore_eos=True)

@@ -10,7 +10,7 @@ import pytest
 
 from specpool import Engine, EngineConfig, SamplingParams, Shape
 from specpool.adaptive import config_of
-from specpool.output import Chunk
+from specpool.engine.output import Chunk
 
 WAYS = {
     "pickle": lambda value: pickle.loads(pickle.dumps(value)),

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from specpool.corpus import corpus, prompts
+from specpool.assets.corpus import corpus, prompts
 from specpool.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ import torch
 from conftest import assert_no_page_leaked
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams
 from specpool.draft import NgramDrafter
-from specpool.output import Chunk
-from specpool.pending import PendingStep
+from specpool.engine.output import Chunk
+from specpool.worker.results import PendingStep
 
 FILES = tuple(
     f"specpool/{name}.py"

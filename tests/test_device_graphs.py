@@ -13,9 +13,9 @@ from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
 from lossless import Comparison, Reference
 from specpool import SamplingParams
 from specpool.assets import resolve
-from specpool.capture import CudaCapture
-from specpool.kernels import launch
+from specpool.kernels.twins import launch
 from specpool.models import TargetModel
+from specpool.worker.graphs.capture import CudaCapture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from kernel_kit import Batch, array, i32, i64, put_place
-from specpool import kernels
-from specpool.kernels import device, launch, moves
-from specpool.kernels.moves import PageBlocked
+from specpool import kernels as device
+from specpool.kernels import twin_moves as moves
+from specpool.kernels import twins as kernels
+from specpool.kernels.twin_moves import PageBlocked
+from specpool.kernels.twins import launch
 
 # Bytes of a slot from 6 to 96, of which few are a multiple of 16: every width of access.
 SHAPES = [

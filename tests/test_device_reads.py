@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kernel_kit import Batch, array, i32, put_place
-from specpool import kernels
+from specpool import kernels as device
 from specpool.errors import ShapeError
-from specpool.kernels import device, launch
+from specpool.kernels import twins as kernels
+from specpool.kernels.twins import launch
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 

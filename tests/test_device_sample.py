@@ -6,8 +6,8 @@ import torch
 
 import kernel_reference as ref
 from kernel_kit import array, i64
-from specpool import kernels
-from specpool.kernels import device
+from specpool import kernels as device
+from specpool.kernels import twins as kernels
 
 
 def both(kit, logits, temperature, top_k, top_p, u):

@@ -8,9 +8,11 @@ import kernel_reference as ref
 from cuda_host import VirtualBuffer, register
 from kernel_kit import Batch, array, i32, put_place
 from ledger_kit import end, make, prefill, start
-from specpool import Shape, kernels
-from specpool.kernels import device, moves
-from specpool.kernels.moves import PageBlocked
+from specpool import Shape
+from specpool import kernels as device
+from specpool.kernels import twin_moves as moves
+from specpool.kernels import twins as kernels
+from specpool.kernels.twin_moves import PageBlocked
 
 
 def kv_of(kit, num_slots, width=6, dtype=torch.bfloat16, seed=0):

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 
 from kernel_kit import Batch, array, i32, put_place
-from specpool import kernels
-from specpool.kernels import device, launch
+from specpool import kernels as device
+from specpool.kernels import twins as kernels
+from specpool.kernels.twins import launch
 
 
 def test_table_deltas(kit):

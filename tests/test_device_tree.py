@@ -10,8 +10,8 @@ import torch
 
 import kernel_reference as ref
 from kernel_kit import array, i32, i64
-from specpool import kernels
-from specpool.kernels import device
+from specpool import kernels as device
+from specpool.kernels import twins as kernels
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 KINDS = (torch.int64, torch.int32, torch.float32)

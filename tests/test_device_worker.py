@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_kit import backend, i32
 from lossless import Comparison, Reference
-from specpool import Engine, SamplingParams, Shape, corpus
-from specpool import kernels as twins
-from specpool.assets import resolve
+from specpool import Engine, SamplingParams, Shape
+from specpool import kernels as device
+from specpool.assets import corpus, resolve
 from specpool.draft import ScriptedDrafter
-from specpool.kernels import device, launch, transfer
+from specpool.kernels import twins
+from specpool.kernels.twins import launch, transfer
 from specpool.models import TargetModel
-from specpool.row_state import RowState
+from specpool.worker.row_state import RowState
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(4), (17, 40, 9, 3), strict=True)]
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from eagle_reference import DenseCache
 from scripted import Scripted
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
+from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.attention.lanes import Lanes
+from specpool.attention.seq_lens import SeqLens
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.models import EagleHead
-from specpool.seq_lens import SeqLens
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 

@@ -26,7 +26,7 @@ from eagle_checkpoints import (
     write,
 )
 from eagle_reference import DenseCache, Reference, run_head, run_reference, to_double
-from specpool.corpus import prompts
+from specpool.assets.corpus import prompts
 from specpool.errors import CheckpointError, ShapeError
 from specpool.models.eagle import EagleHead
 

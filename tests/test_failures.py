@@ -22,12 +22,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import assert_no_page_leaked
-from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape, corpus
-from specpool.assets import resolve
+from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.output import Chunk, RequestOutput
 from specpool.models import EagleHead, TargetModel
-from specpool.output import Chunk
-from specpool.request import RequestOutput
 
 PROMPTS = corpus.prompts(3, 30)
 PARAMS = SamplingParams(max_new_tokens=30)

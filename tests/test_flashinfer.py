@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import flashinfer_emulation
 from families import make_config, make_model
 from flashinfer_kit import Pages, Rig, compare
-from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError, corpus
+from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError
+from specpool.assets import corpus
 from specpool.attention import (
     BACK_ENDS,
     attend,
@@ -30,7 +31,7 @@ from specpool.attention.flashinfer_backend import FlashInfer
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
 from specpool.cli import info
 from specpool.draft.branches import DenseBranches, HoleyBranches
-from specpool.kv_cache import LayerKV
+from specpool.memory.kv_cache import LayerKV
 from specpool.models import TargetModel
 
 EMULATED = Rig(flashinfer_emulation, torch.device("cpu"), torch.float32, 8, 1e-5)

@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from specpool import memory  # noqa: E402
 from specpool._core import Group, Ledger, Shape  # noqa: E402
-from specpool.kv_cache import KVCache, LayerKV  # noqa: E402
+from specpool.memory import pools as memory  # noqa: E402
+from specpool.memory.kv_cache import KVCache, LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -10,8 +10,8 @@ import pytest
 
 from host_kit import World, groups
 from specpool import ConfigError, NotReady
-from specpool.host_memory import HostMemory
-from specpool.host_tier import HostTier
+from specpool.memory.host.copies import HostMemory
+from specpool.memory.host.tier import HostTier
 
 
 class Hasty:
@@ -209,7 +209,7 @@ def test_scenario_47_the_host_holds_a_whole_generation(monkeypatch, guarded):
     prompt_len, context = 12, 48
     if not guarded:
         monkeypatch.setattr(
-            "specpool.host_memory.row_pages",
+            "specpool.memory.host.copies.row_pages",
             lambda ledger: [-(-prompt_len // group.page_size) for group in ledger.groups],
         )
     rows = prompt_len / context

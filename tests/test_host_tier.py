@@ -22,10 +22,10 @@ from specpool import (
     OutOfRows,
     ShapeError,
     SpecpoolError,
-    host_memory,
 )
-from specpool.host_memory import reload
-from specpool.host_tier import HostTier
+from specpool.memory.host import copies as host_memory
+from specpool.memory.host.reload import reload
+from specpool.memory.host.tier import HostTier
 
 SETTINGS = settings(
     max_examples=200,

@@ -9,8 +9,9 @@ import pytest
 
 import kernel_reference as ref
 import reference
-from specpool import _core, kernels
+from specpool import _core
 from specpool.errors import ShapeError
+from specpool.kernels import twins as kernels
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 PAGE_SIZES = [1, 2, 3, 4, 16, 64]

@@ -14,9 +14,10 @@ import torch
 
 from kernel_kit import Kit, i32
 from specpool import _core
+from specpool import kernels as device
 from specpool.errors import ConfigError, OrderError, ShapeError
-from specpool.kernels import device, launch, transfer
-from specpool.kernels.moves import PageBlocked
+from specpool.kernels.twin_moves import PageBlocked
+from specpool.kernels.twins import launch, transfer
 
 ROOT = Path(__file__).parents[1]
 CUDA = ROOT / "cuda"
@@ -45,7 +46,7 @@ def test_every_kernel_has_a_launcher():
 def test_import_loads_neither_cupy_nor_torch(tmp_path):
     script = "import sys, specpool; assert not {'cupy', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
-    script = "import sys, specpool.kernels.device; assert 'cupy' not in sys.modules"
+    script = "import sys, specpool.kernels; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
@@ -575,7 +576,7 @@ def test_outputs_are_all_checked_before_one_is_written_on_a_cpu():
 
 
 def test_the_twin_refuses_larger_vocabularies_too():
-    from specpool import kernels
+    from specpool.kernels import twins as kernels
 
     one = np.ones(1, np.float32)
     logits = np.zeros((1, (1 << 19) + 1), np.float32)

@@ -10,7 +10,8 @@ import pytest
 import ledger_table
 import specpool
 from ledger_kit import make, prefill, start
-from specpool import _core, kernels
+from specpool import _core
+from specpool.kernels import twins as kernels
 
 TEXT = ledger_table.PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from conftest import DEVICE
 from families import FAMILIES, make_config, make_model
 from lossless import Comparison, Reference
-from specpool import Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
+from specpool import Engine, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.draft import EagleDrafter, ScriptedDrafter
 from specpool.models import EagleHead, TargetModel
 

@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import cuda_host
 from graph_kit import CHAIN, PARAMS, PROMPTS, graphs_run, make
-from specpool import ConfigError, Engine, SamplingParams, corpus
-from specpool.latency import LatencyStats
+from specpool import ConfigError, Engine, SamplingParams
+from specpool.assets import corpus
+from specpool.engine.stats import EngineStats, GroupStats
 from specpool.metrics import (
     COUNTERS,
     GAUGES,
@@ -23,7 +24,8 @@ from specpool.metrics import (
     HISTOGRAMS,
     register,
 )
-from specpool.stats import EngineStats, GraphStats, GroupStats
+from specpool.scheduler.latency import LatencyStats
+from specpool.worker.graphs.graphs import GraphStats
 
 
 def numbers_of(kind: type) -> set[str]:

@@ -9,7 +9,8 @@ import pytest
 from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool.assets import corpus
 from specpool.attention import BACK_ENDS
 from specpool.attention.backend import BackEnd
 from specpool.kernels.launch import host_backend

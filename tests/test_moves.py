@@ -10,9 +10,10 @@ import kernel_reference as ref
 
 torch = pytest.importorskip("torch")
 
-from specpool import _core, kernels  # noqa: E402 - after the skip
+from specpool import _core
 from specpool.errors import ShapeError  # noqa: E402
-from specpool.kernels import moves  # noqa: E402
+from specpool.kernels import twin_moves as moves  # noqa: E402
+from specpool.kernels import twins as kernels  # noqa: E402 - after the skip
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
 
@@ -252,5 +253,5 @@ def test_refused_moves_write_nothing():
 
 
 def test_index_functions_import_without_torch():
-    code = "import sys, specpool.kernels; sys.exit('torch' in sys.modules)"
+    code = "import sys, specpool.kernels.twins; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
+from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.config import EngineConfig
 from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
 from specpool.draft.ngram import KEPT_CALLS, MAX_OCCURRENCES, TAIL_LEN

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from specpool import Chunk, Engine, RequestOutput, SamplingParams, Shape, corpus
-from specpool.output import Report
-from specpool.request import Request
+from specpool import Chunk, Engine, RequestOutput, SamplingParams, Shape
+from specpool.assets import corpus
+from specpool.engine.output import Report
+from specpool.scheduler.request import Request
 
 
 class CountedList(list):

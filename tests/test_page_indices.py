@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpool import Shape, ShapeError
+from specpool import Shape, ShapeError, kernels
 from specpool.attention import AttentionView, TokenReads
 from specpool.attention.lanes import Lanes
 from specpool.attention.page_indices import (
@@ -27,10 +27,9 @@ from specpool.attention.page_indices import (
     page_csr,
     token_csr,
 )
+from specpool.attention.seq_lens import SeqLens
 from specpool.draft.branches import DenseBranches, HoleyBranches
-from specpool.kernels import device as kernels
-from specpool.kv_cache import KVCache
-from specpool.seq_lens import SeqLens
+from specpool.memory.kv_cache import KVCache
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 QUICK = settings(max_examples=200, deadline=None)

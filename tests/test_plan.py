@@ -19,16 +19,16 @@ from specpool import Plan as StepPlan
 from specpool.assets import resolve
 from specpool.cli import main
 from specpool.config import EngineConfig
+from specpool.memory.capacity import Fit, Plan
+from specpool.memory.group_sizes import GroupSizes, size_groups
+from specpool.memory.page_needs import row_pages, step_pages
 from specpool.models import TargetModel
+from specpool.models.gate import max_context_len
 from specpool.models.outline import stated_layers
 from specpool.models.plain_config import FAMILIES as PLAIN
 from specpool.models.plain_config import PlainConfig
-from specpool.models.support import max_context_len
 from specpool.num_bytes import parse_bytes, show_bytes
-from specpool.page_needs import row_pages, step_pages
-from specpool.plan import Fit, Plan
-from specpool.plan_groups import GroupSizes, size_groups
-from specpool.scheduler import Scheduler
+from specpool.scheduler.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
 
 MAX_BATCHES = (1, 2, 5, 12, 30)

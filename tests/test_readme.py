@@ -47,7 +47,7 @@ def test_the_holey_picture_is_what_the_core_computes():
     """The picture's drafts and copies are those of the kernels."""
     import numpy as np
 
-    from specpool import kernels
+    from specpool.kernels import twins as kernels
 
     lines = README[README.index("position   0") :].splitlines()
     cells = re.findall(r"[pd]\d", lines[1])

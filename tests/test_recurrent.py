@@ -19,10 +19,10 @@ from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, 
 from specpool.draft import DraftTree, NgramDrafter, ScriptedDrafter
 from specpool.kernels.launch import host_backend
 from specpool.models import TargetModel
+from specpool.models.gate import RECURRENT
 from specpool.models.outline import stated_layers
 from specpool.models.recurrent import RecurrentState
-from specpool.models.support import RECURRENT
-from specpool.state_forward import StateForward
+from specpool.worker.recurrent_forward import StateForward
 
 CHAIN = Shape.eagle(3, 1, 4)
 NUM_TOKENS = 24

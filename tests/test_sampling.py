@@ -5,8 +5,8 @@ import pytest
 from scipy import stats
 
 import kernel_reference as ref
-from specpool import kernels
 from specpool.errors import ShapeError
+from specpool.kernels import twins as kernels
 
 
 def draw(logits, u, temperature=1.0, top_k=0, top_p=1.0, function=kernels.sample_tokens):

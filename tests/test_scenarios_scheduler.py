@@ -15,18 +15,12 @@ import pytest
 import reference
 from scheduler_loop import Loop, arrival
 from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draining
-from specpool import (
-    Engine,
-    NotReady,
-    OrderError,
-    SamplingParams,
-    ShapeError,
-    StalePlan,
-    corpus,
-)
-from specpool.page_needs import PageNeeds
-from specpool.request import Request
-from specpool.scheduler import Scheduler
+from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, StalePlan
+from specpool.assets import corpus
+from specpool.memory.page_needs import PageNeeds
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step
 from specpool.sim import (
     Arrival,
     BrokenLaw,
@@ -36,7 +30,6 @@ from specpool.sim import (
     Text,
     broken_law,
 )
-from specpool.step import Step
 
 
 def pages_of(loop: Loop, request: Request) -> set[int]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from lossless import Comparison
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
-from specpool.assets import resolve
+from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool.assets import corpus, resolve
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.engine.output import Chunk
 from specpool.models import EagleHead, TargetModel
-from specpool.output import Chunk
-from specpool.tokens import load_tokenizer
+from specpool.text.tokenizer import load_tokenizer
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 SHAPES = [(3, 1, 4), (4, 4, 16), (2, 2, 4), (7, 1, 8)]

@@ -8,13 +8,14 @@ import torch
 
 from cuda_host import unavailable
 from kernel_kit import backend
-from specpool import Engine, OrderError, SamplingParams, Shape, corpus
+from specpool import Engine, OrderError, SamplingParams, Shape
+from specpool.assets import corpus
 from specpool.attention import BACK_ENDS
 from specpool.attention.backend import BackEnd
-from specpool.kernels import transfer
+from specpool.attention.seq_lens import SeqLens
 from specpool.kernels.launch import host_backend
-from specpool.row_state import RowState
-from specpool.seq_lens import SeqLens
+from specpool.kernels.twins import transfer
+from specpool.worker.row_state import RowState
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 

@@ -24,29 +24,20 @@ from session_plants import (
     take_a_partial_turn_for_a_checkpoint,
     trust_a_row_that_was_abandoned,
 )
-from specpool import (
-    Engine,
-    NotReady,
-    RequestOutput,
-    SamplingParams,
-    Session,
-    Shape,
-    SpecpoolError,
-    conversation,
-    corpus,
-)
-from specpool.assets import resolve
+from specpool import Engine, NotReady, RequestOutput, SamplingParams, Session, Shape, SpecpoolError
+from specpool.assets import corpus, resolve
 from specpool.attention.lanes import Lanes
+from specpool.attention.seq_lens import SeqLens
 from specpool.config import EngineConfig
-from specpool.conversation import Conversations
 from specpool.draft import EagleDrafter
-from specpool.kv_cache import KVCache
-from specpool.loop import Loop
+from specpool.loop.loop import Loop
+from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
-from specpool.row_state import RowState
-from specpool.seq_lens import SeqLens
+from specpool.scheduler import conversations as conversation
+from specpool.scheduler.conversations import Conversations
 from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
-from specpool.worker import EagleWorker
+from specpool.worker.row_state import RowState
+from specpool.worker.worker import EagleWorker
 
 HEADS = {"eagle": "specpool/tiny-eagle", "eagle3": "specpool/tiny-eagle3"}
 PROMPTS = corpus.prompts(6, 60)

@@ -10,11 +10,12 @@ import torch
 
 from lossless import Comparison, Reference
 from scripted import Scripted
-from specpool import Engine, RequestOutput, SamplingParams, Session, Shape, corpus
-from specpool.conversation import Conversations
-from specpool.host_memory import HostMemory
-from specpool.output import Chunk
-from specpool.pending import PendingStep
+from specpool import Engine, RequestOutput, SamplingParams, Session, Shape
+from specpool.assets import corpus
+from specpool.engine.output import Chunk
+from specpool.memory.host.copies import HostMemory
+from specpool.scheduler.conversations import Conversations
+from specpool.worker.results import PendingStep
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)
@@ -392,12 +393,12 @@ def test_ctrl_c_while_a_turn_is_told_leaves_its_output_to_be_told(build, monkeyp
 
     with engine.open_session() as session:
         turn = session.append(PROMPTS[0], PARAMS)
-        monkeypatch.setattr("specpool.output.output_of", stopped)
+        monkeypatch.setattr("specpool.engine.output.output_of", stopped)
         with pytest.raises(KeyboardInterrupt):
             turn.output()
         assert turn.output().finish_reason == "length"
         number = engine.submit(PROMPTS[1], PARAMS, on_item=lambda n, item: told.append((n, item)))
-        monkeypatch.setattr("specpool.output.output_of", stopped)
+        monkeypatch.setattr("specpool.engine.output.output_of", stopped)
         with pytest.raises(KeyboardInterrupt):
             while engine.turn():
                 pass

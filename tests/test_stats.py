@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specpool import Engine, SamplingParams, Shape, corpus
+from specpool import Engine, SamplingParams, Shape
+from specpool.assets import corpus
 
 PROMPTS = corpus.prompts(5, 40)
 PARAMS = SamplingParams(max_new_tokens=30, ignore_eos=True)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.output import Chunk
+from specpool.engine.output import Chunk
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=1.0, seed=1)

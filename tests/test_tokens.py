@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from specpool import ConfigError, OrderError, SamplingParams, corpus
-from specpool.assets import resolve
-from specpool.tokens import CONTEXT, StopHit, TextStream, load_tokenizer
+from specpool import ConfigError, OrderError, SamplingParams
+from specpool.assets import corpus, resolve
+from specpool.text.stop_search import StopHit
+from specpool.text.stream import CONTEXT, TextStream
+from specpool.text.tokenizer import load_tokenizer
 
 TEXT = "Ünïcode is 中文, ☃ and 🎈🎈; l'été, don't!  two  spaces\n\ttabs naïve ☃☃ été"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kernel_reference as ref
-from specpool import kernels
 from specpool.errors import ShapeError
+from specpool.kernels import twins as kernels
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 

@@ -9,10 +9,10 @@ import pytest
 
 from specpool import Engine, Shape
 from specpool.adaptive import AdaptiveConfig
-from specpool.adaptive.shapes import chain, depth_order, name_of
 from specpool.cli import tune
 from specpool.cli.tune import REACH, Cell, configuration, parse_candidates
 from specpool.errors import ConfigError, CorruptState
+from specpool.shape_names import chain, depth_order, name_of
 from test_cli import call
 
 TREE, WIDE = Shape.eagle(3, 4, 12), Shape.eagle(3, 2, 6)

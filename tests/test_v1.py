@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from lossless import Comparison
-from specpool import ConfigError, Engine, SamplingParams, Shape, corpus
+from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool.assets import corpus
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter
-from specpool.scheduler import Scheduler
-from specpool.step import Step, StepResult
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step, StepResult
 from test_scheduler import HEADS, SEEDS, Workload, run_mixed
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import kernel_reference as ref
-from specpool import kernels
 from specpool.errors import ShapeError
+from specpool.kernels import twins as kernels
 
 
 def walk(tokens, parents, target, num_steps):

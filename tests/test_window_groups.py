@@ -11,7 +11,7 @@ from specpool import ConfigError, Engine, Group, Ledger, SamplingParams, Shape
 from specpool.cli import main
 from specpool.config import EngineConfig
 from specpool.draft import ScriptedDrafter
-from specpool.layer_kv import LayerKV, bytes_by_window
+from specpool.memory.layer_kv import LayerKV, bytes_by_window
 from specpool.models import TargetModel
 from window_kit import (
     FAMILIES,

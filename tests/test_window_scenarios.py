@@ -9,21 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from specpool import (
-    Engine,
-    Group,
-    NotReady,
-    SamplingParams,
-    Shape,
-    ShapeError,
-    page_needs,
-    plan_groups,
-)
+from specpool import Engine, Group, NotReady, SamplingParams, Shape, ShapeError
 from specpool.config import EngineConfig
 from specpool.draft import ScriptedDrafter
-from specpool.kv_cache import KVCache
+from specpool.memory import group_sizes as plan_groups
+from specpool.memory import page_needs
+from specpool.memory.kv_cache import KVCache
 from specpool.models import TargetModel
-from specpool.scheduler import Scheduler
+from specpool.scheduler.scheduler import Scheduler
 from test_plan import Case as Plans
 from test_plan import Server
 from window_kit import (

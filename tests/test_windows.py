@@ -21,7 +21,7 @@ from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter, ScriptedDrafter
-from specpool.kv_cache import KVCache
+from specpool.memory.kv_cache import KVCache
 from specpool.models import TargetModel
 from test_device_worker import READS, forbidden, kernels_run, watched
 from window_kit import (

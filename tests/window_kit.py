@@ -13,8 +13,8 @@ from families import make_config, make_model
 from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, Shape
 from specpool.config import EngineConfig
+from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.models import TargetModel
-from specpool.plan_groups import GroupSizes, size_groups
 
 FAMILIES = ("mistral", "gemma2", "gemma3", "gpt_oss")
 ONLY_WINDOWS = {"mistral"}  # the others have full layers too

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specpool._core import Group, Ledger, Plan, Shape, Snapshot, __version__
-from specpool.config import EngineConfig, SamplingParams
+from specpool.config import EngineConfig
 from specpool.errors import (
     CheckpointError,
     ConfigError,
@@ -29,23 +29,23 @@ from specpool.errors import (
     SpecpoolError,
     StalePlan,
 )
+from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specpool.comparison import Comparison
-    from specpool.engine import Engine
-    from specpool.output import Chunk
-    from specpool.request import RequestOutput
-    from specpool.session import Session, Turn
-    from specpool.stats import EngineStats
+    from specpool.engine.comparison import Comparison
+    from specpool.engine.engine import Engine
+    from specpool.engine.output import Chunk, RequestOutput
+    from specpool.engine.session import Session, Turn
+    from specpool.engine.stats import EngineStats
 
 _LAZY = {
-    "Chunk": "specpool.output",
-    "Comparison": "specpool.comparison",
-    "Engine": "specpool.engine",
-    "EngineStats": "specpool.stats",
-    "RequestOutput": "specpool.request",
-    "Session": "specpool.session",
-    "Turn": "specpool.session",
+    "Chunk": "specpool.engine.output",
+    "Comparison": "specpool.engine.comparison",
+    "Engine": "specpool.engine.engine",
+    "EngineStats": "specpool.engine.stats",
+    "RequestOutput": "specpool.scheduler.request",
+    "Session": "specpool.engine.session",
+    "Turn": "specpool.engine.session",
 }
 
 __all__ = [

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copyreg
-import difflib
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Literal, get_args
 
 from specpool._core import Shape
+from specpool.checks import check_choice, check_int
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from specpool.adaptive import AdaptiveConfig
 
 Placement = Literal["split", "shared"]
@@ -28,8 +25,6 @@ Offload = Literal["cost", "always", "never"]
 
 #: Tokens that a row is to have room for beyond its next round before another request is admitted.
 HEADROOM = 16
-#: Stop strings of one request at most.
-MAX_STOP_STRINGS = 64
 
 
 def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
@@ -38,50 +33,6 @@ def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
 
 # A Rust class: so that a configuration can be pickled and copied.
 copyreg.pickle(Shape, _parts)
-
-
-def check_int(name: str, value: object, least: int, most: int) -> None:
-    """Raise `ConfigError` unless `value` is an int in `[least, most]`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name} must be an integer in [{least}, {most}], got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise `ConfigError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
-    """Raise `ConfigError` unless these are names of the dataclass's fields."""
-    names = [each.name for each in fields(kind)]
-    for name in given:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            meant = f": did you mean {close[0]!r}?" if close else ";"
-            raise ConfigError(
-                f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(names)}"
-            )
-
-
-def check_stop(stop: object) -> None:
-    """Raise `ConfigError` unless `stop` is a tuple of strings that a text can hold."""
-    if not isinstance(stop, tuple | list):
-        raise ConfigError(f"stop must be a tuple of strings, got {stop!r:.80}")
-    if len(stop) > MAX_STOP_STRINGS:
-        raise ConfigError(
-            f"stop must be at most {MAX_STOP_STRINGS} strings, got {len(stop)}: {stop!r:.80}"
-        )
-    for string in stop:
-        if not isinstance(string, str) or not string:
-            raise ConfigError(f"stop must hold strings that are not empty, got {string!r:.80}")
-        try:
-            string.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"stop must hold valid text, got a lone surrogate at position {error.start} of "
-                f"{string!r:.80}"
-            ) from None
 
 
 def check_graph_sizes(sizes: object, max_batch: int) -> None:
@@ -228,77 +179,3 @@ class EngineConfig:
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are chosen.
-
-    Attributes:
-        max_new_tokens: tokens to generate at most.
-        temperature: 0 = greedy.
-        top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
-        top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
-            temperature above 0.
-        seed: a token is a function of its distribution, the seed and its position alone (spec 5);
-            None = a fresh seed, reported in the output.
-        n: samples of the prompt, each an output of its own; sample i has seed + i.
-        logprobs: None = none; n = the chosen token's log probability and those of the n most likely
-            tokens, from the target's logits before temperature and truncation.
-        ignore_eos: go on after an end-of-sequence token.
-        stop_token_ids: tokens that end the request, beside the model's own.
-        stop: strings that end the request, wherever the tokens' edges lie. The text ends before the
-            earliest place where one of them begins; nothing of it is ever given out. A string alone
-            is one of them.
-        max_draft_steps: drafting steps of a round at most; 0 = plain decoding. None = what the
-            engine drafts, or its controller chooses. A shape that a request names must be within.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    n: int = 1
-    logprobs: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    stop: Sequence[str] = ()
-    max_draft_steps: int | None = None
-
-    def __new__(cls, **fields: object) -> SamplingParams:
-        """Refuse names that are no fields, before `__init__` would with a TypeError."""
-        check_fields(cls, fields)
-        return object.__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
-        check_int("n", self.n, 1, 1 << 16)
-        check_int("top_k", self.top_k, 0, (1 << 31) - 1)
-        for name, value, most in (
-            ("temperature", self.temperature, 1e4),
-            ("top_p", self.top_p, 1.0),
-        ):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value <= most:  # NaN fails both comparisons
-                raise ConfigError(f"{name} must be a number in [0, {most:g}], got {value!r}")
-        if self.top_p == 0:
-            raise ConfigError("top_p must be above 0, got 0")
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, (1 << 64) - 1)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, 1 << 20)
-        if not isinstance(self.stop_token_ids, tuple | list):
-            raise ConfigError(f"stop_token_ids must be a tuple of ids, got {self.stop_token_ids!r}")
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, (1 << 31) - 1)
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        check_stop(self.stop)
-        if self.max_draft_steps is not None:
-            check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
-        if self.temperature == 0 and (self.top_k > 1 or self.top_p < 1):
-            name, value = ("top_k", self.top_k) if self.top_k > 1 else ("top_p", self.top_p)
-            raise ConfigError(
-                f"{name} {value} does nothing at temperature 0, which takes the likeliest token: "
-                "give a temperature above 0, or leave top_k at 0 and top_p at 1"
-            )

@@ -12,15 +12,16 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from specpool.adaptive.shapes import name_of
+from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
-from specpool.stats import EngineStats, PhaseSeconds
+from specpool.loop.clock import PhaseSeconds
+from specpool.shape_names import name_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector, CollectorRegistry
 
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
 # Field -> metric, without the prefix; a counter's name gets `_total` behind it.
 GROUP_GAUGES = {

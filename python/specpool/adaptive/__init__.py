@@ -1,12 +1,12 @@
 """Which shape each decode round drafts, from what the rounds before it gave."""
 
 from specpool.adaptive.base import Controller
-from specpool.adaptive.config import AdaptiveConfig, SlotConfig
+from specpool.adaptive.config import AdaptiveConfig, SlotConfig, config_of
 from specpool.adaptive.controller import AdaptiveController
 from specpool.adaptive.cost import CostController
-from specpool.adaptive.policy import config_of, controller_of
+from specpool.adaptive.ema import StepSlot
+from specpool.adaptive.policy import controller_of
 from specpool.adaptive.router import StepRouter
-from specpool.adaptive.slot import StepSlot
 
 __all__ = [
     "AdaptiveConfig",

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specpool._core import Shape
-from specpool.adaptive.shapes import chain, depth_order, name_of, parse_shape
-from specpool.config import check_choice, check_int
+from specpool.checks import check_choice, check_int
 from specpool.errors import ConfigError
+from specpool.shape_names import chain, depth_order, name_of, parse_shape
+
+# For every batch size; which of them is worth it shows.
+_COST = {
+    "policy": "cost",
+    "1": {"candidates": ["none", "chain:1", "chain:2", "chain:3", "chain:5"]},
+}
+
 
 PolicyName = Literal["ema", "cost"]
 
@@ -297,3 +304,23 @@ def _check_number(
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:  # type: ignore[operator]  # NaN fails both
         raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {value!r:.80}")
+
+
+def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
+    """What `EngineConfig.adaptive` stands for: `ema`, `cost`, or a file's path.
+
+    Raises:
+        ConfigError: it is nothing of that, or the file's fault, named.
+    """
+    if isinstance(value, AdaptiveConfig):
+        return value
+    if value == "ema":
+        return AdaptiveConfig.default()
+    if value == "cost":
+        return AdaptiveConfig.from_dict(_COST)
+    if not isinstance(value, str | PathLike) or not value:
+        raise ConfigError(
+            "adaptive must be 'ema', 'cost', the path of a JSON file or an AdaptiveConfig, got "
+            f"{value!r:.80}"
+        )
+    return AdaptiveConfig.from_file(value)

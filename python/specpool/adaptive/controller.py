@@ -9,8 +9,8 @@ import numpy as np
 from specpool._core import Shape
 from specpool.adaptive.base import NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
+from specpool.adaptive.ema import StepSlot
 from specpool.adaptive.router import StepRouter
-from specpool.adaptive.slot import StepSlot
 
 
 class AdaptiveController:

@@ -14,7 +14,7 @@ from specpool.adaptive.base import NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
 from specpool.adaptive.round_seconds import RoundSeconds
 from specpool.adaptive.router import StepRouter
-from specpool.adaptive.shapes import depth_order
+from specpool.shape_names import depth_order
 
 _GAIN = 1.02  # another shape must promise so much more than the one in use
 _CHOICE_ROUNDS = 4  # a choice is good for so many rounds

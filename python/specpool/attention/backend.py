@@ -11,7 +11,7 @@ from specpool._core import Shape
 from specpool.attention import flashinfer_backend
 from specpool.attention.view import Attend
 from specpool.errors import ConfigError
-from specpool.layer_kv import LayerKV
+from specpool.memory.layer_kv import LayerKV
 
 Start = Callable[[torch.device, torch.dtype, Sequence[LayerKV], str], Attend | None]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from specpool.attention.page_indices import DecodeIndices, Indices, indices_of
 from specpool.attention.view import Attend, AttentionView
 from specpool.errors import ConfigError
-from specpool.layer_kv import LayerKV
+from specpool.memory.layer_kv import LayerKV
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 256)

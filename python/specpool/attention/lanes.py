@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specpool import kernels
+from specpool.attention.seq_lens import Int32, SeqLens
 from specpool.attention.view import AttentionView, TokenReads
-from specpool.kernels import device as kernels
 from specpool.kernels.transfer import upload
-from specpool.kv_cache import KVCache
-from specpool.seq_lens import Int32, SeqLens
+from specpool.memory.kv_cache import KVCache
 
 
 @dataclass

@@ -43,7 +43,7 @@ def main() -> None:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except SpecpoolError as error:
-        from specpool.cli.drawing import printable
+        from specpool.pictures.terminal import printable
 
         # Names in it may be a log's, and a log may be anyone's.
         lines = "\n".join(map(printable, str(error).split("\n")))

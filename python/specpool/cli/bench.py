@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from specpool import corpus
 from specpool._core import Shape
-from specpool.assets import resolve
+from specpool.assets import corpus, resolve
+from specpool.checks import check_int
 from specpool.cli import checks
 from specpool.cli.generate_report import mean_accept_len
-from specpool.cli.machine import Result, check_plot, interleaved, machine, report
+from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.cli.shapes import shape_of
-from specpool.config import SamplingParams, check_int
+from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
-from specpool.names import ngram_of
-from specpool.request import RequestOutput
+from specpool.models.names import ngram_of
+from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.draft import Drafter
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
 #: Lines that a model goes on with.
 REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
@@ -77,7 +77,7 @@ def generate(
         checks.engine_config(parsed, name, {"adaptive": adaptive})
         checks.check_models(target, name)
     checks.start_torch(threads)
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
     reference = None
     results = []
@@ -193,7 +193,7 @@ def _traffic(
             engine.generate([prompt], own)
         return total / (time.perf_counter() - start)
 
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
     # The same target: two engines take turns on it.
     config = dataclasses.replace(engine.config, overlap_depth=1)

@@ -15,15 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from specpool.cli import checks
-from specpool.cli.generate import Interrupt, draft_of
+from specpool.cli.generate import draft_of
+from specpool.cli.interrupt import Interrupt
 from specpool.cli.shapes import shape_of
-from specpool.config import SamplingParams
+from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, SpecpoolError
-from specpool.request import RequestOutput
+from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specpool.engine import Engine
-    from specpool.prompts import Prompt
+    from specpool.engine.engine import Engine
+    from specpool.engine.prompts import Prompt
 
 HELP = """\
 /rewind [n]  go n turns back (1)
@@ -62,7 +63,7 @@ def run(job: Job) -> None:
     checks.engine_config(shape, draft, job.options)
     checks.check_models(job.target, draft)
     checks.start_torch(job.threads)
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
     console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
     with console.status(f"loading {job.target} and {draft}"):

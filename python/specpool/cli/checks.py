@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from specpool._core import Shape
-from specpool.config import EngineConfig, SamplingParams, check_choice, check_int
+from specpool.checks import check_choice, check_int
+from specpool.config import EngineConfig
 from specpool.errors import ConfigError
-from specpool.names import fetch_config, find_model, ngram_of
+from specpool.models.names import fetch_config, find_model, ngram_of
+from specpool.sampling_params import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("torch", "flashinfer")

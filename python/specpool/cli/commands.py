@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from benches.__main__ import bench
 
 import specpool
-from specpool.cli.bench_commands import bench
+from specpool.checks import check_int
 from specpool.cli.engine_commands import chat, generate, tune
 from specpool.cli.option_names import NamingGroup, help_if_alone
 from specpool.cli.options import (
@@ -22,7 +23,7 @@ from specpool.cli.options import (
     Policy,
     TrustRemoteCode,
 )
-from specpool.config import HEADROOM, check_int
+from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 
 # Without rich's frames help is not cut at the width of the terminal, and an error is one line.

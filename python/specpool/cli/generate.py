@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -23,23 +21,23 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from specpool._core import Shape
-from specpool.adaptive.shapes import name_of as name_of_shape
 from specpool.cli import checks
 from specpool.cli.generate_report import Runs, Timed, mean_accept_len, report_of, table_of
+from specpool.cli.interrupt import Interrupt
+from specpool.cli.printer import Printer, name_of
 from specpool.cli.prompt_files import Given, PromptValue, read_prompts, shown
 from specpool.cli.shapes import shape_of
-from specpool.config import SamplingParams
+from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
-from specpool.names import ngram_of
-from specpool.output import Chunk
-from specpool.request import RequestOutput
+from specpool.models.names import ngram_of
+from specpool.sampling_params import SamplingParams
+from specpool.shape_names import name_of as name_of_shape
 
 if TYPE_CHECKING:
-    from specpool.engine import Engine
-    from specpool.prompts import Prompt
+    from specpool.engine.engine import Engine
+    from specpool.engine.prompts import Prompt
 
 NUM_BUILT_IN_PROMPTS = 3
 # Runs whose speeds are put together, and seconds that those after the first may take.
@@ -47,8 +45,6 @@ MOST_RUNS, MOST_REPEAT_SECONDS = 5, 2.0
 # Ancestors differ in trees only, and by little: many prompts and a tree unless others are given.
 NUM_ANCESTRY_PROMPTS = 24
 ANCESTRY_SHAPE = Shape.eagle(4, 4, 16)
-# Round an accepted draft where there is no colour: single angle quotation marks.
-MARKS = ("\u2039", "\u203a")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,79 +79,6 @@ def prompts_of(job: Job, given: Sequence[PromptValue]) -> list[Prompt]:
         [{"role": "user", "content": each}] if job.chat and isinstance(each, str) else each
         for each in given
     ]
-
-
-class Interrupt:
-    """Ctrl-C asks to stop after the round; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Catch SIGINT inside the block."""
-        before = signal.signal(signal.SIGINT, self._ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-class Printer:
-    """Prints chunks as they come, one prompt after the other, accepted drafts marked."""
-
-    def __init__(self, console: Console, prompts: Sequence[str], num_samples: int = 1) -> None:
-        self._console, self._prompts, self._num_samples = console, prompts, num_samples
-        num_outputs = len(prompts) * num_samples
-        self._waiting: list[list[tuple[str, bool]]] = [[] for _ in range(num_outputs)]
-        self._done = [False] * num_outputs
-        self._current = -1
-        self._advance()
-
-    def chunk(self, chunk: Chunk) -> None:
-        """Print a chunk, or keep it until the outputs before are done."""
-        place = chunk.index * self._num_samples + chunk.sample
-        self._waiting[place] += chunk.pieces
-        if place == self._current:
-            self._flush()
-
-    def done(self, output: RequestOutput) -> None:
-        """An output is complete."""
-        self._done[output.index * self._num_samples + output.sample] = True
-        while self._current < len(self._done) and self._done[self._current]:
-            self._console.print()
-            self._advance()
-
-    def _advance(self) -> None:
-        self._current += 1
-        if self._current < len(self._done):
-            index, sample = divmod(self._current, self._num_samples)
-            self._console.rule(name_of(index, sample, self._num_samples))
-            if sample == 0:
-                self._print(self._prompts[index], "dim")
-            self._flush()
-
-    def _flush(self) -> None:
-        for text, from_draft in self._waiting[self._current]:
-            if from_draft and self._console.color_system is None:
-                text = f"{MARKS[0]}{text}{MARKS[1]}"
-            style = "green" if from_draft else "bold yellow"
-            self._print(text, style)
-        self._waiting[self._current].clear()
-
-    def _print(self, text: str, style: str) -> None:
-        """As it is: a `Text` is not searched for markup and names of emoji."""
-        self._console.print(Text(text, style=style), end="", soft_wrap=True)
-
-
-def name_of(index: int, sample: int, num_samples: int) -> str:
-    """How an output is called."""
-    return f"prompt {index + 1}" + (f", sample {sample + 1}" if num_samples > 1 else "")
 
 
 def timed(
@@ -208,7 +131,7 @@ def run(job: Job) -> None:
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
     checks.start_torch(job.threads)
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
     console = Console(stderr=job.json)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from specpool.request import RequestOutput
+from specpool.engine.output import RequestOutput
 
 if TYPE_CHECKING:
-    from specpool.comparison import TokenGap
-    from specpool.engine import Engine
+    from specpool.engine.comparison import TokenGap
+    from specpool.engine.engine import Engine
 
 # Texts that differ from plain decoding, shown one by one.
 _MOST_SHOWN = 3

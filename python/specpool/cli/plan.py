@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from specpool._core import Shape
-from specpool.adaptive.shapes import parse_shape
+from specpool.checks import check_int
 from specpool.cli.checks import warn
 from specpool.cli.plan_model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
-from specpool.config import EngineConfig, check_int
+from specpool.config import EngineConfig
 from specpool.errors import ConfigError
+from specpool.memory.capacity import Fit, Plan
+from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.num_bytes import parse_bytes, show_bytes
-from specpool.plan import Fit, Plan
-from specpool.plan_groups import GroupSizes, size_groups
+from specpool.shape_names import parse_shape
 
 MOST_ROWS = 1 << 16
 

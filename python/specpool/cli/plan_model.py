@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specpool.assets import resolve
-from specpool.config import Layout, Placement, Policy, check_choice, check_int
+from specpool.checks import check_choice, check_int
+from specpool.config import Layout, Placement, Policy
 from specpool.errors import ConfigError
-from specpool.layer_kv import LayerKV, bytes_by_window
-from specpool.names import ngram_of
+from specpool.memory.layer_kv import LayerKV, bytes_by_window
+from specpool.models.names import ngram_of
 from specpool.num_bytes import parse_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specpool.config import check_int
+from specpool.checks import check_int
 from specpool.errors import ConfigError
 from specpool.sim import Failure, Scenario, Tally, broken_law, scenario, shrink
 from specpool.sim.simulation import Simulation

@@ -22,17 +22,18 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.config import PolicyName
-from specpool.adaptive.shapes import chain, depth_order, name_of, parse_shape
+from specpool.checks import check_choice, check_int
 from specpool.cli import checks
 from specpool.cli.generate import draft_of
 from specpool.cli.generate_report import mean_accept_len
-from specpool.cli.machine import Result, as_json, check_plot, machine
 from specpool.cli.prompt_files import Given, PromptValue, read_prompts
-from specpool.config import SamplingParams, check_choice, check_int
+from specpool.cli.results import Result, as_json, check_plot, machine
 from specpool.errors import ConfigError, CorruptState
+from specpool.sampling_params import SamplingParams
+from specpool.shape_names import chain, depth_order, name_of, parse_shape
 
 if TYPE_CHECKING:
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
 CANDIDATES = (Shape.none(), *map(chain, (1, 2, 3, 5, 7)), Shape.eagle(4, 4, 16))
 BATCHES = (1, 8, 32)
@@ -105,7 +106,7 @@ def run(job: Job) -> None:
     is_given = bool(job.prompts)
     checks.check_models(job.target, draft)
     checks.start_torch(job.threads)
-    from specpool.engine import Engine
+    from specpool.engine.engine import Engine
 
     with Engine.from_pretrained(
         job.target,

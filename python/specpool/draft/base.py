@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Shape
 from specpool.attention.lanes import Lanes
 from specpool.errors import ShapeError
+from specpool.kernels import twins as kernels
 from specpool.kernels.transfer import upload
-from specpool.kv_cache import KVCache, LayerKV
+from specpool.memory.kv_cache import KVCache, LayerKV
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specpool import kernels
 from specpool._core import Shape
 from specpool.attention import AttentionView, TokenReads
 from specpool.attention.lanes import Lanes, own_view, paged_view
-from specpool.kernels import device as kernels
-from specpool.kv_cache import KVCache
+from specpool.memory.kv_cache import KVCache
 
 
 class Branches(Protocol):

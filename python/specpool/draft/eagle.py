@@ -15,14 +15,14 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from specpool import kernels
 from specpool._core import Shape
 from specpool.attention import AttentionView, attend
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
 from specpool.draft.base import DraftTree, Links, chain_links
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
 from specpool.errors import ConfigError
-from specpool.kernels import device as kernels
-from specpool.kv_cache import KVCache, LayerKV
+from specpool.memory.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
 
 

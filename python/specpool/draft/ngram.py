@@ -14,11 +14,11 @@ from torch import Tensor
 
 from specpool._core import Shape
 from specpool.attention.lanes import Lanes
-from specpool.config import check_int
+from specpool.checks import check_int
 from specpool.draft.base import DraftTree
 from specpool.errors import ConfigError
-from specpool.kv_cache import KVCache, LayerKV
-from specpool.names import DEFAULT_NGRAM, MAX_NGRAM
+from specpool.memory.kv_cache import KVCache, LayerKV
+from specpool.models.names import DEFAULT_NGRAM, MAX_NGRAM
 
 #: Earlier occurrences that are looked at for a tree, per length of the n-gram.
 MAX_OCCURRENCES = 16

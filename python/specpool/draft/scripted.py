@@ -11,7 +11,7 @@ from specpool._core import Shape
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.errors import ConfigError
-from specpool.kv_cache import KVCache, LayerKV
+from specpool.memory.kv_cache import KVCache, LayerKV
 
 
 class ScriptedDrafter:

@@ -1,65 +1,66 @@
-"""CPU twins of specpool's kernels: draft tree, verify, sampling, slots, moves (spec 5-7).
+"""The kernels on torch tensors, one file for each of `cuda/*.cu`: launched, or their CPU twins.
 
-Index functions take and return NumPy arrays, each one call into the Rust core (`specpool._core`,
-where the stubs document them). Whatever touches KV is torch code and lives in
-`specpool.kernels.moves`, imported on its own.
+Names and arguments are the twins' in `specpool.kernels.twins`; all tensors of a call are on one device.
+On a CPU the twin is called with the tensors' memory (`twins.with_twin`); slots are then int64.
+(Not so `gather_kv` and `scatter_kv`, whose twins in `specpool.kernels.twin_moves` take no `Fields`.)
+Outputs are given or allocated with torch. Every argument is checked before the launch: a
+`ShapeError` names it, and nothing is written. Values on the device are not read: the kernels
+themselves never leave the tables and buffers, and lead what is no place to the sink.
 
-Every function checks dtype, shape, contiguity and bounds first and raises `ShapeError`; nothing is
-written then.
+`hi` stands for lengths that only the device knows: upper bounds of them, on the host.
 """
 
-from specpool._core import (
+from specpool.kernels.fields import Fields
+from specpool.kernels.launch import prepare
+from specpool.kernels.masks import attention_bias, draft_visibility
+from specpool.kernels.moves import (
+    compact_accepted,
+    copy_parent_drafts,
+    duplicate_prefix_tail,
+    gather_kv,
+    move_kv,
+    scatter_kv,
+)
+from specpool.kernels.reads import (
     advance_ancestors,
-    apply_table_delta,
-    attention_bias,
-    attention_mask,
-    branch_copy_moves,
     branch_pages,
-    build_tree,
-    check_moves,
-    compact_moves,
     draft_read_indices,
-    draft_visibility,
-    draft_write_positions,
+    read_capacity,
+)
+from specpool.kernels.sample import sample_tokens, uniform
+from specpool.kernels.tables import (
+    apply_table_delta,
     draft_write_slots,
-    organize,
     page_csr,
-    prefix_tail_moves,
-    sample_margins,
-    sample_tokens,
-    select_topk,
     slot_ranges,
     slots_at,
-    tree_from_parents,
-    uniform,
-    verify_tree,
 )
-from specpool.kernels.tree import Candidates
+from specpool.kernels.tree import build_tree, check_tree, select_topk, verify_tree
 
 __all__ = [
-    "Candidates",
+    "Fields",
     "advance_ancestors",
     "apply_table_delta",
     "attention_bias",
-    "attention_mask",
-    "branch_copy_moves",
     "branch_pages",
     "build_tree",
-    "check_moves",
-    "compact_moves",
+    "check_tree",
+    "compact_accepted",
+    "copy_parent_drafts",
     "draft_read_indices",
     "draft_visibility",
-    "draft_write_positions",
     "draft_write_slots",
-    "organize",
+    "duplicate_prefix_tail",
+    "gather_kv",
+    "move_kv",
     "page_csr",
-    "prefix_tail_moves",
-    "sample_margins",
+    "prepare",
+    "read_capacity",
     "sample_tokens",
+    "scatter_kv",
     "select_topk",
     "slot_ranges",
     "slots_at",
-    "tree_from_parents",
     "uniform",
     "verify_tree",
 ]

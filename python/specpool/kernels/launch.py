@@ -83,7 +83,7 @@ def launch(
     Raises:
         ConfigError: CuPy is missing, or cannot use this driver.
         OrderError: first use within the capture of a CUDA graph.
-        ShapeError: CPU tensors, for which the twins in `specpool.kernels` are.
+        ShapeError: CPU tensors, for which the twins in `specpool.kernels.twins` are.
     """
     if 0 in grid:
         return

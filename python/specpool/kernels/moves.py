@@ -1,301 +1,228 @@
-"""Moves of KV between slots in torch: any device, any dtype (spec 6; kernels 4, 7, 8, 9 of 7).
+"""Launchers of `cuda/moves.cu`: KV moved by bytes, all layers in one launch.
 
-A buffer is a tensor with one dimension of slots (by default the first), or a `PageBlocked` one. All
-layers may stand in one tensor (`slot_dim` says which dimension the slots are). Every move is
-gather-then-scatter: sources and targets may overlap. Contiguous buffers in host memory are moved by
-the core, without a copy between where it can; others by a gather and a scatter of torch's. Empty
-work launches nothing.
+Twins: `specpool.kernels.twin_moves`, on the buffers that `Fields` describes. Slots outside the buffers
+and padded lanes (row 0) move nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specpool import _core
 from specpool.errors import ShapeError
+from specpool.kernels import twin_moves as moves
+from specpool.kernels import with_twin as twins
+from specpool.kernels.checks import Table, ceil_pow2, expect, i32, is_holey, number
+from specpool.kernels.fields import Fields
+from specpool.kernels.launch import SHARED_BYTES, Arg, launch, runs_kernels
+from specpool.kernels.with_twin import with_twin
 
-Slots = NDArray[np.int64] | Tensor
-"""int64 [n]: an array, whose values are checked, or a tensor on the buffers' device, trusted."""
+MAX_HELD = SHARED_BYTES // 16
+"""Slots that a block can hold of one column."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageBlocked:
-    """A buffer whose pages hold one field after the other, for all their slots (sgl#31218).
+def _of_group(fields: Fields, page_table: Tensor, page_size: int) -> Table:
+    table = Table(page_table, page_size)
+    if table.page_size != fields.page_size:
+        raise ShapeError(f"page_size must be the fields' {fields.page_size}, got {page_size}")
+    if table.device != fields.table.device:
+        raise ShapeError(f"page_table must be on {fields.table.device}, got {table.device}")
+    return table
 
-    Attributes:
-        data: any dtype [num_pages, page_size * sum(widths)], contiguous.
-        page_size: slots of a page.
-        widths: elements that one slot has in each field, e.g. (head_size, 1) for keys then scales.
+
+def _slots(name: str, slots: Tensor, fields: Fields, n: int | None = None) -> Tensor:
+    return expect(name, slots, torch.int32, (n,), fields.table.device)
+
+
+def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+    """One launch; no slot is both read and written."""
+    if not runs_kernels(of.device):
+        twins.copy_slots(to, of, dst, src, n)
+        return
+    block = of.block()
+    grid = (min(-(-n // block[1]), 1 << 16), len(of.widths))
+    sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)
+    args: tuple[Arg, ...] = (of.table, to.table, *map(i32, sizes), src, dst, i32(n))
+    launch("copy_slots", grid, block, args, touches=(*of.buffers, *to.buffers))
+
+
+def _same_widths(name: str, values: Fields, fields: Fields, n: int) -> None:
+    if values.widths != fields.widths or values.num_slots < n:
+        raise ShapeError(
+            f"{name} must be {n} slots or more of the fields' widths {list(fields.widths)}, got "
+            f"{values.num_slots} of {list(values.widths)}"
+        )
+    if values.table.device != fields.table.device:
+        raise ShapeError(f"{name} must be on {fields.table.device}, got {values.table.device}")
+
+
+def gather_kv(fields: Fields, slots: Tensor, *, out: Fields | None = None) -> Fields:
+    """Reads slots into contiguous buffers.
+
+    Args:
+        fields: the buffers.
+        slots: int32 [n], repeats allowed.
+        out: buffers of the same widths, of n slots or more; slot i takes slots[i]. None = new ones.
+
+    Returns:
+        `out`.
     """
-
-    data: Tensor
-    page_size: int
-    widths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        per_page = self.page_size * sum(self.widths)
-        if self.page_size < 1 or not self.widths or min(self.widths) < 1:
-            raise ShapeError(
-                f"page_size and widths must be 1 or more, got {self.page_size}, {self.widths}"
-            )
-        if self.data.ndim != 2 or self.data.shape[1] != per_page or not self.data.is_contiguous():
-            raise ShapeError(
-                f"data must be contiguous [num_pages, {per_page}], got {tuple(self.data.shape)}"
-            )
-
-    def fields(self) -> list[Tensor]:
-        """Each field as a view [num_pages, page_size, width]."""
-        views, first = [], 0
-        for width in self.widths:
-            size = self.page_size * width
-            columns = _as_bytes(self.data)[:, first : first + size]
-            views.append(columns.view(-1, self.page_size, width))
-            first += size
-        return views
+    n = _slots("slots", slots, fields).shape[0]
+    values = fields.empty(n) if out is None else out
+    _same_widths("out", values, fields, n)
+    _copy(values, fields, None, slots, n)
+    return values
 
 
-Buffer = Tensor | PageBlocked
+def scatter_kv(fields: Fields, slots: Tensor, values: Fields) -> None:
+    """Writes contiguous values into slots; the inverse of `gather_kv`.
+
+    Args:
+        fields: the buffers, written.
+        slots: int32 [n], each once.
+        values: buffers of the same widths, of n slots or more.
+    """
+    n = _slots("slots", slots, fields).shape[0]
+    _same_widths("values", values, fields, n)
+    _copy(fields, values, slots, None, n)
 
 
-def _host_bytes(
-    buffers: Sequence[Buffer], slot_dim: int
-) -> list[tuple[NDArray[np.uint8], tuple[int, ...]]] | None:
-    """The buffers as `_core.move_slots` takes them; None unless all are contiguous on the CPU."""
-    tensors = [b.data if isinstance(b, PageBlocked) else b for b in buffers]
-    if not all(t.device.type == "cpu" and t.is_contiguous() and t.numel() for t in tensors):
-        return None
-    return [
-        _blocked_bytes(b) if isinstance(b, PageBlocked) else _plain_bytes(b, slot_dim)
-        for b in buffers
-    ]
-
-
-def _blocked_bytes(buffer: PageBlocked) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
-    size = buffer.data.element_size()
-    return buffer.data.view(torch.uint8).numpy()[None], tuple(size * w for w in buffer.widths)
-
-
-def _plain_bytes(buffer: Tensor, slot_dim: int) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
-    """Bytes [lead, slots, width] of a contiguous tensor."""
-    lead, slots = math.prod(buffer.shape[:slot_dim]), buffer.shape[slot_dim]
-    content = buffer.view(-1).view(torch.uint8).view(lead, slots, -1)
-    return content.numpy(), (content.shape[2],)
-
-
-def _as_bytes(buffer: Tensor) -> Tensor:
-    """Eight-bit floats as bytes: torch cannot index them everywhere, a move needs no numbers."""
-    if buffer.dtype.itemsize == 1 and buffer.dtype.is_floating_point:
-        return buffer.view(torch.uint8)
-    return buffer
-
-
-def _num_slots(buffer: Buffer, slot_dim: int) -> int:
-    if isinstance(buffer, PageBlocked):
-        return buffer.data.shape[0] * buffer.page_size
-    if not 0 <= slot_dim < buffer.ndim:
-        raise ShapeError(
-            f"slot_dim must be a dimension of {tuple(buffer.shape)} counted from 0, got {slot_dim}"
-        )
-    return buffer.shape[slot_dim]
-
-
-def _device(buffers: Sequence[Buffer]) -> torch.device:
-    devices = {(b.data if isinstance(b, PageBlocked) else b).device for b in buffers}
-    if len(devices) > 1:
-        raise ShapeError(
-            f"buffers must be on one device, got {', '.join(sorted(map(str, devices)))}"
-        )
-    return devices.pop()
-
-
-def _as_index(name: str, slots: Slots, device: torch.device) -> Tensor:
-    if isinstance(slots, Tensor):
-        if slots.dtype != torch.int64 or slots.ndim != 1 or slots.device != device:
-            raise ShapeError(
-                f"{name} must be int64 [n] on {device}, got {slots.dtype} {tuple(slots.shape)} "
-                f"on {slots.device}"
-            )
-        return slots
-    index = torch.from_numpy(slots)
-    return index if device.type == "cpu" else index.to(device, non_blocking=True)
-
-
-def _host_index(name: str, slots: Slots) -> NDArray[np.int64]:
-    if isinstance(slots, Tensor):
-        return _as_index(name, slots, torch.device("cpu")).contiguous().numpy()
-    return slots
-
-
-def _check_forms(src: Slots, dst: Slots) -> None:
-    if isinstance(src, Tensor) != isinstance(dst, Tensor):
-        raise ShapeError("src and dst must both be NumPy arrays or both tensors")
-    if isinstance(src, Tensor) and src.shape != dst.shape:
-        raise ShapeError(f"dst must have {len(src)} elements, got {len(dst)}")
-
-
-def _check_values(src: Slots, dst: Slots, num_slots: int) -> None:
-    """Refuses moves that a buffer cannot do. A tensor's values are left unread on its device."""
-    if isinstance(src, np.ndarray) and isinstance(dst, np.ndarray):
-        _core.check_moves(src, dst, num_slots)
-
-
-def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int = 0) -> None:
+@with_twin(twins.move_kv)
+def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False) -> None:
     """Moves slots in every buffer: slot dst[i] takes what slot src[i] held before the call.
 
     Args:
-        buffers: tensors with slots in dimension `slot_dim`, or `PageBlocked` ones; on one device.
-        src: int64 [n] slots read.
-        dst: int64 [n] slots written, each once.
-        slot_dim: dimension of the slots in the tensors.
-
-    Raises:
-        ShapeError: wrong dtype or shape, a slot outside a buffer, or one written twice. (The values
-            of index tensors on a device are trusted, since reading them would wait for it.)
+        fields: the buffers, written.
+        src: int32 [n].
+        dst: int32 [n], each once.
+        disjoint: promises that no slot is in both, as with copies of pages: the fastest. Otherwise
+            up to 2816 slots move in one launch, more of them by way of a copy.
     """
-    if not buffers or len(src) == len(dst) == 0:
-        return
-    num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
-    _check_forms(src, dst)
-    device = _device(buffers)
-    host = _host_bytes(buffers, slot_dim)
-    if host is not None:
-        _core.move_slots(host, _host_index("src", src), _host_index("dst", dst))
-        return
-    _check_values(src, dst, num_slots)
-    read, written = _as_index("src", src, device), _as_index("dst", dst, device)
-    for buffer in buffers:
-        if isinstance(buffer, PageBlocked):
-            p = buffer.page_size
-            for field in buffer.fields():
-                field[written // p, written % p] = field[read // p, read % p]
-        else:
-            plain = _as_bytes(buffer)
-            plain.index_copy_(slot_dim, written, plain.index_select(slot_dim, read))
+    n = _slots("src", src, fields).shape[0]
+    _slots("dst", dst, fields, n)
+    if disjoint:
+        _copy(fields, fields, dst, src, n)
+    elif n > MAX_HELD:
+        scatter_kv(fields, dst, gather_kv(fields, src))
+    else:
+        tiles, block, shared = _held(fields, n)
+        args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
+        grid = (tiles if n else 0, len(fields.widths))
+        launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
 
 
-def gather_kv(buffers: Sequence[Tensor], slots: Slots, *, slot_dim: int = 0) -> list[Tensor]:
-    """Reads slots of every buffer into new contiguous tensors.
-
-    Args:
-        buffers: tensors with slots in dimension `slot_dim`, on one device.
-        slots: int64 [n], repeats allowed.
-        slot_dim: dimension of the slots.
-
-    Returns:
-        One tensor per buffer, `n` long in dimension `slot_dim`.
-
-    Raises:
-        ShapeError: wrong dtype or shape, or a slot outside a buffer.
-    """
-    if not buffers:
-        return []
-    num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
-    if isinstance(slots, np.ndarray):
-        _core.check_slots("slots", slots, num_slots)
-    index = _as_index("slots", slots, _device(buffers))
-    return [
-        _as_bytes(buffer).index_select(slot_dim, index).view(buffer.dtype) for buffer in buffers
-    ]
+def _held(fields: Fields, n: int) -> tuple[int, tuple[int, int], int]:
+    """Tiles of a field, threads and shared bytes where a block holds `n` slots of its columns."""
+    room = MAX_HELD // max(n, 1)
+    columns = min(ceil_pow2(fields.columns), 1 << (room.bit_length() - 1), 256)
+    rows = max(min(256 // columns, ceil_pow2(n)), 1)
+    return -(-fields.columns // columns), (columns, rows), 16 * n * columns
 
 
-def scatter_kv(
-    buffers: Sequence[Tensor], slots: Slots, values: Sequence[Tensor], *, slot_dim: int = 0
-) -> None:
-    """Writes contiguous values into slots of every buffer; the inverse of `gather_kv`.
-
-    Args:
-        buffers: tensors with slots in dimension `slot_dim`, on one device.
-        slots: int64 [n], each once.
-        values: one tensor per buffer, of its dtype and device, `n` long in dimension `slot_dim`.
-        slot_dim: dimension of the slots.
-
-    Raises:
-        ShapeError: numbers, dtypes or shapes that do not fit, a slot outside a buffer or written
-            twice.
-    """
-    if len(values) != len(buffers):
-        raise ShapeError(f"values must have {len(buffers)} tensors, got {len(values)}")
-    if not buffers:
-        return
-    num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
-    device = _device(buffers)
-    for place, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
-        shape = (*buffer.shape[:slot_dim], len(slots), *buffer.shape[slot_dim + 1 :])
-        if value.shape != shape or value.dtype != buffer.dtype or value.device != device:
-            raise ShapeError(
-                f"values[{place}] must be {buffer.dtype} {shape} on {device}, got {value.dtype} "
-                f"{tuple(value.shape)} on {value.device}"
-            )
-    if len(slots) == 0:
-        return
-    host = _host_bytes(buffers, slot_dim)
-    if host is not None:
-        content = [_plain_bytes(value.contiguous(), slot_dim)[0] for value in values]
-        _core.scatter_slots(host, _host_index("slots", slots), content)
-        return
-    _check_values(slots, slots, num_slots)
-    index = _as_index("slots", slots, device)
-    for buffer, value in zip(buffers, values, strict=True):
-        _as_bytes(buffer).index_copy_(slot_dim, index, _as_bytes(value))
-
-
+@with_twin(moves.compact_accepted)
 def compact_accepted(
-    buffers: Sequence[Buffer],
-    page_table: NDArray[np.int32],
+    fields: Fields,
+    page_table: Tensor,
     page_size: int,
-    rows: NDArray[np.int32],
-    roots: NDArray[np.int32],
-    accept_index: NDArray[np.int32],
+    rows: Tensor,
+    roots: Tensor,
+    accept_index: Tensor,
     *,
     num_draft_tokens: int,
-    slot_dim: int = 0,
 ) -> None:
-    """Moves the KV of the accepted nodes to root, root + 1, ... (`compact_moves`)."""
-    src, dst = _core.compact_moves(
-        page_table, page_size, rows, roots, accept_index, num_draft_tokens=num_draft_tokens
-    )
-    move_kv(buffers, src, dst, slot_dim=slot_dim)
+    """Moves the KV of the accepted nodes to root, root + 1, ...
+
+    Args:
+        fields: the buffers, written.
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        roots: int32 [n].
+        accept_index: int32 [n, S + 1], of `verify_tree`.
+        num_draft_tokens: N.
+    """
+    table = _of_group(fields, page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    expect("accept_index", accept_index, torch.int32, (n, None), table.device)
+    width, nodes = accept_index.shape[1], number("num_draft_tokens", num_draft_tokens, 1)
+    number("n * num_draft_tokens", n * nodes, 0)
+    threads = min(max(ceil_pow2(fields.columns), 32), 256)
+    args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, accept_index)
+    grid = (n if width > 1 else 0, len(fields.widths))
+    sizes = (i32(width), i32(nodes))
+    launch("compact_accepted", grid, (threads,), (*args, *sizes), touches=fields.buffers)
 
 
+@with_twin(moves.duplicate_prefix_tail)
 def duplicate_prefix_tail(
-    buffers: Sequence[Buffer],
-    page_table: NDArray[np.int32],
+    fields: Fields,
+    page_table: Tensor,
     page_size: int,
-    rows: NDArray[np.int32],
-    roots: NDArray[np.int32],
+    rows: Tensor,
+    roots: Tensor,
     *,
     num_steps: int,
     topk: int,
-    slot_dim: int = 0,
 ) -> None:
-    """Copies each prefix's tail before the drafts of branches 1..K (`prefix_tail_moves`)."""
-    src, dst = _core.prefix_tail_moves(
-        page_table, page_size, rows, roots, num_steps=num_steps, topk=topk
-    )
-    move_kv(buffers, src, dst, slot_dim=slot_dim)
+    """Copies each prefix's tail before the drafts of branches 1..K, holey layout (sgl#7725).
+
+    Args:
+        fields: the buffers, written.
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        roots: int32 [n].
+        num_steps: S.
+        topk: K.
+    """
+    table = _of_group(fields, page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    s, k = number("num_steps", num_steps, 1), number("topk", topk, 1)
+    copies = n * (k - 1) if table.page_size > 1 else 0
+    number("n * (topk - 1)", copies, 0)
+    args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, i32(s), i32(k))
+    grid = (copies, len(fields.widths))
+    launch("duplicate_prefix_tail", grid, fields.block(), args, touches=fields.buffers)
 
 
+@with_twin(twins.copy_parent_drafts)
 def copy_parent_drafts(
-    buffers: Sequence[Buffer],
-    page_table: NDArray[np.int32],
+    fields: Fields,
+    page_table: Tensor,
     page_size: int,
-    rows: NDArray[np.int32],
-    roots: NDArray[np.int32],
-    branch_parents: NDArray[np.int32],
+    rows: Tensor,
+    roots: Tensor,
+    branch_parents: Tensor,
     *,
     num_steps: int,
     step: int,
-    slot_dim: int = 0,
+    layout: str = "holey",
 ) -> None:
-    """Copies the drafts of each branch's parent over its own (`branch_copy_moves`)."""
-    src, dst = _core.branch_copy_moves(
-        page_table, page_size, rows, roots, branch_parents, num_steps=num_steps, step=step
-    )
-    move_kv(buffers, src, dst, slot_dim=slot_dim)
+    """Copies drafts 0..step of each branch's parent over its own, after the selection of `step`.
+
+    Args:
+        fields: the buffers, written.
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        roots: int32 [n].
+        branch_parents: int32 [n, K], as `select_topk` gives them; branches may swap.
+        num_steps: S.
+        step: in [0, S); K * step at most 2816.
+        layout: where the drafts lie.
+    """
+    table = _of_group(fields, page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    expect("branch_parents", branch_parents, torch.int32, (n, None), table.device)
+    s, k = number("num_steps", num_steps, 1), branch_parents.shape[1]
+    step, holey = number("step", step, 0, s - 1), is_holey(layout)
+    drafts = number("topk * step", k * step, 0, MAX_HELD)
+    tiles, block, shared = _held(fields, drafts)
+    sizes = (i32(s), i32(k), holey, i32(step), i32(tiles))
+    number("n * tiles", n * tiles, 0)
+    args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, branch_parents, *sizes)
+    grid = (n * tiles if drafts else 0, len(fields.widths))
+    launch("copy_parent_drafts", grid, block, args, shared_mem=shared, touches=fields.buffers)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specpool.errors import CheckpointError, ConfigError
-from specpool.layer_kv import LayerKV
+from specpool.memory.layer_kv import LayerKV
 from specpool.models.checkpoint import (
     check_counts,
     find_folder,
@@ -24,8 +24,8 @@ from specpool.models.checkpoint import (
 )
 from specpool.models.eagle_config import EagleConfig
 from specpool.models.headers import main_dtype, read_header
+from specpool.models.names import fetch_config, find_model
 from specpool.models.plain_config import FAMILIES, PlainConfig
-from specpool.names import fetch_config, find_model
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # Configs with one of these say otherwise how wide keys and values are.
@@ -118,7 +118,7 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
             "give --layers, --kv-heads and --head-dim instead; without it these types are read, if "
             f"no key is missing: {', '.join(FAMILIES)}"
         ) from None
-    from specpool.models.support import max_context_len, text_config
+    from specpool.models.gate import max_context_len, text_config
     from specpool.models.target_folder import TargetFolder, load_config
 
     config = load_config(TargetFolder(source, folder, trust_remote_code))
@@ -133,7 +133,8 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
         ConfigError: the config does not say it.
     """
     from specpool.models import torch_attention
-    from specpool.models.support import chunk_size, has_recurrent_layers, text_config
+    from specpool.models.gate import has_recurrent_layers, text_config
+    from specpool.models.probe import chunk_size
 
     text = text_config(config)
     if has_recurrent_layers(config):

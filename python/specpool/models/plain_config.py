@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specpool.layer_kv import LayerKV
+from specpool.memory.layer_kv import LayerKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specpool.models.support import refusal, text_config
+from specpool.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

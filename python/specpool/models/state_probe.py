@@ -12,21 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specpool.layer_kv import LayerKV
+from specpool.memory.layer_kv import LayerKV
+from specpool.models.gate import refusal
+from specpool.models.probe import PROBE_TEXTS, ProbeBatch, layers_seen, probe_batch, probe_tolerance
 from specpool.models.recurrent import (
     RecurrentState,
     StateSpec,
     attention_layers,
     paged_cache,
     states_in,
-)
-from specpool.models.support import (
-    PROBE_TEXTS,
-    ProbeBatch,
-    layers_seen,
-    probe_batch,
-    probe_tolerance,
-    refusal,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import inspect
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,20 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from specpool.attention import AttentionBatch, attend
-from specpool.errors import ConfigError, ShapeError, one_line, reading
-from specpool.models.recurrent import ATTENDING, StateSpec, cache_argument, check_transformers
-from specpool.models.state_probe import probe_states
-from specpool.models.support import (
-    ProbeBatch,
+from specpool.attention import AttentionBatch
+from specpool.errors import ConfigError, ShapeError, reading
+from specpool.models.gate import (
     check_class,
     check_config,
     has_recurrent_layers,
     max_context_len,
-    probe,
     refusal,
     text_config,
 )
+from specpool.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
+from specpool.models.placement import _parse_device, _placement, check_dtype
+from specpool.models.probe import probe
+from specpool.models.recurrent import ATTENDING, StateSpec, cache_argument, check_transformers
+from specpool.models.state_probe import probe_states
 from specpool.models.target_folder import (
     TargetFolder,
     check_values,
@@ -54,64 +54,6 @@ from specpool.models.torch_attention import (
 # NOTE: transformers takes nine seconds of CPU to import, so each function that needs it does that.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ATTENTION = "specpool"
-# The batch of the forward that is running, None outside.
-_BATCH: ContextVar[AttentionBatch | None] = ContextVar("specpool_batch", default=None)
-_NO_MODULE = nn.Identity()  # of calls whose layer a cache has noted
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DEVICES = ("cpu", "cuda")
-
-
-def _paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention function: query [B, H, n, D] after rope -> ([B, n, H, Dv], None).
-
-    Where lanes are flattened to one sequence, B is 1 and n all tokens.
-
-    `attention_mask` is not used: what a query may see comes from the batch's views.
-    """
-    batch = _BATCH.get()
-    if batch is None:
-        raise ConfigError(
-            "this model runs over specpool's pages: close its Engine (or TargetModel) first"
-        )
-    told = ATTENDING.get()
-    layer = int(module.layer_idx) if told is None else told  # type: ignore[arg-type]
-    if isinstance(batch, ProbeBatch):
-        batch.observe(layer, query, key, value, attention_mask, sliding_window, s_aux, others)
-    k_buffer, v_buffer, view = batch.kv[layer]
-    out = attend(
-        view,
-        k_buffer,
-        v_buffer,
-        query.transpose(1, 2).flatten(0, 1),
-        key.transpose(1, 2).flatten(0, 1),
-        value.transpose(1, 2).flatten(0, 1),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    # Transformers' own functions give one block of memory, and some models rely on it.
-    return out.contiguous().view(query.shape[0], query.shape[2], *out.shape[1:]), None
-
-
-def _torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same for models that call torch's function: -> [B, H, n, Dv]."""
-    out, _ = _paged_attention(_NO_MODULE, query, key, value, None)
-    return out.transpose(1, 2)
 
 
 class _Standing:
@@ -524,67 +466,6 @@ def _no_model(source: object) -> ConfigError:
             "give the model of before, ._orig_mod"
         )
     return ConfigError(told)
-
-
-def _register() -> None:
-    """Have transformers find our attention by its name.
-
-    NOTE: only the function is registered. Without a mask function of the same name transformers
-    builds no mask at all, which is what we want.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_ATTENTION, _paged_attention)
-
-
-def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype that models run in here; None = as stored.
-
-    Raises:
-        ConfigError: another one.
-    """
-    if dtype is None or dtype == "auto":
-        return None
-    parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if parsed not in _DTYPES.values():
-        raise ConfigError(f"dtype {dtype!r:.80}: allowed are auto, {', '.join(_DTYPES)}")
-    return parsed
-
-
-def _parse_device(device: torch.device | str) -> torch.device:
-    try:
-        parsed = torch.device(device)
-        if parsed.type not in _DEVICES:
-            raise ConfigError(f"device {str(device)!r:.80}: allowed are {', '.join(_DEVICES)}")
-        # Devices compare by index, and weights on "cuda" are on "cuda:0".
-        return torch.empty(0, device=parsed).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(
-            f"device {str(device)!r:.80} cannot be used: {one_line(error)}"
-        ) from error
-
-
-def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the one device of a model."""
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(("torch.ao.nn", "torch.nn.quantized")):
-            raise ConfigError(
-                f"the model's {name} is a {type(module).__name__} of torch's own quantization, "
-                "whose weights are no tensors: give the model of before"
-            )
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or "meta" in {device.type for device in devices}:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the model's weights must be on one device, they are on: {names}")
-    device = devices.pop()
-    if device.type not in _DEVICES:
-        raise ConfigError(f"the model is on {device}: allowed are {', '.join(_DEVICES)}")
-    if model.dtype not in _DTYPES.values():
-        raise ConfigError(
-            f"the model's weights are {model.dtype}: allowed are {', '.join(_DTYPES)}; load it "
-            "with dtype=, or convert it with .to()"
-        )
-    return model.dtype, device
 
 
 def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:

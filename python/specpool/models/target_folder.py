@@ -26,7 +26,7 @@ from specpool.errors import (
     wants_trust,
 )
 from specpool.models.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
-from specpool.models.support import (
+from specpool.models.gate import (
     check_class,
     check_config,
     has_recurrent_layers,

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
-from specpool.host_tier import Moves
+from specpool.memory.host.tier import Moves
+from specpool.scheduler.step import Step, StepResult
 from specpool.sim.source import Settings, Text
-from specpool.step import Step, StepResult
 
 Ints = npt.NDArray[np.int64]
 Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specpool._core import Ledger, Shape
-from specpool.host_tier import HostTier
-from specpool.request import Request
-from specpool.scheduler import Scheduler
+from specpool.memory.host.tier import HostTier
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step
 from specpool.sim.device import BrokenLaw
 from specpool.sim.source import Arrival, Scenario
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
-from specpool.step import Step
 
 # Turns in which a row that could decode may be left out: its rounds in flight, a drain, a
 # retraction, and what lateness adds.

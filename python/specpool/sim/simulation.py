@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from specpool._core import Shape
 from specpool.errors import StalePlan
-from specpool.host_tier import Handle, HostTier
-from specpool.request import Request
-from specpool.scheduler import Scheduler
+from specpool.memory.host.tier import Handle, HostTier
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step
 from specpool.sim.controllers import simulated_controller
 from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
 from specpool.sim.laws import Laws
 from specpool.sim.source import Arrival, Scenario, Text
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch
-from specpool.step import Step
 
 
 @dataclass(frozen=True, slots=True)

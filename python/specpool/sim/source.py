@@ -15,9 +15,11 @@ from typing import Literal, cast
 import numpy as np
 
 from specpool._core import Group, Ledger, Shape, sizing_most_window_pages, sizing_row_width
-from specpool.config import Placement, Policy, SamplingParams
-from specpool.request import Request
-from specpool.tokens import StopHit, TextStream
+from specpool.config import Placement, Policy
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.request import Request
+from specpool.text.stop_search import StopHit
+from specpool.text.stream import TextStream
 
 #: The token that ends a request; no other position of a text has it.
 STOP = 1 << 20

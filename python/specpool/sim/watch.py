@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger
-from specpool.pins import Pin
-from specpool.request import Request
+from specpool.scheduler.pins import Pin
+from specpool.scheduler.request import Request
 from specpool.sim.device import BrokenLaw, Ints
 from specpool.sim.source import Arrival, Text
 

@@ -1,0 +1,375 @@
+"""`specpool bench ...`: the benchmarks and their options."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from specpool.cli.option_names import NamingGroup, help_if_alone
+from specpool.cli.options import (
+    Adaptive,
+    DeviceName,
+    Json,
+    PageSize,
+    Placement,
+    Plot,
+    ShapeText,
+    Target,
+    Threads,
+    TrustRemoteCode,
+)
+from specpool.config import HEADROOM
+from specpool.errors import ConfigError
+
+bench = typer.Typer(
+    cls=NamingGroup,
+    rich_markup_mode=None,
+    help="Speed and memory, beside a reference in the same run.",
+)
+
+
+@bench.callback(invoke_without_command=True)
+def options(context: typer.Context) -> None:
+    """Speed and memory, beside a reference in the same run."""
+    help_if_alone(context)
+
+
+@bench.command("generate")
+def bench_generate(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
+    ] = None,
+    shape: ShapeText = None,
+    adaptive: Adaptive = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of each text; may be repeated. [default: 96 and 400]"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
+    ] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Drafting beside plain decoding on our pages, beside transformers' own generate."""
+    from specpool.cli.bench import generate as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        adaptive=adaptive,
+        num_tokens=tokens or [96, 400],
+        batch_sizes=batch or [1, 8],
+        num_requests=requests,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("plain")
+def bench_plain(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the target: tiny (the shipped one), or a random Llama of 25m or 125m "
+            "parameters; may be repeated. [default: tiny and 25m]"
+        ),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows. [default: 1 and 8]")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens with KV where decoding begins; 4096 takes minutes at batch 8. "
+            "[default: 32 and 512]"
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[int] | None, typer.Option(help="Tokens to prefill. [default: 1000]")
+    ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(help="Requests that come at once, for continuous batching; 0 = none."),
+    ] = 16,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 7,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Decoding without drafts, and prefill, on a CPU beside transformers' generate."""
+    from benches.plain import plain as run
+
+    run(
+        sizes=size or ["tiny", "25m"],
+        batch_sizes=batch or [1, 8],
+        contexts=context or [32, 512],
+        prompts=prompt or [1000],
+        num_requests=requests,
+        repeats=repeats,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("reserve")
+def bench_reserve(
+    page_size: PageSize = 64,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
+    draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Serve a trace of requests instead, SGLang's way and ours, on the same bytes of a "
+            "simulated device: how many run at once. It has the options that follow.",
+        ),
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None,
+    output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None,
+    accept_rate: Annotated[
+        float | None,
+        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
+    ] = None,
+    headroom: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of growth that admission asks for. [default: {HEADROOM}]"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Slots that a round reserves, by policy, placement and layout; closed form and brute force."""
+    from benches.reserve import reserve
+    from benches.trace import trace as run_trace
+
+    of_trace: dict[str, Any] = {
+        "memory": memory,
+        "prompt": prompt,
+        "output": output,
+        "requests": requests,
+        "accept_rate": accept_rate,
+        "headroom": headroom,
+        "seed": seed,
+    }
+    given = {name: value for name, value in of_trace.items() if value is not None}
+    if given and not trace:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"only --trace takes {names}")
+    options: dict[str, Any] = {
+        "page_size": page_size,
+        "shape": shape,
+        "overlap_depth": depth,
+        "target_layers": layers,
+        "draft_layers": draft_layers,
+        "json": json,
+        "plot": plot,
+    }
+    if trace:
+        run_trace(**options, **given)
+    else:
+        reserve(**options)
+
+
+@bench.command("ledger")
+def bench_ledger(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
+    placement: Placement = "shared",
+    layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The ledger's calls for one decode step, beside the same bookkeeping in plain Python."""
+    from benches.ledger import BATCHES
+    from benches.ledger import ledger as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        repeats=repeats,
+        overlap_depth=depth,
+        placement=placement,
+        layout=layout,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("windows")
+def bench_windows(
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="Of models with sliding layers. [default: all four]"),
+    ] = None,
+    window: Annotated[int, typer.Option(help="Positions that a sliding layer sees.")] = 64,
+    batch: Annotated[int, typer.Option(help="Rows that run at once.")] = 4,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 448,
+    page_size: PageSize = 16,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Memory held per row: sliding layers in window groups, and all layers in full groups."""
+    from benches.windows import windows
+
+    windows(
+        families=family or (),
+        window=window,
+        num_rows=batch,
+        prompt_len=prompt,
+        num_tokens=tokens,
+        page_size=page_size,
+        overlap_depth=depth,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("scheduler")
+def bench_scheduler(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows of a round. [default: 1, 32, 256 and 1024]")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "3x1x4",
+    page_size: PageSize = 16,
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    repeats: Annotated[int, typer.Option(help="Turns of each batch; the median counts.")] = 5,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The host's time for a round of scheduler and ledger, in its parts."""
+    from benches.scheduler import BATCHES
+    from benches.scheduler import scheduler as run
+
+    run(
+        batch_sizes=batch or BATCHES,
+        shape=shape,
+        page_size=page_size,
+        overlap_depth=depth,
+        repeats=repeats,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("host")
+def bench_host(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str, typer.Option(help="EAGLE head, whose KV goes along; none = the target's alone.")
+    ] = "specpool/tiny-eagle",
+    shape: ShapeText = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Tokens with KV; may be repeated. [default: 1000]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A request comes back from the host, beside prefilling it again."""
+    from benches.host import host as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        num_tokens=tokens or [1000],
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("session")
+def bench_session(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str, typer.Option(help="EAGLE head, whose KV stays too; none = the target's alone.")
+    ] = "specpool/tiny-eagle",
+    shape: ShapeText = None,
+    history: Annotated[int, typer.Option(help="Tokens of the turns before.")] = 1500,
+    new: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens that the turn adds; may be repeated. [default: 16 and 128]"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 9,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Time to a turn's first token, beside the same tokens as a new prompt."""
+    from benches.session import session as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        history=history,
+        num_new=new or [16, 128],
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@bench.command("adaptive")
+def bench_adaptive(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Of each phase of the simulated text; 0 = no simulation.")
+    ] = 1000,
+    tokens: Annotated[int, typer.Option(help="Of each text that the shipped pair writes.")] = 160,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
+    ] = 9,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Policies that choose a shape for each round, beside every static shape and plain decoding."""
+    from benches.adaptive import adaptive as run
+
+    run(
+        batch_sizes=batch or [1, 8, 32],
+        rounds=rounds,
+        num_tokens=tokens,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )

@@ -1,0 +1,193 @@
+"""`specpool bench host`: a request comes back from the host, beside prefilling it again.
+
+Both ways end with the request's next token: a reload leaves the last token to be fed, which has no
+KV, and a prefill feeds them all. The token must be the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from specpool.assets import corpus
+from specpool.checks import check_int
+from specpool.cli import checks
+from specpool.cli.results import Result, check_plot, interleaved, machine, report
+from specpool.cli.shapes import shape_of
+from specpool.errors import ConfigError, CorruptState
+from specpool.memory.host.tier import Handle, HostTier
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.request import Request
+from specpool.scheduler.step import Step
+
+if TYPE_CHECKING:
+    from specpool.engine.engine import Engine
+
+
+class Return:
+    """One request that goes to the host and comes back, on the parts of an engine."""
+
+    def __init__(self, engine: Engine, tier: HostTier, num_tokens: int) -> None:
+        """A request whose first `num_tokens` tokens have KV."""
+        (ids,) = corpus.prompts(1, num_tokens + 1)
+        (self._request,) = engine._prompts.requests(
+            [ids], SamplingParams(max_new_tokens=1), None, 0
+        )
+        self._request.prefill_len = len(ids)
+        self._engine, self._tier, self._num_tokens = engine, tier, num_tokens
+        self._tokens: set[int] = set()
+
+    def prefill(self) -> float:
+        """Seconds to the next token without the host."""
+        start = time.perf_counter()
+        row = self._engine.ledger.admit()
+        self._feed(row, 0)
+        seconds = time.perf_counter() - start
+        self._engine.ledger.retract(row)
+        return seconds
+
+    def offload(self) -> float:
+        """Seconds of the way to the host."""
+        handle, seconds = self._offloaded()
+        self._tier.drop(handle)
+        return seconds
+
+    def _offloaded(self) -> tuple[Handle, float]:
+        """A new row on the host, and the seconds of its way there."""
+        ledger = self._engine.ledger
+        row = ledger.admit()
+        self._feed(row, 0)
+        ledger.trim(row, self._num_tokens)
+        start = time.perf_counter()
+        handle = self._tier.offload(row)
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        if handle is None:
+            raise CorruptState(f"{self._num_tokens} tokens have no room on an empty host")
+        for g, group in enumerate(ledger.groups):  # or they would be found where they were
+            self._engine.cache.scrub(g, np.arange(1, group.num_pages + 1, dtype=np.int32))
+        return handle, seconds
+
+    def reload(self) -> float:
+        """Seconds to the next token, from the host; the row goes back."""
+        from specpool.memory.host.reload import reload
+
+        handle, _ = self._offloaded()
+        start = time.perf_counter()
+        row = reload(self._tier, self._engine.cache, handle)
+        if row is None:
+            raise CorruptState("a copy from the host has failed")
+        self._feed(row, self._num_tokens)
+        seconds = time.perf_counter() - start
+        self._engine.ledger.retract(row)
+        return seconds
+
+    def check(self) -> None:
+        """Both ways have given the same token.
+
+        Raises:
+            CorruptState: they have not.
+        """
+        if len(self._tokens) != 1:
+            raise CorruptState(f"prefill and reload give different tokens: {self._tokens}")
+
+    def _feed(self, row: int, start: int) -> None:
+        """Prefill the row from there on, in the engine's chunks, up to the next token."""
+        engine, end = self._engine, self._request.prefill_len
+        chunk = engine.config.prefill_tokens
+        self._request.row = row
+        for new_len in [*range(start + chunk, end, chunk), end]:
+            self._tokens.update(_run(engine, self._request, row, new_len))
+
+    def _synchronize(self) -> None:
+        if self._engine.cache.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._engine.cache.device)
+
+
+def _run(engine: Engine, request: Request, row: int, new_len: int) -> list[int]:
+    """One prefill step, to its end; the token that it gave, if any."""
+    plan = engine.ledger.prepare_extend([row], [new_len])
+    engine.ledger.launch(plan.step)
+    engine.cache.apply_delta(plan.step)
+    engine.cache.copy_pages(plan.page_copies)
+    (pending,) = engine._worker.run([Step(plan, [request])])
+    (tokens,) = pending.result().tokens
+    engine.ledger.complete(plan.step)
+    return tokens
+
+
+def host(
+    *,
+    target: str,
+    draft: str | None,
+    shape: str | None,
+    num_tokens: Sequence[int],
+    repeats: int,
+    device: str,
+    threads: int,
+    json: bool,
+    plot: Path | None,
+) -> None:
+    """Measure, then print.
+
+    Raises:
+        ConfigError: an option that cannot work.
+        CorruptState: what comes back is not what went.
+    """
+    check_int("repeats", repeats, 1, 1 << 16)
+    checks.check_place(device=device, threads=threads)
+    for tokens in num_tokens:
+        check_int("tokens", tokens, 1, 1 << 20)
+    if plot is not None:
+        check_plot(plot)
+    parsed, name = shape_of(shape), None if draft == "none" else draft
+    checks.engine_config(parsed, name, {})
+    checks.check_models(target, name)
+    checks.start_torch(threads)
+    from specpool.engine.engine import Engine
+    from specpool.memory.host.copies import HostMemory
+
+    results = []
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(num_tokens))
+        with Engine.from_pretrained(
+            target,
+            draft=name,
+            shape=parsed,
+            device=device,
+            max_batch=1,
+        ) as engine:
+            if max(num_tokens) + 2 > engine.max_context_len:
+                raise ConfigError(
+                    f"{max(num_tokens)} tokens and two more do not fit the model's "
+                    f"{engine.max_context_len} positions"
+                )
+            memory = HostMemory(engine.ledger, engine.cache, engine.kv_bytes)
+            tier = HostTier(engine.ledger, memory)
+            for tokens in num_tokens:
+                results += _case(Return(engine, tier, tokens), tokens, repeats)
+                progress.advance(task)
+    where = machine(device, threads, ("torch", "transformers"))
+    report("bench host", where, results, json_only=json, plot=plot)
+
+
+def _case(request: Return, num_tokens: int, repeats: int) -> list[Result]:
+    runs = [request.prefill, request.offload, request.reload]
+    for run in runs:
+        run()  # warm up
+    prefill, there, back = (1e3 * seconds for seconds in interleaved(runs, repeats))
+    request.check()
+    where = ("ms", "prefilled again", prefill)
+    return [
+        Result(f"{num_tokens:,} tokens: back from the host", back, *where),
+        Result(f"{num_tokens:,} tokens: to the host and back", there + back, *where),
+    ]

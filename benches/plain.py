@@ -1,0 +1,120 @@
+"""`specpool bench plain`: decoding without drafts, and prefill, beside transformers on a CPU.
+
+Random Llamas, beside the shipped one: what they write does not matter here, and both sides must
+write the same. `plain_runs` measures; options are checked before it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specpool.checks import check_int
+from specpool.cli import checks
+from specpool.cli.results import Result, check_plot, draw, machine
+from specpool.errors import ConfigError
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},  # the shipped target
+    "25m": {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "125m": {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Result):
+    """A result with its spread.
+
+    Attributes:
+        least_ratio: of all turns.
+        most_ratio: likewise.
+        cpu_ratio: median, by the process's CPU time.
+    """
+
+    least_ratio: float
+    most_ratio: float
+    cpu_ratio: float
+
+
+def plain(
+    *,
+    sizes: Sequence[str],
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    prompts: Sequence[int],
+    num_requests: int,
+    repeats: int,
+    threads: int,
+    json: bool,
+    plot: Path | None,
+) -> None:
+    """Measure, then print.
+
+    Raises:
+        ConfigError: an option that cannot work.
+        CorruptState: the texts differ.
+    """
+    for size in sizes:
+        if size not in SIZES:
+            raise ConfigError(f"size must be one of {', '.join(SIZES)}, got {size!r:.40}")
+    for name, values in (("batch", batch_sizes), ("context", contexts), ("prompt", prompts)):
+        for value in values:
+            check_int(name, value, 1, 1 << 15)
+    check_int("requests", num_requests, 0, 1 << 10)
+    check_int("repeats", repeats, 1, 1 << 10)
+    check_int("threads", threads, 1, 1 << 10)
+    if plot is not None:
+        check_plot(plot)
+    checks.start_torch(threads)
+    from benches.plain_runs import rows_of
+
+    rows: list[Row] = []
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+        for size in progress.track(sizes, description="measuring"):
+            rows += rows_of(size, batch_sizes, contexts, prompts, num_requests, repeats)
+    where = machine(threads=threads, packages=("torch", "transformers"))
+    if json:
+        import json as encoder
+
+        results = [asdict(row) | {"ratio": row.ratio} for row in rows]
+        print(encoder.dumps({"machine": where, "results": results}, indent=1))
+    else:
+        console = Console()
+        Console(width=max(console.width, 128)).print(_table(rows))
+    if plot is not None:
+        draw("bench plain", rows, plot)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="bench plain", caption="medians; least and greatest ratio of all turns")
+    table.add_column("")
+    for column in ("value", "unit", "transformers", "ratio", "least", "most", "by CPU time"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        numbers = (row.ratio, row.least_ratio, row.most_ratio, row.cpu_ratio)
+        shown = (f"{row.value:.4g}", row.unit, f"{row.reference_value:.4g}")
+        table.add_row(row.name, *shown, *(f"{number:.2f}" for number in numbers))
+    return table

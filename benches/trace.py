@@ -1,0 +1,474 @@
+"""`specpool bench reserve --trace`: a trace of requests on the same bytes, upstream's way and ours.
+
+The scheduler and the ledger are the real ones, the device is simulated and has no memory. Upstream:
+placement shared, policy double_buffer, layout holey where P > 1 and K > 1; its requests are
+admitted and retracted as ours are. All get the same requests, bytes (page 0 included), context
+limit, prefill chunk and limit on running rows, which is set so high that it never binds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specpool._core import Shape
+from specpool.checks import check_int
+from specpool.cli.results import Result, check_plot, machine, print_json
+from specpool.config import HEADROOM, EngineConfig, Layout, Placement, Policy
+from specpool.errors import ConfigError
+from specpool.memory.group_sizes import GroupSizes, size_groups
+from specpool.memory.layer_kv import LayerKV
+from specpool.num_bytes import parse_bytes, show_bytes
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step
+from specpool.shape_names import parse_shape
+from specpool.sim import Arrival, Settings, SimDevice, Text
+
+# Of an 8B model in 16 bits.
+LAYER = LayerKV(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
+ITEMSIZE = 2
+# Upstream runs about two dozen requests of the default trace on so many bytes.
+KV_BYTES = 8 << 30
+
+MAX_BATCH = 1024
+PREFILL_TOKENS = 8192
+ARRIVALS_PER_TURN = 4  # on average: more than anybody can serve, so that memory decides
+TREE, CHAIN = Shape.eagle(5, 8, 64), Shape.eagle(3, 1, 4)
+MEAN_PROMPT_LEN, MEAN_OUTPUT_LEN, NUM_REQUESTS = 384, 256, 512
+LIVE_LENS = (2048, 8192)  # mean tokens of a running request that are measured besides
+
+MORE = 3.0  # times the requests at once, on the default trace: what the project asks for
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests to come, a function of a seed; lengths are uniform in half to 1.5 of their mean."""
+
+    name: str
+    shape: Shape
+    mean_prompt_len: int
+    mean_output_len: int
+    num_requests: int
+    accept_rate: float
+    seed: int
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens that none of the requests exceeds."""
+        return sum(_most(mean) for mean in (self.mean_prompt_len, self.mean_output_len))
+
+    def arrivals(self) -> list[Arrival]:
+        """The requests, in the order of their coming."""
+        rng = random.Random(self.seed)
+        turn, arrivals = 0.0, []
+        for request_id in range(1, self.num_requests + 1):
+            prompt_len, output_len = (
+                rng.randint((mean + 1) // 2, _most(mean))
+                for mean in (self.mean_prompt_len, self.mean_output_len)
+            )
+            arrivals.append(
+                Arrival(
+                    request_id=request_id,
+                    turn=int(turn),
+                    prompt_len=prompt_len,
+                    max_len=prompt_len + output_len,
+                    shape=1,
+                    accept_rate=self.accept_rate,
+                )
+            )
+            turn += rng.expovariate(ARRIVALS_PER_TURN)
+        return arrivals
+
+
+def _most(mean: int) -> int:
+    return mean + mean // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How memory is laid out and reserved."""
+
+    who: str
+    placement: Placement
+    policy: Policy
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """As the table and the JSON call it."""
+        return f"{self.who}: {self.policy}, {self.placement}, {self.layout}"
+
+
+def ways(page_size: int, shape: Shape) -> list[Way]:
+    """Upstream's, then ours."""
+    layouts: list[Layout] = ["dense", "holey"] if page_size > 1 and shape.topk > 1 else ["dense"]
+    ours = [Way("specpool", "split", "exact", layout) for layout in layouts]
+    return [Way("SGLang", "shared", "double_buffer", layouts[-1]), *ours]
+
+
+@dataclass(slots=True)
+class Run:
+    """What happened to a trace, in one way."""
+
+    sizes: GroupSizes
+    running: list[int] = field(default_factory=list)  # requests with a row, by round
+    tokens: int = 0  # generated
+    retractions: int = 0
+    unfinished: int = 0  # requests that did not get their tokens
+
+    @property
+    def rounds(self) -> int:
+        """Turns of the loop that launched a step."""
+        return len(self.running)
+
+    @property
+    def mean_running(self) -> float:
+        """Requests running at once, over all rounds."""
+        return statistics.fmean(self.running)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of all requests together."""
+        return self.tokens / self.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """The model and its memory, the same for all."""
+
+    page_size: int
+    overlap_depth: int
+    target_layers: int
+    draft_layers: int
+    kv_bytes: int
+    headroom: int  # of the scheduler's admission, in tokens
+
+    def sizes(self, way: Way, traffic: Traffic) -> GroupSizes:
+        """The pools: as an engine would size them, but for the limit on rows, which must not bind.
+
+        Raises:
+            ConfigError: the bytes do not hold one full row.
+        """
+        config = EngineConfig(
+            page_size=self.page_size,
+            placement=way.placement,
+            policy=way.policy,
+            layout=way.layout,
+            overlap_depth=self.overlap_depth,
+            max_batch=MAX_BATCH,
+            prefill_tokens=PREFILL_TOKENS,
+        )
+        token_bytes = LAYER.bytes_per_token(ITEMSIZE)
+        return size_groups(
+            config,
+            {None: self.target_layers * token_bytes},
+            self.draft_layers * token_bytes,
+            shapes=[traffic.shape],
+            max_context_len=traffic.max_context_len,
+            kv_bytes=self.kv_bytes,
+        )
+
+
+def run_trace(machinery: Machinery, way: Way, traffic: Traffic) -> Run:
+    """Serve the traffic to its end.
+
+    Raises:
+        ConfigError: the bytes do not hold one full row.
+    """
+    sizes = machinery.sizes(way, traffic)
+    shape = traffic.shape
+    settings = Settings(
+        page_sizes=tuple(group.page_size for group in sizes.groups),
+        num_pages=tuple(group.num_pages for group in sizes.groups),
+        placement=way.placement,
+        layout=sizes.groups[-1].layout,
+        policy=way.policy,
+        shapes=((shape.num_steps, shape.topk, shape.num_draft_tokens),),
+        overlap_depth=machinery.overlap_depth,
+        max_batch=MAX_BATCH,
+        prefill_tokens=PREFILL_TOKENS,
+        max_context_len=traffic.max_context_len,
+    )
+    ledger = sizes.ledger()
+    device = SimDevice(ledger, settings, random.Random(traffic.seed), has_memory=False)
+    scheduler = Scheduler(
+        ledger,
+        max_batch=MAX_BATCH,
+        prefill_tokens=PREFILL_TOKENS,
+        keeps_draft_kv=True,
+        headroom=machinery.headroom,
+    )
+    to_come = deque(traffic.arrivals())
+    texts = {arrival.request_id: Text(arrival) for arrival in to_come}
+    requests = []
+    flying: deque[list[Step]] = deque()
+    run, turn = Run(sizes), 0
+    while to_come or flying or scheduler.requests():
+        while to_come and to_come[0].turn <= turn:
+            requests.append(to_come.popleft().request())
+            scheduler.submit(requests[-1])
+        turn += 1
+        steps = scheduler.schedule()
+        if steps:
+            run.running.append(scheduler.num_running)
+        for step in steps:
+            number = step.plan.step
+            scheduler.launch(step)
+            delta = ledger.take_delta(number)
+            ledger.ack_delta(number)
+            device.launch(step, [texts[r.request_id] for r in step.requests], delta)
+        flying.append(steps)
+        while len(flying) > machinery.overlap_depth or (flying and not steps):
+            for step in flying.popleft():
+                scheduler.finish(step, device.result(step.plan))
+    run.tokens = sum(request.num_output_tokens for request in requests)
+    run.retractions = scheduler.num_retracted
+    run.unfinished = sum(len(request.tokens) < request.max_len for request in requests)
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One traffic, in every way; upstream's first."""
+
+    traffic: Traffic
+    runs: list[tuple[Way, Run]]
+    has_target: bool  # the trace that the project asks for
+
+
+def trace(
+    *,
+    page_size: int,
+    shape: str,
+    overlap_depth: int,
+    target_layers: int,
+    draft_layers: int,
+    json: bool,
+    plot: Path | None,
+    memory: str | None = None,
+    prompt: int = MEAN_PROMPT_LEN,
+    output: int = MEAN_OUTPUT_LEN,
+    requests: int = NUM_REQUESTS,
+    accept_rate: float = 0.7,
+    headroom: int = HEADROOM,
+    seed: int = 0,
+) -> None:
+    """Simulate, then print.
+
+    Raises:
+        ConfigError: an option that cannot work.
+    """
+    parsed = parse_shape("--shape", shape)
+    if parsed == Shape.none():
+        raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
+    check_int("page_size", page_size, 1, 1 << 12)
+    check_int("overlap_depth", overlap_depth, 0, 1)
+    check_int("layers", target_layers, 1, 1 << 12)
+    check_int("draft_layers", draft_layers, 1, 1 << 12)
+    kv_bytes = KV_BYTES if memory is None else parse_bytes("memory", memory)
+    check_int("prompt", prompt, 1, 1 << 14)
+    check_int("output", output, 2, 1 << 14)
+    check_int("requests", requests, 1, 1 << 16)
+    check_int("headroom", headroom, 0, 1 << 16)
+    check_int("seed", seed, 0, (1 << 31) - 1)
+    if not 0 <= accept_rate < 1:
+        raise ConfigError(f"accept_rate must be a number in [0, 1), got {accept_rate:g}")
+    if plot is not None:
+        check_plot(plot)
+    machinery = Machinery(page_size, overlap_depth, target_layers, draft_layers, kv_bytes, headroom)
+    lengths = f"prompt {prompt}, output {output}"
+    first = Traffic(lengths, parsed, prompt, output, requests, accept_rate, seed)
+    longer = [
+        replace(first, name=f"live {live}", mean_prompt_len=live - output // 2)
+        for live in LIVE_LENS
+        if live > output // 2
+    ]
+    traffics = [first, *longer]
+    if parsed != CHAIN:
+        traffics.append(replace(first, name=f"{first.name}, chains", shape=CHAIN))
+    plans = [(traffic, way) for traffic in traffics for way in ways(page_size, traffic.shape)]
+    for traffic, way in plans:  # before any runs
+        machinery.sizes(way, traffic)
+    runs = []
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+        for traffic, way in progress.track(plans, description="simulating"):
+            runs.append((traffic, way, run_trace(machinery, way, traffic)))
+    found = [
+        Comparison(
+            traffic,
+            [(way, run) for of, way, run in runs if of is traffic],
+            has_target=is_asked_for(machinery, traffic),
+        )
+        for traffic in traffics
+    ]
+    if json:
+        print_json(machine(), results(found))
+    else:
+        console = Console()
+        Console(width=max(console.width, 136)).print(_table(machinery, found))
+    if plot is not None:
+        _draw(machinery, found, plot)
+
+
+def is_asked_for(machinery: Machinery, traffic: Traffic) -> bool:
+    """Whether the project names a target for it; few requests do not fill the memory."""
+    means = traffic.mean_prompt_len, traffic.mean_output_len
+    layers = machinery.target_layers, machinery.draft_layers
+    return (
+        traffic.num_requests >= NUM_REQUESTS
+        and (means, layers) == ((MEAN_PROMPT_LEN, MEAN_OUTPUT_LEN), (32, 1))
+        and (machinery.page_size, traffic.shape, machinery.overlap_depth) == (64, TREE, 1)
+    )
+
+
+def results(found: Sequence[Comparison]) -> list[Result]:
+    """Every figure of every way, beside upstream's of the same trace."""
+    lines = []
+    for comparison in found:
+        traffic, (upstream, theirs) = comparison.traffic, comparison.runs[0]
+        for way, run in comparison.runs:
+            name = f"{_named(traffic)}; {way.name}"
+            for what, value, unit, of_theirs in (
+                ("running, mean", run.mean_running, "requests", theirs.mean_running),
+                ("running, peak", max(run.running), "requests", max(theirs.running)),
+                ("rounds", run.rounds, "rounds", theirs.rounds),
+                ("tokens", run.tokens_per_round, "tokens/round", theirs.tokens_per_round),
+                ("buffers", run.sizes.num_bytes, "bytes", theirs.sizes.num_bytes),
+            ):
+                lines.append(Result(f"{name}: {what}", value, unit, upstream.name, of_theirs))
+            lines.append(
+                Result(
+                    f"{name}: retractions",
+                    run.retractions,
+                    "retractions",
+                    "requests of the trace",
+                    traffic.num_requests,
+                )
+            )
+        if comparison.has_target:
+            more = _more(comparison)
+            lines.append(
+                Result(
+                    f"{_named(traffic)}: requests at once, ours / upstream's",
+                    more,
+                    "times",
+                    "target, at least",
+                    MORE,
+                )
+            )
+    return lines
+
+
+def _more(comparison: Comparison) -> float:
+    """How many times the requests our first way runs at once, on average."""
+    (_, theirs), (_, ours) = comparison.runs[:2]
+    return ours.mean_running / theirs.mean_running
+
+
+def _named(traffic: Traffic) -> str:
+    shape = traffic.shape
+    return f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}, {traffic.name}"
+
+
+def _table(machinery: Machinery, found: Sequence[Comparison]) -> Table:
+    first = found[0].traffic
+    table = Table(
+        title=f"bench reserve --trace: {first.num_requests} requests, seed {first.seed}, "
+        f"P={machinery.page_size}, D={machinery.overlap_depth}, {machinery.target_layers}+"
+        f"{machinery.draft_layers} layers, {show_bytes(machinery.kv_bytes)} of KV",
+        caption=_caption(machinery, first),
+    )
+    table.add_column("mean lengths, and the way", no_wrap=True)
+    for column in (
+        "pages",
+        "running",
+        "peak",
+        "x",
+        "target",
+        "retracted",
+        "rounds",
+        "tokens/round",
+    ):
+        table.add_column(column, justify="right")
+    for comparison in found:
+        table.add_row(f"[bold]{_named(comparison.traffic)}[/bold]")
+        theirs = comparison.runs[0][1]
+        for way, run in comparison.runs:
+            target = ""
+            if comparison.has_target and run is comparison.runs[1][1]:
+                met = _more(comparison) >= MORE
+                target = f">= {MORE:g} " + ("met" if met else "[bold]missed[/bold]")
+            table.add_row(
+                f"  {way.name}",
+                " + ".join(f"{group.num_pages:,}" for group in run.sizes.groups),
+                f"{run.mean_running:,.1f}",
+                f"{max(run.running):,}",
+                f"{run.mean_running / theirs.mean_running:.2f}",
+                target,
+                f"{run.retractions:,}",
+                f"{run.rounds:,}",
+                f"{run.tokens_per_round:,.1f}",
+                end_section=run is comparison.runs[-1][1],
+            )
+    return table
+
+
+def _caption(machinery: Machinery, first: Traffic) -> str:
+    return (
+        "a line: one trace on the same bytes (page 0 included), on the simulated device; running: "
+        "requests with a row, mean over all rounds; x: that over SGLang's; live: mean tokens of a "
+        "request half-way through its output; lengths: uniform, half to 1.5 of the mean; "
+        f"KV: {LAYER.num_kv_heads} heads of {LAYER.k_head_dim}, {ITEMSIZE} bytes; a draft is "
+        f"right where those before it are with probability {first.accept_rate:g}; "
+        f"{ARRIVALS_PER_TURN} requests come a turn; prefill chunk {PREFILL_TOKENS}; at most "
+        f"{MAX_BATCH} rows; admission's headroom {machinery.headroom} tokens"
+    )
+
+
+def _draw(machinery: Machinery, found: Sequence[Comparison], path: Path) -> None:
+    """Requests running over rounds, one field for each traffic.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    columns = min(2, len(found))
+    lines = -(-len(found) // columns)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(6 * columns, 3.4 * lines), layout="constrained", squeeze=False
+    )
+    fields: list[Any] = list(grid.flat)
+    for axes, comparison in zip(fields, found, strict=False):
+        for at, (way, run) in enumerate(comparison.runs):  # the last lies below the others
+            label = f"{way.name}: {run.mean_running:.1f}"
+            axes.plot(run.running, label=label, linewidth=1, zorder=-at)
+        axes.set_title(_named(comparison.traffic))
+        axes.set_xlabel("round")
+        axes.set_ylabel("requests running")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize="small")
+    for axes in fields[len(found) :]:
+        axes.set_axis_off()
+    figure.suptitle(
+        f"{found[0].traffic.num_requests} requests on {show_bytes(machinery.kv_bytes)} of KV, "
+        f"P={machinery.page_size}, D={machinery.overlap_depth}"
+    )
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+    pyplot.close(figure)

@@ -1,0 +1,188 @@
+"""`Assembly`: what an engine runs on, fitted to each other: pools, worker, graphs, controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specpool._core import Ledger, Shape
+from specpool.adaptive import Controller, CostController, controller_of
+from specpool.assembly.calibration import Tour, calibrate
+from specpool.assembly.graph_plan import graph_sizes, round_kinds
+from specpool.assembly.worker_choice import routed
+from specpool.attention import BACK_ENDS, BackEnd, back_end, check_trees
+from specpool.config import EngineConfig, Worker
+from specpool.draft import Drafter
+from specpool.errors import ConfigError
+from specpool.loop.busy_check import BusyCheck
+from specpool.loop.loop import Loop
+from specpool.memory.host.copies import HostMemory
+from specpool.memory.host.tier import HostTier
+from specpool.memory.kv_cache import KVCache
+from specpool.memory.pools import plan_pools
+from specpool.models import TargetModel
+from specpool.scheduler.scheduler import Scheduler
+from specpool.worker.graphs.capture import capture_on
+from specpool.worker.worker import EagleWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The parts below an engine's scheduler, and how that is put on top."""
+
+    target: TargetModel
+    drafter: Drafter | None
+    config: EngineConfig
+    shape: Shape  # of a request that names none
+    max_context_len: int
+    ledger: Ledger
+    cache: KVCache
+    kind: Worker  # which worker it is
+    worker: EagleWorker
+    host: HostTier | None
+    controller: Controller | None
+
+    def scheduler(self, controller: Controller | None, **options: Any) -> Scheduler:
+        """A scheduler of the ledger's rows; `options` are further ones of `Scheduler`."""
+        config, drafter = self.config, self.drafter
+        return Scheduler(
+            self.ledger,
+            max_batch=config.max_batch,
+            prefill_tokens=config.prefill_tokens,
+            keeps_draft_kv=drafter is not None and bool(drafter.layers),
+            headroom=config.headroom,
+            reads_tokens=drafter is not None and drafter.reads_tokens,
+            trims_rounds=self.kind == "v1",
+            shares_prompts=not self.target.keeps_state,
+            controller=controller,
+            **options,
+        )
+
+    def loop(self, scheduler: Scheduler, *, busy_check: int) -> Loop:
+        """A loop that runs what the scheduler prepares, at this check level."""
+        config, ledger, cache = self.config, self.ledger, self.cache
+        found = config.on_finding
+        return Loop(
+            ledger,
+            scheduler,
+            self.worker,
+            cache,
+            BusyCheck(ledger, scheduler, cache, level=busy_check, on_finding=found),
+            overlap_depth=config.overlap_depth,
+            mixed_chunks=config.mixed_chunks,
+            host=self.host,
+        )
+
+    def calibrate(self) -> None:
+        """Tell a controller that goes by costs what rounds take here."""
+        if not isinstance(self.controller, CostController):
+            return
+        tour = Tour(self.controller.candidates)
+        calibrate(
+            self.controller,
+            tour,
+            self.ledger,
+            lambda: self.loop(self.scheduler(tour), busy_check=0),
+            max_batch=self.config.max_batch,
+        )
+        if self.worker.states is not None:
+            self.worker.states.restart()
+
+
+def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> Assembly:
+    """Build all of it for loaded models; nothing has run yet but what the graphs capture.
+
+    Raises:
+        ConfigError: the configuration, the models and the memory do not fit together.
+    """
+    attention, capture = back_end(config.attention), capture_on(target.device)
+    sizes = graph_sizes(
+        config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
+    )
+    controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
+    shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
+    if controller is not None and config.shape is None:
+        shape = max(controller.candidates, key=lambda each: each.num_draft_tokens)
+    shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
+    _check(config, drafter, attention, shapes)
+    draft_layers = drafter.layers if drafter is not None else ()
+    layers = [*target.layer_kv, *draft_layers]
+    attend_with = attention.start(target.device, target.dtype, layers, target.config.model_type)
+    kind = routed(config, target, drafter, shapes)
+    limit = target.max_context_len
+    max_context_len = config.max_context_len or limit
+    if max_context_len > limit:
+        raise ConfigError(
+            f"max_context_len {max_context_len} is above the model's {limit} positions"
+        )
+    pools = plan_pools(
+        config,
+        target.layer_kv,
+        draft_layers,
+        shapes=shapes,
+        max_context_len=max_context_len,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    ledger = pools.ledger
+    cache = KVCache(
+        ledger,
+        layers,
+        pools.layer_groups,
+        dtype=target.dtype,
+        device=target.device,
+        attend_with=attend_with,
+    )
+    if drafter is not None:
+        target.capture(drafter.feature_layers)
+        layout = ledger.groups[pools.draft_group].layout
+        drafter.attach(cache, len(target.layer_kv), pools.draft_group, layout, shapes)
+    worker = EagleWorker(
+        target,
+        drafter,
+        cache,
+        target_groups=pools.target_groups,
+        shapes=ledger.shapes,
+        max_context_len=max_context_len,
+        attention=attention,
+    )
+    if capture is not None and sizes:
+        kinds = round_kinds(config, sizes, drafter, shape)
+        captured = worker.capture(capture, ledger, kinds).sizes
+        if captured != sizes:  # whichever are left decide where a batch size belongs
+            left = captured or None
+            controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)
+    host = None
+    if config.host_bytes:
+        memory = HostMemory(ledger, cache, config.host_bytes)
+        host = HostTier(ledger, memory, policy=config.offload)
+    return Assembly(
+        target=target,
+        drafter=drafter,
+        config=config,
+        shape=shape,
+        max_context_len=max_context_len,
+        ledger=ledger,
+        cache=cache,
+        kind=kind,
+        worker=worker,
+        host=host,
+        controller=controller,
+    )
+
+
+def _check(
+    config: EngineConfig, drafter: Drafter | None, attention: BackEnd, shapes: Sequence[Shape]
+) -> None:
+    """Refuse what these shapes cannot be drafted or verified with."""
+    for each in shapes if drafter is None else ():
+        if each.num_draft_tokens > 1:
+            raise ConfigError(f"{each} drafts, but there is no draft model")
+    check_trees(attention, config.page_size, shapes)
+    if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
+        able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
+        raise ConfigError(
+            f"mixed_chunks while drafting needs a back end that reads ragged masks "
+            f"({', '.join(able)}), attention is {attention.name!r}"
+        )

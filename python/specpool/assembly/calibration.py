@@ -1,0 +1,128 @@
+"""What a round takes, by shape and batch size: measured before the first request comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from specpool._core import Ledger, Shape
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from specpool.adaptive import Controller
+    from specpool.adaptive.base import NumCorrectDrafts
+    from specpool.loop.loop import Loop
+
+# Each shape has its turn in every pass, so that who else is at work for a while slows all of them.
+_PASSES = 3
+# Seconds of all rounds, about: beyond, a size has two passes and no larger size is measured. The
+# controller reckons those from the smaller ones.
+_MOST_SECONDS = 4.0
+_WARM_UP, _TIMED = 1, 2  # rounds of a turn: the first do not count
+TOLD = 3  # of a shape's rounds: the fastest
+_PROMPT_LEN = 32
+
+
+class Tour:
+    """A controller that has each candidate run in its turn, and notes how long that takes."""
+
+    def __init__(self, candidates: Sequence[Shape]) -> None:
+        """Begin with the first."""
+        self.candidates = tuple(candidates)
+        self.shape = self.candidates[0]
+        self.size = 1  # lanes of the rounds that count
+        self.seconds: list[float] = []  # of those of `shape`, the oldest first
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        """The candidate whose turn it is."""
+        return self.shape
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
+    ) -> None:
+        """What the drafts are worth does not matter here."""
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """Note it."""
+        if shape == self.shape and batch_size == self.size:
+            self.seconds.append(seconds)
+
+
+def calibrate(
+    controller: Controller,
+    tour: Tour,
+    ledger: Ledger,
+    build: Callable[[], Loop],
+    *,
+    max_batch: int,
+) -> None:
+    """Tell `controller` what a round of each of its candidates takes, by batch size.
+
+    Args:
+        controller: is told of a few rounds each.
+        tour: of its candidates.
+        ledger: nothing runs on it.
+        build: a loop whose scheduler has `tour` for its controller.
+        max_batch: the sizes are the powers of two up to it, and itself; as many as find pages.
+    """
+    started = time.perf_counter()
+    sizes = {1 << i for i in range(max_batch.bit_length())} | {max_batch}
+    for size in sorted(n for n in sizes if n <= max_batch):
+        loop = build()
+        scheduler = loop.scheduler
+        requests = [_request(i, tour, ledger) for i in range(size)]
+        if not all(scheduler.fits(request) for request in requests):
+            return
+        with loop.recovering():
+            for request in requests:
+                scheduler.submit(request)
+            tour.size, tour.seconds = size, []
+            while not tour.seconds and any(r.finish_reason is None for r in requests):
+                loop.turn()
+            num_rows = scheduler.num_running
+            if num_rows == size:  # else the pages are too few for more
+                found: dict[Shape, list[float]] = {shape: [] for shape in tour.candidates}
+                for number in range(_PASSES):
+                    if number > 1 and time.perf_counter() - started > _MOST_SECONDS:
+                        break
+                    for shape in tour.candidates:
+                        tour.shape, tour.seconds = shape, []
+                        while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
+                            loop.turn()
+                        found[shape] += tour.seconds[_WARM_UP:]
+                for shape, seconds in found.items():  # whoever else is at work only adds to them
+                    for least in sorted(seconds)[:TOLD]:
+                        controller.on_round_seconds(shape, size, least)
+            for request in requests:
+                scheduler.abort(request)
+            loop.drain()
+        if num_rows < size or time.perf_counter() - started > _MOST_SECONDS:
+            return
+
+
+def _can_go_on(requests: Sequence[Request]) -> bool:
+    return all(request.finish_reason is None for request in requests)
+
+
+def _request(number: int, tour: Tour, ledger: Ledger) -> Request:
+    """A text of nothing; what it says is not looked at."""
+    shapes = ledger.shapes
+    most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
+    num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.candidates) + 1
+    num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
+    prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
+    return Request(
+        request_id=number,
+        index=number,
+        prompt_len=prompt_len,
+        tokens=[0] * prompt_len,
+        params=SamplingParams(max_new_tokens=1 << 20, ignore_eos=True),
+        shape=most,
+        shape_index=len(shapes),
+        choices=tuple(shapes.index(shape) for shape in tour.candidates),
+        max_len=min(prompt_len + num_tokens + 1, ledger.max_context_len),
+        stop_ids=frozenset(),
+        seed=number,
+    )

@@ -1,0 +1,71 @@
+"""Which kinds of rounds get CUDA graphs, and for which batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpool._core import Shape
+from specpool.adaptive import config_of
+from specpool.adaptive.router import StepRouter
+from specpool.attention import BackEnd
+from specpool.config import EngineConfig
+from specpool.draft import Drafter
+from specpool.errors import ConfigError
+from specpool.worker.graphs.round_graph import RoundKind
+
+
+def graph_sizes(
+    config: EngineConfig, attention: BackEnd, *, has_capture: bool, keeps_state: bool
+) -> tuple[int, ...]:
+    """The batch sizes to capture, ascending; none where that cannot be.
+
+    Raises:
+        ConfigError: `config` asks for some nevertheless.
+    """
+    why = None
+    if not has_capture:
+        why = "they need a CUDA device, and torch's cache of its memory"
+    elif not attention.runs_in_graphs:
+        why = f"attention {attention.name!r} plans each forward on the host"
+    elif keeps_state:
+        why = "the target has recurrent layers, which run on the synchronous worker"
+    if config.graph_sizes is None:
+        most = config.max_batch
+        powers = {1 << i for i in range(most.bit_length())}
+        return () if why else tuple(sorted(powers | {most}))
+    if why and config.graph_sizes:
+        raise ConfigError(f"graph_sizes {list(config.graph_sizes)} cannot be captured: {why}")
+    return tuple(sorted(config.graph_sizes))
+
+
+def round_kinds(
+    config: EngineConfig, sizes: Sequence[int], drafter: Drafter | None, shape: Shape
+) -> dict[RoundKind, list[int]]:
+    """What to capture: each kind of round that lanes of one shape can have, with its batch sizes.
+
+    What a controller chooses is captured for the sizes at which it can be chosen.
+
+    Args:
+        config: its shapes, and candidates.
+        sizes: all of them.
+        drafter: of the engine.
+        shape: the engine's own.
+    """
+    keeps_draft_kv = drafter is not None and bool(drafter.layers)
+    found: dict[RoundKind, list[int]] = {}
+    named = list(config.shapes)
+    if config.adaptive is None:
+        named.append(shape)
+    else:
+        slots = config_of(config.adaptive).slots
+        router = StepRouter(slots, graph_sizes=sizes)
+        reach = router.graph_sizes_of({key: slot.candidates for key, slot in slots.items()})
+        found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
+    found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
+    found[RoundKind(Shape.none(), False)] = list(sizes)  # whoever opts out
+    reads_tokens = drafter is not None and drafter.reads_tokens  # which only the host has
+    return {
+        kind: mine
+        for kind, mine in found.items()
+        if mine and not (reads_tokens and kind.shape.num_draft_tokens > 1)
+    }

@@ -1,0 +1,89 @@
+"""From names, folders and models in memory to what an engine is built of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+
+from specpool.assets import resolve
+from specpool.config import EngineConfig
+from specpool.draft import Drafter, EagleDrafter, named_drafter
+from specpool.errors import ConfigError
+from specpool.models import TargetModel
+from specpool.models.placement import check_dtype
+from specpool.models.target_folder import find_target, load_config
+from specpool.text.tokenizer import check_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A target model, perhaps a drafter, perhaps a tokenizer."""
+
+    target: TargetModel
+    drafter: Drafter | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def load(
+    target: str | PathLike[str] | PreTrainedModel,
+    draft: str | PathLike[str] | Drafter | None,
+    *,
+    config: EngineConfig,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device,
+    tokenizer: PreTrainedTokenizerBase | None,
+    feature_layers: Sequence[int] | None,
+    trust_remote_code: bool,
+) -> Loaded:
+    """Load what `Engine.from_pretrained` names; its arguments are said there.
+
+    Raises:
+        ConfigError: a path, an option or a checkpoint that does not fit.
+    """
+    if feature_layers is not None and not (
+        isinstance(feature_layers, Sequence)
+        and all(isinstance(layer, int) for layer in feature_layers)
+    ):
+        raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
+    check_tokenizer(tokenizer)
+    if isinstance(draft, str):
+        draft = named_drafter(draft) or draft
+    if not (draft is None or isinstance(draft, str | PathLike) or hasattr(draft, "propose")) or (
+        draft == ""
+    ):
+        raise ConfigError(
+            f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
+        )
+    check_dtype(dtype)
+    if isinstance(target, str | PathLike):
+        name = resolve(target) if isinstance(target, str) else target
+        source = find_target(name, trust_remote_code=trust_remote_code)
+        load_config(source)  # what is wrong with the model comes before what is with its tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+        dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
+        model = TargetModel.from_pretrained(source, dtype=dtype, device=device)
+    else:
+        model = TargetModel.from_pretrained(target, dtype=dtype)
+    try:
+        drafter: Drafter | None
+        if isinstance(draft, str | PathLike):
+            drafter = EagleDrafter.from_pretrained(
+                resolve(draft) if isinstance(draft, str) else draft,
+                model,
+                ancestry=config.ancestry,
+                feature_layers=feature_layers,
+            )
+        else:
+            drafter = draft
+        return Loaded(model, drafter, tokenizer)
+    except BaseException:
+        model.close()
+        raise

@@ -1,0 +1,400 @@
+"""Whether two runs gave one request the same text, up to the rounding of the model's dtype.
+
+The referee is the model itself: its own attention, without pages, over the text that a run gave.
+Each token of the run is held against what these logits choose. A token that they do not choose is
+explained by rounding if a change of the logits within `noise` would choose it.
+
+Rounding moves a logit in two ways. Storing it rounds it once, by at most u * |logit|, with u half
+of the dtype's epsilon. And the hidden state that it comes from has been rounded about
+`ROUNDINGS_PER_LAYER` times in each of L layers. Such errors add up like a random walk (Higham and
+Mary, SIAM J. Sci. Comput. 41, 2019), to a share u * sqrt(ROUNDINGS_PER_LAYER * L) of the hidden
+state, in no direction of its own, so to the same share of `spread`, the standard deviation of the
+logits over the vocabulary. Of two logits in each of two runs, together:
+
+    noise = 4 * u * |logit| + DEVIATIONS * u * sqrt(ROUNDINGS_PER_LAYER * L) * spread
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specpool import kernels
+from specpool.engine.output import RequestOutput
+from specpool.errors import ConfigError
+from specpool.models import TargetModel
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.conversations import common_len
+
+Verdict = Literal["identical", "rounding", "fault"]
+
+#: Results that a layer rounds on the way to the next: norms, projections, attention, sums.
+ROUNDINGS_PER_LAYER = 16
+#: Standard deviations of the difference of two runs that count as rounding.
+DEVIATIONS = 4.0
+# Positions whose logits are held at once.
+_BLOCK = 256
+# Sizes of what top-p may have kept that are looked at.
+_MOST_CUTS = 64
+# A temperature below this is greedy (cuda/sample.cu).
+_LEAST_TEMPERATURE = 2.0**-100
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGap:
+    """How far a run's token is from what the model's own logits choose at its position.
+
+    Attributes:
+        token_id: the run's token.
+        gap: the difference of two logits that would have to vanish for the model to choose it too;
+            0 = it does. Greedy: its logit below the greatest. Drawn: the distance between the drawn
+            number and the edge of the token's share, as log odds times the temperature.
+        noise: differences up to this are rounding.
+    """
+
+    token_id: int
+    gap: float
+    noise: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains the token."""
+        return self.gap <= self.noise
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `Engine.compare` found.
+
+    Attributes:
+        verdict: `identical`; `rounding`, texts that differ as far as the dtype's rounding explains;
+            or `fault`.
+        dtype: the model's.
+        num_same: tokens before the first that differs; all, where the texts are identical.
+        first: of the first text's token there; None where the texts are identical or it has ended.
+        second: of the second text's.
+        run_gaps: what the runs saw there themselves, if both had `logprobs` of 2 or more: how far
+            the most likely token was above the next one.
+        fault: what rounding does not explain, in a sentence; None = there is nothing.
+    """
+
+    verdict: Verdict
+    dtype: str
+    num_same: int
+    first: TokenGap | None = None
+    second: TokenGap | None = None
+    run_gaps: tuple[float, float] | None = None
+    fault: str | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the texts are identical, or differ by rounding alone."""
+        return self.verdict != "fault"
+
+    def __str__(self) -> str:
+        """The verdict and its figures in one line."""
+        if self.verdict == "identical":
+            return f"identical: {self.num_same} tokens"
+        if self.verdict == "fault":
+            return f"fault: {self.fault}; the texts part at token {self.num_same}"
+        assert self.first is not None and self.second is not None
+        runs = ""
+        if self.run_gaps is not None:
+            runs = f"; in the runs {self.run_gaps[0]:.2g} and {self.run_gaps[1]:.2g}"
+        return (
+            f"same up to {self.dtype} rounding: token {self.num_same} is {self.first.token_id} or "
+            f"{self.second.token_id}, {max(self.first.gap, self.second.gap):.2g} apart in logits, "
+            f"rounding reaches {max(self.first.noise, self.second.noise):.2g}{runs}"
+        )
+
+
+@torch.inference_mode()
+def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) -> Comparison:
+    """Compare two outputs of one request; see `Engine.compare`."""
+    _check_pair(first, second)
+    dtype = str(target.dtype).removeprefix("torch.")
+    a, b = first.token_ids, second.token_ids
+    num_same = common_len(a, b)
+    if num_same == len(a) == len(b):
+        return Comparison("identical", dtype, num_same)
+    if num_same == min(len(a), len(b)):
+        shorter, longer = ("first", "second") if len(a) < len(b) else ("second", "first")
+        ends = f"the {shorter} text ends after {num_same} tokens, the {longer} one goes on"
+        return Comparison("fault", dtype, num_same, fault=ends)
+    one, other = Referee(target, first), Referee(target, second)
+    gaps = one.at(num_same), other.at(num_same)
+    seen = _RunGaps.of(first, second, num_same)
+    fault = one.fault("first") or other.fault("second")
+    if fault is None and seen is not None and is_greedy(first.params):
+        fault = seen.fault(max(gap.noise for gap in gaps))
+    verdict: Verdict = "rounding" if fault is None else "fault"
+    run_gaps = None if seen is None else (seen.first, seen.second)
+    return Comparison(verdict, dtype, num_same, *gaps, run_gaps, fault)
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the likeliest token is taken."""
+    return params.temperature < _LEAST_TEMPERATURE
+
+
+class Referee:
+    """Holds each token of an output against the model's own logits of the same text."""
+
+    def __init__(self, target: TargetModel, output: RequestOutput) -> None:
+        """Run the model once over the prompt and the output."""
+        self._target, self._output = target, output
+        ids = [*output.prompt_ids, *output.token_ids]
+        self._hidden = target.plain_hidden(ids[:-1])[len(output.prompt_ids) - 1 :]
+
+    def at(self, index: int) -> TokenGap:
+        """Of the output's token `index`."""
+        (logits,) = self._target.compute_logits(self._hidden[index : index + 1])
+        return self._gap(index, logits.double())
+
+    def fault(self, name: str) -> str | None:
+        """The first token of the `name`d text that rounding does not explain, in a sentence."""
+        for index, logits in self._others():
+            if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
+                return f"the model's own logits of the {name} text's token {index} are not finite"
+            gap = self._gap(index, logits)
+            if not gap.is_rounding:
+                return (
+                    f"token {index} of the {name} text, {gap.token_id}, is {gap.gap:.3g} in logits "
+                    f"from what the model chooses, rounding reaches {gap.noise:.3g}"
+                )
+        return None
+
+    def _others(self) -> Iterator[tuple[int, Tensor]]:
+        """The tokens that the model would not choose, with its logits, float64 [V]."""
+        tokens = torch.tensor(self._output.token_ids, device=self._hidden.device)
+        for start in range(0, len(tokens), _BLOCK):
+            logits = self._target.compute_logits(self._hidden[start : start + _BLOCK])
+            chosen = self._choose(start, logits)
+            (others,) = (chosen != tokens[start : start + _BLOCK]).nonzero(as_tuple=True)
+            for row in others.tolist():
+                yield start + row, logits[row].double()
+
+    def _choose(self, start: int, logits: Tensor) -> Tensor:
+        """int64 [n]: what the request's parameters make of these logits, from token `start` on."""
+        params, size = self._output.params, len(logits)
+        top_p = max(params.top_p, torch.finfo(torch.float32).tiny)
+
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=logits.device)
+
+        return kernels.sample_tokens(
+            logits.contiguous(),
+            column([params.temperature] * size, torch.float32),
+            column([params.top_k] * size, torch.int32),
+            column([top_p] * size, torch.float32),
+            column([self._draw(start + i) for i in range(size)], torch.float64),
+        )
+
+    def _draw(self, index: int) -> float:
+        """The number in [0, 1) that chooses the output's token `index`."""
+        if is_greedy(self._output.params):
+            return 0.0
+        seed = torch.tensor([self._output.seed], dtype=torch.uint64)
+        position = torch.tensor([len(self._output.prompt_ids) + index])
+        return float(kernels.uniform(seed, position))
+
+    def _gap(self, index: int, logits: Tensor) -> TokenGap:
+        token, params = self._output.token_ids[index], self._output.params
+        noise = rounding_noise(self._target, logits, token)
+        if is_greedy(params):
+            return TokenGap(token, float(logits.max() - logits[token]), noise)
+        return drawn_gap(logits, token, params, self._draw(index), noise)
+
+
+def rounding_noise(target: TargetModel, logits: Tensor, token: int) -> float:
+    """How far rounding moves two logits apart, between two runs; see this file's head.
+
+    Args:
+        target: for its dtype and its number of layers.
+        logits: float64 [V].
+        token: one of the two; the other is the likeliest.
+    """
+    finite = logits[logits.isfinite()]
+    greatest = max(abs(float(finite.max())), abs(float(logits[token].nan_to_num(0, 0, 0))))
+    walk = math.sqrt(ROUNDINGS_PER_LAYER * target.num_layers) * float(finite.std(correction=0))
+    return rounding_unit(target) * (4 * greatest + DEVIATIONS * walk)
+
+
+def rounding_unit(target: TargetModel) -> float:
+    """The relative error of one rounding in the target's dtype."""
+    if target.dtype == torch.float32 and target.device.type == "cuda":
+        if torch.backends.cuda.matmul.allow_tf32:  # 10 bits of the factors are multiplied
+            return 2.0**-11
+    return torch.finfo(target.dtype).eps / 2
+
+
+def drawn_gap(
+    logits: Tensor, token: int, params: SamplingParams, u: float, noise: float
+) -> TokenGap:
+    """How far a drawn token is from what `u` draws.
+
+    A draw takes the token in whose share of [0, 1) the number u falls, the tokens ordered by id.
+    With c = the weights of the tokens below an edge, which sum to 1, and minus those of the tokens
+    above it, errors e of the logits move the edge's log odds by (c . e) / temperature. For two
+    tokens alone |c| is sqrt(2), and this is the greedy case; for many, errors average out.
+
+    Args:
+        logits: float64 [V].
+        token: the token that was drawn.
+        params: with a temperature above 0.
+        u: the number that was drawn.
+        noise: `rounding_noise`.
+    """
+    order = torch.argsort(logits, descending=True, stable=True)
+    most = min(params.top_k or len(order), len(order))
+    weights = torch.softmax(logits[order[:most]] / params.temperature, 0)
+    sizes = _cuts(weights.cumsum(0), params.top_p, noise / params.temperature)
+    # A token that no cut keeps is judged by how much it lacks.
+    lacks = float(logits[order[max(sizes) - 1]] - logits[token])
+    best = TokenGap(token, lacks, noise) if lacks > noise else None
+    for size in sizes:
+        for kept in _kept(logits, order, size, token, noise):
+            found = _edge_gap(logits, kept, token, params.temperature, u, noise)
+            if found.is_rounding:
+                return found
+            if best is None or found.gap * best.noise < best.gap * found.noise:
+                best = found
+    assert best is not None
+    return best
+
+
+def _kept(logits: Tensor, order: Tensor, size: int, token: int, noise: float) -> Iterator[Tensor]:
+    """The sets of `size` likeliest tokens that rounding may make, as far as they have the token.
+
+    Tokens about as likely as the last one kept may be in its place. They weigh about the same, so
+    the sets differ in how many of them have lower ids than the token.
+    """
+    if size == len(order):
+        yield order
+        return
+    apart = logits[order] - logits[order[size - 1]]
+    certain, tied = order[apart > noise], order[apart.abs() <= noise]
+    num_free = size - len(certain)
+    if bool((tied == token).any()):
+        num_free -= 1
+    elif not bool((certain == token).any()):
+        return
+    below, above = tied[tied < token], tied[tied > token]
+    own = certain.new_tensor([token])
+    for num_below in range(max(0, num_free - len(above)), min(num_free, len(below)) + 1):
+        free = below[:num_below], above[: num_free - num_below]
+        # The token itself may be certain.
+        yield torch.cat([certain[certain != token], *free, own])
+
+
+def _cuts(mass: Tensor, top_p: float, slack: float) -> Sequence[int]:
+    """How many of the likeliest tokens top-p keeps, for any logits within rounding.
+
+    Args:
+        mass: float64 [n], of the first 1, 2, ... tokens.
+        top_p: keep the fewest with at least this mass.
+        slack: by so much may the log odds of a mass be off.
+    """
+    if top_p >= 1:
+        return [len(mass)]
+    odds = top_p / (1 - top_p)
+    low, high = (x / (1 + x) for x in (odds * math.exp(-slack), odds * math.exp(min(slack, 500))))
+    least = int((mass < low).sum()) + 1
+    most = min(int((mass < high).sum()) + 1, len(mass))
+    least = min(least, most)
+    step = max(1, (most - least) // _MOST_CUTS)
+    return [*range(least, most, step), most]
+
+
+def _edge_gap(
+    logits: Tensor, kept: Tensor, token: int, temperature: float, u: float, noise: float
+) -> TokenGap:
+    """The distance between u and the nearer edge of the token's share."""
+    ids = kept.sort().values
+    p = torch.softmax(logits[ids] / temperature, 0)
+    place = int((ids == token).nonzero())
+    lower, upper = float(p[:place].sum()), float(p[: place + 1].sum())
+    if lower <= u < upper:
+        return TokenGap(token, 0.0, noise)
+    split = place if u < lower else place + 1
+    below, above = p[:split], p[split:]
+    gap = abs(_log_odds(float(below.sum()), float(above.sum())) - _log_odds(u, 1 - u))
+    pull = math.hypot(*(float(part.norm() / part.sum()) for part in (below, above)))
+    return TokenGap(token, temperature * gap, noise * pull / math.sqrt(2))
+
+
+def _log_odds(below: float, above: float) -> float:
+    tiny = 2.0**-1000
+    return math.log(max(below, tiny)) - math.log(max(above, tiny))
+
+
+@dataclass(frozen=True, slots=True)
+class _RunGaps:
+    """What two runs saw themselves where their texts part, in log probabilities.
+
+    Attributes:
+        first: how far the first run had its likeliest token above the next one.
+        second: the same of the second run.
+        apart: by how much the runs differ in how far the first's token is above the second's.
+    """
+
+    first: float
+    second: float
+    apart: float
+
+    @classmethod
+    def of(cls, first: RequestOutput, second: RequestOutput, index: int) -> _RunGaps | None:
+        """At token `index`; None where one of them has not recorded its two likeliest."""
+        if first.logprobs is None or second.logprobs is None:
+            return None
+        one, other = first.logprobs[index].top, second.logprobs[index].top
+        if min(len(one), len(other)) < 2:
+            return None
+        a, b = first.token_ids[index], second.token_ids[index]
+        (high, low, *_), (other_high, other_low, *_) = one.values(), other.values()
+        # A token that is not in a run's list is at most as likely as the last one that is.
+        least, other_least = min(one.values()), min(other.values())
+        apart = one.get(a, least) - one.get(b, least)
+        apart += other.get(b, other_least) - other.get(a, other_least)
+        return cls(high - low, other_high - other_low, apart)
+
+    def fault(self, noise: float) -> str | None:
+        """What rounding does not explain, in a sentence."""
+        if self.apart <= noise:
+            return None
+        return (
+            f"the runs' own logits of the two tokens differ by {self.apart:.3g}, rounding reaches "
+            f"{noise:.3g}"
+        )
+
+
+def _check_pair(first: object, second: object) -> None:
+    """Raise `ConfigError` unless these are whole outputs of the same request."""
+    for output in (first, second):
+        if not isinstance(output, RequestOutput):
+            raise ConfigError(f"compare takes two RequestOutput, got {output!r:.80}")
+        if output.finish_reason not in ("stop", "length"):
+            raise ConfigError(
+                f"an output that ended with {output.finish_reason!r} is no whole text: "
+                f"{output.error or 'it was given up'}"
+            )
+    assert isinstance(first, RequestOutput) and isinstance(second, RequestOutput)
+    if first.prompt_ids != second.prompt_ids:
+        raise ConfigError(
+            f"outputs of different prompts cannot be compared: {len(first.prompt_ids)} and "
+            f"{len(second.prompt_ids)} tokens, of prompts {first.index} and {second.index}"
+        )
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop"):
+        one, other = getattr(first.params, name), getattr(second.params, name)
+        if one != other:
+            raise ConfigError(f"outputs with different {name} cannot be compared: {one}, {other}")
+    if first.seed != second.seed and not is_greedy(first.params):
+        raise ConfigError(
+            f"outputs with different seeds cannot be compared: {first.seed}, {second.seed}: give "
+            "SamplingParams a seed"
+        )

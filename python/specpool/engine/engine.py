@@ -1,0 +1,505 @@
+"""`Engine`: a target model, perhaps a drafter, and the pages they share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from specpool._core import Shape
+from specpool.assembly.assembly import assemble
+from specpool.assembly.loading import load
+from specpool.checks import check_fields, check_int
+from specpool.config import EngineConfig
+from specpool.draft import Choosy, Drafter
+from specpool.engine.comparison import Comparison, compare
+from specpool.engine.output import Chunk, Report, RequestOutput, output_of
+from specpool.engine.progress import ProgressBar
+from specpool.engine.prompts import Prompt, Prompts
+from specpool.engine.session import Session
+from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
+from specpool.errors import ConfigError, CorruptState, SpecpoolError
+from specpool.loop.busy_check import BusyFinding
+from specpool.loop.loop import Loop
+from specpool.models import TargetModel
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.pins import Pin
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+from specpool.text.tokenizer import check_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Engine:
+    """Generates text with a Hugging Face decoder on our pages, an EAGLE head drafting for it.
+
+    Use it as a context manager, or call `close`: a model that was passed in gets its own attention
+    back.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        *,
+        config: EngineConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Build the pools for loaded models; most callers want `from_pretrained`.
+
+        Raises:
+            ConfigError: the configuration, the models and the memory do not fit together.
+        """
+        check_tokenizer(tokenizer)
+        config = config or EngineConfig()
+        self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
+        parts = assemble(target, drafter, config)
+        parts.calibrate()
+        self.shape, self.max_context_len = parts.shape, parts.max_context_len
+        self.ledger, self.cache = parts.ledger, parts.cache
+        self.kv_bytes = self.cache.num_bytes
+        self._worker, self._host = parts.worker, parts.host
+        self._scheduler: Scheduler = parts.scheduler(
+            parts.controller,
+            max_idle=0 if target.keeps_state else config.max_sessions,
+            idle_pages=config.session_pages,
+            host=self._host,
+            token_seconds=lambda: self._loop.token_seconds,
+            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
+            before_release=self._scrub,
+        )
+        self._loop: Loop = parts.loop(self._scheduler, busy_check=config.busy_check)
+        self._busy_check = self._loop.busy_check
+        self._submitted: dict[int, _Submitted] = {}
+        self._mailbox: dict[int, Request] = {}  # of those, who runs no more and may have news
+        # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
+        self._lock = threading.RLock()
+        self._prompts = Prompts(
+            target,
+            tokenizer,
+            self._scheduler,
+            shape=self.shape,
+            shapes=self.ledger.shapes,
+            num_pages=[group.num_pages for group in self.ledger.groups],
+            max_context_len=self.max_context_len,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | PathLike[str] | PreTrainedModel = "specpool/tiny",
+        *,
+        draft: str | PathLike[str] | Drafter | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        feature_layers: Sequence[int] | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> Engine:
+        """Load a target and a draft model and build an engine.
+
+        Args:
+            target: a folder, a hub name, `specpool/tiny` (embedded), or a model in memory.
+            draft: an EAGLE head (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`),
+                `ngram` or `ngram:6` (prompt lookup, see `named_drafter`), a drafter object, or None
+                for plain decoding.
+            dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
+                None = float32 on a CPU, else `auto`. A model in memory keeps its own.
+            device: where the models and the KV live. A model in memory stays where it is.
+            tokenizer: instead of the one in the target's folder.
+            feature_layers: target layers whose inputs the head reads, instead of the checkpoint's.
+            trust_remote_code: run Python code that the target's folder brings; without it such a
+                target is refused, and nothing of it runs.
+            **options: fields of `EngineConfig`.
+
+        Raises:
+            ConfigError: a path, an option or a checkpoint that does not fit.
+        """
+        check_fields(EngineConfig, options)
+        config = EngineConfig(**options)
+        parts = load(
+            target,
+            draft,
+            config=config,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            feature_layers=feature_layers,
+            trust_remote_code=trust_remote_code,
+        )
+        try:
+            return cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
+        except BaseException:
+            parts.target.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | Sequence[Shape] | None = None,
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; returns the outputs in the prompts' order, samples together.
+
+        Args:
+            prompts: strings, token ids or the messages of a chat, `{"role": ..., "content": ...}`,
+                which the tokenizer's template makes a text of; one prompt or a list.
+            params: one for all, or one per prompt.
+            shape: one for all, or one per prompt. None = the engine's; `Shape.none()` = plain
+                decoding on the same pages; or one of `EngineConfig.shapes`.
+            priority: the greater comes first; equal ones in the order of arrival.
+            progress: a bar on standard error; None = on a terminal, when it takes longer than a
+                second.
+
+        Raises:
+            ConfigError: a prompt or a parameter that cannot work; nothing has run then.
+        """
+        requests = self._prompts.requests(prompts, params, shape, priority)
+        bar = ProgressBar(requests, progress)
+        try:
+            for index, _ in self._news(requests):
+                bar.update(index)
+        finally:
+            bar.close()
+        return [output_of(request, self.tokenizer) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | Sequence[Shape] | None = None,
+        priority: int = 0,
+    ) -> Iterator[Chunk | RequestOutput]:
+        """As `generate`, round by round: chunks as they come, and each output when it is done.
+
+        Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
+        what is left.
+        """
+        requests = self._prompts.requests(prompts, params, shape, priority)
+        return self._stream(requests)
+
+    async def stream_async(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: Shape | Sequence[Shape] | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Chunk | RequestOutput]:
+        """As `stream`, for asyncio: the forwards run in a thread, one at a time.
+
+        Streams of several tasks share their batches. Leaving the loop early aborts what is left,
+        once the iterator is closed (`contextlib.aclosing`).
+        """
+        stream = self.stream(prompts, params, shape=shape, priority=priority)
+        try:
+            while (item := await asyncio.to_thread(self._next, stream)) is not None:
+                yield item
+        finally:
+            with self._lock:  # a task that was cancelled leaves its thread at work
+                cast("Generator[Any]", stream).close()
+
+    def _next(self, stream: Iterator[Chunk | RequestOutput]) -> Chunk | RequestOutput | None:
+        with self._lock:
+            return next(stream, None)
+
+    def _news(
+        self, requests: list[Request], tell: bool = False
+    ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
+        """Run until these are done: which one has news, and the news if asked for."""
+        reports = [Report(request, self.tokenizer) for request in requests] if tell else []
+        self._prompts.check_open()  # a stream may be read late
+        run = self._loop.run(requests)
+        try:
+            while True:
+                with self._lock:
+                    index = next(run, None)
+                    news = list(reports[index].news()) if tell and index is not None else []
+                if index is None:
+                    return
+                yield index, news
+        finally:
+            with self._lock:
+                run.close()
+
+    def open_session(self, *, max_tokens: int | None = None) -> Session:
+        """Open a conversation that keeps its KV between its turns.
+
+        Args:
+            max_tokens: tokens of it at most, prompts and outputs; None = `max_context_len`.
+
+        Raises:
+            ConfigError: `max_tokens` is not in [2, max_context_len], or the engine is closed.
+        """
+        self._prompts.check_open()
+        if max_tokens is not None:
+            check_int("max_tokens", max_tokens, 2, self.max_context_len)
+        conversation = None
+        try:
+            with self._lock:
+                conversation = self._scheduler.conversations.new([])
+                return Session(self, conversation, max_tokens or self.max_context_len)
+        except BaseException:  # Ctrl-C: nobody would have it
+            if conversation is not None:
+                with self._lock:
+                    self._scheduler.conversations.close(conversation)
+            raise
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+        session: Session | None = None,
+        on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
+    ) -> int:
+        """Queue one request for `turn`, in a loop of your own.
+
+        Args:
+            prompt: a string, token ids or the messages of a chat.
+            params: None = the defaults.
+            shape: None = the engine's, or one of its shapes.
+            priority: as in `generate`.
+            session: whose next turn it is; the prompt goes on with it then.
+            on_item: called in a turn with the request's number and what came new: chunks, and the
+                output when it is done. It may submit and abort.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            ConfigError: as in `generate`.
+        """
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+        if on_item is not None and not callable(on_item):
+            raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
+        if params is not None and params.n > 1:
+            raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
+        if session is not None and not (isinstance(session, Session) and session.is_of(self)):
+            raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
+        with self._lock:
+            if session is None:
+                (request,) = self._prompts.requests([prompt], params, shape, priority)
+            else:
+                request = session.next_turn(prompt, params, shape, priority)
+            number = request.request_id
+            request.mailbox = self._mailbox
+            report = Report(request, self.tokenizer)
+            try:
+                self._submitted[number] = _Submitted(request, report, on_item)
+                self._scheduler.submit(request)
+                return number
+            except BaseException:  # Ctrl-C: its number would be known to nobody
+                with self._loop.recovering():
+                    self._scheduler.abort(request)
+                self._submitted.pop(number, None)
+                self._mailbox.pop(number, None)
+                raise
+
+    def pin(self, prompt: Prompt) -> Pin:
+        """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
+
+        They are found by themselves. What is kept is whole pages; when no other memory is left, the
+        oldest pinned text is dropped before a running request has to give way.
+
+        Raises:
+            ConfigError: the prompt is no prompt, or fills no page; or the target has recurrent
+                layers.
+        """
+        if self.target.keeps_state:
+            raise ConfigError(
+                f"{self.target.config.model_type!r} has recurrent layers: a text's pages are not "
+                "all that a row needs to go on from it, so it cannot be pinned"
+            )
+        params = SamplingParams(max_new_tokens=1)
+        (request,) = self._prompts.requests([prompt], params, None, 0)
+        # What is behind its whole pages would take their windows along.
+        whole = len(request.tokens) // self.config.page_size * self.config.page_size
+        if not whole:
+            raise ConfigError(
+                f"the prompt cannot be pinned: {len(request.tokens)} tokens fill no page of "
+                f"{self.config.page_size}"
+            )
+        (request,) = self._prompts.requests([request.tokens[:whole]], params, None, 0)
+        request.wants_pin = True
+        try:
+            for _ in self._news([request]):
+                pass
+            if request.pin is None:
+                raise ConfigError(f"the prompt cannot be pinned: {request.error}")
+            return request.pin
+        except BaseException:  # Ctrl-C: nobody would have the pin
+            if request.pin is not None:
+                self.unpin(request.pin)
+            raise
+
+    def unpin(self, pin: Pin) -> None:
+        """Keep a pinned text no longer; requests that run on it go on."""
+        with self._lock, self._loop.recovering():
+            self._scheduler.pins.drop(pin)
+
+    def abort(self, number: int) -> None:
+        """End a submitted request, wherever it is; its output comes with the next turn.
+
+        Raises:
+            ConfigError: there is no such request, or it has been done for longer than a turn.
+        """
+        with self._lock:
+            if not isinstance(number, int) or number not in self._submitted:
+                raise ConfigError(f"no request {number!r:.80} is running or waiting")
+            with self._loop.recovering():
+                self._scheduler.abort(self._submitted[number].request)
+
+    def turn(self) -> bool:
+        """Run one turn for all requests; False when nothing is left to do."""
+        with self._lock:
+            self._loop.turn()
+            # Who waits has no news, and may be one of thousands.
+            running = {request.request_id for request in self._scheduler.running}
+            for number in sorted(running | self._mailbox.keys()):
+                submitted = self._submitted.get(number)
+                if submitted is not None:
+                    self._tell(number, submitted)
+                self._mailbox.pop(number, None)  # last: what raises is asked again
+            return bool(self._scheduler.has_requests or self._loop.num_flying or self._submitted)
+
+    def _tell(self, number: int, submitted: _Submitted) -> None:
+        """Hand a submitted request's news on."""
+        for item in submitted.report.news():
+            if isinstance(item, RequestOutput):
+                del self._submitted[number]
+            if submitted.on_item is not None:
+                submitted.on_item(number, item)
+
+    def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
+        for _, news in self._news(requests, tell=True):
+            yield from news
+
+    @property
+    def peak_pages(self) -> list[int]:
+        """Most pages of each group that were ever taken at once."""
+        return list(self._loop.peak_pages)
+
+    def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
+        """Compare two outputs of one request, such as a drafted one and a plain one.
+
+        Texts that differ are held against the model's own choices: see `specpool.engine.comparison`.
+
+        Args:
+            first: of this engine's target; it ended by a stop or its length.
+            second: of the same prompt, parameters and, if sampled, seed.
+
+        Raises:
+            ConfigError: not of one request, without an end, or the engine is closed.
+        """
+        self._prompts.check_open()
+        with self._lock:
+            return compare(self.target, first, second)
+
+    def pool_stats(self) -> list[PoolStats]:
+        """Pages of each group now."""
+        return pool_stats(self.ledger)
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now and has done since it was built."""
+        states = self._worker.states
+        return engine_stats(
+            self.ledger,
+            self._scheduler,
+            self._busy_check,
+            self._loop.clock,
+            self._host,
+            None if states is None else states.stats(),
+        )
+
+    @property
+    def findings(self) -> list[BusyFinding]:
+        """What the busy check has found, the oldest first; each once, the latest of many."""
+        return list(self._busy_check.findings)
+
+    def close(self) -> None:
+        """Abort what runs, give the target model its own attention back, write the event log out.
+
+        Raises:
+            CorruptState: the ledger refuses to take something back; the message says what. All
+                else is done, a further call does nothing.
+            RecordError: the event log cannot be written; all else is done, a further call tries
+                again.
+        """
+        with self._lock:  # a forward of an asynchronous stream may run
+            failures: list[str] = []
+            try:
+                if not self.ledger.closed:
+                    failures = self._give_everything_back()
+            finally:
+                self.target.close()
+            self.ledger.close()
+        if failures:
+            raise CorruptState(
+                "the engine is closed, but not all was given back:\n" + "\n".join(failures)
+            )
+
+    def _give_everything_back(self) -> list[str]:
+        """End and forget all; returns what the ledger refused."""
+        with self._loop.recovering():
+            failures = self._scheduler.abort_all()
+            try:
+                self._loop.drain()
+            except SpecpoolError as error:
+                failures.append(f"the steps on their way: {error}")
+            failures += self._scheduler.pins.drop_all()
+            failures += self._scheduler.conversations.close_all()
+            if self._host is not None:
+                self._host.close()
+        return failures
+
+    def __enter__(self) -> Engine:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the engine."""
+        self.close()
+
+    def _scrub(self, request: Request) -> None:
+        """No NaN outlives its request: a masked one would still spoil whoever gets the page."""
+        if not request.tainted:
+            return
+        # A device in trouble may not even scrub; the error that brought us here is the one to see.
+        with contextlib.suppress(Exception):
+            for group in range(len(self.ledger.groups)):
+                pages = self.ledger.page_table(group)[request.row]
+                _, _, num_holders = self.ledger.ownership_map(group)
+                # What others hold too was whole when they came to share it; the last one scrubs it.
+                self.cache.scrub(group, pages[num_holders[pages] == 1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request of `submit`, and who hears of it."""
+
+    request: Request
+    report: Report
+    on_item: Callable[[int, Chunk | RequestOutput], None] | None

@@ -1,0 +1,170 @@
+"""What the user hears of a request: chunks while it runs, its output when it is done."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.request import Request, TokenLogprob, draft_flags
+from specpool.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came new to one prompt's output.
+
+    Attributes:
+        index: which prompt.
+        sample: which of its samples.
+        token_ids: the new tokens.
+        pieces: the new text in runs, each with whether it is accepted drafts. A character whose
+            bytes are not complete yet waits for the next chunk.
+    """
+
+    index: int
+    sample: int
+    token_ids: list[int]
+    pieces: list[tuple[str, bool]]
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(text for text, _ in self.pieces)
+
+
+class Report:
+    """Tells what is new of one request, at a cost that depends on what is new alone."""
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Decode with `tokenizer`; without one, texts are empty."""
+        self._request, self._tokenizer = request, tokenizer
+        self._text = TextStream(tokenizer, request.params.stop)
+        self._num_told = 0  # tokens of the output
+        self._num_forwards = 0  # whose flags have been taken
+        self._flags: deque[bool] = deque()  # of their tokens that have not been told
+        self._is_done = False
+
+    def news(self) -> Iterator[Chunk | RequestOutput]:
+        """What came since the last time: a chunk, and the output once it is done."""
+        request, start = self._request, self._num_told
+        if self._is_done:
+            return
+        if request.num_output_tokens <= start and request.finish_reason is None:
+            return
+        done = request.finish_reason is not None
+        self._num_told = max(start, request.num_output_tokens)
+        ids = request.tokens[request.prompt_len + start :]
+        new = list(zip(ids, self._take_flags(len(ids)), strict=True))
+        pieces = []
+        for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
+            tokens = _visible([token for token, _ in run], request)
+            pieces.append((self._text.push(tokens), from_draft))
+        if done:
+            pieces.append((self._text.push([], last=True), False))
+        pieces = [piece for piece in pieces if piece[0]]
+        if new or pieces:
+            yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
+        # Who took the chunk may have raised, or asked for news in between.
+        if done and not self._is_done:
+            output = output_of(request, self._tokenizer)  # Ctrl-C may come: told it is only then
+            self._is_done = True
+            yield output
+
+    def _take_flags(self, num_tokens: int) -> list[bool]:
+        """Whether each of the next tokens is an accepted draft, as `Request.from_draft` says."""
+        forwards = self._request.forwards
+        while len(self._flags) < num_tokens:
+            self._flags += draft_flags(forwards[self._num_forwards])
+            self._num_forwards += 1
+        return [self._flags.popleft() for _ in range(num_tokens)]
+
+
+def _visible(tokens: list[int], request: Request) -> list[int]:
+    return [token for token in tokens if token not in request.stop_ids]
+
+
+def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
+    """What the user gets of a request that is done."""
+    text = TextStream(tokenizer, request.params.stop)
+    ids, times = request.output_ids, request.times
+    hit = None if request.watch is None else request.watch.hit
+    return RequestOutput(
+        index=request.index,
+        sample=request.sample,
+        prompt_ids=request.tokens[: request.prompt_len],
+        token_ids=ids,
+        text=text.push(_visible(ids, request), last=True),
+        finish_reason=request.finish_reason or "abort",
+        error=request.error,
+        seed=request.seed,
+        accept_lens=request.accept_lens,
+        from_draft=request.from_draft,
+        logprobs=request.logprobs if request.params.logprobs is not None else None,
+        num_reused=request.num_reused,
+        params=request.params,
+        stop_hit=None if hit is None else hit.stop,
+        queue_seconds=times.since_queued("started"),
+        first_token_seconds=times.since_queued("first_token"),
+        seconds=times.since_queued("ended") or 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What `Engine.generate` returns per prompt.
+
+    Attributes:
+        index: which prompt of the call.
+        sample: which of its samples.
+        prompt_ids: the prompt's tokens.
+        token_ids: the generated tokens; an end-of-sequence token is the last of them.
+        text: the decoded output without special tokens; "" without a tokenizer.
+        finish_reason: `stop`, `length`, `error` or `abort`.
+        error: what went wrong with finish_reason `error`.
+        seed: the seed that reproduces a sampled text.
+        accept_lens: the accept length of each, bonus included.
+        from_draft: whether each generated token is an accepted draft.
+        logprobs: one entry per generated token, if asked for.
+        num_reused: prompt tokens that were not computed: their KV was there, of earlier turns of
+            the session or of a pinned text.
+        params: as they were given.
+        stop_hit: which of the stop strings ended it; None = none did.
+        queue_seconds: from its arrival until it got a row; None = it never did.
+        first_token_seconds: from its arrival to its first token; None = it has none.
+        seconds: from its arrival to its end.
+    """
+
+    index: int
+    sample: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    error: str | None
+    seed: int
+    accept_lens: list[int]
+    from_draft: list[bool]
+    logprobs: list[TokenLogprob] | None
+    num_reused: int
+    params: SamplingParams
+    stop_hit: str | None
+    queue_seconds: float | None = field(compare=False)
+    first_token_seconds: float | None = field(compare=False)
+    seconds: float = field(compare=False)
+
+    @property
+    def verify_ct(self) -> int:
+        """Verify rounds of the request."""
+        return len(self.accept_lens)
+
+    @property
+    def accept_len(self) -> float:
+        """Mean tokens per verify round, the bonus included; 0 without rounds."""
+        return sum(self.accept_lens) / len(self.accept_lens) if self.accept_lens else 0.0

@@ -1,0 +1,102 @@
+"""A progress bar on standard error, for `Engine.generate`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specpool.errors import ConfigError
+from specpool.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+#: Work is long after so many seconds.
+LONG = 1.0
+_SECONDS_BETWEEN = 0.1  # two refreshes
+
+
+class ProgressBar:
+    """Shows how far these requests are, between `update` and `close`.
+
+    A request that ends early counts as if it had used up its tokens.
+    """
+
+    def __init__(self, requests: Sequence[Request], wanted: bool | None) -> None:
+        """Show it (True), never (False), or where a terminal waits for long work (None).
+
+        Raises:
+            ConfigError: it is wanted, but rich is not installed; or `wanted` is something else.
+        """
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ConfigError(f"progress must be True, False or None, got {wanted!r:.80}")
+        self._requests = requests
+        self._tokens = [0] * len(requests)  # as they were counted last
+        self._done = [False] * len(requests)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._is_shown = wanted is True or (wanted is None and sys.stderr.isatty())
+        if self._is_shown:
+            try:
+                import rich.progress  # noqa: F401
+            except ModuleNotFoundError:
+                if wanted:
+                    raise ConfigError(
+                        "a progress bar needs rich: pip install 'specpool[hf]'"
+                    ) from None
+                self._is_shown = False
+        now = time.monotonic()
+        self._next = now if wanted else now + LONG
+
+    def update(self, index: int) -> None:
+        """This request has moved on."""
+        if not self._is_shown:
+            return
+        request = self._requests[index]
+        self._tokens[index] = request.num_output_tokens
+        self._done[index] = request.finish_reason is not None
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _SECONDS_BETWEEN
+            self._show()
+
+    def close(self) -> None:
+        """Take a last look, and leave the line as it is."""
+        if self._progress is not None:
+            self._show()
+            self._progress.stop()
+            self._progress = None
+
+    def _show(self) -> None:
+        most = [request.max_len - request.prompt_len for request in self._requests]
+        done = zip(self._tokens, self._done, most, strict=True)
+        completed = sum(all_of_it if is_done else tokens for tokens, is_done, all_of_it in done)
+        if self._progress is None:
+            self._progress, self._task = _bar(sum(most))
+        assert self._task is not None
+        self._progress.update(
+            self._task,
+            completed=completed,
+            requests=f"{sum(self._done)}/{len(self._requests)} requests",
+            tokens=f"{sum(self._tokens)} tokens",
+        )
+        self._progress.refresh()
+
+
+def _bar(total: int) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.fields[requests]}"),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]}"),
+        TimeElapsedColumn(),
+    )
+    # Refreshed by hand: no thread of its own beside the engine's.
+    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    task = progress.add_task("", total=total, requests="", tokens="")
+    progress.start()
+    return progress, task

@@ -1,0 +1,271 @@
+"""`Session`: a conversation whose KV stays between its turns, and `Turn`, one append to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
+
+from specpool.checks import check_int
+from specpool.engine.output import Chunk, Report, RequestOutput
+from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.conversations import Conversation
+from specpool.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from specpool._core import Shape
+    from specpool.engine.engine import Engine
+    from specpool.engine.prompts import Prompt
+
+
+class Turn(Iterator["Chunk | RequestOutput"]):
+    """One turn of a session: chunks as they come, and the output at the end.
+
+    It waits and runs like any other request, and runs on while anything of its engine is read.
+    Closing it before its end aborts it: the session is then what it was before.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        """Most callers want `Session.append`."""
+        self._engine, self._request = engine, request
+        self._report = Report(request, engine.tokenizer)
+        self._news: deque[Chunk | RequestOutput] = deque()
+        self._is_read = False
+
+    def __next__(self) -> Chunk | RequestOutput:
+        """What comes next, once it is there."""
+        with self._engine._lock:
+            while not self._news:
+                if self._is_read:
+                    raise StopIteration
+                if self._request.finish_reason is None:
+                    self._engine._loop.turn()
+                self._news += self._report.news()
+            item = self._news.popleft()
+            if isinstance(item, RequestOutput):
+                self._is_read = True
+                self._engine._loop.rest()
+            return item
+
+    def output(self) -> RequestOutput:
+        """Run to the end.
+
+        Raises:
+            ConfigError: the turn has been read to its end, or closed.
+        """
+        for item in self:
+            if isinstance(item, RequestOutput):
+                return item
+        raise ConfigError("the turn has been read to its end, or closed")
+
+    def close(self) -> None:
+        """Abort what is left; twice is once."""
+        self._is_read = True
+        self._news.clear()
+        with self._engine._lock, self._engine._loop.recovering():
+            self._engine._scheduler.abort(self._request)
+            self._engine._loop.rest()
+
+    def __enter__(self) -> Turn:
+        """Return the turn itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the turn."""
+        self.close()
+
+
+class Session:
+    """An append-only conversation: a turn computes its new tokens only.
+
+    Between turns the session keeps its KV while there is room, and its tokens always: where the KV
+    had to give way, the next turn computes it anew. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, engine: Engine, conversation: Conversation, max_tokens: int) -> None:
+        """Most callers want `Engine.open_session`."""
+        self._engine, self._conversation = engine, conversation
+        self._open = engine._scheduler.conversations.open
+        self.max_tokens = max_tokens
+
+    def is_of(self, engine: Engine) -> bool:
+        """Whether it is this engine's."""
+        return self._engine is engine
+
+    @property
+    def number(self) -> int:
+        """Which of the engine's sessions, from 1."""
+        return self._conversation.number
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompts and outputs of all turns that have ended."""
+        return list(self._conversation.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens that are."""
+        return len(self._conversation.tokens)
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """How many tokens there were when each turn ended: offsets to rewind to."""
+        return [turn.end for turn in self._conversation.said]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn waits or runs."""
+        return self._conversation.is_busy
+
+    @property
+    def closed(self) -> bool:
+        """Whether it, or its engine, has been closed."""
+        return self.number not in self._open
+
+    def append(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+    ) -> Turn:
+        """Go on with a text or a chat, and generate.
+
+        The turn counts once its output has been generated; a turn that is aborted or fails leaves
+        the session as it was.
+
+        Args:
+            prompt: a string, token ids, or the new messages of a chat, which go on behind those
+                of the turns before and the model's answers. An empty one goes on where the last
+                turn ended.
+            params: None = the defaults.
+            shape: None = the engine's, or one of its shapes.
+            priority: as in `Engine.generate`.
+
+        Returns:
+            The turn, which runs while it is read.
+
+        Raises:
+            ConfigError: the session is closed or busy, or the prompt or a parameter cannot work.
+        """
+        engine = self._engine
+        with engine._lock:
+            request = self.next_turn(prompt, params, shape, priority)
+            try:
+                engine._scheduler.submit(request)
+                return Turn(engine, request)
+            except BaseException:  # Ctrl-C: nobody would run it
+                with engine._loop.recovering():
+                    engine._scheduler.abort(request)
+                raise
+
+    async def append_async(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        shape: Shape | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[Chunk | RequestOutput]:
+        """As `append`, for asyncio: see `Engine.stream_async`."""
+        turn = self.append(prompt, params, shape=shape, priority=priority)
+        try:
+            while (item := await asyncio.to_thread(next, turn, None)) is not None:
+                yield item
+        finally:
+            turn.close()
+
+    def rewind(self, offset: int) -> int:
+        """Forget all tokens from `offset` on; of a chat, also the messages of a turn that is cut.
+
+        Returns:
+            How many of those left have KV now: less than `offset` where a window that the model
+            needs is gone, or the KV had to give way. The next turn computes the rest.
+
+        Raises:
+            ConfigError: the session is closed or busy, or `offset` is not in [0, num_tokens].
+        """
+        engine = self._engine
+        with engine._lock:
+            self._check_idle("rewind")
+            check_int("offset", offset, 0, self.num_tokens)
+            with engine._loop.recovering():
+                return engine._scheduler.conversations.cut(self._conversation, offset)
+
+    def fork(self) -> Session:
+        """A further session with the same tokens, on the same pages as far as there is room.
+
+        Raises:
+            ConfigError: the session is closed or busy.
+        """
+        engine, copy = self._engine, None
+        try:
+            with engine._lock:
+                self._check_idle("fork")
+                engine._loop.drain()  # a round of the last turn may be under way
+                with engine._loop.recovering():
+                    copy = engine._scheduler.conversations.fork(self._conversation)
+                return Session(engine, copy, self.max_tokens)
+        except BaseException:  # Ctrl-C: nobody would have the copy
+            if copy is not None:
+                with engine._lock:
+                    engine._scheduler.conversations.close(copy)
+            raise
+
+    def abort(self) -> None:
+        """End the turn that waits or runs, if there is one: the session is what it was before."""
+        turn = self._conversation.turn
+        if turn is not None:
+            with self._engine._lock, self._engine._loop.recovering():
+                self._engine._scheduler.abort(turn)
+
+    def close(self) -> None:
+        """Give everything back; a turn is aborted. Twice is once."""
+        with self._engine._lock, self._engine._loop.recovering():
+            if not self.closed:
+                self.abort()
+                self._engine._scheduler.conversations.close(self._conversation)
+                self._engine._loop.rest()
+
+    def next_turn(
+        self, prompt: Prompt, params: SamplingParams | None, shape: Shape | None, priority: int
+    ) -> Request:
+        """Make the next turn, which the caller submits."""
+        self._check_idle("append to")
+        return self._engine._prompts.turn(
+            self._conversation, prompt, params, shape, priority, self.max_tokens
+        )
+
+    def _check_idle(self, verb: str) -> None:
+        """Raise `ConfigError` unless the session is open, and between turns."""
+        if self.closed:
+            raise ConfigError(f"cannot {verb} session {self.number}: it has been closed")
+        if self.is_busy:
+            turn = self._conversation.turn
+            number = turn.request_id if turn is not None else 0
+            raise ConfigError(
+                f"cannot {verb} session {self.number}: its turn (request {number}) has not ended"
+            )
+
+    def __enter__(self) -> Session:
+        """Return the session itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the session."""
+        self.close()

@@ -1,0 +1,264 @@
+"""What an engine holds and has done, in numbers: `Engine.stats`.
+
+Counters (`x_ct`) only ever grow. They are kept by the step, with sums over whole arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Ledger
+from specpool.loop.clock import Clock, PhaseSeconds
+from specpool.memory.host.tier import HostStats
+from specpool.scheduler.latency import LatencyStats
+from specpool.scheduler.round_shapes import AdaptiveStats
+from specpool.worker.graphs.graphs import GraphStats
+
+if TYPE_CHECKING:
+    from specpool.loop.busy_check import BusyCheck
+    from specpool.memory.host.tier import HostTier
+    from specpool.scheduler.conversations import Conversation
+    from specpool.scheduler.scheduler import Scheduler
+
+Int32 = npt.NDArray[np.int32]
+SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of one group."""
+
+    name: str
+    page_size: int
+    num_pages: int
+    free_pages: int
+    fenced_pages: int
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that are neither free nor fenced."""
+        return self.num_pages - self.free_pages - self.fenced_pages
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats(PoolStats):
+    """Pages of one group, and what lies in them.
+
+    Attributes:
+        pinned_pages: pages of pinned texts, each counted once; rows may share them.
+        reclaimable_pages: pages that sessions keep between turns and nobody else needs.
+        quarantined_pages: pages of rows that the busy check took out of use.
+        used_tokens: slots with KV of a token, one on a shared page counted once.
+        unused_slots: reserved but unused: slots of the rows beyond their tokens with KV.
+    """
+
+    pinned_pages: int
+    reclaimable_pages: int
+    quarantined_pages: int
+    used_tokens: int
+    unused_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """What a session has and has done.
+
+    Attributes:
+        number: which of the engine's, from 1.
+        state: `waiting` or `running`, of a turn; `idle`, with KV; `host`, with KV there; `dropped`,
+            with its tokens alone.
+        num_tokens: prompts and outputs of the turns that have ended.
+        kept_tokens: those of them with KV, between turns; on the host, what had KV.
+        turn_ct: turns that have ended by a stop or their length.
+        computed_token_ct: tokens of prefills, once more where the KV had to give way.
+        reused_token_ct: tokens that a turn found with KV.
+        retraction_ct: retractions of its turns.
+        drop_ct: how often its KV gave way between turns.
+    """
+
+    number: int
+    state: SessionState
+    num_tokens: int
+    kept_tokens: int
+    turn_ct: int
+    computed_token_ct: int
+    reused_token_ct: int
+    retraction_ct: int
+    drop_ct: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine holds now and has done since it was built.
+
+    Attributes:
+        groups: the groups' pages.
+        num_rows: rows in all.
+        num_free_rows: rows that can be taken now.
+        num_quarantined_rows: rows that the busy check took out of use.
+        num_running: requests with a row.
+        num_waiting: requests without one.
+        retracted_ct: retractions.
+        finished_ct: requests that ended by a stop or their length, those of `pin` among them.
+        failed_ct: requests that ended with an error.
+        aborted_ct: requests that were given up.
+        finding_ct: what the busy check has found.
+        round_ct: decode steps.
+        prefill_ct: prefill steps.
+        prefilled_token_ct: tokens of prefill steps, once more after a retraction.
+        generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
+        accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
+        seconds: by phase.
+        latency: of the requests that have ended, those of `pin` not among them.
+        sessions: those that are open.
+        host: of the host tier; None = there is none.
+        adaptive: of the controller; None = there is none.
+        graphs: None = rounds are not captured.
+    """
+
+    groups: tuple[GroupStats, ...]
+    num_rows: int
+    num_free_rows: int
+    num_quarantined_rows: int
+    num_running: int
+    num_waiting: int
+    retracted_ct: int
+    finished_ct: int
+    failed_ct: int
+    aborted_ct: int
+    finding_ct: int
+    round_ct: int
+    prefill_ct: int
+    prefilled_token_ct: int
+    generated_token_ct: int
+    accept_cts: tuple[int, ...]
+    seconds: PhaseSeconds
+    latency: LatencyStats
+    sessions: tuple[SessionStats, ...]
+    host: HostStats | None
+    adaptive: AdaptiveStats | None
+    graphs: GraphStats | None
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self.sessions)
+
+    @property
+    def num_idle_sessions(self) -> int:
+        """Sessions that keep KV between turns."""
+        return sum(session.state == "idle" for session in self.sessions)
+
+    @property
+    def verify_ct(self) -> int:
+        """Rounds of single rows."""
+        return sum(self.accept_cts)
+
+    @property
+    def accept_len(self) -> float:
+        """Mean tokens of a row's round, the bonus included; 0 without rounds."""
+        tokens = sum(length * ct for length, ct in enumerate(self.accept_cts))
+        return tokens / self.verify_ct if self.verify_ct else 0.0
+
+    @property
+    def correct_draft_ct(self) -> int:
+        """Drafts that were accepted."""
+        return sum((length - 1) * ct for length, ct in enumerate(self.accept_cts))
+
+
+def pool_stats(ledger: Ledger) -> list[PoolStats]:
+    """Pages of each group now."""
+    return [
+        PoolStats(
+            group.name,
+            group.page_size,
+            group.num_pages,
+            ledger.free_pages(index),
+            ledger.fenced_pages(index),
+        )
+        for index, group in enumerate(ledger.groups)
+    ]
+
+
+def engine_stats(
+    ledger: Ledger,
+    scheduler: Scheduler,
+    busy_check: BusyCheck,
+    clock: Clock,
+    host: HostTier | None,
+    graphs: GraphStats | None,
+) -> EngineStats:
+    """What an engine of these parts holds and has done."""
+    counts, ends = scheduler.counts, scheduler.counts.end_cts
+    return EngineStats(
+        groups=tuple(
+            _group_stats(ledger, index, pool, busy_check)
+            for index, pool in enumerate(pool_stats(ledger))
+        ),
+        num_rows=ledger.num_rows,
+        num_free_rows=ledger.num_free_rows,
+        num_quarantined_rows=len(busy_check.rows),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        retracted_ct=scheduler.num_retracted,
+        finished_ct=ends["stop"] + ends["length"],
+        failed_ct=ends["error"],
+        aborted_ct=ends["abort"],
+        finding_ct=busy_check.finding_ct,
+        round_ct=counts.round_ct,
+        prefill_ct=counts.prefill_ct,
+        prefilled_token_ct=counts.prefilled_token_ct,
+        generated_token_ct=counts.generated_token_ct,
+        accept_cts=tuple(counts.accept_cts),
+        seconds=clock.seconds(),
+        latency=counts.latency.stats(),
+        sessions=tuple(
+            _session_stats(ledger, conversation)
+            for conversation in list(scheduler.conversations.open.values())
+        ),
+        host=None if host is None else host.stats(),
+        adaptive=scheduler.round_shapes.stats(),
+        graphs=graphs,
+    )
+
+
+def _session_stats(ledger: Ledger, conversation: Conversation) -> SessionStats:
+    turn, row, handle = conversation.turn, conversation.row, conversation.handle
+    state: SessionState = "idle" if row else "dropped" if handle is None else "host"
+    if turn is not None and conversation.is_busy:
+        state = "running" if turn.row else "waiting"
+    return SessionStats(
+        number=conversation.number,
+        state=state,
+        num_tokens=len(conversation.tokens),
+        kept_tokens=int(ledger.resolved_len[row]) if row else handle.length if handle else 0,
+        turn_ct=conversation.turn_ct,
+        computed_token_ct=conversation.computed_token_ct,
+        reused_token_ct=conversation.reused_token_ct,
+        retraction_ct=conversation.retraction_ct,
+        drop_ct=conversation.drop_ct,
+    )
+
+
+def _group_stats(ledger: Ledger, index: int, pool: PoolStats, busy_check: BusyCheck) -> GroupStats:
+    committed = ledger.kv_committed_len
+    spare = ledger.allocated_len(index) - committed
+    spare[list(busy_check.rows)] = 0  # their lengths say nothing
+    unused, quarantined = int(spare.sum()), busy_check.num_pages[index]
+    return GroupStats(
+        pool.name,
+        pool.page_size,
+        pool.num_pages,
+        pool.free_pages,
+        pool.fenced_pages,
+        pinned_pages=ledger.pinned_pages(index),
+        reclaimable_pages=ledger.reclaimable_pages(index),
+        quarantined_pages=quarantined,
+        # A shared page is full, a page of one row's own is full but for what that row has to spare.
+        used_tokens=(pool.used_pages - quarantined) * pool.page_size - unused,
+        unused_slots=unused,
+    )

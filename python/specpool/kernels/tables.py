@@ -1,0 +1,176 @@
+"""Launchers of `cuda/tables.cu`: page tables on the device, slots of rows and positions.
+
+Twins: `specpool.kernels.twins`. What a twin refuses by value, such as a row that the table has not, a
+kernel leads to the sink: device values are not read before a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specpool import _core
+from specpool.errors import ShapeError
+from specpool.kernels.checks import (
+    THREADS,
+    Table,
+    blocks,
+    capacity,
+    i32,
+    is_holey,
+    number,
+    output,
+    outputs,
+    upper_bounds,
+)
+from specpool.kernels.launch import launch
+from specpool.kernels.with_twin import with_twin
+
+
+@with_twin(_core.apply_table_delta)
+def apply_table_delta(page_table: Tensor, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
+    """Writes pages[i] into page_table[rows[i], columns[i]].
+
+    Args:
+        page_table: int32 [num_rows + 1, pages_per_row], written.
+        rows: int32 [n], in [1, num_rows]; other entries are left.
+        columns: int32 [n]; no cell twice.
+        pages: int32 [n].
+    """
+    table = Table(page_table, 1)
+    n = table.lanes("rows", rows).shape[0]
+    entry = (rows, table.lanes("columns", columns, n), table.lanes("pages", pages, n))
+    launch("apply_table_delta", blocks(n), (THREADS,), (*table.args[:3], *entry, i32(n)))
+
+
+@with_twin(_core.slots_at)
+def slots_at(
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """int32 [n]: the slot of each (rows[i], positions[i]), both int32 [n]."""
+    table = Table(page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("positions", positions, n)
+    slots = output("out", out, torch.int32, (n,), table.device)
+    launch("slots_at", blocks(n), (THREADS,), (*table.args, rows, positions, slots, i32(n)))
+    return slots
+
+
+@with_twin(_core.slot_ranges)
+def slot_ranges(
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    *,
+    hi: NDArray[np.int32] | Sequence[int] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The slots of [starts[i], starts[i] + lens[i]) of each row, lane after lane.
+
+    Args:
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        starts: int32 [n].
+        lens: int32 [n].
+        hi: [n] on the host, upper bounds of `lens`; None = the row's width.
+        out: int32, at least sum(hi).
+
+    Returns:
+        `out`, or int32 [sum(hi)]; valid below sum(lens).
+    """
+    table = Table(page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    lanes = (rows, table.lanes("starts", starts, n), table.lanes("lens", lens, n))
+    bounds = upper_bounds(hi, n, table.row_width)
+    slots = capacity("out", int(bounds.sum()), out, table.device)
+    grid = (n, _tiles(bounds))
+    launch("slot_ranges", grid, (THREADS,), (*table.args, *lanes, slots, i32(slots.shape[0])))
+    return slots
+
+
+def _tiles(bounds: NDArray[np.int64]) -> int:
+    """Blocks that share a lane's elements, four for each thread."""
+    most = int(bounds.max(initial=0))
+    return min(-(-most // (4 * THREADS)), 1024)
+
+
+@with_twin(_core.draft_write_slots)
+def draft_write_slots(
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    roots: Tensor,
+    *,
+    num_steps: int,
+    topk: int,
+    layout: str,
+    out: Tensor | None = None,
+) -> Tensor:
+    """int32 [n, K, S]: the slot that branch b of each lane writes step j to; rows, roots [n]."""
+    table = Table(page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("roots", roots, n)
+    s, k = number("num_steps", num_steps, 1), number("topk", topk, 1)
+    holey = is_holey(layout)
+    grid = blocks(n * k * s)
+    slots = output("out", out, torch.int32, (n, k, s), table.device)
+    args = (*table.args, rows, roots, slots, i32(n), i32(s), i32(k), holey)
+    launch("draft_write_slots", grid, (THREADS,), args)
+    return slots
+
+
+@with_twin(_core.page_csr)
+def page_csr(
+    page_table: Tensor,
+    page_size: int,
+    rows: Tensor,
+    lens: Tensor,
+    *,
+    hi: NDArray[np.int32] | Sequence[int] | None = None,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages of [0, lens[i]) of each row, as CSR, for prefill and verify.
+
+    Args:
+        page_table: int32 [num_rows + 1, pages_per_row].
+        page_size: P.
+        rows: int32 [n].
+        lens: int32 [n].
+        hi: [n] on the host, upper bounds of `lens`; None = the row's width.
+        out: the three results; kv_indices may be longer than it must.
+
+    Returns:
+        int32: kv_indptr [n + 1]; kv_indices [sum of ceil(hi / P)], valid below kv_indptr[-1];
+        kv_last_page_len [n], in 1..P, 0 where lens is 0.
+    """
+    table = Table(page_table, page_size)
+    n = table.lanes("rows", rows).shape[0]
+    table.lanes("lens", lens, n)
+    bounds = upper_bounds(hi, n, table.row_width)
+    if out is not None and len(out) != 3:
+        raise ShapeError(
+            f"out must hold kv_indptr, kv_indices, kv_last_page_len, got {len(out)} tensors"
+        )
+    indptr, given, last = out if out is not None else (None, None, None)
+    names, shapes = ("kv_indptr", "kv_last_page_len"), ((n + 1,), (n,))
+    both = None if indptr is None or last is None else (indptr, last)
+    indptr, last = outputs(names, both, [torch.int32] * 2, shapes, table.device)
+    pages = int((-(-bounds // table.page_size)).sum())
+    indices = capacity("out.kv_indices", pages, given, table.device)
+    if n == 0:
+        indptr.zero_()
+    args = (*table.args, rows, lens, indptr, indices, last, i32(indices.shape[0]))
+    launch("page_csr", (n,), (THREADS,), args)
+    return indptr, indices, last

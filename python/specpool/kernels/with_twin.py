@@ -1,0 +1,214 @@
+"""The CPU twins behind the launchers: on CPU tensors a launcher calls its twin instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpool import _core
+from specpool.errors import ShapeError
+from specpool.kernels import twin_moves as moves
+from specpool.kernels.fields import Fields
+from specpool.kernels.launch import runs_kernels
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CPU = torch.device("cpu")
+
+
+def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a launcher: `twin` runs on tensors of a CPU, where no kernel does.
+
+    It gets the same arguments, tensors as NumPy arrays over the same memory and `Fields` as their
+    buffers, and checks them as strictly, values too. Slots come back as int64, which torch's own
+    indexing wants, unless `out` is given. `hi` is not needed: the lengths are at hand.
+    """
+
+    def decorate(launcher: Callable[P, R]) -> Callable[P, R]:
+        # The device is the first argument's; only `select_topk` begins with a number.
+        place = int(launcher.__name__ == "select_topk")
+        parameters = inspect.signature(launcher).parameters.values()
+        names = [one.name for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD]
+
+        @functools.wraps(launcher)
+        def run(*args: P.args, **options: P.kwargs) -> R:
+            by_name = names[len(args) :]
+            if len(args) > len(names) or not options.keys() >= set(by_name):
+                return launcher(*args, **options)  # Python says which one is missing
+            args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
+            first: object = args[place]
+            if runs_kernels(first.device if isinstance(first, Tensor | Fields) else _CPU):
+                return launcher(*args, **options)
+            out = options.pop("out", None)
+            options.pop("hi", None)
+            given: dict[str, Any] = {}
+            for name, value in options.items():
+                given[name] = value if isinstance(value, int | str) else as_array(value)
+            if isinstance(first, Fields):
+                given["slot_dim"] = first.slot_dim
+                if names[2] == "page_size" and args[2] != first.page_size:
+                    raise ShapeError(
+                        f"page_size must be the fields' {first.page_size}, got {args[2]}"
+                    )
+            results = twin(*[as_array(arg) for arg in args], **given)
+            if out is None and isinstance(results, np.ndarray):
+                return torch.from_numpy(results)  # type: ignore[return-value]
+            return _into(out, results)  # type: ignore[no-any-return]
+
+        def as_array(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return _memory(value)
+            if isinstance(value, np.ndarray):
+                raise ShapeError(
+                    f"{launcher.__name__} takes a tensor where it got an ndarray; arrays are for "
+                    "the twins in specpool.kernels.twins"
+                )
+            return value.source if isinstance(value, Fields) else value
+
+        return run
+
+    return decorate
+
+
+def _memory(tensor: Tensor) -> Any:
+    try:
+        return tensor.numpy()
+    except TypeError:
+        if tensor.device.type != "cpu":
+            where = f"one is on {tensor.device}"
+            raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
+        return tensor.float().numpy()  # NumPy knows no bfloat16; only logits come as such
+
+
+def _into(out: Any, results: Any) -> Any:
+    """`results` as tensors, in `out` where it is given."""
+    if isinstance(results, tuple):
+        if out is not None and len(out) != len(results):
+            raise ShapeError(f"out must hold {len(results)} tensors, got {len(out)}")
+        given = [None] * len(results) if out is None else out
+        for one, result in zip(given, results, strict=True):
+            if one is not None:
+                _check_out(one, torch.from_numpy(result))
+        return tuple(_into(one, result) for one, result in zip(given, results, strict=True))
+    if not isinstance(results, np.ndarray):
+        return results
+    result = torch.from_numpy(results)
+    if out is None:
+        return result
+    _check_out(out, result)
+    if out.shape == result.shape:
+        return out.copy_(result)
+    out[: len(result)].copy_(result)
+    return out
+
+
+def _check_out(out: Tensor, result: Tensor) -> None:
+    if out.shape != result.shape and not (out.ndim == result.ndim == 1 and len(out) > len(result)):
+        raise ShapeError(f"out must hold {list(result.shape)}, got {list(out.shape)}")
+    # A twin's slots are int64, a kernel's int32.
+    if out.dtype != result.dtype and {out.dtype, result.dtype} != {torch.int32, torch.int64}:
+        want, got = (str(kind).removeprefix("torch.") for kind in (result.dtype, out.dtype))
+        raise ShapeError(f"out must be {want}, got {got}")
+
+
+def _expect(name: str, value: Any, *dtypes: type[np.generic]) -> None:
+    if not isinstance(value, np.ndarray) or value.dtype not in dtypes:
+        kinds = " or ".join(dtype.__name__ for dtype in dtypes)
+        got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise ShapeError(f"{name} must be a tensor of {kinds}, got {got}")
+
+
+def build_tree(
+    scores: Any, tokens: Any, parents: Any, root_tokens: Any, *, topk: int, num_draft_tokens: int
+) -> tuple[Any, ...]:
+    """The twins `organize` and `build_tree` in one, as the kernel is."""
+    chosen = _core.organize(scores, tokens, parents, topk=topk, num_draft_tokens=num_draft_tokens)
+    parent_list, indices, drafts = chosen
+    links = _core.build_tree(parent_list, indices, topk=topk)
+    return np.concatenate([root_tokens[:, None], drafts], 1), *links
+
+
+def check_tree(
+    tokens: Any, depths: Any, mask: Any, child: Any, sibling: Any, roots: Any, *, vocab_size: int
+) -> tuple[Any, Any, Any]:
+    """The kernel, lane by lane and link by link."""
+
+    def is_tree(lane: int) -> bool:
+        seen = [set(np.flatnonzero(line).tolist()) for line in mask[lane]]
+        deep = depths[lane].tolist()
+        nodes = range(len(deep))
+        if tokens[lane, 0] != roots[lane] or seen[0] != {0}:
+            return False
+        if not all(0 <= token < vocab_size for token in tokens[lane].tolist()):
+            return False
+        if not all(node in seen[node] and len(seen[node]) == deep[node] + 1 for node in nodes):
+            return False
+        for node in nodes:
+            below, beside = int(child[lane, node]), int(sibling[lane, node])
+            if not all(link == -1 or node < link < len(deep) for link in (below, beside)):
+                return False
+            if below != -1 and seen[below] != seen[node] | {below}:
+                return False
+            if beside != -1 and seen[beside] - {beside} != seen[node] - {node}:
+                return False
+        return True
+
+    is_broken = np.array([not is_tree(lane) for lane in range(len(tokens))], np.bool_)
+    broken = is_broken[:, None]
+    safe = np.where(broken, roots[:, None], tokens), np.where(broken, np.int32(0), depths)
+    return *safe, is_broken
+
+
+def sample_tokens(logits: Any, *parameters: Any) -> Any:
+    """The twin, for logits of any float type that a kernel takes (bfloat16 comes as float32)."""
+    _expect("logits", logits, np.float32, np.float16)
+    return _core.sample_tokens(logits.astype(np.float32, copy=False), *parameters)
+
+
+def uniform(seeds: Any, positions: Any) -> Any:
+    """The twin, for seeds in either reading of their 64 bits."""
+    _expect("seeds", seeds, np.int64, np.uint64)
+    return _core.uniform(seeds.view(np.uint64), positions)
+
+
+def move_kv(buffers: Any, src: Any, dst: Any, *, slot_dim: int, disjoint: bool = False) -> None:
+    """The twin, which wants int64 and needs no promise."""
+    _expect("src", src, np.int32, np.int64)
+    _expect("dst", dst, np.int32, np.int64)
+    moves.move_kv(buffers, src.astype(np.int64), dst.astype(np.int64), slot_dim=slot_dim)
+
+
+def copy_parent_drafts(*args: Any, layout: str = "holey", **options: Any) -> None:
+    """The twin, which knows the layout that needs such copies."""
+    if layout != "holey":
+        raise ShapeError(f"layout must be 'holey' on a CPU, got {layout!r}")
+    moves.copy_parent_drafts(*args, **options)
+
+
+def copy_slots(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+    """The twin of the kernel behind `gather_kv` and `scatter_kv`, on buffers of any form.
+
+    Args:
+        to: written.
+        of: read, of the same widths.
+        dst: int32 [n], each once; None = 0, 1, ..
+        src: int32 [n]; None = 0, 1, ..
+        n: slots.
+    """
+    places = []
+    for name, fields, slots in (("dst", to, dst), ("src", of, src)):
+        index = torch.arange(n) if slots is None else slots.long()
+        _core.check_slots(name, index.numpy(), fields.num_slots)
+        places.append(index)
+    if dst is not None:
+        _core.check_moves(places[0].numpy(), places[0].numpy(), to.num_slots)
+    for written, read in zip(to.views(), of.views(), strict=True):
+        (into, out_of), size, other = places, written.shape[1], read.shape[1]
+        written[into // size, into % size] = read[out_of // other, out_of % other]

@@ -1,0 +1,302 @@
+"""The turns of an engine: prepare, launch, take over; what fails ends alone.
+
+Under overlap (D = 1) a turn's steps are launched before the last turn's results are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import torch
+
+from specpool._core import Ledger
+from specpool.errors import CorruptState, SpecpoolError, StalePlan
+from specpool.loop.busy_check import BusyCheck
+from specpool.loop.clock import Clock
+from specpool.memory.host.tier import HostTier
+from specpool.memory.kv_cache import KVCache
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step, StepResult
+from specpool.worker.graphs.capture import is_out_of_memory
+from specpool.worker.results import PendingStep
+from specpool.worker.worker import EagleWorker
+
+# Prefills that an average of their seconds reaches back to, about.
+_OBSERVED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step that was launched in a turn of the loop, and its results to come."""
+
+    turn: int
+    step: Step
+    pending: PendingStep | None  # None = a reload, which gives no tokens
+    started: float  # when it was launched, by the clock
+
+
+class Loop:
+    """Runs the steps of a scheduler on a worker.
+
+    Attributes:
+        scheduler: whose.
+        busy_check: before each turn.
+        clock: seconds by phase.
+        peak_pages: most pages of each group that were taken at once.
+        token_seconds: what the prefill of a token takes, of late; 0 = none has run.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        scheduler: Scheduler,
+        worker: EagleWorker,
+        cache: KVCache,
+        busy_check: BusyCheck,
+        *,
+        overlap_depth: int,
+        mixed_chunks: bool,
+        host: HostTier | None = None,
+    ) -> None:
+        """Nothing is on its way; see `EngineConfig` for the options."""
+        self._host = host
+        self._ledger, self.scheduler, self._worker = ledger, scheduler, worker
+        self._cache, self.busy_check = cache, busy_check
+        self._overlap_depth, self._mixed_chunks = overlap_depth, mixed_chunks
+        self._turns = 0
+        self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
+        self._num_pages = [group.num_pages for group in ledger.groups]
+        self.clock, self.token_seconds = Clock(), 0.0
+        self._num_lost = 0  # steps that failed, or were never launched
+        self.peak_pages = [0] * len(self._num_pages)
+
+    @property
+    def num_flying(self) -> int:
+        """Steps whose results are still to come."""
+        return len(self._flying)
+
+    def run(self, requests: list[Request]) -> Generator[int]:
+        """Run until these are done; yields which one has news."""
+        seen = [0] * len(requests)
+        pending = {request.request_id: index for index, request in enumerate(requests)}
+        mailbox: dict[int, Request] = {}
+        try:
+            for request in requests:
+                request.mailbox = mailbox
+                if request.sample == 0:  # it brings its siblings along
+                    self.scheduler.submit(request)
+            while pending:
+                # Another iterator's turns may have moved ours on, so look before each turn. Who
+                # waits has no news, and may be one of thousands.
+                moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
+                mailbox.clear()
+                for index in sorted(pending[number] for number in moved & pending.keys()):
+                    request, before = requests[index], seen[index]
+                    seen[index] = request.num_output_tokens
+                    is_over = request.finish_reason is not None
+                    if is_over:
+                        del pending[request.request_id]
+                    if seen[index] > before or is_over:
+                        yield index
+                # While we waited at a yield, another iterator may have finished all of ours.
+                if any(requests[index].finish_reason is None for index in pending.values()):
+                    self._run_turn()
+        finally:
+            with self.recovering():
+                for request in requests:
+                    self.scheduler.abort(request)
+                self.rest()
+
+    def rest(self) -> None:
+        """With nobody left to run, leave nothing on its way either."""
+        if not self.scheduler.has_requests:
+            self.drain()
+
+    @contextlib.contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Whatever stops the block, Ctrl-C above all: what runs ends, and nothing stays behind."""
+        try:
+            yield
+        except GeneratorExit:  # Ctrl-C came before or behind the block: nothing was stopped
+            raise
+        except BaseException as error:
+            self._flying.clear()
+            self._synchronize()
+            reason = "error" if is_out_of_memory(error) else "abort"
+            self.scheduler.recover(f"a step was stopped: {type(error).__name__}: {error}", reason)
+            raise
+
+    def turn(self) -> None:
+        """One turn, if a request is there; else take over what is on its way."""
+        if self.scheduler.has_requests:
+            self._run_turn()
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Take over all that is on its way; nothing is fenced then."""
+        with self.recovering():
+            while self._flying:
+                self._take_over(self._flying.popleft())
+
+    def _run_turn(self) -> None:
+        """Launch what can run now, and take over the oldest results when more are not allowed.
+
+        A forward that fails ends the requests in it; anything else that goes wrong, all that run.
+        Where that is a lack of memory, their outputs say so; those that wait go on.
+        """
+        try:
+            with self.recovering():
+                self._run_steps()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+
+    def _run_steps(self) -> None:
+        """See `_run_turn`."""
+        self._look()
+        before = [flying.step for flying in self._flying]
+        started, num_lost = time.perf_counter(), self._num_lost
+        with self.clock.schedule:
+            steps = self.scheduler.schedule()
+        if not self.scheduler.has_requests:  # the busy check has ended the last ones
+            return
+        if not steps and not self._flying:
+            out_of_use = f"{len(self.busy_check.rows)} of {self._ledger.num_rows} rows"
+            raise CorruptState(f"no request can run: {out_of_use} are out of use")
+        self._turns += 1
+        reloads = [step for step in steps if step.handles is not None]
+        forwards = [step for step in steps if step.handles is None]
+        together = len(forwards) > 1 and self._mixed_chunks
+        groups = [forwards] if together else [[step] for step in forwards]
+        for group in [*([step] for step in reloads), *groups]:
+            self._launch(group)
+        last = self._turns - (self._overlap_depth if steps else 1)
+        while self._flying and self._flying[0].turn <= last:
+            self._take_over(self._flying.popleft())
+        if self._num_lost == num_lost:
+            self._observe_round(before, steps, time.perf_counter() - started)
+
+    def _look(self) -> None:
+        """The busy check, before anything else is prepared."""
+        found = self.busy_check.finding_ct
+        error = self.busy_check.look()
+        if error is None and self.busy_check.finding_ct == found:
+            return
+        try:
+            self.drain()  # no step that is under way has a row that is out of use
+        except SpecpoolError as failure:
+            raise (error or failure) from failure
+        if error is not None:
+            raise error
+
+    def _launch(self, steps: list[Step]) -> None:
+        """Enqueue the forward of one step, or of a prefill and a round side by side."""
+        for group, num_pages in enumerate(self._num_pages):
+            used = num_pages - self._ledger.free_pages(group)
+            self.peak_pages[group] = max(self.peak_pages[group], used)
+        launched = []
+        for step in steps:
+            try:
+                self.scheduler.launch(step)
+            except StalePlan:  # a forward of this turn has failed, and took a row of it along
+                self._num_lost += 1
+                self.scheduler.cancel(step)
+            else:
+                launched.append(step)
+        if not launched:
+            return
+        started, pending = time.perf_counter(), list[PendingStep | None]()
+        try:
+            with self.clock.launch:
+                for step in launched:
+                    self.busy_check.apply_delta(step.plan.step)
+                    self._cache.copy_pages(step.plan.page_copies)
+                if launched[0].handles is None:
+                    pending += self._worker.run(launched)
+                elif self._host is not None:
+                    self._host.restore(launched[0].plan, launched[0].handles)
+                    pending.append(None)
+        except Exception as error:
+            for step in launched:
+                self._fail(step, error)
+        else:
+            if self._cache.device.type == "cpu":  # it has run
+                self._observe(launched, time.perf_counter() - started)
+            turns = repeat(self._turns), launched, pending, repeat(started)
+            self._flying += map(_Flying, *turns)
+
+    def _take_over(self, flying: _Flying) -> None:
+        """Wait for a step's results and give them to the scheduler."""
+        if flying.pending is None:
+            lanes = len(flying.step.requests)
+            nothing = StepResult([[]] * lanes, np.zeros(lanes, np.int32), [False] * lanes)
+            self.scheduler.finish(flying.step, nothing)
+            return
+        try:
+            with self.clock.wait:
+                result = flying.pending.result()
+            if self._cache.device.type != "cpu":
+                self._observe([flying.step], time.perf_counter() - flying.started)
+        except Exception as error:
+            self._fail(flying.step, error)
+            return
+        with self.clock.finish:
+            if not any(result.not_finite):
+                self.scheduler.finish(flying.step, result)
+                return
+            plan = flying.step.plan
+            for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
+                request.tainted |= not_finite
+            lost = result.not_finite & (self._ledger.epoch[plan.rows] != plan.epochs)
+            self.scheduler.finish(flying.step, result)
+            self._scrub_free(all_groups=bool(lost.any()))
+
+    def _scrub_free(self, *, all_groups: bool) -> None:
+        """Zero what has been given back already, perhaps with a NaN: nobody has taken it yet.
+
+        Behind a window, by a round that was prepared meanwhile; or, in all groups, by an abort.
+        """
+        for group, window in enumerate(self._cache.windows):
+            if all_groups or window is not None:
+                states, _, _ = self._ledger.ownership_map(group)
+                self._cache.scrub(group, np.flatnonzero(states[1:] == 0).astype(np.int32) + 1)
+
+    def _observe(self, steps: list[Step], seconds: float) -> None:
+        """Learn what the prefill of a token takes, from a forward of nothing else."""
+        plan = steps[0].plan
+        if len(steps) == 1 and plan.kind == "extend" and steps[0].handles is None:
+            latest = seconds / int((plan.new_len - plan.start).sum())
+            known = self.token_seconds or latest
+            self.token_seconds = known + (latest - known) / _OBSERVED
+
+    def _observe_round(self, before: list[Step], steps: list[Step], seconds: float) -> None:
+        """Learn what a round takes, from a turn of nothing else.
+
+        Under overlap a device works, in this turn, on what was on its way `before` it.
+        """
+        runs_here = self._cache.device.type == "cpu" or not self._overlap_depth
+        ran = steps if runs_here else before
+        alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
+        if alone and (choice := ran[0].choice) is not None:
+            self.scheduler.round_shapes.observe(choice, ran[0].plan.shapes, seconds)
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        """End the requests of a forward that failed, after everything launched before it."""
+        self._num_lost += 1
+        self._synchronize()
+        while self._flying and self._flying[0].step.plan.step < step.plan.step:
+            self._take_over(self._flying.popleft())
+        self.scheduler.fail(step, error)
+
+    def _synchronize(self) -> None:
+        if self._cache.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that is gone runs nothing more
+                torch.cuda.synchronize(self._cache.device)

@@ -1,0 +1,192 @@
+"""Host pages in memory, and the copies between them and a cache's pages (kernel 9 of spec 7).
+
+Copies are enqueued on torch's current stream, which is to be that of the forwards: whatever follows
+on it finds them done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specpool import kernels
+from specpool._core import Ledger
+from specpool.errors import ConfigError
+from specpool.kernels.transfer import upload
+from specpool.kernels.twin_moves import PageBlocked
+from specpool.memory.host.copy_cost import CopyCost
+from specpool.memory.host.pages import Pages
+from specpool.memory.host.tier import Moves
+from specpool.memory.kv_cache import KVCache
+from specpool.memory.pools import free_bytes
+
+# Of each group: space on the device through which its pages travel.
+_STAGED_BYTES = 32 << 20
+# Of each group, in the copies that are timed at the start; and how often, the first to warm up.
+_TIMED_BYTES = 4 << 20
+_NUM_TIMED = 4
+
+
+def row_pages(ledger: Ledger) -> list[int]:
+    """Pages of each group that a row of the whole context holds at most."""
+    last = ledger.max_context_len - 1
+    needs = ledger.pages_needed(last, last, 0).tolist()
+    whole = [-(-(last + 1) // group.page_size) for group in ledger.groups]
+    return [min(pair) for pair in zip(needs, whole, strict=True)]
+
+
+class HostMemory:
+    """Memory for host pages of every group, pinned where the device is a CUDA one.
+
+    Attributes:
+        num_pages: of each group.
+        page_bytes: of each group: of a page in all of its layers.
+    """
+
+    def __init__(self, ledger: Ledger, cache: KVCache, host_bytes: int) -> None:
+        """Take the memory and time a few copies.
+
+        Args:
+            ledger: new, since pages of the cache are copied to the host and back.
+            cache: with the KV of all layers.
+            host_bytes: for the pages of all groups.
+
+        Raises:
+            ConfigError: the bytes do not hold one row of the whole context, or are not free.
+        """
+        self._device = cache.device
+        pages = [
+            [b.view(len(b) // group.page_size, -1) for b in _buffers(cache, g)]
+            for g, group in enumerate(ledger.groups)
+        ]
+        self.page_bytes = [sum(b[0].numel() * b.itemsize for b in of) for of in pages]
+        needs = row_pages(ledger)
+        row_bytes = self._num_bytes(needs)
+        if host_bytes < row_bytes:
+            raise ConfigError(
+                f"one row of {ledger.max_context_len} tokens needs {row_bytes} bytes on the host, "
+                f"host_bytes is {host_bytes}: raise it, or lower max_context_len"
+            )
+        if host_bytes > (free := free_bytes(torch.device("cpu"))):
+            raise ConfigError(f"host_bytes is {host_bytes}, {free} are free on the host: lower it")
+        self.num_pages = [host_bytes * need // row_bytes for need in needs]
+        self._groups = [_Group(of, n) for of, n in zip(pages, self.num_pages, strict=True)]
+        self._out, self._back = self._timed([group.num_pages for group in ledger.groups])
+
+    def save(self, moves: Moves) -> None:
+        """Copy pages of the device to host pages."""
+        start = time.perf_counter()
+        for group, (device_pages, pages) in zip(self._groups, moves, strict=True):
+            group.save(device_pages, pages)
+        self._watch(self._out, moves, start)
+
+    def load(self, moves: Moves) -> None:
+        """Copy host pages to pages of the device."""
+        start = time.perf_counter()
+        for group, (device_pages, pages) in zip(self._groups, moves, strict=True):
+            group.load(device_pages, pages)
+        self._watch(self._back, moves, start)
+
+    def seconds(self, num_pages: Sequence[int]) -> float:
+        """How long so many pages of each group take, there and back."""
+        num_bytes = self._num_bytes(num_pages)
+        return self._out.seconds(num_bytes) + self._back.seconds(num_bytes)
+
+    def _num_bytes(self, num_pages: Sequence[int]) -> int:
+        return sum(n * size for n, size in zip(num_pages, self.page_bytes, strict=True))
+
+    def _watch(self, cost: CopyCost, moves: Moves, start: float) -> None:
+        """Note how long a copy took, where the host has waited for it."""
+        num_bytes = self._num_bytes([len(pages) for _, pages in moves])
+        if num_bytes and self._device.type == "cpu":
+            cost.observe(num_bytes, time.perf_counter() - start)
+
+    def _timed(self, on_device: Sequence[int]) -> tuple[CopyCost, CopyCost]:
+        """What copies take to the host and back, from those of a page and of some."""
+        most = [
+            min(here, there, max(_TIMED_BYTES // size, 1))
+            for here, there, size in zip(self.num_pages, on_device, self.page_bytes, strict=True)
+        ]
+        few = [1] * len(most)
+        least = [[float("inf")] * 2, [float("inf")] * 2]  # seconds there and back, of few and most
+        for _ in range(_NUM_TIMED):
+            for seconds, num_pages in zip(least, (few, most), strict=True):
+                for way in (0, 1):
+                    seconds[way] = min(seconds[way], self._time(num_pages, back=way == 1))
+        sizes = self._num_bytes(few), self._num_bytes(most)
+        out, back = (
+            CopyCost(*((size, seconds[way]) for size, seconds in zip(sizes, least, strict=True)))
+            for way in (0, 1)
+        )
+        return out, back
+
+    def _time(self, num_pages: Sequence[int], *, back: bool) -> float:
+        """Seconds of a copy of the first pages of each group; what they hold stays."""
+        _synchronize(self._device)
+        start = time.perf_counter()
+        for group, n in zip(self._groups, num_pages, strict=True):
+            (group.load if back else group.save)(np.arange(1, n + 1, dtype=np.int32), np.arange(n))
+        _synchronize(self._device)
+        return time.perf_counter() - start
+
+
+class _Group:
+    """One group's host pages: each is one piece, with its slots in all of the group's layers."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], num_pages: int) -> None:
+        """`layers`: keys and values by pages, each [num_device_pages, ...]."""
+        device = layers[0].device
+        self._fields = kernels.Fields.of(layers, 1)
+        widths = self._fields.widths
+        page_bytes = sum(widths)
+        self._memory = torch.empty(
+            num_pages, page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        num_staged = min(max(_STAGED_BYTES // page_bytes, 1), num_pages)
+        self._staged = torch.empty(num_staged, page_bytes, dtype=torch.uint8, device=device)
+        self._staging = kernels.Fields.of([PageBlocked(self._staged, 1, widths)], 1)
+
+    def save(self, device_pages: npt.NDArray[np.int32], pages: Pages) -> None:
+        for part, runs in self._parts(pages):
+            (slots,) = upload(self._staged.device, device_pages[part])
+            kernels.gather_kv(self._fields, slots, out=self._staging)
+            for staged, first, end in runs:
+                self._memory[first:end].copy_(self._staged[staged], non_blocking=True)
+
+    def load(self, device_pages: npt.NDArray[np.int32], pages: Pages) -> None:
+        for part, runs in self._parts(pages):
+            for staged, first, end in runs:
+                self._staged[staged].copy_(self._memory[first:end], non_blocking=True)
+            (slots,) = upload(self._staged.device, device_pages[part])
+            kernels.scatter_kv(self._fields, slots, self._staging)
+
+    def _parts(self, pages: Pages) -> list[tuple[slice, list[tuple[slice, int, int]]]]:
+        """What fits the staging space: the places of its pages, and their runs.
+
+        A run is where its pages are staged, its first host page, and the end of its last.
+        """
+        parts = []
+        for start in range(0, len(pages), len(self._staged)):
+            part = slice(start, min(start + len(self._staged), len(pages)))
+            edges = (np.flatnonzero(np.diff(pages[part]) != 1) + 1).tolist()
+            runs = [
+                (slice(a, b), int(pages[start + a]), int(pages[start + b - 1]) + 1)
+                for a, b in zip([0, *edges], [*edges, part.stop - start], strict=True)
+            ]
+            parts.append((part, runs))
+        return parts
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _buffers(cache: KVCache, group: int) -> list[torch.Tensor]:
+    """Keys and values of a group's layers, but for those without a byte."""
+    layers = [i for i, g in enumerate(cache.layer_groups) if g == group]
+    return [buffer for buffer in cache.buffers(layers) if buffer.numel()]

@@ -1,0 +1,46 @@
+"""Bring a kept row's KV back from the host."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from specpool.errors import NotReady
+from specpool.memory.host.copies import _synchronize
+from specpool.memory.host.tier import Handle, HostTier
+from specpool.memory.kv_cache import KVCache
+
+
+def reload(tier: HostTier, cache: KVCache, handle: Handle, tag: str | None = None) -> int | None:
+    """Bring a handle back at once, in a loop of one's own with nothing in flight.
+
+    Returns:
+        The row; or None, a copy has failed: the handle is dropped, the request is prefilled.
+
+    Raises:
+        NotReady: a step is in flight.
+        OutOfRows: no row is free; the handle stays good.
+        OutOfPages: a group has too few free pages for it; the handle stays good.
+    """
+    ledger = tier.ledger
+    if steps := ledger.steps():
+        raise NotReady(f"reload of {handle.tag}: step {steps[0][0]} is not over")
+    tier.check_room(handle)
+    row, start = ledger.admit(handle.tag if tag is None else tag), 0
+    while start < handle.length:
+        start, writes_draft = tier.next_extend(handle, start)
+        plan = ledger.prepare_extend([row], [start], writes_draft=writes_draft)
+        ledger.launch(plan.step)
+        try:
+            cache.apply_delta(plan.step)
+            cache.copy_pages(plan.page_copies)
+            tier.restore(plan, [handle])
+        except Exception:
+            if handle in tier.handles:
+                tier.drop(handle)
+            with suppress(RuntimeError):  # a device that is gone runs nothing more
+                _synchronize(cache.device)
+            ledger.abandon(plan.step)
+            return None
+        finally:
+            ledger.complete(plan.step)
+    return row

@@ -1,0 +1,232 @@
+"""The KV buffers of every layer, and the page tables that the kernels read.
+
+Slots of page 0 are a sink: padded lanes write there, and nobody reads what they wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specpool import kernels
+from specpool._core import Ledger
+from specpool.attention.view import Scratch
+from specpool.kernels.launch import prepare, runs_kernels
+from specpool.kernels.transfer import upload
+from specpool.memory.layer_kv import LayerKV as LayerKV
+
+Int32 = npt.NDArray[np.int32]
+
+
+class KVCache:
+    """KV buffers per group and layer, and each group's page table, all on the device.
+
+    The tables are written by `apply_delta` alone, once per step and before its forward, so that a
+    forward reads them as they were when its step was prepared (spec 4, table deltas).
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        layers: Sequence[LayerKV],
+        layer_groups: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        attend_with: Callable[..., Tensor] | None = None,
+    ) -> None:
+        """Allocate zeroed buffers.
+
+        Args:
+            ledger: gives the groups' page sizes, page counts and tables.
+            layers: what each layer stores.
+            layer_groups: the group of each layer, `len(layers)` indices into `ledger.groups`.
+            dtype: of keys and values.
+            device: where the buffers live.
+            attend_with: the back end's `attend`, of all views of these pages; None = torch's.
+
+        Raises:
+            ConfigError: a CUDA device for which the kernels cannot be built.
+        """
+        if device.type == "cuda":
+            prepare(device)
+        self.device = device
+        self.dtype = dtype
+        self.attend_with = attend_with
+        self.scratch = Scratch()  # one forward runs at a time
+        self.page_sizes = [group.page_size for group in ledger.groups]
+        self.windows = [group.window for group in ledger.groups]
+        self.layer_groups = list(layer_groups)
+        # The chunk of a group whose layers see one at a time; the probe refuses mixed groups.
+        chunked = {g for g, layer in zip(layer_groups, layers, strict=True) if layer.is_chunked}
+        self.chunks = [w if g in chunked else None for g, w in enumerate(self.windows)]
+        self.max_context_len = ledger.max_context_len
+        self._ledger = ledger
+        slots = [(group.num_pages + 1) * group.page_size for group in ledger.groups]
+
+        def buffer(group: int, num_heads: int, head_dim: int) -> Tensor:
+            return _zeros((slots[group], num_heads, head_dim), dtype, device)
+
+        # Each [num_slots, num_kv_heads, head_dim]. Zeroed, because a masked-out NaN is still a NaN
+        # once the softmax's 0 has been multiplied with it.
+        self.keys = [
+            buffer(g, layer.num_kv_heads, layer.k_head_dim)
+            for g, layer in zip(layer_groups, layers, strict=True)
+        ]
+        self.values = [
+            buffer(g, layer.num_kv_heads, layer.v_head_dim)
+            for g, layer in zip(layer_groups, layers, strict=True)
+        ]
+        # int32 [num_rows + 1, pages_per_row] per group
+        self.tables = upload(device, *(ledger.full_table(g) for g in range(len(ledger.groups))))
+        self._whole_groups: dict[int, kernels.Fields] = {}  # all layers of each
+        self._gathered: dict[tuple[int, ...], kernels.Fields] = {}  # by widths: the latest read
+        self._pinned: dict[tuple[int, ...], kernels.Fields] = {}  # where graphs read to
+        # K and V of a layer with a page for a slot, by the address of the keys
+        self._by_page: dict[int, kernels.Fields] = {}
+        if runs_kernels(device):
+            for group, pair in zip(
+                layer_groups, zip(self.keys, self.values, strict=True), strict=True
+            ):
+                pages = [b.view(ledger.groups[group].num_pages + 1, -1) for b in pair]
+                self._by_page[pair[0].data_ptr()] = kernels.Fields.of(pages, 1)
+
+    def fields(self, layers: Sequence[int]) -> kernels.Fields:
+        """Keys and values of these layers of one group, to be moved in one launch."""
+        page_size = self.page_sizes[self.layer_groups[layers[0]]]
+        return kernels.Fields.of(self.buffers(layers), page_size)
+
+    def buffers(self, layers: Sequence[int]) -> list[Tensor]:
+        """Keys and values of these layers."""
+        return [self.keys[i] for i in layers] + [self.values[i] for i in layers]
+
+    def apply_delta(self, step: int) -> None:
+        """Bring the tables up to date with what preparing `step` changed."""
+        for table, delta in zip(self.tables, self._ledger.take_delta(step), strict=True):
+            if len(delta[0]):
+                kernels.apply_table_delta(table, *upload(self.device, *delta))
+        self._ledger.ack_delta(step)
+
+    def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
+        """Apply a plan's page copies, int32 [n, 4]: (group, src page, dst page, tokens), in order.
+
+        Before the step's forward: a row that was forked has its own copy of a partly filled page.
+        """
+        for group, src, dst, num_tokens in copies.tolist():
+            size = self.page_sizes[group]
+            slots = np.arange(num_tokens, dtype=np.int32)
+            places = upload(self.device, src * size + slots, dst * size + slots)
+            if group not in self._whole_groups:
+                layers = [i for i, g in enumerate(self.layer_groups) if g == group]
+                self._whole_groups[group] = self.fields(layers)
+            kernels.move_kv(self._whole_groups[group], *places, disjoint=True)
+
+    def pages_of(
+        self, group: int, rows: Tensor, least: Int32, ends: Int32
+    ) -> tuple[Tensor, Tensor | int]:
+        """The pages of each row that a query of a forward can see, and the positions they begin at.
+
+        In a window group they begin where the window of the first query does: what is read there
+        does not grow with the rows.
+
+        Args:
+            group: whose pages.
+            rows: int32 [B], on the device.
+            least: int32 [B], on the host: no query of the row is at a position below.
+            ends: int32 [B], likewise: nor at this one or beyond.
+
+        Returns:
+            int32 [B, C], page 0 where a row has none; int32 [B], or one number for all rows.
+        """
+        table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
+        if window is None:
+            return table[:, : -(-int(ends.max()) // size)].index_select(0, rows), 0
+        firsts = np.maximum(least - (window - 1), 0) // size
+        num_columns = int((-(-ends // size) - firsts).max())
+        first = int(firsts[0])
+        if (firsts == first).all():
+            return table[:, first : first + num_columns].index_select(0, rows), first * size
+        columns = np.minimum(firsts[:, None] + np.arange(num_columns), table.shape[1] - 1)
+        index, origins = upload(self.device, columns.astype(np.int64), firsts * size)
+        return table[rows.long().unsqueeze(1), index], origins
+
+    def window_pages(
+        self, group: int, rows: Tensor, starts: Tensor, num_cells: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `pages_of` of a window group, where the host does not know where the lanes stand.
+
+        Args:
+            group: whose pages.
+            rows: int32 [B], on the device.
+            starts: int32 [B], on the device: the first query of each lane.
+            num_cells: cells that the lane's queries see from there on, at most.
+
+        Returns:
+            int32 [B, C], page 0 where a row has none; int32 [B], the positions they begin at.
+        """
+        table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
+        assert window is not None
+        firsts = torch.clamp(starts - (window - 1), min=0) // size
+        # Wherever in a page the window begins.
+        num_columns = (window - 1 + num_cells + size - 2) // size + 1
+        columns = firsts.unsqueeze(1) + torch.arange(num_columns, device=self.device)
+        index = columns.clamp(max=table.shape[1] - 1)
+        return table[rows.long().unsqueeze(1), index], (firsts * size).int()
+
+    @property
+    def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """`read_pages` where kernels run; None: torch's own indexing reads the pages."""
+        return self.read_pages if self._by_page else None
+
+    def read_pages(self, keys: Tensor, values: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole pages of one layer, by one launch of kernel 9.
+
+        Args:
+            keys: [num_slots, Hkv, Dk], of `self.keys`.
+            values: [num_slots, Hkv, Dv], the same layer's.
+            pages: int32 [n].
+
+        Returns:
+            [n, P * Hkv * Dk] and [n, P * Hkv * Dv], valid until the next call.
+        """
+        fields = self._by_page[keys.data_ptr()]
+        space = self._pinned.get(fields.widths)
+        if space is None or space.num_slots < len(pages):
+            space = self._gathered.get(fields.widths)
+        if space is None or space.num_slots < len(pages):
+            # With some room, so that a text that gets longer does not ask for more each time.
+            space = self._gathered[fields.widths] = fields.empty(len(pages) + len(pages) // 8)
+        kernels.gather_kv(fields, pages, out=space)
+        rows = [buffer[: len(pages)].view(self.dtype) for buffer in space.buffers]
+        return rows[0], rows[1]
+
+    def pin_reads(self) -> None:
+        """What pages were read to so far stays in its place, since graphs will have its address."""
+        self._pinned |= self._gathered
+        self._gathered = {}
+
+    def scrub(self, group: int, pages: npt.NDArray[np.int32]) -> None:
+        """Zero these pages in every layer of a group, so that no NaN outlives its request."""
+        size = self.page_sizes[group]
+        (index,) = upload(self.device, pages.astype(np.int64))
+        layers = [i for i, g in enumerate(self.layer_groups) if g == group]
+        for buffer in self.buffers(layers):
+            buffer.view(-1, size * buffer.shape[1] * buffer.shape[2])[index] = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU, a page of memory is taken when something is first written there."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = dtype.itemsize * math.prod(shape)
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,131 @@
+"""An engine's ledger, from the memory that a device has free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specpool._core import Ledger, Shape
+from specpool.config import EngineConfig
+from specpool.errors import ConfigError
+from specpool.memory.group_sizes import size_groups
+from specpool.memory.layer_kv import LayerKV, bytes_by_window
+from specpool.num_bytes import show_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The ledger to build, and where each layer's KV lies.
+
+    Attributes:
+        ledger: with its groups sized.
+        layer_groups: the group of each layer: the target's layers, then the draft's.
+        target_groups: the same for the target's layers alone.
+        draft_group: the group that hosts the draft's layers.
+    """
+
+    ledger: Ledger
+    layer_groups: list[int]
+    target_groups: list[int]
+    draft_group: int
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now on `device`; on a CPU, within the process's own limits."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min([_free_bytes_of_host(), *_free_bytes_of_cgroups()])
+
+
+def _free_bytes_of_cgroups() -> Iterator[int]:
+    """What is left under each memory limit that a container or a service manager has set."""
+    if not _OWN_CGROUPS.exists():
+        return
+    for line in _OWN_CGROUPS.read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:  # version 2
+            root, limit, used, cached = _CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cached = _CGROUPS / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # A container may see its own group as the root.
+        group = root / own.lstrip("/")
+        for folder in [*([group, *group.parents] if group.is_dir() else []), root]:
+            if not folder.is_relative_to(root) or not (folder / limit).exists():
+                continue
+            most = (folder / limit).read_text().strip()
+            if most == "max":
+                continue
+            # Cached files are given up for whoever asks for memory.
+            stat = dict(
+                entry.split() for entry in (folder / "memory.stat").read_text().splitlines()
+            )
+            taken = int((folder / used).read_text()) - int(stat.get(cached, 0))
+            yield max(int(most) - taken, 0)
+
+
+def _free_bytes_of_host() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def plan_pools(
+    config: EngineConfig,
+    target_layers: Sequence[LayerKV],
+    draft_layers: Sequence[LayerKV],
+    *,
+    shapes: Sequence[Shape],
+    max_context_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PoolPlan:
+    """Size the groups and build the ledger.
+
+    Args:
+        config: placement, policy, layout, page size, and `num_pages` or `kv_bytes` if given.
+        target_layers: of the target model.
+        draft_layers: of the drafter; empty if it keeps no KV.
+        shapes: those that will run beside shape 0.
+        max_context_len: tokens of a sequence at most.
+        dtype: of the KV.
+        device: where the KV lives.
+
+    Raises:
+        ConfigError: the memory does not hold one full row, or not the pages asked for.
+    """
+    budget = config.kv_bytes
+    if budget is None:
+        budget = 0 if config.num_pages is not None else free_bytes(device) // 2
+    sizes = size_groups(
+        config,
+        bytes_by_window(target_layers, dtype.itemsize),
+        sum(layer.bytes_per_token(dtype.itemsize) for layer in draft_layers),
+        shapes=shapes,
+        max_context_len=max_context_len,
+        kv_bytes=budget,
+    )
+    ledger = sizes.ledger()
+    free = free_bytes(device)
+    if sizes.num_bytes > free:
+        num_pages = " + ".join(str(group.num_pages) for group in sizes.groups)
+        raise ConfigError(
+            f"{num_pages} pages need {show_bytes(sizes.num_bytes)} of KV, {show_bytes(free)} are "
+            "free: lower num_pages, kv_bytes or page_size"
+        )
+    target_groups = [sizes.group_of(layer.window) for layer in target_layers]
+    layer_groups = target_groups + [sizes.draft_group] * len(draft_layers)
+    return PoolPlan(ledger, layer_groups, target_groups, sizes.draft_group)

@@ -1,0 +1,199 @@
+"""Which Hugging Face models can run over pages, decided when loading, before any pool exists.
+
+Two gates. `check_config` and `check_class` refuse by name what is known not to fit, from the
+config alone. `probe` then runs a few tokens through the model's own attention and through ours and
+compares: whatever mixes tokens outside attention, or asks attention for something that we do not
+do, shows there, also in models that nobody has thought of yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from specpool.errors import ConfigError
+from specpool.models.plain_config import longest_context
+from specpool.models.torch_attention import CALLS_TORCH
+
+if TYPE_CHECKING:
+    pass
+
+
+# Config keys of layers that carry a state from token to token, and what the layers are called.
+_RECURRENT_KEYS = (
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "mamba_n_heads",
+    "attn_layer_period",
+    "attn_layer_indices",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "block_types",
+    "lru_width",
+    "linear_num_key_heads",
+    "linear_conv_kernel_dim",
+    "conv_L_cache",
+)
+_RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba"})
+_RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid"})
+_KNOWN_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+)
+#: Types whose layers see one chunk at a time: a test runs each of them beside transformers.
+CHUNKED = ("llama4_text",)
+#: Types with recurrent layers that run here: a test runs each of them beside transformers.
+RECURRENT = (
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba",
+    "zamba2",
+    "zaya",
+)
+
+
+def refusal(model_type: str, reason: str) -> ConfigError:
+    """The one form in which a model is refused."""
+    return ConfigError(f"cannot run a model of type {model_type!r} over pages: {reason}")
+
+
+def text_config(config: Any) -> Any:
+    """The decoder's part of a config (the config itself, unless the model also sees or hears)."""
+    return config.get_text_config(decoder=True)
+
+
+def check_config(config: Any) -> None:
+    """Refuses, by config alone, the kinds of model that cannot run over pages.
+
+    Raises:
+        ConfigError: names the model type and the reason.
+    """
+    text = text_config(config)
+    for reason in _reasons(config, text):
+        raise refusal(config.model_type, reason)
+
+
+def has_recurrent_layers(config: Any) -> bool:
+    """Whether layers carry a state from token to token, by the config."""
+    return next(_recurrent_reasons(config, text_config(config)), None) is not None
+
+
+def _recurrent_reasons(config: Any, text: Any) -> Iterator[str]:
+    if config.model_type in _RECURRENT_TYPES:
+        yield "its layers are recurrent"
+    for key in _RECURRENT_KEYS:
+        if getattr(text, key, None) is not None:
+            yield f"it has recurrent layers ({key} is set)"
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind in _RECURRENT_LAYERS:
+            yield f"its layer {index} is recurrent ({kind})"
+
+
+def _reasons(config: Any, text: Any) -> Iterator[str]:
+    def get(key: str) -> Any:
+        return getattr(text, key, None)
+
+    if config.is_encoder_decoder or get("is_encoder_decoder"):
+        yield "it is an encoder-decoder; its cross attention reads another sequence's KV"
+    if get("add_cross_attention") or get("cross_attention_layers"):
+        yield "it has cross attention, which reads another sequence's KV"
+    if get("is_decoder") is False and get("type_vocab_size"):  # GPT-NeoX says the former too
+        yield "it is an encoder (is_decoder is false): its tokens see those behind them"
+    if get("index_topk"):
+        yield (
+            f"an indexer picks the {get('index_topk')} keys that a query sees (index_topk), which"
+            " no view says"
+        )
+    if get("num_kv_shared_layers"):
+        yield f"its last {get('num_kv_shared_layers')} layers share the KV of earlier ones"
+    layer_types = get("layer_types")
+    is_chunked = "chunked_attention" in (layer_types or ())
+    if (is_chunked and text.model_type not in CHUNKED) or (
+        not layer_types and get("attention_chunk_size")
+    ):
+        yield (
+            f"chunked attention (attention_chunk_size {get('attention_chunk_size')}); with it and"
+            f" layer_types these types run: {', '.join(CHUNKED)}"
+        )
+    recurrent = next(_recurrent_reasons(config, text), None)
+    if recurrent is not None and text.model_type not in RECURRENT:
+        yield (
+            f"{recurrent}, whose state is no KV that lies in pages; with such layers these types"
+            f" run: {', '.join(RECURRENT)}"
+        )
+    for index, kind in enumerate(layer_types or ()):
+        if recurrent is None and kind not in _KNOWN_LAYER_TYPES:
+            yield f"layer {index} is of type {kind!r}, which is not plain attention over K and V"
+    attn_config = get("attn_config")
+    if (
+        get("alibi")
+        or getattr(attn_config, "alibi", False)
+        or config.model_type in ("bloom", "mpt")
+    ):
+        yield (
+            "alibi adds a bias to its scores, which its attention does by itself: transformers'"
+            " AttentionInterface hands none over"
+        )
+
+
+def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> None:
+    """Refuses model classes that do not call transformers' `AttentionInterface`.
+
+    Not all that do say so; those whose module has the table of attention functions may. Hybrids do
+    not say it at all. The probe finds out.
+
+    Raises:
+        ConfigError: names the model type and the class.
+    """
+    calls_interface = getattr(model_class, "_supports_attention_backend", False) or hasattr(
+        sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
+    )
+    if not calls_interface and not is_recurrent and model_type not in CALLS_TORCH:
+        raise refusal(
+            model_type,
+            f"{model_class.__name__} computes attention by itself, not through transformers'"
+            " AttentionInterface",
+        )
+
+
+#: The longest context of a model that counts no positions.
+NO_POSITIONS = 1 << 18
+
+
+def max_context_len(config: Any) -> int:
+    """The longest context in tokens, L.
+
+    Shorter than the config's where positions are no one's own (`longest_context`).
+
+    Raises:
+        ConfigError: the config states none.
+    """
+    text = text_config(config)
+    length = getattr(text, "max_position_embeddings", None)
+    if length is None and has_recurrent_layers(config):
+        return NO_POSITIONS
+    if length is None:
+        raise refusal(config.model_type, "its config has no max_position_embeddings")
+    return longest_context(int(length), text)
+
+
+# --- The probe --------------------------------------------------------------------------------
+
+_TOLERANCE_16_BIT = 0.2

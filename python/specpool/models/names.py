@@ -1,0 +1,93 @@
+"""What a model may be called: embedded, a folder, a name on the hub, or prompt lookup.
+
+Nothing here imports torch or transformers, so that a wrong name is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from specpool.assets import EMBEDDED, resolve
+from specpool.checks import check_int
+from specpool.errors import ConfigError
+
+#: Longest n-gram that prompt lookup takes, and the one it takes where none is named.
+MAX_NGRAM, DEFAULT_NGRAM = 32, 4
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
+
+
+def ngram_of(name: str) -> int | None:
+    """Return the longest n-gram that `ngram` or `ngram:6` names; None = another kind of name.
+
+    Raises:
+        ConfigError: `ngram:` with anything else than a number in `[1, MAX_NGRAM]`.
+    """
+    kind, colon, number = name.partition(":")
+    if kind != "ngram":
+        return None
+    if not colon:
+        return DEFAULT_NGRAM
+    if not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise ConfigError(f"ngram:n needs a number n in [1, {MAX_NGRAM}], got {name!r:.80}")
+    check_int("the n of ngram:n", int(number), 1, MAX_NGRAM)
+    return int(number)
+
+
+def find_model(name: str) -> Path | None:
+    """Return the folder that `name` means; None = it is a name on the hub.
+
+    Raises:
+        ConfigError: no folder with a config.json, and no name that the hub could have.
+    """
+    path = Path(resolve(name))
+    if name.startswith("~"):
+        path = path.expanduser()
+    if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
+        if not os.path.isfile(path / "config.json"):
+            raise ConfigError(f"no model at {name!r}: the folder has no config.json")
+        return path
+    if os.path.exists(path):
+        raise ConfigError(f"no model at {name!r}: it is a file; give the folder that holds it")
+    if name.startswith("specpool/"):
+        raise ConfigError(
+            f"no model at {name!r}: there is no such folder; embedded are {', '.join(EMBEDDED)}"
+        )
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"no model at {name!r:.200}: there is no such folder")
+    return None
+
+
+def fetch_config(name: str) -> Path:
+    """Return `config.json` of a model on the hub, from the hub's cache if it is there.
+
+    Raises:
+        ConfigError: huggingface_hub is not installed, or the hub does not give it.
+    """
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import logging
+    except ImportError:
+        raise ConfigError(
+            f"no model at {name!r}: there is no such folder, and a hub name needs huggingface_hub: "
+            "pip install 'specpool[hf]'"
+        ) from None
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Its retries are no news; what comes of them is said below.
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # of many types; a wrong name, no network, no leave to read
+        raise ConfigError(
+            f"no model at {name!r}: there is no such folder, and the hub does not give it "
+            f"({_reason(error)})"
+        ) from None
+    finally:
+        logging.set_verbosity(level)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error that says something, in one line of at most 200 letters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

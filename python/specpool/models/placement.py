@@ -1,0 +1,65 @@
+"""The dtype and the device of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specpool.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICES = ("cpu", "cuda")
+
+
+def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype that models run in here; None = as stored.
+
+    Raises:
+        ConfigError: another one.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if parsed not in _DTYPES.values():
+        raise ConfigError(f"dtype {dtype!r:.80}: allowed are auto, {', '.join(_DTYPES)}")
+    return parsed
+
+
+def _parse_device(device: torch.device | str) -> torch.device:
+    try:
+        parsed = torch.device(device)
+        if parsed.type not in _DEVICES:
+            raise ConfigError(f"device {str(device)!r:.80}: allowed are {', '.join(_DEVICES)}")
+        # Devices compare by index, and weights on "cuda" are on "cuda:0".
+        return torch.empty(0, device=parsed).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"device {str(device)!r:.80} cannot be used: {one_line(error)}"
+        ) from error
+
+
+def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the one device of a model."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(("torch.ao.nn", "torch.nn.quantized")):
+            raise ConfigError(
+                f"the model's {name} is a {type(module).__name__} of torch's own quantization, "
+                "whose weights are no tensors: give the model of before"
+            )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or "meta" in {device.type for device in devices}:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the model's weights must be on one device, they are on: {names}")
+    device = devices.pop()
+    if device.type not in _DEVICES:
+        raise ConfigError(f"the model is on {device}: allowed are {', '.join(_DEVICES)}")
+    if model.dtype not in _DTYPES.values():
+        raise ConfigError(
+            f"the model's weights are {model.dtype}: allowed are {', '.join(_DTYPES)}; load it "
+            "with dtype=, or convert it with .to()"
+        )
+    return model.dtype, device

@@ -1,0 +1,76 @@
+"""`Counts`: what a scheduler has counted since its start."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from specpool.engine.stats import Int32
+from specpool.scheduler.latency import Latency, Times
+
+# Steps whose arrays are kept before they are added up.
+_MOST_WAITING = 256
+
+
+class Counts:
+    """What a scheduler has done. Steps leave their arrays, which are added up when asked for."""
+
+    def __init__(self, max_accept_len: int) -> None:
+        """Nothing yet; no round accepts more than `max_accept_len` tokens."""
+        self.round_ct = self.prefill_ct = 0
+        self.end_cts: Counter[str] = Counter()  # requests by finish reason
+        self.latency = Latency()
+        self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
+        self._prefilled_token_ct = self._first_token_ct = 0
+        self._rounds: list[Int32] = []  # not added up yet, as are the prefills
+        self._prefills: list[tuple[Int32, Int32, Int32]] = []
+
+    def round(self, accept_len: Int32) -> None:
+        """A decode step is over; int32 [B], of the lanes that count."""
+        self.round_ct += 1
+        self._rounds.append(accept_len)
+        if len(self._rounds) > _MOST_WAITING:
+            self._add_up()
+
+    def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
+        """A prefill step is over; int32 [B]: from where to where, and tokens drawn."""
+        self.prefill_ct += 1
+        self._prefills.append((start, new_len, drawn))
+        if len(self._prefills) > _MOST_WAITING:
+            self._add_up()
+
+    def end(self, reason: str, times: Times | None = None) -> None:
+        """A request is over; None = how long it took does not count."""
+        self.end_cts[reason] += 1
+        if times is not None and reason in ("stop", "length"):
+            self.latency.add(times)
+
+    @property
+    def accept_cts(self) -> list[int]:
+        """Rows' rounds by accept length, from 0."""
+        self._add_up()
+        cts: list[int] = self._accept_cts.tolist()
+        return cts
+
+    @property
+    def prefilled_token_ct(self) -> int:
+        """Tokens of prefill steps."""
+        self._add_up()
+        return self._prefilled_token_ct
+
+    @property
+    def generated_token_ct(self) -> int:
+        """Tokens that the steps gave."""
+        accepted = sum(length * ct for length, ct in enumerate(self.accept_cts))
+        return self._first_token_ct + accepted
+
+    def _add_up(self) -> None:
+        rounds, self._rounds = self._rounds, []
+        if rounds:
+            lens = np.concatenate(rounds)
+            self._accept_cts += np.bincount(lens, minlength=len(self._accept_cts))
+        prefills, self._prefills = self._prefills, []
+        for start, new_len, drawn in prefills:
+            self._prefilled_token_ct += int((new_len - start).sum())
+            self._first_token_ct += int(drawn.sum())

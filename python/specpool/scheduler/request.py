@@ -1,0 +1,174 @@
+"""A request on its way through the engine, and what the user gets back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specpool._core import Shape
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.latency import Times
+from specpool.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from specpool.memory.host.tier import Handle
+    from specpool.scheduler.conversations import Conversation, Message, Said
+    from specpool.scheduler.pins import Pin
+
+#: In a token's place: the logits were not finite, or the drafter's tree was none.
+NOT_FINITE, NO_TREE = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probabilities at one position, from the target's logits before any truncation."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # the most likely tokens, most likely first
+
+    def first(self, num_top: int) -> TokenLogprob:
+        """The same with the `num_top` most likely tokens only."""
+        return TokenLogprob(self.token_id, self.logprob, dict(list(self.top.items())[:num_top]))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and its output so far; two requests are never the same one.
+
+    `tokens` are the prompt and the output; while it runs, the last one is the root: the only token
+    without KV.
+    """
+
+    request_id: int  # in the order of arrival
+    index: int  # of its prompt in the call
+    prompt_len: int
+    tokens: list[int]
+    params: SamplingParams
+    shape: Shape
+    shape_index: int  # of the ledger's shapes; from their number on, of `RoundShapes.all_choices`
+    max_len: int  # tokens at most, the prompt included
+    stop_ids: frozenset[int]
+    seed: int
+    choices: tuple[int, ...] | None = None  # shapes by the controller's candidates; None = fixed
+    priority: int = 0  # the greater comes first
+    row: int = 0  # 0 = none
+    epoch: int = 0  # of the row when it was taken
+    prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
+    prefilled_len: int = 0  # positions in prefill steps so far
+    num_retractions: int = 0
+    finish_reason: str | None = None  # "stop", "length", "error", "abort"
+    error: str | None = None
+    tainted: bool = False  # saw logits that are not finite: its KV may be NaN
+    # What each forward gave: the accept length of a verify, -1 for a prefill's token. The last may
+    # be more than what is kept.
+    forwards: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    watch: TextStream | None = None  # looks for the stop strings
+    siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
+    sample: int = 0  # which of a prompt's samples
+    wants_pin: bool = False  # its prompt is to be pinned, nothing to be generated
+    pin: Pin | None = None
+    conversation: Conversation | None = None  # whose turn it is
+    said: list[Said] = field(default_factory=list)  # the turns before, in its tokens
+    messages: tuple[Message, ...] | None = None  # of a chat, that its turn begins with
+    num_reused: int = 0  # prompt tokens with KV when it got its first row
+    shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
+    handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
+    times: Times = field(default_factory=Times)
+    # Where it puts itself, by number, when it gives up its row or ends: there may be news of it.
+    mailbox: dict[int, Request] | None = None
+
+    def post(self) -> None:
+        """Say that there may be news of it, though it runs no more."""
+        if self.mailbox is not None:
+            self.mailbox[self.request_id] = self
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens it has generated."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """Whether each generated token is an accepted draft: all of a forward but its last."""
+        flags = [flag for n in self.forwards for flag in draft_flags(n)]
+        return flags[: self.num_output_tokens]
+
+    @property
+    def accept_lens(self) -> list[int]:
+        """The accept length of each verify."""
+        return [n for n in self.forwards if n > 0]
+
+    def append(
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None = None,
+        is_verify: bool = True,
+    ) -> None:
+        """Take over the tokens of one forward, the last of them not a draft.
+
+        Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
+        A last token of `NOT_FINITE` or `NO_TREE` ends the request with an error.
+        """
+        if not tokens:
+            return
+        n = len(tokens)
+        if (
+            len(self.tokens) + n >= self.max_len
+            or tokens[-1] < 0
+            or not self.stop_ids.isdisjoint(tokens)
+        ):
+            tokens = self._end(tokens)
+        if not self.forwards:
+            self.times.first_token = time.perf_counter()
+        # Tokens last: Ctrl-C may come between, and what is known of them must not be less.
+        self.forwards.append(n if is_verify else -n)
+        if logprobs is not None:
+            self.logprobs += logprobs[: len(tokens)]
+        self.tokens += tokens
+        if self.watch is not None:
+            self._look_for_stop(self.watch, tokens)
+
+    def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
+        """End where the text holds a stop string; that may be some tokens back."""
+        watch.push([token for token in new if token not in self.stop_ids])
+        if self.finish_reason is not None:
+            watch.push([], last=True)
+        if watch.hit is not None:
+            self.finish_reason, self.error = "stop", None
+            del self.tokens[self.prompt_len + watch.hit.num_tokens :]
+            del self.logprobs[watch.hit.num_tokens :]
+
+    def _end(self, tokens: list[int]) -> list[int]:
+        """Set the reason if the request ends within these tokens; returns those to keep."""
+        kept = tokens[:-1] if tokens[-1] < 0 else tokens
+        if not self.stop_ids.isdisjoint(kept):
+            kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
+            self.finish_reason = "stop"
+        room = self.max_len - len(self.tokens)
+        if len(kept) >= room:
+            # A stop token that is also the last one that fits has stopped it.
+            stopped = self.finish_reason is not None and len(kept) == room
+            kept, self.finish_reason = kept[:room], "stop" if stopped else "length"
+        if self.finish_reason is None and tokens[-1] < 0:
+            self.finish_reason = "error"
+            position = len(self.tokens) + len(kept) - 1
+            self.error = (
+                f"the drafter's tree at position {position} is no tree: a wrong root, a token "
+                "outside the target's vocabulary, or mask, depths and links that disagree"
+                if tokens[-1] == NO_TREE
+                else f"the logits at position {position} are not finite"
+            )
+        return kept
+
+
+def draft_flags(forward: int) -> list[bool]:
+    """Whether each token of one of `Request.forwards` is an accepted draft."""
+    return [True] * (abs(forward) - 1) + [False]

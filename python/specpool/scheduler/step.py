@@ -1,0 +1,40 @@
+"""`Step` and `StepResult`: what a scheduler prepares, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Plan
+from specpool.memory.host.tier import Handle
+from specpool.scheduler.request import Request, TokenLogprob
+from specpool.scheduler.round_shapes import Choice
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A prepared step: a chunk of some prompts, or one round of some rows."""
+
+    plan: Plan
+    requests: list[Request]  # the plan's lanes
+    handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
+    choice: Choice | None = None  # of a round whose lanes adapt
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a round, with accept lengths to come."""
+        return self.plan.kind == "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave each lane."""
+
+    tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
+    accept_len: Int32  # [B], of a decode step
+    not_finite: list[bool]
+    logprobs: list[list[TokenLogprob] | None] | None = None

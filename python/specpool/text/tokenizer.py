@@ -1,0 +1,90 @@
+"""Load a tokenizer, and check what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(
+    source: str | PathLike[str], *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a folder, and try it on a line of text.
+
+    Args:
+        source: the folder.
+        trust_remote_code: run Python code that the tokenizer brings; otherwise it is refused.
+
+    Returns:
+        The tokenizer; None if the folder holds none of its files.
+
+    Raises:
+        CheckpointError: its files are broken, or need a package that is not installed.
+    """
+    folder = Path(source)
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any(os.path.isfile(folder / name) for name in names):
+        return None
+    config = folder / "tokenizer_config.json"
+    try:
+        with reading(f"cannot load the tokenizer of {str(source)!r}"):
+            if config.is_file():
+                _check_config(json.loads(config.read_text(encoding="utf-8")))
+            from transformers import AutoTokenizer
+
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder),
+                trust_remote_code=trust_remote_code,
+                local_files_only=not trust_remote_code,
+            )
+            _try(tokenizer)
+    except CheckpointError as error:
+        if not trust_remote_code and wants_trust(error):
+            raise needs_trust(str(source), "tokenizer") from error
+        raise CheckpointError(
+            f"{error}; mend its files, or give a tokenizer with tokenizer="
+        ) from error
+    return tokenizer
+
+
+def _check_config(content: Any) -> None:
+    """Raise `ValueError` unless a tokenizer_config.json is an object that names files beside it."""
+    if not isinstance(content, dict):
+        raise ValueError(f"tokenizer_config.json holds a {type(content).__name__}, not an object")
+    files = content.get("fast_tokenizer_files")
+    for name in files if isinstance(files, list) else ():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"tokenizer_config.json names {name!r:.80}, which is no file beside it"
+            )
+
+
+def _try(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise whatever a tokenizer raises that cannot make tokens of text, or text of tokens."""
+    count = len(tokenizer)
+    if not count:
+        raise ValueError("it knows no tokens")
+    ids = list(tokenizer.encode("a 1, b"))
+    if any(type(one) is not int or one < 0 for one in ids):
+        raise ValueError(f"it encodes to {ids!r:.80}, not to token ids")
+    for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
+        tokenizer.convert_ids_to_tokens(some)
+        if not isinstance(tokenizer.decode(some), str):
+            raise ValueError(f"it decodes {some!r:.80} to no text")
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise `ConfigError` unless `tokenizer` is one, or None."""
+    verbs = ("encode", "decode", "convert_ids_to_tokens")
+    if tokenizer is not None and not all(callable(getattr(tokenizer, v, None)) for v in verbs):
+        raise ConfigError(
+            f"tokenizer must be a transformers tokenizer or None, got {tokenizer!r:.80}"
+        )

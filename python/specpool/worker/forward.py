@@ -1,0 +1,142 @@
+"""One forward of the target, for one step or for a prefill and a round side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpool.attention import AttentionBatch, AttentionView, JoinedView, View
+from specpool.attention.lanes import Lanes
+from specpool.memory.kv_cache import KVCache
+from specpool.models.target import TargetModel, TargetOutput
+from specpool.scheduler.request import Request
+from specpool.worker.results import Outcome, PendingStep
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one step wants of a forward, and what becomes of its results.
+
+    Attributes:
+        requests: of the lanes; those of a graph have none.
+        lanes: whose tokens they are.
+        tokens: int64 [T].
+        positions: int64 [T], of each, none beyond the context's end.
+        views: by group; none where the target keeps a state, which reads lanes by width.
+        logits_at: int64 [n], tokens whose logits are wanted; None = all.
+        wants_features: a drafter reads what the captured layers had for inputs.
+        is_round: its lanes keep some of their tokens: `finish` calls `Forward.keep`.
+        finish: takes what the forward gave these tokens; yields what the host is to know, once,
+            and goes on with what only later steps need.
+        done: as `PendingStep` has it.
+    """
+
+    requests: Sequence[Request]
+    lanes: Lanes
+    tokens: Tensor
+    positions: Tensor
+    views: dict[int, AttentionView]
+    logits_at: Tensor | None
+    wants_features: bool
+    is_round: bool
+    finish: Callable[[TargetOutput], Iterator[Outcome]]
+    done: Sequence[bool] | None = None
+
+    def deliver(self, output: TargetOutput) -> PendingStep:
+        """Finish; the host's copy is on its way before the rest is launched."""
+        steps = self.finish(output)
+        pending = PendingStep(self.requests, next(steps), self.done)
+        next(steps, None)  # to its end
+        return pending
+
+
+class Forward:
+    """Runs passes through the target, over the pages of its layers."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        cache: KVCache,
+        target_groups: Sequence[int],
+        *,
+        feature_layers: Sequence[int],
+    ) -> None:
+        """Run `target`.
+
+        Args:
+            target: with its layers' KV in `cache`.
+            cache: whose first layers are the target's.
+            target_groups: the group of each of the target's layers.
+            feature_layers: what the drafter wants to see, as in `Drafter.feature_layers`.
+        """
+        self._target, self._cache = target, cache
+        self._groups = list(target_groups)
+        self._feature_layers = tuple(feature_layers)
+
+    def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
+        """One forward for all passes, the first one's tokens first; then each is finished."""
+        if len(passes) == 1:
+            return [passes[0].deliver(self._alone(passes[0]))]
+        self._choose_features(passes)
+        logits_at, first = [], 0
+        for each in passes:
+            size = len(each.tokens)
+            at = torch.arange(size, device=each.tokens.device)
+            logits_at.append(first + (at if each.logits_at is None else each.logits_at))
+            first += size
+        output = self._output(
+            torch.cat([each.tokens for each in passes]),
+            torch.cat([each.positions for each in passes]),
+            {g: JoinedView([each.views[g] for each in passes]) for g in passes[0].views},
+            torch.cat(logits_at),
+        )
+        pending, token, row = [], 0, 0  # first of each pass
+        for each, at in zip(passes, logits_at, strict=True):
+            tokens, rows = slice(token, token + len(each.tokens)), slice(row, row + len(at))
+            token, row = tokens.stop, rows.stop
+            features = None if output.features is None else output.features[tokens]
+            part = TargetOutput(output.logits[rows], output.hidden[tokens], features)
+            pending.append(each.deliver(part))
+        return pending
+
+    def steps(self, one: Pass) -> Iterator[Outcome]:
+        """The forward of one pass, finished as far as it is asked for."""
+        return one.finish(self._alone(one))
+
+    def keep(self, accept_len: Tensor) -> None:
+        """Of each lane of a round so many tokens stay, int32 [B]; of KV that is all there is."""
+
+    def _choose_features(self, passes: Sequence[Pass]) -> None:
+        """Features cost hooks in every forward: have them only while somebody drafts."""
+        wants_features = any(each.wants_features for each in passes)
+        self._target.capture(self._feature_layers if wants_features else ())
+
+    def _alone(self, one: Pass) -> TargetOutput:
+        self._choose_features([one])
+        return self._output(one.tokens, one.positions, one.views, one.logits_at)
+
+    def _output(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        views: Mapping[int, View],
+        logits_at: Tensor | None,
+    ) -> TargetOutput:
+        return self._target.forward(
+            tokens,
+            positions,
+            AttentionBatch(list(views.values()), self._kv(views)),
+            logits_at,
+        )
+
+    def _kv(self, views: Mapping[int, View]) -> dict[int, tuple[Tensor, Tensor, View]]:
+        """What each layer with attention reads and writes."""
+        return {
+            layer: (self._cache.keys[i], self._cache.values[i], views[group])
+            for i, (layer, group) in enumerate(
+                zip(self._target.kv_layers, self._groups, strict=True)
+            )
+        }

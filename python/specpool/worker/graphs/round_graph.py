@@ -1,0 +1,147 @@
+"""`RoundGraph`: one captured decode round, of one shape and so many lanes, and what it reads.
+
+A replay repeats launches, with all that the host reckoned at the capture. So its lanes are read
+from the device (`LaneBuffer`), and the host looks at them before (spec 7). Lanes that nobody has
+are row 0 from position 0 on: they write the sink alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specpool._core import Group, Plan, Shape, sizing_alloc_len_per_decode
+from specpool.errors import ShapeError
+from specpool.kernels.transfer import overwrite
+from specpool.scheduler.request import Request
+from specpool.worker.graphs.capture import Recording
+from specpool.worker.results import Outcome, PendingStep
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundKind:
+    """What all rounds of a graph have in common.
+
+    Attributes:
+        shape: of every lane.
+        writes_draft: the lanes keep their draft KV.
+    """
+
+    shape: Shape
+    writes_draft: bool
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a drafter takes part: it proposes, or follows at least."""
+        return self.shape.num_draft_tokens > 1 or self.writes_draft
+
+
+class LaneBuffer:
+    """The lanes of the round to come, on the device: one for all graphs, of the greatest batch."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        """Of `most` lanes, all of them padding."""
+        self._cells = torch.zeros(3, most, dtype=torch.int32, device=device)
+
+    def lanes(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first of them: rows, lo, hi, int32 [size] each."""
+        rows, lo, hi = self._cells[:, :size].unbind()
+        return rows, lo, hi
+
+    def put(self, plan: Plan) -> None:
+        """The lanes of `plan`, in the order of torch's current stream; the others are padding."""
+        cells = np.zeros(self._cells.shape, np.int32)
+        cells[0, : len(plan)], cells[1, : len(plan)] = plan.rows, plan.lo
+        cells[2, : len(plan)] = plan.hi
+        overwrite(self._cells, cells)
+
+
+class RoundGraph:
+    """One captured decode round.
+
+    Attributes:
+        kind: of the rounds.
+        size: lanes.
+        bound: no root is beyond.
+    """
+
+    def __init__(
+        self,
+        kind: RoundKind,
+        size: int,
+        bound: int,
+        recording: Recording,
+        buffer: LaneBuffer,
+        *,
+        num_rows: int,
+        groups: Sequence[Group],
+    ) -> None:
+        """Replay `recording`, whose lanes are the first `size` of `buffer`."""
+        self.kind, self.size, self.bound = kind, size, bound
+        # What else the outcome has is the pool's: the next replay may write over it.
+        self._packed, self._is_verify = recording.outcome.packed, recording.outcome.is_verify
+        self._decide: Callable[[], None] = recording.decide
+        self._follow: Callable[[], None] | None = recording.follow
+        self._buffer, self._num_rows = buffer, num_rows
+        # By group: slots that a round writes from its root on, at least.
+        self._write_lens = np.array(
+            [
+                [
+                    sizing_alloc_len_per_decode(
+                        page_size=group.page_size,
+                        num_steps=kind.shape.num_steps,
+                        topk=kind.shape.topk,
+                        num_draft_tokens=kind.shape.num_draft_tokens,
+                        hosts_drafts=group.hosts_drafts,
+                        layout="dense",
+                    )
+                ]
+                for group in groups
+            ],
+            np.int32,
+        )
+
+    def replay(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
+        """The round of a plan, whose requests want no log probabilities.
+
+        Raises:
+            ShapeError: the plan has lanes that the graph cannot serve; nothing is replayed.
+        """
+        self._check(plan)
+        self._buffer.put(plan)
+        self._decide()
+        pending = PendingStep(requests, Outcome(self._packed[: len(plan)], self._is_verify))
+        if self._follow is not None:
+            self._follow()
+        return pending
+
+    def _check(self, plan: Plan) -> None:
+        """What the launchers would check, with the host's upper bounds (spec 7)."""
+        rows, lo, hi = plan.rows, plan.lo, plan.hi
+        if not 1 <= len(plan) <= self.size:
+            raise ShapeError(f"{len(plan)} lanes in a graph of {self.size}")
+        _check_range("row", rows, 1, self._num_rows)
+        _check_range("lo", lo, 0, hi)
+        _check_range("hi", hi, lo, self.bound)
+        ends = hi + self._write_lens
+        if (ends > plan.allocated_after).any():
+            group, lane = np.argwhere(ends > plan.allocated_after)[0].tolist()
+            raise ShapeError(
+                f"lane {lane}, row {rows[lane]}, writes up to slot {ends[group, lane]} of group "
+                f"{group}, where it has {plan.allocated_after[group, lane]}"
+            )
+
+
+def _check_range(name: str, values: Int32, least: Int32 | int, most: Int32 | int) -> None:
+    wrong = (values < least) | (values > most)
+    if wrong.any():
+        lane = int(wrong.argmax())
+        low, high = (np.broadcast_to(bound, values.shape)[lane] for bound in (least, most))
+        raise ShapeError(f"{name} of lane {lane} must be in [{low}, {high}], got {values[lane]}")

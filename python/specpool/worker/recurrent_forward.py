@@ -1,0 +1,186 @@
+"""Forwards of a target with recurrent layers: each lane goes on from its row's state.
+
+Lanes of one width stand side by side, since recurrent layers mix the tokens of a sequence. A
+round's tokens go on from the saved state, which stays as it is; what the round has accepted is
+replayed from there, unless the state behind just so many tokens has passed by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specpool.attention import AttentionBatch
+from specpool.attention.lanes import Lanes, causal_view
+from specpool.attention.seq_lens import Int32, SeqLens
+from specpool.errors import OrderError
+from specpool.kernels.transfer import upload
+from specpool.memory.kv_cache import KVCache
+from specpool.models.recurrent import RecurrentState
+from specpool.models.target import TargetModel, TargetOutput
+from specpool.worker.forward import Forward, Pass
+from specpool.worker.results import PendingStep
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """Lanes of one width: their rows and tokens, and where they stand in their pass."""
+
+    rows: Tensor  # int64 [b]
+    numbers: Int32  # [b], the same on the host
+    starts: Int64  # [b], on the host: positions below have KV
+    tokens: Tensor  # int64 [b, n]
+    positions: Tensor  # int64 [b, n]
+    lanes: Int64  # [b], on the host
+    places: Tensor  # int64 [b * n]
+
+    def part(self, lanes: Int64, first: int, last: int) -> _Bundle:
+        """Tokens `[first, last)` of these of its lanes."""
+        (index,) = upload(self.rows.device, lanes)
+        return _Bundle(
+            self.rows[index],
+            self.numbers[lanes],
+            self.starts[lanes] + first,
+            self.tokens[index, first:last],
+            self.positions[index, first:last],
+            self.lanes[lanes],
+            self.places,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A bundle that was verified, and the states behind its first tokens, as far as known."""
+
+    bundle: _Bundle
+    states: dict[int, list[Tensor]]  # by number of tokens
+
+
+class StateForward(Forward):
+    """Runs passes one after the other; `keep` says how much of a round stays."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        cache: KVCache,
+        target_groups: Sequence[int],
+        *,
+        num_rows: int,
+    ) -> None:
+        """Run `target`, with its attention layers' KV in `cache` and a state for each row."""
+        super().__init__(target, cache, target_groups, feature_layers=())
+        self.state = RecurrentState(target.config, target.state_specs, num_rows, target.device)
+        self._lens = np.zeros(num_rows + 1, np.int64)  # tokens that each row's state holds
+        self._rounds: list[_Round] = []  # of the pass that is being finished
+
+    def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
+        """As `Forward.run`."""
+        return [one.deliver(self._run(one)) for one in passes]
+
+    def keep(self, accept_len: Tensor) -> None:
+        """Of each lane of the round so many tokens stay, int32 [B]: its state is the one there."""
+        kept = accept_len.cpu().numpy()
+        for verified in self._rounds:
+            mine = kept[verified.bundle.lanes]
+            for length in np.unique(mine).tolist():
+                (lanes,) = np.nonzero(mine == length)
+                self._keep(verified, lanes, length)
+        self._rounds = []
+
+    def _keep(self, verified: _Round, lanes: Int64, length: int) -> None:
+        bundle = verified.bundle.part(lanes, 0, length)
+        states = verified.states.get(length)
+        if states is None:
+            cache = self.state.lanes(bundle.rows, is_fresh=False)
+            self._advance(bundle, cache)
+            self._put(bundle, self.state.values(cache))
+        else:
+            (index,) = upload(bundle.rows.device, lanes)
+            self._put(bundle, [state[index] for state in states])
+
+    def _put(self, bundle: _Bundle, states: Sequence[Tensor]) -> None:
+        self.state.put(bundle.rows, states)
+        self._lens[bundle.numbers] = bundle.starts + bundle.tokens.shape[1]
+
+    def _check(self, bundle: _Bundle) -> None:
+        """A state that holds other tokens than those below is not gone on from."""
+        held = self._lens[bundle.numbers]
+        (wrong,) = np.nonzero((held != bundle.starts) & (bundle.starts > 0))
+        if len(wrong):
+            lane = wrong[0]
+            raise OrderError(
+                f"the state of row {bundle.numbers[lane]} holds {held[lane]} tokens, and no cut "
+                f"brings it back to {bundle.starts[lane]}: prefill the row from 0"
+            )
+
+    def _run(self, one: Pass) -> TargetOutput:
+        self._rounds = []
+        found, places = [], []
+        for bundle in _bundles(one):
+            self._check(bundle)
+            mine, states = self._states(bundle, one.is_round)
+            found.append(mine)
+            places.append(bundle.places)
+            if one.is_round:
+                self._rounds.append(_Round(bundle, states))
+            else:
+                self._put(bundle, states[bundle.tokens.shape[1]])
+        hidden = torch.cat(found)[torch.cat(places).argsort()]
+        wanted = hidden if one.logits_at is None else hidden.index_select(0, one.logits_at)
+        return TargetOutput(self._target.compute_logits(wanted), hidden, None)
+
+    def _states(self, bundle: _Bundle, is_round: bool) -> tuple[Tensor, dict[int, list[Tensor]]]:
+        """Hidden states [b * n, h], and the lanes' states by number of tokens: n's at least."""
+        width = bundle.tokens.shape[1]
+        is_fresh = not bundle.starts.any()
+        cache = self.state.lanes(bundle.rows, is_fresh=is_fresh)
+        if is_fresh or width == 1 or self._target.continues:
+            hidden = self._advance(bundle, cache)
+            return hidden, {width: self.state.values(cache)}
+        everyone = np.arange(len(bundle.lanes))
+        columns, states = [], {}
+        for token in range(width):
+            columns.append(self._advance(bundle.part(everyone, token, token + 1), cache))
+            if is_round or token + 1 == width:
+                states[token + 1] = self.state.values(cache)
+        return torch.stack(columns, 1).flatten(0, 1), states
+
+    def _advance(self, bundle: _Bundle, cache: object) -> Tensor:
+        """One forward; hidden states [b * n, h]. `cache` is moved on."""
+        known = bundle.starts.astype(np.int32)
+        (starts,) = upload(self._cache.device, known)
+        lens = SeqLens(starts, known, known)
+        lanes = Lanes(bundle.rows.int(), lens, bundle.tokens.shape[1])
+        views = {group: causal_view(self._cache, group, lanes) for group in set(self._groups)}
+        batch = AttentionBatch(list(views.values()), self._kv(views))
+        return self._target.forward_from(cache, bundle.tokens, bundle.positions, batch)
+
+
+def _bundles(one: Pass) -> Iterator[_Bundle]:
+    """The lanes of a pass by width; those without a token yet apart."""
+    numbers = one.lanes.rows.cpu().numpy()
+    starts = one.lanes.seq_lens.hi.astype(np.int64)
+    widths = np.broadcast_to(np.asarray(one.lanes.widths, np.int64), starts.shape)
+    firsts = np.cumsum(widths) - widths
+    kinds = np.stack([widths, starts > 0], 1)
+    for width, has_state in np.unique(kinds, axis=0).tolist():
+        (lanes,) = np.nonzero((widths == width) & ((starts > 0) == has_state))
+        where = (firsts[lanes][:, None] + np.arange(width)).reshape(-1)
+        index, places = upload(one.tokens.device, lanes, where)
+        size = (len(lanes), width)
+        yield _Bundle(
+            rows=one.lanes.index[index],
+            numbers=numbers[lanes],
+            starts=starts[lanes],
+            tokens=one.tokens[places].view(size),
+            positions=one.positions[places].view(size),
+            lanes=lanes,
+            places=places,
+        )

@@ -1,0 +1,466 @@
+"""The phases of a step on the device: prefill, draft, build, verify, compact, draft-extend.
+
+The worker never decides: which rows, which shapes and which pages come from the plan. Nor does it
+wait: what the next step needs stays on the device (`RowState`), and what the host must know is
+copied to it right after verify, while draft-extend still runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpool import kernels
+from specpool._core import Ledger, Plan, Shape
+from specpool.attention import BackEnd
+from specpool.attention.lanes import Lanes, causal_view, own_view
+from specpool.attention.seq_lens import SeqLens
+from specpool.draft.base import Drafter, DraftTree, Patient
+from specpool.errors import ShapeError
+from specpool.kernels.launch import runs_kernels
+from specpool.kernels.transfer import upload
+from specpool.memory.kv_cache import KVCache
+from specpool.models.target import TargetModel, TargetOutput
+from specpool.scheduler.request import NO_TREE, Request
+from specpool.scheduler.step import Step
+from specpool.worker.forward import Forward, Pass
+from specpool.worker.graphs.capture import Capture
+from specpool.worker.graphs.graphs import RuntimeStates
+from specpool.worker.graphs.round_graph import RoundKind
+from specpool.worker.recurrent_forward import StateForward
+from specpool.worker.results import Outcome, PendingStep
+from specpool.worker.row_state import RowState
+from specpool.worker.verify import Verdict, verify
+
+_log = logging.getLogger("specpool")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The lanes of a round that share a shape, and their trees."""
+
+    lanes: Lanes
+    tree: DraftTree
+    positions: Tensor  # int32 [B, N], of each node
+    num_steps: int
+    greedy: bool  # every lane takes the likeliest token
+    first: int  # of its tokens, among all of the round
+    is_broken: Tensor | None  # bool [B], lanes whose tree is none; None = the host has looked
+
+
+class EagleWorker:
+    """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12).
+
+    Attributes:
+        states: the rounds that it has graphs of; None = there are none.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        cache: KVCache,
+        *,
+        target_groups: Sequence[int],
+        shapes: Sequence[Shape],
+        max_context_len: int,
+        attention: BackEnd,
+    ) -> None:
+        """Work on `cache`, whose first layers are the target's.
+
+        Args:
+            target: with its layers' KV in `cache`.
+            drafter: attached to `cache`, or None.
+            cache: of both.
+            target_groups: the group of each of the target's layers.
+            shapes: the ledger's.
+            max_context_len: positions beyond it are clamped.
+            attention: the back end, which says whether rounds wait for their lengths.
+        """
+        self.states: RuntimeStates | None = None
+        self._drafter, self._cache = drafter, cache
+        self._vocab_size = target.vocab_size
+        self._keeps_state = target.keeps_state
+        num_rows = cache.tables[0].shape[0] - 1
+        self._forward: Forward = (
+            StateForward(target, cache, target_groups, num_rows=num_rows)
+            if self._keeps_state
+            else Forward(
+                target,
+                cache,
+                target_groups,
+                feature_layers=() if drafter is None else drafter.feature_layers,
+            )
+        )
+        self._has_windows = any(cache.windows[group] is not None for group in target_groups)
+        self._last_position = max_context_len - 1
+        self._patient: Patient | None = drafter if isinstance(drafter, Patient) else None
+        # Rows whose last token it has written and no more; on the host.
+        self._late = np.zeros(num_rows + 1, np.bool_)
+        self._shapes = list(shapes)
+        most = max(shape.num_draft_tokens for shape in shapes)
+        self._state = RowState(
+            num_rows,
+            most,
+            cache.device,
+            # Where no kernel runs, nothing is late: to look costs no wait, and spares masked reads.
+            needs_host_lengths=attention.needs_host_lengths or not runs_kernels(cache.device),
+        )
+        self._fields = {  # group -> all of the target's layers in it
+            group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
+            for group in sorted(set(target_groups))
+        }
+
+    def capture(
+        self, capture: Capture, ledger: Ledger, sizes: Mapping[RoundKind, Sequence[int]]
+    ) -> RuntimeStates:
+        """Build `states` for these kinds of rounds, each with its batch sizes; nothing runs yet."""
+        self.states = RuntimeStates(capture, ledger, self._cache, self._state)
+        self.states.build(sizes, self.steps_of)
+        return self.states
+
+    @torch.inference_mode()
+    def run(self, steps: Sequence[Step]) -> list[PendingStep]:
+        """Run the forward of launched steps: of one, or of a prefill and a round side by side.
+
+        A prefill step runs the next chunk of each prompt; the lanes whose prompt ends get their
+        first token. A round is draft, verify, compact, draft-extend; a graph's, if it has one.
+        """
+        replayed = None if self.states is None else self.states.replay(steps, self._catch_up)
+        if replayed is not None:
+            pending = [replayed]
+        else:
+            passes = [
+                (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
+                for step in steps
+            ]
+            pending = self._forward.run(passes)
+        for step in steps:
+            if step.is_decode:
+                self._note(step.plan)
+        return pending
+
+    def _prefill(self, plan: Plan, requests: Sequence[Request]) -> Pass:
+        ends = plan.new_len.tolist()
+        chunks = [r.tokens[s:e] for r, s, e in zip(requests, plan.start, ends, strict=True)]
+        done = [end >= request.prefill_len for request, end in zip(requests, ends, strict=True)]
+        # Feature p goes with token p + 1, which is the token drawn (-1) where the prompt ends.
+        following = [
+            -1 if last else request.tokens[end]
+            for request, end, last in zip(requests, ends, done, strict=True)
+        ]
+        rows, starts, new_lens, tokens, after = upload(
+            self._cache.device,
+            plan.rows,
+            plan.start,
+            plan.new_len,
+            np.concatenate(chunks).astype(np.int64),
+            np.array(following, np.int64),
+        )
+        lens = SeqLens(starts, plan.start, plan.start)
+        lanes = Lanes(rows, lens, plan.new_len - plan.start)
+        self._state.put_params(lanes, requests)
+        drafts = self._drafter if _drafts(requests) else None
+        if drafts is not None and drafts.reads_tokens:
+            drafts = None
+        greedy = _greedy(requests)
+
+        def finish(output: TargetOutput) -> Iterator[Outcome]:
+            positions = new_lens.long().unsqueeze(1)
+            drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            if self._has_windows:  # the last token need not see what is no number
+                spoiled = _not_finite(lanes, output.hidden)
+                drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
+            self._state.put(lanes, new_lens, drawn[:, 0])
+            yield Outcome(drawn, False, output.logits)
+            if drafts is not None:
+                shifted = tokens.roll(-1)
+                shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
+                drafts.extend(lanes, shifted, _features(output))
+                self._late[plan.rows] = False
+
+        return self._causal_pass(
+            requests, lanes, tokens, lanes.lasts, drafts is not None, finish, done=done
+        )
+
+    def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
+        lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
+        greedy = _greedy(requests)
+        if self._drafter is None or not plan.shapes.any():
+            writes_draft = plan.writes_draft
+            return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
+        self._catch_up(plan)
+        return self._draft_round(lanes, self._parts(lanes, plan, requests), requests)
+
+    def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
+        """A round of lanes that only the device knows, for a graph.
+
+        Its tokens are drawn by the rows' own parameters, the likeliest where they say so: the same
+        as `run` draws.
+        """
+        if kind.shape.num_draft_tokens == 1:
+            one = self._plain_round(lanes, (), writes_draft=kind.writes_draft, greedy=False)
+        else:
+            part = self._part(lanes, 0, len(lanes.seq_lens), kind.shape, None, greedy=False)
+            one = self._draft_round(lanes, [part], ())
+        yield from self._forward.steps(one)
+
+    def _draft_round(
+        self, lanes: Lanes, parts: Sequence[_Part], requests: Sequence[Request]
+    ) -> Pass:
+        """Verify the parts' trees, keep what agrees, and have the drafter follow."""
+        assert self._drafter is not None
+        drafter = self._drafter
+
+        def finish(output: TargetOutput) -> Iterator[Outcome]:
+            verdicts = []
+            for part in parts:
+                size = part.positions.numel()
+                logits = output.logits[part.first : part.first + size]
+                positions = part.positions.long() + 1
+                drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
+                if part.is_broken is not None:  # its walk ends at the root
+                    drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
+                verdicts.append(verify(part.tree, drawn, part.num_steps))
+            verdict = Verdict.joined(verdicts, [part.first for part in parts])
+            self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
+            yield Outcome.of_verify(verdict, output.logits)
+            self._forward.keep(verdict.accept_len)
+            for part, accepted in zip(parts, verdicts, strict=True):
+                self._compact(part, accepted)
+            if drafter.reads_tokens:  # it has all that it needs
+                return
+            accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
+            features = _features(output).index_select(0, nodes)
+            if accepted_lanes.padding is not None:
+                # A NaN of some other lane must not reach the sink, which all lanes read (masked).
+                features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
+            drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
+
+        return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, finish)
+
+    def _plain_round(
+        self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
+    ) -> Pass:
+        """Shape 0 alone: the root goes through the target, and its draft KV is kept if wanted."""
+        roots = self._state.root_tokens.index_select(0, lanes.rows)
+        drafter = self._drafter if writes_draft else None
+
+        def finish(output: TargetOutput) -> Iterator[Outcome]:
+            new_lens = lanes.starts + 1
+            positions = new_lens.long().unsqueeze(1)
+            drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            self._state.put(lanes, new_lens, drawn[:, 0])
+            yield Outcome(drawn, False, output.logits)
+            if drafter is not None:
+                follow = drafter.extend if self._patient is None else self._patient.write
+                follow(lanes, drawn[:, 0].clamp(min=0), _features(output))
+
+        return self._causal_pass(requests, lanes, roots, None, drafter is not None, finish)
+
+    def _catch_up(self, plan: Plan) -> None:
+        """Let the drafter make up for the plain rounds of rows that draft again."""
+        late = self._late[plan.rows] & (plan.shapes > 0)
+        if self._patient is not None and late.any():
+            lanes = self._state.lanes(plan.rows, plan.lo, plan.hi).filter(late)
+            self._patient.catch_up(lanes, self._state.root_tokens.index_select(0, lanes.rows))
+
+    def _note(self, plan: Plan) -> None:
+        """Which rows are late behind a round that was launched."""
+        if plan.shapes.any():
+            self._late[plan.rows] = False
+        elif plan.writes_draft:
+            self._late[plan.rows] = self._patient is not None
+
+    def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
+        """The runs of lanes that share a shape, each with its trees."""
+        shapes = plan.shapes
+        ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
+        parts: list[_Part] = []
+        start = first = 0
+        for end in ends:
+            mine, shape = requests[start:end], self._shapes[shapes[start]]
+            part = self._part(lanes, start, end, shape, mine, greedy=_greedy(mine), first=first)
+            parts.append(part)
+            first += (end - start) * shape.num_draft_tokens
+            start = end
+        return parts
+
+    def _part(
+        self,
+        lanes: Lanes,
+        start: int,
+        end: int,
+        shape: Shape,
+        requests: Sequence[Request] | None,
+        *,
+        greedy: bool,
+        first: int = 0,
+    ) -> _Part:
+        """The lanes `[start, end)` with trees of one shape; `requests` are theirs, if known."""
+        assert self._drafter is not None
+        part = lanes.part(start, end, shape.num_draft_tokens)
+        roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
+        if shape.num_draft_tokens == 1:
+            tree = _bare(roots)
+        else:
+            tree, is_broken = self._propose(self._drafter, part, shape, roots, requests)
+        positions = part.starts.unsqueeze(1) + tree.depths
+        return _Part(part, tree, positions, shape.num_steps, greedy, first, is_broken)
+
+    def _compact(self, part: _Part, verdict: Verdict) -> None:
+        """Move the accepted nodes' KV right behind the prefix, in every target layer."""
+        num_nodes = part.positions.shape[1]
+        for group, fields in self._fields.items() if num_nodes > 1 else ():
+            kernels.compact_accepted(
+                fields,
+                self._cache.tables[group],
+                self._cache.page_sizes[group],
+                part.lanes.rows,
+                part.lanes.starts,
+                verdict.accept_index,
+                num_draft_tokens=num_nodes,
+            )
+
+    def _propose(
+        self,
+        drafter: Drafter,
+        lanes: Lanes,
+        shape: Shape,
+        roots: Tensor,
+        requests: Sequence[Request] | None,
+    ) -> tuple[DraftTree, Tensor | None]:
+        """A tree that verify may walk, and the lanes whose tree it was not, bool [B].
+
+        Where the host can read the tree it raises instead, and there is None.
+        """
+        texts = None
+        if drafter.reads_tokens and requests is not None:
+            texts = [request.tokens for request in requests]
+        tree = drafter.propose(lanes, shape, roots, texts)
+        if not isinstance(tree, DraftTree):
+            raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
+        tree.check(shape, len(roots))
+        if self._keeps_state:
+            tree.check_chain()
+        if texts is not None and tree.tokens.device.type == "cpu":
+            last = np.array([text[-1] for text in texts])
+            tree.check_values(last, self._vocab_size)
+            return tree.to(self._cache.device), None
+        if not runs_kernels(self._cache.device):
+            tree.check_values(roots.numpy(), self._vocab_size)
+            return tree, None
+        tree = tree.to(self._cache.device)
+        links = tree.mask, tree.first_child, tree.next_sibling
+        tokens, depths, is_broken = kernels.check_tree(
+            tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
+        )
+        return DraftTree(tokens, depths, *links), is_broken
+
+    def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
+        """The accepted nodes as lanes of their own: which nodes, int64 [T], and their tokens.
+
+        On a CPU the lengths are known at once. A device pads every lane to S+1 instead of telling.
+        """
+        where = (lanes.rows, lanes.seq_lens)
+        width = verdict.tokens.shape[1]
+        if runs_kernels(self._cache.device):
+            padded = Lanes(*where, width, verdict.accept_len)
+            return padded, verdict.nodes.view(-1), verdict.tokens.view(-1)
+        lens = verdict.accept_len.numpy()
+        kept = np.arange(width) < lens[:, None]
+        nodes, tokens = upload(
+            self._cache.device, verdict.nodes.numpy()[kept], verdict.tokens.numpy()[kept]
+        )
+        widths = int(lens[0]) if len(lens) == 1 else lens
+        return Lanes(*where, widths), nodes, tokens
+
+    def _causal_pass(
+        self,
+        requests: Sequence[Request],
+        lanes: Lanes,
+        tokens: Tensor,
+        logits_at: Tensor | None,
+        wants_features: bool,
+        finish: Callable[[TargetOutput], Iterator[Outcome]],
+        *,
+        is_round: bool = False,
+        done: Sequence[bool] | None = None,
+    ) -> Pass:
+        """Prefill or plain decode: every query sees all positions up to its own."""
+        groups = () if self._keeps_state else self._fields
+        views = {group: causal_view(self._cache, group, lanes) for group in groups}
+        positions = lanes.positions
+        if lanes.most > self._last_position + 1:
+            positions = positions.clamp(max=self._last_position)
+        wants = logits_at, wants_features, is_round
+        return Pass(requests, lanes, tokens, positions, views, *wants, finish, done)
+
+    def _tree_pass(
+        self,
+        requests: Sequence[Request],
+        lanes: Lanes,
+        parts: Sequence[_Part],
+        wants_features: bool,
+        finish: Callable[[TargetOutput], Iterator[Outcome]],
+    ) -> Pass:
+        """Verify: node i of a lane lies in cell start + i, at position start + depth."""
+        of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
+        if len(parts) == 1:
+            (by_lane,), lanes = of_parts, parts[0].lanes
+            masks, tokens = parts[0].tree.mask, parts[0].tree.tokens.view(-1)
+        else:
+            widths = np.concatenate([np.full(len(p), p.shape[1], np.int32) for p in of_parts])
+            lanes = Lanes(lanes.rows, lanes.seq_lens, widths)
+            most, device = int(widths.max()), self._cache.device
+            masks = torch.zeros(len(widths), most, most, dtype=torch.bool, device=device)
+            by_lane = torch.zeros(len(widths), most, dtype=torch.int32, device=device)
+            start = 0
+            for part, positions in zip(parts, of_parts, strict=True):
+                batch, num_nodes = positions.shape
+                masks[start : start + batch, :num_nodes, :num_nodes] = part.tree.mask
+                by_lane[start : start + batch, :num_nodes] = positions
+                start += batch
+            tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
+        if self._keeps_state:  # all trees are chains
+            return self._causal_pass(requests, lanes, tokens, None, False, finish, is_round=True)
+        views = {}
+        for group in self._fields:
+            slots = lanes.slots(self._cache, group)
+            views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
+        flat = torch.cat([positions.view(-1) for positions in of_parts])
+        wants = None, wants_features, True
+        return Pass(requests, lanes, tokens, flat.long(), views, *wants, finish)
+
+
+def _bare(roots: Tensor) -> DraftTree:
+    """Trees of int64 [B] roots alone."""
+    size = len(roots), 1
+    depths = torch.zeros(size, dtype=torch.int32, device=roots.device)
+    alone = torch.ones(*size, 1, dtype=torch.bool, device=roots.device)
+    return DraftTree(roots.unsqueeze(1), depths, alone, depths - 1, depths - 1)
+
+
+def _features(output: TargetOutput) -> Tensor:
+    """What a head reads: the captured layers' inputs, or the last hidden state."""
+    return output.hidden if output.features is None else output.features
+
+
+def _not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:
+    """Bool [B]: lanes with a hidden state, [T, h], that is not finite, and so with such KV."""
+    spoiled = (~hidden.isfinite().all(1)).cumsum(0).index_select(0, lanes.lasts)
+    return spoiled.diff(prepend=spoiled.new_zeros(1)) > 0
+
+
+def _greedy(requests: Sequence[Request]) -> bool:
+    return all(request.params.temperature == 0 for request in requests)
+
+
+def _drafts(requests: Sequence[Request]) -> bool:
+    """Whether the lanes draft at all: a request that opted out keeps no draft KV."""
+    return any(request.shape.num_draft_tokens > 1 for request in requests)
