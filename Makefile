@@ -114,18 +114,18 @@ models: $(VENV)/.dev ## write docs/models.md: which models of transformers run (
 	cd tests && $(abspath $(BIN))/python -m survey > $(abspath docs/models.md)
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
-	$(BIN)/specpool bench reserve
-	$(BIN)/specpool bench ledger
-	$(BIN)/specpool bench scheduler
-	$(BIN)/specpool bench windows
+	$(BIN)/python -m benches reserve
+	$(BIN)/python -m benches ledger
+	$(BIN)/python -m benches scheduler
+	$(BIN)/python -m benches windows
 	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
 	cargo bench --quiet -p specpool-core
 	$(BIN)/python benches/kernels.py
-	$(BIN)/specpool bench plain
+	$(BIN)/python -m benches plain
 	$(BIN)/specpool bench generate
-	$(BIN)/specpool bench host
-	$(BIN)/specpool bench session
-	$(BIN)/specpool bench adaptive
+	$(BIN)/python -m benches host
+	$(BIN)/python -m benches session
+	$(BIN)/python -m benches adaptive
 
 bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results
 	$(BIN)/python benches/kernels.py --device cuda --write benches/results

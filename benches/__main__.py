@@ -1,4 +1,4 @@
-"""`specpool bench ...`: the benchmarks and their options."""
+"""`python -m benches NAME`: the benchmarks and their options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from specpool.cli.app import run_app
 from specpool.cli.option_names import NamingGroup, help_if_alone
 from specpool.cli.options import (
-    Adaptive,
     DeviceName,
     Json,
     PageSize,
@@ -17,72 +17,27 @@ from specpool.cli.options import (
     ShapeText,
     Target,
     Threads,
-    TrustRemoteCode,
 )
 from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 
-bench = typer.Typer(
+app = typer.Typer(
     cls=NamingGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Speed and memory, beside a reference in the same run.",
+    help="Speed and memory of specpool, beside a reference in the same run.",
 )
 
 
-@bench.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True)
 def options(context: typer.Context) -> None:
-    """Speed and memory, beside a reference in the same run."""
+    """Speed and memory of specpool, beside a reference in the same run."""
     help_if_alone(context)
 
 
-@bench.command("generate")
-def bench_generate(
-    target: Target = "specpool/tiny",
-    draft: Annotated[
-        str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
-    ] = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
-    tokens: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens of each text; may be repeated. [default: 96 and 400]"),
-    ] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
-    ] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
-    device: DeviceName = "cpu",
-    threads: Threads = 1,
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Drafting beside plain decoding on our pages, beside transformers' own generate."""
-    from specpool.cli.bench import generate as run
-
-    run(
-        target=target,
-        draft=draft,
-        shape=shape,
-        adaptive=adaptive,
-        num_tokens=tokens or [96, 400],
-        batch_sizes=batch or [1, 8],
-        num_requests=requests,
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-        json=json,
-        plot=plot,
-    )
-
-
-@bench.command("plain")
-def bench_plain(
+@app.command("plain")
+def plain(
     size: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,8 +81,8 @@ def bench_plain(
     )
 
 
-@bench.command("reserve")
-def bench_reserve(
+@app.command("reserve")
+def reserve(
     page_size: PageSize = 64,
     shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
@@ -191,8 +146,8 @@ def bench_reserve(
         reserve(**options)
 
 
-@bench.command("ledger")
-def bench_ledger(
+@app.command("ledger")
+def ledger(
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
     ] = None,
@@ -218,8 +173,8 @@ def bench_ledger(
     )
 
 
-@bench.command("windows")
-def bench_windows(
+@app.command("windows")
+def windows(
     family: Annotated[
         list[str] | None,
         typer.Option(help="Of models with sliding layers. [default: all four]"),
@@ -249,8 +204,8 @@ def bench_windows(
     )
 
 
-@bench.command("scheduler")
-def bench_scheduler(
+@app.command("scheduler")
+def scheduler(
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows of a round. [default: 1, 32, 256 and 1024]")
     ] = None,
@@ -276,8 +231,8 @@ def bench_scheduler(
     )
 
 
-@bench.command("host")
-def bench_host(
+@app.command("host")
+def host(
     target: Target = "specpool/tiny",
     draft: Annotated[
         str, typer.Option(help="EAGLE head, whose KV goes along; none = the target's alone.")
@@ -308,8 +263,8 @@ def bench_host(
     )
 
 
-@bench.command("session")
-def bench_session(
+@app.command("session")
+def session(
     target: Target = "specpool/tiny",
     draft: Annotated[
         str, typer.Option(help="EAGLE head, whose KV stays too; none = the target's alone.")
@@ -343,8 +298,8 @@ def bench_session(
     )
 
 
-@bench.command("adaptive")
-def bench_adaptive(
+@app.command("adaptive")
+def adaptive(
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
     ] = None,
@@ -373,3 +328,12 @@ def bench_adaptive(
         json=json,
         plot=plot,
     )
+
+
+def main() -> None:
+    """Run the benchmark that the command line names."""
+    run_app(lambda: app)
+
+
+if __name__ == "__main__":
+    main()

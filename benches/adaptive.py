@@ -1,4 +1,4 @@
-"""`specpool bench adaptive`: policies that choose a shape for each round, beside every static one.
+"""`python -m benches adaptive`: policies that choose a shape for each round, beside every static one.
 
 Once on a model of text that changes (`adaptive_model`), with the times of rounds measured first,
 and once in engines, all of them on the shipped pair.
@@ -16,11 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benches import adaptive_model as model
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benches import adaptive_model as model
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.assets import corpus

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from bench_kernels import cuda_machine
 
+from benches.kernels import cuda_machine
 from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.cli.results import Result, as_json, draw, interleaved, report

@@ -1,4 +1,4 @@
-"""`specpool bench host`: a request comes back from the host, beside prefilling it again.
+"""`python -m benches host`: a request comes back from the host, beside prefilling it again.
 
 Both ways end with the request's next token: a reload leaves the last token to be fed, which has no
 KV, and a prefill feeds them all. The token must be the same.

@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from benches.candidates import Candidates
 from specpool.cli.results import Result, interleaved
 from specpool.kernels import twin_moves as moves
-from specpool.kernels.twins import Candidates, build_tree, compact_moves
+from specpool.kernels.twins import build_tree, compact_moves
 
 MOST_US = 60.0  # select, organize and build of 8 trees with N = 16
 TREES = ((5, 4, 16), (5, 8, 16), (5, 8, 64))

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from kernel_cases import (
+
+from benches.kernel_cases import (
     MODELS,
     Case,
     Pool,
@@ -33,8 +34,7 @@ from kernel_cases import (
     table_cases,
     tree_cases,
 )
-from kernel_twins import HostSizes, keep_freed_memory, twin_results
-
+from benches.kernel_twins import HostSizes, keep_freed_memory, twin_results
 from specpool.cli.results import Result, as_json, interleaved, machine, report
 from specpool.errors import SpecpoolError
 

@@ -1,4 +1,4 @@
-"""`specpool bench ledger`: a decode step of a batch, beside the usual bookkeeping in plain Python.
+"""`python -m benches ledger`: a decode step of a batch, beside the usual bookkeeping in plain Python.
 
 A step is every call that an engine makes: tokens_required, prepare_decode, launch, take_delta,
 ack_delta, resolve, complete, with NumPy arrays. Figures are medians of medians; the two sides take
@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benches.ledger_load import LedgerLoad, Load, PlainLoad, Setting
-from benches.ledger_memory import bytes_per_page_and_row
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benches.ledger_load import LedgerLoad, Load, PlainLoad, Setting
+from benches.ledger_memory import bytes_per_page_and_row
 from specpool._core import Ledger, Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from benches.plain_ledger import PlainLedger, Req
 from numpy.typing import NDArray
 
+from benches.plain_ledger import PlainLedger, Req
 from specpool import _core
 from specpool._core import Group, Ledger, Shape
 from specpool.config import Placement

@@ -1,4 +1,4 @@
-"""`specpool bench plain`: decoding without drafts, and prefill, beside transformers on a CPU.
+"""`python -m benches plain`: decoding without drafts, and prefill, beside transformers on a CPU.
 
 Random Llamas, beside the shipped one: what they write does not matter here, and both sides must
 write the same. `plain_runs` measures; options are checked before it is imported.

@@ -1,4 +1,4 @@
-"""What `specpool bench plain` measures: the same work by this engine and by transformers.
+"""What `python -m benches plain` measures: the same work by this engine and by transformers.
 
 The two sides take turns of a few tokens each in one process, so that other work on the machine
 slows both. Ratios of wall time and of the process's CPU time are given.
@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from benches.plain import SIZES, Row
 from rich.console import Console
 from torch import Tensor
 
+from benches.plain import SIZES, Row
 from specpool.assets import resolve
 from specpool.attention import AttentionBatch
 from specpool.engine.engine import Engine
 from specpool.errors import CorruptState
-from specpool.models.target import TargetModel, TargetOutput
+from specpool.models.target import (TargetModel)
+from specpool.models.target_output import (TargetOutput)
 from specpool.sampling_params import SamplingParams
 
 WINDOW = 8  # tokens of a row in one turn of a side

@@ -1,4 +1,4 @@
-"""`specpool bench scheduler`: the host's time for a round of scheduler and ledger.
+"""`python -m benches scheduler`: the host's time for a round of scheduler and ledger.
 
 The simulated device gives the results; its own time does not count. A turn has three parts:
 `schedule`; `launch`, with the table delta that goes to the device; `finish`. Requests come as

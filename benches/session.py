@@ -1,4 +1,4 @@
-"""`specpool bench session`: time to a turn's first token, beside the same tokens as a prompt."""
+"""`python -m benches session`: time to a turn's first token, beside the same tokens as a prompt."""
 
 from __future__ import annotations
 

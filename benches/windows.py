@@ -1,4 +1,4 @@
-"""`specpool bench windows`: memory held per row, window groups on against off.
+"""`python -m benches windows`: memory held per row, window groups on against off.
 
 A tiny random model of each family, its layers in the order of the published ones, generates the
 same texts twice: with its sliding layers in window groups, and with all layers in full groups, as

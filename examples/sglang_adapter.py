@@ -16,7 +16,7 @@ meaning; who keeps the books changes:
 The setting is SGLang's own: target and draft share one group, and a round reserves
 `2 * get_alloc_len_per_decode()` slots (`policy="double_buffer"`, `overlap_depth=1`). With
 `policy="exact"` and a group for each model the same calls reserve far less: see
-`specpool bench reserve`.
+`python -m benches reserve`.
 
     python examples/sglang_adapter.py    # compares with figures recorded from SGLang
 """

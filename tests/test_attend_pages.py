@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 from specpool import _core  # noqa: E402
 from specpool.attention import AttentionView, attend  # noqa: E402
-from specpool.attention.view import Scratch  # noqa: E402
 from specpool.errors import ShapeError  # noqa: E402
+from specpool.memory.scratch import Scratch  # noqa: E402
 
 
 def oracle(case: dict[str, Any]) -> Any:

@@ -1,13 +1,13 @@
-"""`specpool bench adaptive` compares policies, says what misses its target, refuses in one line."""
+"""`python -m benches adaptive` compares policies, says what misses its target, refuses in one line."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+
 from benches import adaptive_model as model
 from benches.adaptive import OURS, THEIRS, Line
-
 from specpool import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.cli.results import Result, interleaved

@@ -1,4 +1,4 @@
-"""`specpool bench host` measures both ways, and refuses what cannot work in one line."""
+"""`python -m benches host` measures both ways, and refuses what cannot work in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specpool.memory.host.copies import HostMemory
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "host", *args])
+    monkeypatch.setattr("sys.argv", ["benches", "host", *args])
     with pytest.raises(SystemExit) as end:
         main()
     return end.value.code, *capsys.readouterr()

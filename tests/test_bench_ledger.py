@@ -1,4 +1,4 @@
-"""`specpool bench ledger`: what it prints, and that both of its sides do their work."""
+"""`python -m benches ledger`: what it prints, and that both of its sides do their work."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from benches.ledger import Target
 from benches.ledger_load import END, LedgerLoad, PlainLoad, Setting
 from benches.plain_ledger import PlainLedger
-
 from specpool import Shape
 from specpool.cli import main
 
@@ -20,7 +20,7 @@ TREE = Shape.eagle(5, 8, 64)
 
 
 def run(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "ledger", *args])
+    monkeypatch.setattr("sys.argv", ["benches", "ledger", *args])
     code = 0
     try:
         main()

@@ -1,4 +1,4 @@
-"""`specpool bench plain`: what it prints, and what it refuses."""
+"""`python -m benches plain`: what it prints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 pytest.importorskip("transformers")
 
 from benches import plain_runs
-
 from specpool.cli import main
 from specpool.engine.engine import Engine
 
 
 def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "plain", *options.split()])
+    monkeypatch.setattr("sys.argv", ["benches", "plain", *options.split()])
     with pytest.raises(SystemExit) as end:
         main()
     return end.value.code, *capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`specpool bench reserve`: its figures are those agreed, a brute force's and a ledger's."""
+"""`python -m benches reserve`: its figures are those agreed, a brute force's and a ledger's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+
 from benches import reserve as bench_reserve
 from benches.reserve import Setting, choices, closed_form
-
 from specpool import Group, Ledger, Shape
 from specpool.cli import main
 
@@ -17,7 +17,7 @@ TREE = Shape.eagle(2, 3, 9)
 
 
 def run(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "reserve", *args])
+    monkeypatch.setattr("sys.argv", ["benches", "reserve", *args])
     code = 0
     try:
         main()

@@ -1,18 +1,18 @@
-"""`specpool bench scheduler` measures a batch at work, and refuses what cannot work in one line."""
+"""`python -m benches scheduler` measures a batch at work, and refuses what cannot work in one line."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from benches.scheduler import HostLoad
 
+from benches.scheduler import HostLoad
 from specpool import Shape
 from specpool.cli import main
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "scheduler", *args])
+    monkeypatch.setattr("sys.argv", ["benches", "scheduler", *args])
     with pytest.raises(SystemExit) as end:
         main()
     return end.value.code, *capsys.readouterr()

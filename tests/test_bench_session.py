@@ -1,4 +1,4 @@
-"""`specpool bench session` measures with a session and without, and refuses in one line."""
+"""`python -m benches session` measures with a session and without, and refuses in one line."""
 
 from __future__ import annotations
 

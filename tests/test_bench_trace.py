@@ -1,4 +1,4 @@
-"""`specpool bench reserve --trace`: one trace on the same bytes, upstream's way and ours."""
+"""`python -m benches reserve --trace`: one trace on the same bytes, upstream's way and ours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+
 from benches.trace import (
     CHAIN,
     KV_BYTES,
@@ -18,7 +19,6 @@ from benches.trace import (
     run_trace,
     ways,
 )
-
 from specpool import ConfigError, Shape
 from specpool.cli import main
 
@@ -26,7 +26,7 @@ SMALL = ("--requests", "24", "--prompt", "96", "--output", "48", "--memory", "2G
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "reserve", *args])
+    monkeypatch.setattr("sys.argv", ["benches", "reserve", *args])
     code = 0
     try:
         main()

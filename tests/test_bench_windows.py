@@ -1,12 +1,12 @@
-"""`specpool bench windows`: rows hold less, the text is the same, and a bad option is one line."""
+"""`python -m benches windows`: rows hold less, the text is the same, and a bad option is one line."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from benches import windows as bench_windows
 
+from benches import windows as bench_windows
 from specpool.cli import main
 from specpool.errors import CorruptState
 from specpool.memory.kv_cache import KVCache
@@ -15,7 +15,7 @@ SMALL = ("--window", "16", "--batch", "2", "--prompt", "20", "--tokens", "100", 
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "bench", "windows", *args])
+    monkeypatch.setattr("sys.argv", ["benches", "windows", *args])
     with pytest.raises(SystemExit) as end:
         main()
     return end.value.code, *capsys.readouterr()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kernel_reference as ref
+from benches.candidates import Candidates
 from kernel_kit import array, i32, i64
 from specpool import kernels as device
 from specpool.kernels import twins as kernels
@@ -22,7 +23,7 @@ class Device:
 
     def __init__(self, kit, batch, num_steps, topk):
         self.kit, self.batch, self.s, self.k = kit, batch, num_steps, topk
-        self.twin = kernels.Candidates.empty(batch, num_steps=num_steps, topk=topk)
+        self.twin = Candidates.empty(batch, num_steps=num_steps, topk=topk)
         total = self.twin.scores.shape[1]
         self.scores = kit.out((batch, total), torch.float32)
         self.tokens = kit.out((batch, total), torch.int64)

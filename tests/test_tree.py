@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kernel_reference as ref
+from benches.candidates import Candidates
 from specpool.errors import ShapeError
 from specpool.kernels import twins as kernels
 
@@ -19,7 +20,7 @@ def cases():
 
 
 def grow(case_or_outputs, batch, num_steps, topk):
-    candidates = kernels.Candidates.empty(batch, num_steps=num_steps, topk=topk)
+    candidates = Candidates.empty(batch, num_steps=num_steps, topk=topk)
     scores, kept = None, []
     for step, (p, index) in enumerate(case_or_outputs):
         kept.append(
@@ -165,7 +166,7 @@ def test_parents_that_are_no_tree(parents, message):
 
 
 def test_bad_selections_record_nothing():
-    candidates = kernels.Candidates.empty(2, num_steps=2, topk=2)
+    candidates = Candidates.empty(2, num_steps=2, topk=2)
     p, index = np.ones((2, 2), np.float32), np.ones((2, 2), np.int64)
     wide = np.ones((4, 2), np.float32), np.ones((4, 2), np.int64)
     scores = np.ones((2, 2), np.float32)
@@ -190,7 +191,7 @@ def test_bad_selections_record_nothing():
 
 
 def test_bad_choices():
-    candidates = kernels.Candidates.empty(1, num_steps=2, topk=2)
+    candidates = Candidates.empty(1, num_steps=2, topk=2)
     for n in (0, 8, -1, 1 << 21):
         with pytest.raises(ShapeError, match=r"num_draft_tokens must be in \[1, "):
             candidates.organize(n)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specpool import _core
+import specpool._core as _core
 from specpool.attention.view import AttentionView
 
 #: Queries per lane at most: beyond, matrix products win over reading each key once.

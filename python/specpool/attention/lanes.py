@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specpool import kernels
-from specpool.attention.seq_lens import Int32, SeqLens
+from specpool.arrays import Int32
+from specpool.attention.seq_lens import SeqLens
 from specpool.attention.view import AttentionView, TokenReads
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specpool.arrays import Int32
 from specpool.attention.view import AttentionView, TokenReads
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
 
-Int32 = NDArray[np.int32]
 #: Offsets into a mask are int32 where it is read.
 MAX_MASK = 2**31 - 1
 

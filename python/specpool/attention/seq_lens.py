@@ -12,10 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specpool.arrays import Int32
 from specpool.errors import OrderError
 from specpool.kernels.transfer import upload
-
-Int32 = npt.NDArray[np.int32]
 
 
 class SeqLens:

@@ -7,13 +7,32 @@ import io
 import os
 import re
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
 
 # Of a write to standard output that fails on a full or broken disk.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line; an error of the user's gives one line on stderr and exit code 2."""
+    """Run the command line; see `run_app`."""
+
+    def commands() -> typer.Typer:
+        from specpool.cli.commands import app
+
+        return app
+
+    run_app(commands)
+
+
+def run_app(load: Callable[[], typer.Typer]) -> None:
+    """Run the application that `load` imports.
+
+    An error of the user's gives one line on stderr and exit code 2. The process ends here.
+    """
     try:
         import rich  # noqa: F401
         import typer
@@ -23,7 +42,6 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
-    from specpool.cli.commands import app
     from specpool.errors import SpecpoolError
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -32,7 +50,7 @@ def main() -> None:
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
         try:
-            code = app(standalone_mode=False)
+            code = load()(standalone_mode=False)
         finally:
             if sys.stdout is not None:  # As it is where a shell has closed it.
                 sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.

@@ -1,4 +1,4 @@
-"""The commands and their options; `bench` has a file of its own."""
+"""The commands and their options."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from benches.__main__ import bench
 
 import specpool
 from specpool.checks import check_int
 from specpool.cli.engine_commands import chat, generate, tune
 from specpool.cli.option_names import NamingGroup, help_if_alone
 from specpool.cli.options import (
+    Adaptive,
+    DeviceName,
     Draft,
     Headroom,
     Json,
@@ -20,7 +21,11 @@ from specpool.cli.options import (
     MaxContextLen,
     PageSize,
     Placement,
+    Plot,
     Policy,
+    ShapeText,
+    Target,
+    Threads,
     TrustRemoteCode,
 )
 from specpool.config import HEADROOM
@@ -37,7 +42,65 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(tune)
+
+bench = typer.Typer(
+    cls=NamingGroup,
+    rich_markup_mode=None,
+    help="Speed of your own models, beside a reference in the same run.",
+)
 app.add_typer(bench, name="bench")
+
+
+@bench.callback(invoke_without_command=True)
+def bench_options(context: typer.Context) -> None:
+    """Speed of your own models, beside a reference in the same run."""
+    help_if_alone(context)
+
+
+@bench.command("generate")
+def bench_generate(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
+    ] = None,
+    shape: ShapeText = None,
+    adaptive: Adaptive = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of each text; may be repeated. [default: 96 and 400]"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
+    ] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Drafting beside plain decoding on our pages, beside transformers' own generate."""
+    from specpool.cli.bench import generate as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        adaptive=adaptive,
+        num_tokens=tokens or [96, 400],
+        batch_sizes=batch or [1, 8],
+        num_requests=requests,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        json=json,
+        plot=plot,
+    )
 
 
 def _version(show: bool) -> None:

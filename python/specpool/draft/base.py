@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specpool._core import Shape
+from specpool.arrays import Int32, Int64
 from specpool.attention.lanes import Lanes
 from specpool.errors import ShapeError
 from specpool.kernels import twins as kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache, LayerKV
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 Links = tuple[Tensor, Tensor, Tensor, Tensor]  # depths, mask, first_child, next_sibling
 
 

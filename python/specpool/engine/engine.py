@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -18,21 +15,20 @@ from specpool.assembly.assembly import assemble
 from specpool.assembly.loading import load
 from specpool.checks import check_fields, check_int
 from specpool.config import EngineConfig
-from specpool.draft import Choosy, Drafter
+from specpool.draft import Drafter
 from specpool.engine.comparison import Comparison, compare
-from specpool.engine.output import Chunk, Report, RequestOutput, output_of
+from specpool.engine.core import EngineCore
+from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.progress import ProgressBar
-from specpool.engine.prompts import Prompt, Prompts
+from specpool.engine.prompts import Prompt
 from specpool.engine.session import Session
 from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
-from specpool.errors import ConfigError, CorruptState, SpecpoolError
+from specpool.errors import ConfigError, CorruptState
 from specpool.loop.busy_check import BusyFinding
-from specpool.loop.loop import Loop
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.pins import Pin
 from specpool.scheduler.request import Request
-from specpool.scheduler.scheduler import Scheduler
 from specpool.text.tokenizer import check_tokenizer
 
 if TYPE_CHECKING:
@@ -67,31 +63,7 @@ class Engine:
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
         self.ledger, self.cache = parts.ledger, parts.cache
         self.kv_bytes = self.cache.num_bytes
-        self._worker, self._host = parts.worker, parts.host
-        self._scheduler: Scheduler = parts.scheduler(
-            parts.controller,
-            max_idle=0 if target.keeps_state else config.max_sessions,
-            idle_pages=config.session_pages,
-            host=self._host,
-            token_seconds=lambda: self._loop.token_seconds,
-            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
-            before_release=self._scrub,
-        )
-        self._loop: Loop = parts.loop(self._scheduler, busy_check=config.busy_check)
-        self._busy_check = self._loop.busy_check
-        self._submitted: dict[int, _Submitted] = {}
-        self._mailbox: dict[int, Request] = {}  # of those, who runs no more and may have news
-        # Between the threads of asynchronous streams and their event loop's own; callbacks reenter.
-        self._lock = threading.RLock()
-        self._prompts = Prompts(
-            target,
-            tokenizer,
-            self._scheduler,
-            shape=self.shape,
-            shapes=self.ledger.shapes,
-            num_pages=[group.num_pages for group in self.ledger.groups],
-            max_context_len=self.max_context_len,
-        )
+        self.core = EngineCore(parts, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -167,10 +139,10 @@ class Engine:
         Raises:
             ConfigError: a prompt or a parameter that cannot work; nothing has run then.
         """
-        requests = self._prompts.requests(prompts, params, shape, priority)
+        requests = self.core.prompts.requests(prompts, params, shape, priority)
         bar = ProgressBar(requests, progress)
         try:
-            for index, _ in self._news(requests):
+            for index, _ in self.core.news(requests):
                 bar.update(index)
         finally:
             bar.close()
@@ -189,7 +161,7 @@ class Engine:
         Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
         what is left.
         """
-        requests = self._prompts.requests(prompts, params, shape, priority)
+        requests = self.core.prompts.requests(prompts, params, shape, priority)
         return self._stream(requests)
 
     async def stream_async(
@@ -210,31 +182,12 @@ class Engine:
             while (item := await asyncio.to_thread(self._next, stream)) is not None:
                 yield item
         finally:
-            with self._lock:  # a task that was cancelled leaves its thread at work
+            with self.core.lock:  # a task that was cancelled leaves its thread at work
                 cast("Generator[Any]", stream).close()
 
     def _next(self, stream: Iterator[Chunk | RequestOutput]) -> Chunk | RequestOutput | None:
-        with self._lock:
+        with self.core.lock:
             return next(stream, None)
-
-    def _news(
-        self, requests: list[Request], tell: bool = False
-    ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
-        """Run until these are done: which one has news, and the news if asked for."""
-        reports = [Report(request, self.tokenizer) for request in requests] if tell else []
-        self._prompts.check_open()  # a stream may be read late
-        run = self._loop.run(requests)
-        try:
-            while True:
-                with self._lock:
-                    index = next(run, None)
-                    news = list(reports[index].news()) if tell and index is not None else []
-                if index is None:
-                    return
-                yield index, news
-        finally:
-            with self._lock:
-                run.close()
 
     def open_session(self, *, max_tokens: int | None = None) -> Session:
         """Open a conversation that keeps its KV between its turns.
@@ -245,18 +198,18 @@ class Engine:
         Raises:
             ConfigError: `max_tokens` is not in [2, max_context_len], or the engine is closed.
         """
-        self._prompts.check_open()
+        self.core.prompts.check_open()
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, 2, self.max_context_len)
         conversation = None
         try:
-            with self._lock:
-                conversation = self._scheduler.conversations.new([])
-                return Session(self, conversation, max_tokens or self.max_context_len)
+            with self.core.lock:
+                conversation = self.core.scheduler.conversations.new([])
+                return Session(self.core, conversation, max_tokens or self.max_context_len)
         except BaseException:  # Ctrl-C: nobody would have it
             if conversation is not None:
-                with self._lock:
-                    self._scheduler.conversations.close(conversation)
+                with self.core.lock:
+                    self.core.scheduler.conversations.close(conversation)
             raise
 
     def submit(
@@ -292,26 +245,14 @@ class Engine:
             raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
         if params is not None and params.n > 1:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
-        if session is not None and not (isinstance(session, Session) and session.is_of(self)):
+        if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
             raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
-        with self._lock:
+        with self.core.lock:
             if session is None:
-                (request,) = self._prompts.requests([prompt], params, shape, priority)
+                (request,) = self.core.prompts.requests([prompt], params, shape, priority)
             else:
                 request = session.next_turn(prompt, params, shape, priority)
-            number = request.request_id
-            request.mailbox = self._mailbox
-            report = Report(request, self.tokenizer)
-            try:
-                self._submitted[number] = _Submitted(request, report, on_item)
-                self._scheduler.submit(request)
-                return number
-            except BaseException:  # Ctrl-C: its number would be known to nobody
-                with self._loop.recovering():
-                    self._scheduler.abort(request)
-                self._submitted.pop(number, None)
-                self._mailbox.pop(number, None)
-                raise
+            return self.core.submit(request, on_item)
 
     def pin(self, prompt: Prompt) -> Pin:
         """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
@@ -329,7 +270,7 @@ class Engine:
                 "all that a row needs to go on from it, so it cannot be pinned"
             )
         params = SamplingParams(max_new_tokens=1)
-        (request,) = self._prompts.requests([prompt], params, None, 0)
+        (request,) = self.core.prompts.requests([prompt], params, None, 0)
         # What is behind its whole pages would take their windows along.
         whole = len(request.tokens) // self.config.page_size * self.config.page_size
         if not whole:
@@ -337,10 +278,10 @@ class Engine:
                 f"the prompt cannot be pinned: {len(request.tokens)} tokens fill no page of "
                 f"{self.config.page_size}"
             )
-        (request,) = self._prompts.requests([request.tokens[:whole]], params, None, 0)
+        (request,) = self.core.prompts.requests([request.tokens[:whole]], params, None, 0)
         request.wants_pin = True
         try:
-            for _ in self._news([request]):
+            for _ in self.core.news([request]):
                 pass
             if request.pin is None:
                 raise ConfigError(f"the prompt cannot be pinned: {request.error}")
@@ -352,8 +293,8 @@ class Engine:
 
     def unpin(self, pin: Pin) -> None:
         """Keep a pinned text no longer; requests that run on it go on."""
-        with self._lock, self._loop.recovering():
-            self._scheduler.pins.drop(pin)
+        with self.core.lock, self.core.loop.recovering():
+            self.core.scheduler.pins.drop(pin)
 
     def abort(self, number: int) -> None:
         """End a submitted request, wherever it is; its output comes with the next turn.
@@ -361,41 +302,20 @@ class Engine:
         Raises:
             ConfigError: there is no such request, or it has been done for longer than a turn.
         """
-        with self._lock:
-            if not isinstance(number, int) or number not in self._submitted:
-                raise ConfigError(f"no request {number!r:.80} is running or waiting")
-            with self._loop.recovering():
-                self._scheduler.abort(self._submitted[number].request)
+        self.core.abort(number)
 
     def turn(self) -> bool:
         """Run one turn for all requests; False when nothing is left to do."""
-        with self._lock:
-            self._loop.turn()
-            # Who waits has no news, and may be one of thousands.
-            running = {request.request_id for request in self._scheduler.running}
-            for number in sorted(running | self._mailbox.keys()):
-                submitted = self._submitted.get(number)
-                if submitted is not None:
-                    self._tell(number, submitted)
-                self._mailbox.pop(number, None)  # last: what raises is asked again
-            return bool(self._scheduler.has_requests or self._loop.num_flying or self._submitted)
-
-    def _tell(self, number: int, submitted: _Submitted) -> None:
-        """Hand a submitted request's news on."""
-        for item in submitted.report.news():
-            if isinstance(item, RequestOutput):
-                del self._submitted[number]
-            if submitted.on_item is not None:
-                submitted.on_item(number, item)
+        return self.core.turn()
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        for _, news in self._news(requests, tell=True):
+        for _, news in self.core.news(requests, tell=True):
             yield from news
 
     @property
     def peak_pages(self) -> list[int]:
         """Most pages of each group that were ever taken at once."""
-        return list(self._loop.peak_pages)
+        return list(self.core.loop.peak_pages)
 
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs of one request, such as a drafted one and a plain one.
@@ -409,8 +329,8 @@ class Engine:
         Raises:
             ConfigError: not of one request, without an end, or the engine is closed.
         """
-        self._prompts.check_open()
-        with self._lock:
+        self.core.prompts.check_open()
+        with self.core.lock:
             return compare(self.target, first, second)
 
     def pool_stats(self) -> list[PoolStats]:
@@ -419,20 +339,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now and has done since it was built."""
-        states = self._worker.states
+        states = self.core.worker.states
         return engine_stats(
             self.ledger,
-            self._scheduler,
-            self._busy_check,
-            self._loop.clock,
-            self._host,
+            self.core.scheduler,
+            self.core.loop.busy_check,
+            self.core.loop.clock,
+            self.core.host,
             None if states is None else states.stats(),
         )
 
     @property
     def findings(self) -> list[BusyFinding]:
         """What the busy check has found, the oldest first; each once, the latest of many."""
-        return list(self._busy_check.findings)
+        return list(self.core.loop.busy_check.findings)
 
     def close(self) -> None:
         """Abort what runs, give the target model its own attention back, write the event log out.
@@ -443,11 +363,11 @@ class Engine:
             RecordError: the event log cannot be written; all else is done, a further call tries
                 again.
         """
-        with self._lock:  # a forward of an asynchronous stream may run
+        with self.core.lock:  # a forward of an asynchronous stream may run
             failures: list[str] = []
             try:
                 if not self.ledger.closed:
-                    failures = self._give_everything_back()
+                    failures = self.core.give_everything_back()
             finally:
                 self.target.close()
             self.ledger.close()
@@ -455,20 +375,6 @@ class Engine:
             raise CorruptState(
                 "the engine is closed, but not all was given back:\n" + "\n".join(failures)
             )
-
-    def _give_everything_back(self) -> list[str]:
-        """End and forget all; returns what the ledger refused."""
-        with self._loop.recovering():
-            failures = self._scheduler.abort_all()
-            try:
-                self._loop.drain()
-            except SpecpoolError as error:
-                failures.append(f"the steps on their way: {error}")
-            failures += self._scheduler.pins.drop_all()
-            failures += self._scheduler.conversations.close_all()
-            if self._host is not None:
-                self._host.close()
-        return failures
 
     def __enter__(self) -> Engine:
         """Return the engine itself."""
@@ -482,24 +388,3 @@ class Engine:
     ) -> None:
         """Close the engine."""
         self.close()
-
-    def _scrub(self, request: Request) -> None:
-        """No NaN outlives its request: a masked one would still spoil whoever gets the page."""
-        if not request.tainted:
-            return
-        # A device in trouble may not even scrub; the error that brought us here is the one to see.
-        with contextlib.suppress(Exception):
-            for group in range(len(self.ledger.groups)):
-                pages = self.ledger.page_table(group)[request.row]
-                _, _, num_holders = self.ledger.ownership_map(group)
-                # What others hold too was whole when they came to share it; the last one scrubs it.
-                self.cache.scrub(group, pages[num_holders[pages] == 1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A request of `submit`, and who hears of it."""
-
-    request: Request
-    report: Report
-    on_item: Callable[[int, Chunk | RequestOutput], None] | None

@@ -14,7 +14,7 @@ from specpool.checks import check_int
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.conversations import Conversation, Message, Said, common_len
+from specpool.scheduler.conversation import Conversation, Message, Said, common_len
 from specpool.scheduler.latency import Times
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler

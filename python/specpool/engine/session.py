@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 from specpool.checks import check_int
+from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, Report, RequestOutput
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.conversations import Conversation
+from specpool.scheduler.conversation import Conversation
 from specpool.scheduler.request import Request
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from specpool._core import Shape
-    from specpool.engine.engine import Engine
     from specpool.engine.prompts import Prompt
 
 
@@ -29,26 +29,26 @@ class Turn(Iterator["Chunk | RequestOutput"]):
     Closing it before its end aborts it: the session is then what it was before.
     """
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, core: EngineCore, request: Request) -> None:
         """Most callers want `Session.append`."""
-        self._engine, self._request = engine, request
-        self._report = Report(request, engine.tokenizer)
+        self._core, self._request = core, request
+        self._report = Report(request, core.tokenizer)
         self._news: deque[Chunk | RequestOutput] = deque()
         self._is_read = False
 
     def __next__(self) -> Chunk | RequestOutput:
         """What comes next, once it is there."""
-        with self._engine._lock:
+        with self._core.lock:
             while not self._news:
                 if self._is_read:
                     raise StopIteration
                 if self._request.finish_reason is None:
-                    self._engine._loop.turn()
+                    self._core.loop.turn()
                 self._news += self._report.news()
             item = self._news.popleft()
             if isinstance(item, RequestOutput):
                 self._is_read = True
-                self._engine._loop.rest()
+                self._core.loop.rest()
             return item
 
     def output(self) -> RequestOutput:
@@ -66,9 +66,9 @@ class Turn(Iterator["Chunk | RequestOutput"]):
         """Abort what is left; twice is once."""
         self._is_read = True
         self._news.clear()
-        with self._engine._lock, self._engine._loop.recovering():
-            self._engine._scheduler.abort(self._request)
-            self._engine._loop.rest()
+        with self._core.lock, self._core.loop.recovering():
+            self._core.scheduler.abort(self._request)
+            self._core.loop.rest()
 
     def __enter__(self) -> Turn:
         """Return the turn itself."""
@@ -91,15 +91,15 @@ class Session:
     had to give way, the next turn computes it anew. Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, engine: Engine, conversation: Conversation, max_tokens: int) -> None:
+    def __init__(self, core: EngineCore, conversation: Conversation, max_tokens: int) -> None:
         """Most callers want `Engine.open_session`."""
-        self._engine, self._conversation = engine, conversation
-        self._open = engine._scheduler.conversations.open
+        self._core, self._conversation = core, conversation
+        self._open = core.scheduler.conversations.open
         self.max_tokens = max_tokens
 
-    def is_of(self, engine: Engine) -> bool:
+    def is_of(self, core: EngineCore) -> bool:
         """Whether it is this engine's."""
-        return self._engine is engine
+        return self._core is core
 
     @property
     def number(self) -> int:
@@ -124,7 +124,7 @@ class Session:
     @property
     def is_busy(self) -> bool:
         """Whether a turn waits or runs."""
-        return self._conversation.is_busy
+        return self._turn() is not None
 
     @property
     def closed(self) -> bool:
@@ -158,15 +158,15 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy, or the prompt or a parameter cannot work.
         """
-        engine = self._engine
-        with engine._lock:
+        core = self._core
+        with core.lock:
             request = self.next_turn(prompt, params, shape, priority)
             try:
-                engine._scheduler.submit(request)
-                return Turn(engine, request)
+                core.scheduler.submit(request)
+                return Turn(core, request)
             except BaseException:  # Ctrl-C: nobody would run it
-                with engine._loop.recovering():
-                    engine._scheduler.abort(request)
+                with core.loop.recovering():
+                    core.scheduler.abort(request)
                 raise
 
     async def append_async(
@@ -195,12 +195,12 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy, or `offset` is not in [0, num_tokens].
         """
-        engine = self._engine
-        with engine._lock:
+        core = self._core
+        with core.lock:
             self._check_idle("rewind")
             check_int("offset", offset, 0, self.num_tokens)
-            with engine._loop.recovering():
-                return engine._scheduler.conversations.cut(self._conversation, offset)
+            with core.loop.recovering():
+                return core.scheduler.conversations.cut(self._conversation, offset)
 
     def fork(self) -> Session:
         """A further session with the same tokens, on the same pages as far as there is room.
@@ -208,41 +208,41 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy.
         """
-        engine, copy = self._engine, None
+        core, copy = self._core, None
         try:
-            with engine._lock:
+            with core.lock:
                 self._check_idle("fork")
-                engine._loop.drain()  # a round of the last turn may be under way
-                with engine._loop.recovering():
-                    copy = engine._scheduler.conversations.fork(self._conversation)
-                return Session(engine, copy, self.max_tokens)
+                core.loop.drain()  # a round of the last turn may be under way
+                with core.loop.recovering():
+                    copy = core.scheduler.conversations.fork(self._conversation)
+                return Session(core, copy, self.max_tokens)
         except BaseException:  # Ctrl-C: nobody would have the copy
             if copy is not None:
-                with engine._lock:
-                    engine._scheduler.conversations.close(copy)
+                with core.lock:
+                    core.scheduler.conversations.close(copy)
             raise
 
     def abort(self) -> None:
         """End the turn that waits or runs, if there is one: the session is what it was before."""
-        turn = self._conversation.turn
+        turn = self._turn()
         if turn is not None:
-            with self._engine._lock, self._engine._loop.recovering():
-                self._engine._scheduler.abort(turn)
+            with self._core.lock, self._core.loop.recovering():
+                self._core.scheduler.abort(turn)
 
     def close(self) -> None:
         """Give everything back; a turn is aborted. Twice is once."""
-        with self._engine._lock, self._engine._loop.recovering():
+        with self._core.lock, self._core.loop.recovering():
             if not self.closed:
                 self.abort()
-                self._engine._scheduler.conversations.close(self._conversation)
-                self._engine._loop.rest()
+                self._core.scheduler.conversations.close(self._conversation)
+                self._core.loop.rest()
 
     def next_turn(
         self, prompt: Prompt, params: SamplingParams | None, shape: Shape | None, priority: int
     ) -> Request:
         """Make the next turn, which the caller submits."""
         self._check_idle("append to")
-        return self._engine._prompts.turn(
+        return self._core.prompts.turn(
             self._conversation, prompt, params, shape, priority, self.max_tokens
         )
 
@@ -250,12 +250,15 @@ class Session:
         """Raise `ConfigError` unless the session is open, and between turns."""
         if self.closed:
             raise ConfigError(f"cannot {verb} session {self.number}: it has been closed")
-        if self.is_busy:
-            turn = self._conversation.turn
-            number = turn.request_id if turn is not None else 0
+        turn = self._turn()
+        if turn is not None:
             raise ConfigError(
-                f"cannot {verb} session {self.number}: its turn (request {number}) has not ended"
+                f"cannot {verb} session {self.number}: its turn (request {turn.request_id}) has "
+                "not ended"
             )
+
+    def _turn(self) -> Request | None:
+        return self._core.scheduler.conversations.turn_of(self._conversation)
 
     def __enter__(self) -> Session:
         """Return the session itself."""

@@ -8,9 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from specpool._core import Ledger
 from specpool.loop.clock import Clock, PhaseSeconds
 from specpool.memory.host.tier import HostStats
@@ -21,10 +18,10 @@ from specpool.worker.graphs.graphs import GraphStats
 if TYPE_CHECKING:
     from specpool.loop.busy_check import BusyCheck
     from specpool.memory.host.tier import HostTier
-    from specpool.scheduler.conversations import Conversation
+    from specpool.scheduler.conversation import Conversation
+    from specpool.scheduler.request import Request
     from specpool.scheduler.scheduler import Scheduler
 
-Int32 = npt.NDArray[np.int32]
 SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
 
 
@@ -217,7 +214,7 @@ def engine_stats(
         seconds=clock.seconds(),
         latency=counts.latency.stats(),
         sessions=tuple(
-            _session_stats(ledger, conversation)
+            _session_stats(ledger, conversation, scheduler.conversations.turn_of(conversation))
             for conversation in list(scheduler.conversations.open.values())
         ),
         host=None if host is None else host.stats(),
@@ -226,10 +223,12 @@ def engine_stats(
     )
 
 
-def _session_stats(ledger: Ledger, conversation: Conversation) -> SessionStats:
-    turn, row, handle = conversation.turn, conversation.row, conversation.handle
+def _session_stats(
+    ledger: Ledger, conversation: Conversation, turn: Request | None
+) -> SessionStats:
+    row, handle = conversation.row, conversation.handle
     state: SessionState = "idle" if row else "dropped" if handle is None else "host"
-    if turn is not None and conversation.is_busy:
+    if turn is not None:
         state = "running" if turn.row else "waiting"
     return SessionStats(
         number=conversation.number,

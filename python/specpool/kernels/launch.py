@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool import _core
+import specpool._core as _core
 from specpool.errors import ConfigError, OrderError, ShapeError
 
 Arg = Tensor | np.generic | None

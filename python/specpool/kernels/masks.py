@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specpool import _core
+import specpool._core as _core
 from specpool.errors import ShapeError
 from specpool.kernels.checks import number
 from specpool.kernels.with_twin import with_twin

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specpool import _core
+import specpool._core as _core
 from specpool.errors import ShapeError
 from specpool.kernels.checks import (
     THREADS,

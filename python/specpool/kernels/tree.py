@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool import _core
+import specpool._core as _core
 from specpool.errors import ShapeError
 from specpool.kernels import with_twin as twins
 from specpool.kernels.checks import (

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specpool import _core
+import specpool._core as _core
 from specpool.errors import ShapeError
 
 Slots = NDArray[np.int64] | Tensor

@@ -8,8 +8,6 @@ Every function checks dtype, shape, contiguity and bounds first and raises `Shap
 written then.
 """
 
-from benches.candidates import Candidates
-
 from specpool._core import (
     advance_ancestors,
     apply_table_delta,
@@ -38,7 +36,6 @@ from specpool._core import (
 )
 
 __all__ = [
-    "Candidates",
     "advance_ancestors",
     "apply_table_delta",
     "attention_bias",

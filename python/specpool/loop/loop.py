@@ -19,6 +19,7 @@ from specpool._core import Ledger
 from specpool.errors import CorruptState, SpecpoolError, StalePlan
 from specpool.loop.busy_check import BusyCheck
 from specpool.loop.clock import Clock
+from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
 from specpool.scheduler.request import Request
@@ -257,17 +258,7 @@ class Loop:
                 request.tainted |= not_finite
             lost = result.not_finite & (self._ledger.epoch[plan.rows] != plan.epochs)
             self.scheduler.finish(flying.step, result)
-            self._scrub_free(all_groups=bool(lost.any()))
-
-    def _scrub_free(self, *, all_groups: bool) -> None:
-        """Zero what has been given back already, perhaps with a NaN: nobody has taken it yet.
-
-        Behind a window, by a round that was prepared meanwhile; or, in all groups, by an abort.
-        """
-        for group, window in enumerate(self._cache.windows):
-            if all_groups or window is not None:
-                states, _, _ = self._ledger.ownership_map(group)
-                self._cache.scrub(group, np.flatnonzero(states[1:] == 0).astype(np.int32) + 1)
+            scrub_free(self._ledger, self._cache, all_groups=bool(lost.any()))
 
     def _observe(self, steps: list[Step], seconds: float) -> None:
         """Learn what the prefill of a token takes, from a forward of nothing else."""

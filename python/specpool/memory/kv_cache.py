@@ -15,12 +15,11 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger
-from specpool.attention.view import Scratch
+from specpool.arrays import Int32
 from specpool.kernels.launch import prepare, runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.layer_kv import LayerKV as LayerKV
-
-Int32 = npt.NDArray[np.int32]
+from specpool.memory.scratch import Scratch
 
 
 class KVCache:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from specpool._core import Ledger
+from specpool.arrays import Int32, Int64
 
 if TYPE_CHECKING:
     from specpool.memory.group_sizes import GroupSizes
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 class PageNeeds:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specpool.models.eagle import EagleHead
-    from specpool.models.target import TargetModel, TargetOutput
+    from specpool.models.target import TargetModel
+    from specpool.models.target_output import TargetOutput
 
 # At first use: they take torch, and what reads a config beside them does not.
 _LAZY = {

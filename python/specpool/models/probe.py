@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from specpool.memory.kv_cache import LayerKV
 from specpool.models.gate import _TOLERANCE_16_BIT, refusal, text_config
 
 if TYPE_CHECKING:
-    from specpool.models.target import TargetModel
+    from specpool.models.target_output import TargetOutput
 
 # Keyword arguments that attention may be given and that change nothing for one that gets its masks
 # from a view. Anything else that is not None asks for something that we do not do.
@@ -46,6 +46,32 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 def probe_tolerance(dtype: torch.dtype) -> float:
     """How far the logits may differ, relatively."""
     return _TOLERANCE.get(dtype, _TOLERANCE_16_BIT)
+
+
+class Probed(Protocol):
+    """What a probe asks of a model; `TargetModel` documents each."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_context_len(self) -> int: ...
+    @property
+    def kv_layers(self) -> tuple[int, ...]: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
+    ) -> TargetOutput: ...
+    def forward_from(
+        self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
+    ) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+    def plain_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -96,7 +122,7 @@ class ProbeBatch(AttentionBatch):
             )
 
 
-def probe(target: TargetModel) -> tuple[LayerKV, ...]:
+def probe(target: Probed) -> tuple[LayerKV, ...]:
     """Runs a short text through the model's own attention and, in two parts, over pages.
 
     The text shares its batch with another lane, and its last token comes in a forward of its own,
@@ -124,7 +150,7 @@ def probe(target: TargetModel) -> tuple[LayerKV, ...]:
     )
 
 
-def _probe_text(target: TargetModel, start: int) -> tuple[tuple[LayerKV, ...], float]:
+def _probe_text(target: Probed, start: int) -> tuple[tuple[LayerKV, ...], float]:
     """One text of the probe; what the layers keep, and how far the logits differ."""
     text, other = ([(first + 7 * i) % target.vocab_size for i in range(4)] for first in (start, 5))
     plain = target.plain_logits(text)
@@ -137,7 +163,7 @@ def _probe_text(target: TargetModel, start: int) -> tuple[tuple[LayerKV, ...], f
 
 
 def _probe_forward(
-    target: TargetModel, lanes: list[list[int]], starts: list[int], earlier: ProbeBatch | None
+    target: Probed, lanes: list[list[int]], starts: list[int], earlier: ProbeBatch | None
 ) -> tuple[ProbeBatch, Tensor]:
     """One forward of two ragged lanes; logits [T, V]."""
     batch, positions = probe_batch(target.device, [len(lane) for lane in lanes], starts, earlier)
@@ -214,9 +240,7 @@ def _with_chunks(
     )
 
 
-def layers_seen(
-    target: TargetModel, batch: ProbeBatch, expected: Sequence[int]
-) -> tuple[LayerKV, ...]:
+def layers_seen(target: Probed, batch: ProbeBatch, expected: Sequence[int]) -> tuple[LayerKV, ...]:
     """Checks that each of these layers attended once, with the window that the config states."""
     model_type, text = target.config.model_type, text_config(target.config)
     if batch.objections:

@@ -7,14 +7,20 @@ back: whatever is not in them shows in the logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specpool.memory.layer_kv import LayerKV
 from specpool.models.gate import refusal
-from specpool.models.probe import PROBE_TEXTS, ProbeBatch, layers_seen, probe_batch, probe_tolerance
+from specpool.models.probe import (
+    PROBE_TEXTS,
+    ProbeBatch,
+    Probed,
+    layers_seen,
+    probe_batch,
+    probe_tolerance,
+)
 from specpool.models.recurrent import (
     RecurrentState,
     StateSpec,
@@ -22,9 +28,6 @@ from specpool.models.recurrent import (
     paged_cache,
     states_in,
 )
-
-if TYPE_CHECKING:
-    from specpool.models.target import TargetModel
 
 _NUM_TOKENS = 6
 _CUT = 4  # tokens of the first forward, where there are several
@@ -43,7 +46,7 @@ class StateProbe:
 
 
 @torch.inference_mode()
-def probe_states(target: TargetModel) -> StateProbe:
+def probe_states(target: Probed) -> StateProbe:
     """Runs a text at once, in two parts, and token by token behind the first part.
 
     Raises:
@@ -74,9 +77,7 @@ def probe_states(target: TargetModel) -> StateProbe:
     )
 
 
-def _continues(
-    target: TargetModel, found: StateProbe, lanes: Tensor, expected: list[Tensor]
-) -> bool:
+def _continues(target: Probed, found: StateProbe, lanes: Tensor, expected: list[Tensor]) -> bool:
     """Whether two tokens at once go on from a state, and do not begin anew.
 
     Logits would not tell: in weights that are small, or in 16 bits, a state changes them little. So
@@ -90,7 +91,7 @@ def _continues(
     )
 
 
-def _found(target: TargetModel, lanes: Tensor) -> StateProbe:
+def _found(target: Probed, lanes: Tensor) -> StateProbe:
     """What the layers keep, by a forward that starts from nothing."""
     cache = paged_cache(target.config)
     batch, positions = probe_batch(target.device, [_NUM_TOKENS] * 2, [0, 0], None)
@@ -104,7 +105,7 @@ def _found(target: TargetModel, lanes: Tensor) -> StateProbe:
 
 
 def _in_parts(
-    target: TargetModel, found: StateProbe, lanes: Tensor, widths: list[int]
+    target: Probed, found: StateProbe, lanes: Tensor, widths: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
     """In forwards of so many tokens: logits [n, V] of the second lane's text, and its states."""
     states = RecurrentState(target.config, found.state_specs, 2, target.device)

@@ -14,7 +14,6 @@ import inspect
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,7 @@ from specpool.models.target_folder import (
     load_config,
     load_model,
 )
+from specpool.models.target_output import TargetOutput
 from specpool.models.torch_attention import (
     CALLS_TORCH,
     TorchAttention,
@@ -71,15 +71,6 @@ class _Standing:
         """Give back what was given, which pages keep; note the layer that will attend."""
         ATTENDING.set(layer)
         return key, value
-
-
-@dataclass(slots=True)
-class TargetOutput:
-    """What one forward gives."""
-
-    logits: Tensor  # [n, V], n = len(logits_index), or T without one
-    hidden: Tensor  # [T, h], after the final norm
-    features: Tensor | None  # [T, sum of the captured widths], in the order of `capture`
 
 
 class TargetModel:

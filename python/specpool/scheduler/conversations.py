@@ -7,89 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
 from specpool.errors import NotReady, OutOfPages, OutOfRows, SpecpoolError
+from specpool.scheduler.conversation import Conversation, Said, common_len
 
 if TYPE_CHECKING:
     from specpool.memory.host.tier import Handle, HostTier
     from specpool.scheduler.request import Request
-
-Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What one turn has added.
-
-    Attributes:
-        end: tokens of the conversation up to where the turn has ended.
-        messages: of a chat, that the turn began with; None = it was text or token ids.
-        answer_ids: generated, without the tokens that stop.
-        stop: strings that the answer's text ends before.
-    """
-
-    end: int
-    messages: tuple[Message, ...] | None
-    answer_ids: list[int]
-    stop: Sequence[str]
-
-
-@dataclass(slots=True, eq=False)
-class Conversation:
-    """A conversation: what its client has of it, and the row with its KV while it is idle.
-
-    Attributes:
-        number: counts the conversations of an engine, from 1.
-        tokens: of all turns that have ended.
-        said: the turns that these tokens are of.
-        turn: the latest request of it.
-        row: idle, with KV of the first tokens; 0 = none, or the turn's request has it.
-        epoch: of the row when it became idle.
-        handle: KV of the first tokens on the host; None = none, or the turn's request has it.
-        turn_ct: turns that have ended by a stop or their length.
-        computed_token_ct: tokens of prefills.
-        reused_token_ct: tokens whose KV a turn found.
-        retraction_ct: retractions of its turns.
-        drop_ct: how often its KV was dropped between turns, to make room.
-    """
-
-    number: int
-    tokens: list[int] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    turn: Request | None = None
-    row: int = 0
-    epoch: int = 0
-    handle: Handle | None = None
-    turn_ct: int = 0
-    computed_token_ct: int = 0
-    reused_token_ct: int = 0
-    retraction_ct: int = 0
-    drop_ct: int = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a turn waits or runs."""
-        return self.turn is not None and self.turn.finish_reason is None
-
-    def end(self, request: Request) -> None:
-        """Its turn has ended by a stop or its length."""
-        answer_ids = [token for token in request.output_ids if token not in request.stop_ids]
-        said = Said(len(request.tokens), request.messages, answer_ids, request.params.stop)
-        # Both or neither, whenever Ctrl-C comes.
-        self.tokens, self.said = list(request.tokens), [*request.said, said]
-        self.turn_ct += 1
-
-    def cut(self, num_tokens: int) -> None:
-        """Leave that many tokens, and the messages of turns that are whole."""
-        said = [turn for turn in self.said if turn.end <= num_tokens]
-        cut = self.said[len(said) :]
-        if cut and cut[0].messages is None and num_tokens > (said[-1].end if said else 0):
-            said.append(replace(cut[0], end=num_tokens))  # what is left of a text is still text
-        self.tokens, self.said = self.tokens[:num_tokens], said
 
 
 class Conversations:
@@ -121,6 +48,7 @@ class Conversations:
         self._idle: dict[int, Conversation] = {}  # by row
         self._numbers = itertools.count(1)
         self.open: dict[int, Conversation] = {}  # by number
+        self._turns: dict[int, Request] = {}  # the latest of each open conversation, by its number
         self.drop_ct = 0  # of all that were ever open
 
     def new(self, tokens: list[int]) -> Conversation:
@@ -133,6 +61,27 @@ class Conversations:
             self.open.pop(conversation.number, None)
             raise
 
+    def begin(self, request: Request) -> None:
+        """The request is the next turn of its conversation, which is busy until it ends."""
+        if request.conversation is not None:
+            self._turns[request.conversation.number] = request
+
+    def end(self, request: Request) -> None:
+        """Add a turn that has ended by a stop or its length to its conversation."""
+        conversation = request.conversation
+        if conversation is None:
+            return
+        answer_ids = [token for token in request.output_ids if token not in request.stop_ids]
+        said = Said(len(request.tokens), request.messages, answer_ids, request.params.stop)
+        # Both or neither, whenever Ctrl-C comes.
+        conversation.tokens, conversation.said = list(request.tokens), [*request.said, said]
+        conversation.turn_ct += 1
+
+    def turn_of(self, conversation: Conversation) -> Request | None:
+        """The request of the turn that waits or runs; None = the conversation is idle."""
+        turn = self._turns.get(conversation.number)
+        return None if turn is None or turn.finish_reason is not None else turn
+
     def close(self, conversation: Conversation) -> None:
         """Forget one between turns, and give back what it keeps; twice is once."""
         try:
@@ -142,6 +91,7 @@ class Conversations:
             raise
         finally:
             self.drop_handle(conversation)
+        self._turns.pop(conversation.number, None)
         self.open.pop(conversation.number, None)  # last: Ctrl-C may come before
 
     def close_all(self) -> list[str]:
@@ -354,10 +304,3 @@ class Conversations:
         if self._idle.get(conversation.row) is conversation:
             del self._idle[conversation.row]
         conversation.row = 0
-
-
-def common_len(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many tokens, or characters, both begin with."""
-    if a == b[: len(a)]:
-        return len(a)
-    return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from specpool.engine.stats import Int32
+from specpool.arrays import Int32
 from specpool.scheduler.latency import Latency, Times
 
 # Steps whose arrays are kept before they are added up.

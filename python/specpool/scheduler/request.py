@@ -13,7 +13,7 @@ from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from specpool.memory.host.tier import Handle
-    from specpool.scheduler.conversations import Conversation, Message, Said
+    from specpool.scheduler.conversation import Conversation, Message, Said
     from specpool.scheduler.pins import Pin
 
 #: In a token's place: the logits were not finite, or the drafter's tree was none.

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from specpool._core import Shape
+from specpool.arrays import Int32, Int64
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 # A row's place among the lanes: its shape, then the number of its admission.
 _ORDER_BITS = 48

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger
+from specpool.arrays import Int32
 from specpool.errors import (
     ConfigError,
     NotReady,
@@ -26,7 +27,8 @@ from specpool.errors import (
 )
 from specpool.memory.host.tier import HostTier
 from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.conversations import Conversation, Conversations
+from specpool.scheduler.conversation import Conversation
+from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.counts import Counts
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefills import Prefills
@@ -38,7 +40,6 @@ from specpool.scheduler.waiting import Waiting
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
 
-Int32 = npt.NDArray[np.int32]
 
 _Lane = tuple[Request, list[int], list[TokenLogprob] | None]
 
@@ -148,8 +149,7 @@ class Scheduler:
         for sample in (request, *request.siblings):
             sample.times.queued = time.perf_counter()
         self._waiting.add(request)
-        if request.conversation is not None:  # busy from now on; before, nobody would end it
-            request.conversation.turn = request
+        self.conversations.begin(request)  # last: before, nobody would end it
 
     def fits(self, request: Request) -> bool:
         """Whether an empty pool would hold the request to its end."""
@@ -623,8 +623,8 @@ class Scheduler:
         request.finish_reason = reason
         request.times.ended = time.perf_counter()
         is_whole = reason in ("stop", "length")
-        if is_whole and request.conversation is not None:
-            request.conversation.end(request)
+        if is_whole:
+            self.conversations.end(request)
         self._waiting.part(request)
         is_running, is_waiting = request in self._running, request in self._waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from specpool._core import Plan
+from specpool.arrays import Int32
 from specpool.memory.host.tier import Handle
 from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

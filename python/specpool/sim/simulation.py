@@ -150,8 +150,7 @@ class Simulation:
         for talk, arrival in self._talks.come(self._turn, self.tally, self._drain):
             request = self._watch(arrival)
             request.conversation, talk.watch = talk.conversation, self._watches[arrival.request_id]
-            assert talk.conversation is not None
-            talk.conversation.turn, talk.start = request, 0
+            talk.start = 0
             self._scheduler.submit(request)
         for pinned in list(self._pins.kept):
             arrival = pinned.watch.arrival

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specpool._core import Ledger
-from specpool.scheduler.conversations import Conversation, Conversations
+from specpool.scheduler.conversation import Conversation
+from specpool.scheduler.conversations import Conversations
 from specpool.sim.device import BrokenLaw
 from specpool.sim.source import STOP, Arrival, Settings
 from specpool.sim.watch import Tally, Watch

@@ -11,7 +11,8 @@ from torch import Tensor
 from specpool.attention import AttentionBatch, AttentionView, JoinedView, View
 from specpool.attention.lanes import Lanes
 from specpool.memory.kv_cache import KVCache
-from specpool.models.target import TargetModel, TargetOutput
+from specpool.models.target import TargetModel
+from specpool.models.target_output import TargetOutput
 from specpool.scheduler.request import Request
 from specpool.worker.results import Outcome, PendingStep
 

@@ -11,22 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specpool.arrays import Int32, Int64
 from specpool.attention import AttentionBatch
 from specpool.attention.lanes import Lanes, causal_view
-from specpool.attention.seq_lens import Int32, SeqLens
+from specpool.attention.seq_lens import SeqLens
 from specpool.errors import OrderError
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
 from specpool.models.recurrent import RecurrentState
-from specpool.models.target import TargetModel, TargetOutput
+from specpool.models.target import TargetModel
+from specpool.models.target_output import TargetOutput
 from specpool.worker.forward import Forward, Pass
 from specpool.worker.results import PendingStep
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

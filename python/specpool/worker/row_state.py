@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from specpool import kernels
+from specpool.arrays import Int32
 from specpool.attention.lanes import Lanes
-from specpool.attention.seq_lens import Int32, SeqLens
+from specpool.attention.seq_lens import SeqLens
 from specpool.kernels.transfer import Download, upload
 from specpool.scheduler.request import Request
 

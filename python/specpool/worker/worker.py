@@ -25,7 +25,8 @@ from specpool.errors import ShapeError
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
-from specpool.models.target import TargetModel, TargetOutput
+from specpool.models.target import TargetModel
+from specpool.models.target_output import TargetOutput
 from specpool.scheduler.request import NO_TREE, Request
 from specpool.scheduler.step import Step
 from specpool.worker.forward import Forward, Pass

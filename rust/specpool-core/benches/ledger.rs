@@ -1,6 +1,6 @@
 //! `cargo bench`: one decode step of a batch, every call that an engine makes; the core alone, without Python.
 //!
-//! `specpool bench ledger` measures the same through Python, beside plain Python.
+//! `python -m benches ledger` measures the same through Python, beside plain Python.
 #![allow(missing_docs, reason = "what criterion's macros make has none")]
 
 use std::hint::black_box;

@@ -11,18 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specpool._core import Group, Plan, Shape, sizing_alloc_len_per_decode
+from specpool.arrays import Int32
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import overwrite
 from specpool.scheduler.request import Request
 from specpool.worker.graphs.capture import Recording
 from specpool.worker.results import Outcome, PendingStep
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """`pytest --benchmark-only benches/bench_ledger.py`: a decode step of a batch, ours and plain.
 
-The calls and the load are those of `specpool bench ledger`; here each step is one round of
+The calls and the load are those of `python -m benches ledger`; here each step is one round of
 pytest-benchmark, so that runs can be saved and compared (`--benchmark-autosave`,
 `--benchmark-compare`).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from benches.ledger import BATCHES, SETTINGS
 from benches.ledger_load import LedgerLoad, PlainLoad, Setting
 

@@ -1,0 +1,164 @@
+"""`EngineCore`: what an engine and its sessions run on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specpool.assembly.assembly import Assembly
+from specpool.draft import Choosy
+from specpool.engine.output import Chunk, Report, RequestOutput
+from specpool.engine.prompts import Prompts
+from specpool.errors import ConfigError, SpecpoolError
+from specpool.loop.loop import Loop
+from specpool.loop.scrub import scrub_request
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OnItem = Callable[[int, Chunk | RequestOutput], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request of `submit`, and who hears of it."""
+
+    request: Request
+    report: Report
+    on_item: OnItem | None
+
+
+class EngineCore:
+    """One scheduler, the loop that runs its steps, and the lock around both.
+
+    Attributes:
+        lock: held by whoever runs a turn or changes what runs. Callbacks may take it again.
+        scheduler: decides who runs.
+        loop: runs the scheduler's steps on the worker.
+        prompts: makes requests of prompts.
+        tokenizer: turns tokens into text; None = there is none.
+        worker: runs the forwards.
+        host: keeps KV on the host; None = nobody does.
+    """
+
+    def __init__(self, parts: Assembly, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Put a scheduler and a loop on the parts of an engine; nothing runs yet."""
+        target, drafter, config = parts.target, parts.drafter, parts.config
+        self.lock = threading.RLock()
+        self.tokenizer, self.worker, self.host = tokenizer, parts.worker, parts.host
+        self.ledger, self._cache = parts.ledger, parts.cache
+        self.scheduler: Scheduler = parts.scheduler(
+            parts.controller,
+            max_idle=0 if target.keeps_state else config.max_sessions,
+            idle_pages=config.session_pages,
+            host=parts.host,
+            token_seconds=lambda: self.loop.token_seconds,
+            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
+            before_release=self._scrub,
+        )
+        self.loop: Loop = parts.loop(self.scheduler, busy_check=config.busy_check)
+        self.prompts = Prompts(
+            target,
+            tokenizer,
+            self.scheduler,
+            shape=parts.shape,
+            shapes=parts.ledger.shapes,
+            num_pages=[group.num_pages for group in parts.ledger.groups],
+            max_context_len=parts.max_context_len,
+        )
+        self._submitted: dict[int, _Submitted] = {}
+        # Submitted requests that have no row any more and may have news.
+        self._mailbox: dict[int, Request] = {}
+
+    def news(
+        self, requests: Sequence[Request], tell: bool = False
+    ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
+        """Run until these requests are done.
+
+        Yields:
+            The index of a request with news, and the news if `tell` is set.
+        """
+        reports = [Report(request, self.tokenizer) for request in requests] if tell else []
+        self.prompts.check_open()  # a stream may be read late
+        run = self.loop.run(list(requests))
+        try:
+            while True:
+                with self.lock:
+                    index = next(run, None)
+                    news = list(reports[index].news()) if tell and index is not None else []
+                if index is None:
+                    return
+                yield index, news
+        finally:
+            with self.lock:
+                run.close()
+
+    def submit(self, request: Request, on_item: OnItem | None) -> int:
+        """Queue a request for `turn`; returns its number. Hold the lock."""
+        number = request.request_id
+        request.mailbox = self._mailbox
+        report = Report(request, self.tokenizer)
+        try:
+            self._submitted[number] = _Submitted(request, report, on_item)
+            self.scheduler.submit(request)
+            return number
+        except BaseException:  # Ctrl-C: its number would be known to nobody
+            with self.loop.recovering():
+                self.scheduler.abort(request)
+            self._submitted.pop(number, None)
+            self._mailbox.pop(number, None)
+            raise
+
+    def abort(self, number: int) -> None:
+        """End a submitted request.
+
+        Raises:
+            ConfigError: there is no such request, or it was done before the latest turn.
+        """
+        with self.lock:
+            if not isinstance(number, int) or number not in self._submitted:
+                raise ConfigError(f"no request {number!r:.80} is running or waiting")
+            with self.loop.recovering():
+                self.scheduler.abort(self._submitted[number].request)
+
+    def turn(self) -> bool:
+        """Run one turn for all requests; False when nothing is left to do."""
+        with self.lock:
+            self.loop.turn()
+            # A waiting request has no news, and thousands may wait.
+            running = {request.request_id for request in self.scheduler.running}
+            for number in sorted(running | self._mailbox.keys()):
+                submitted = self._submitted.get(number)
+                if submitted is not None:
+                    self._tell(number, submitted)
+                self._mailbox.pop(number, None)  # last: what raises is asked again
+            return bool(self.scheduler.has_requests or self.loop.num_flying or self._submitted)
+
+    def give_everything_back(self) -> list[str]:
+        """End all requests and sessions; returns what the ledger refused to take back."""
+        with self.loop.recovering():
+            failures = self.scheduler.abort_all()
+            try:
+                self.loop.drain()
+            except SpecpoolError as error:
+                failures.append(f"the steps on their way: {error}")
+            failures += self.scheduler.pins.drop_all()
+            failures += self.scheduler.conversations.close_all()
+            if self.host is not None:
+                self.host.close()
+        return failures
+
+    def _tell(self, number: int, submitted: _Submitted) -> None:
+        """Hand a submitted request's news on."""
+        for item in submitted.report.news():
+            if isinstance(item, RequestOutput):
+                del self._submitted[number]
+            if submitted.on_item is not None:
+                submitted.on_item(number, item)
+
+    def _scrub(self, request: Request) -> None:
+        scrub_request(self.ledger, self._cache, request)
