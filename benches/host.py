@@ -36,7 +36,7 @@ class Return:
     def __init__(self, engine: Engine, tier: HostTier, num_tokens: int) -> None:
         """A request whose first `num_tokens` tokens have KV."""
         (ids,) = corpus.prompts(1, num_tokens + 1)
-        (self._request,) = engine._prompts.requests(
+        (self._request,) = engine.core.prompts.requests(
             [ids], SamplingParams(max_new_tokens=1), None, 0
         )
         self._request.prefill_len = len(ids)
@@ -118,7 +118,7 @@ def _run(engine: Engine, request: Request, row: int, new_len: int) -> list[int]:
     engine.ledger.launch(plan.step)
     engine.cache.apply_delta(plan.step)
     engine.cache.copy_pages(plan.page_copies)
-    (pending,) = engine._worker.run([Step(plan, [request])])
+    (pending,) = engine.core.worker.run([Step(plan, [request])])
     (tokens,) = pending.result().tokens
     engine.ledger.complete(plan.step)
     return tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool.kernels import Fields
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 
 
 @dataclass(frozen=True, slots=True)

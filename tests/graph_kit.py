@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 from specpool.worker.graphs.capture import Recording, Work, host_capture
 
 NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)

@@ -42,6 +42,6 @@ class Scripted:
 
     def take_over(self, engine: Engine) -> None:
         """Be the engine's controller from here on."""
-        rounds = engine._scheduler.round_shapes
+        rounds = engine.core.scheduler.round_shapes
         self.candidates = rounds._controller.candidates
         rounds._controller = self

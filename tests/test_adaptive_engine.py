@@ -146,7 +146,7 @@ def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, po
     script = Scripted([SEVEN, ONE], rounds=1)
     engine = build(script, overlap_depth=1, page_size=1, policy=policy)
     ledger, prepared, held = engine.ledger, [], {}
-    scheduler = engine._scheduler
+    scheduler = engine.core.scheduler
 
     def decoding(*chosen: Any) -> Any:
         rows = [r.row for r in scheduler.requests() if r.row and not r.finish_reason]
@@ -208,7 +208,7 @@ def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypat
         def prepare_decode(self, rows, shapes, *, writes_draft):
             return prepare(engine.ledger, rows, shapes, writes_draft=bool(shapes.any()))
 
-    monkeypatch.setattr(engine._scheduler, "_ledger", Plain())
+    monkeypatch.setattr(engine.core.scheduler, "_ledger", Plain())
     with pytest.raises(DraftLag):
         engine.generate(PROMPTS[:2], PARAMS)
 
@@ -307,7 +307,7 @@ def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch
     """Law: under overlap it is the round before, also where that was alone of its shape."""
     script = Scripted([SEVEN, ONE, NONE, SEVEN])
     engine = build(script, overlap_depth=depth)
-    loop = engine._loop
+    loop = engine.core.loop
     seen, turns = [], []
     monkeypatch.setattr(
         loop.scheduler.round_shapes, "observe", lambda choice, shapes, took: seen.append(choice)
@@ -331,7 +331,7 @@ def test_behind_a_round_that_failed_no_older_rounds_seconds_are_told(build, monk
     """Law: on a device under overlap a turn tells of what was on its way; of a prompt, nothing."""
     script = Scripted([SEVEN])
     engine = build(script, overlap_depth=1)
-    loop, propose = engine._loop, engine.drafter.propose
+    loop, propose = engine.core.loop, engine.drafter.propose
     told = []  # turns whose seconds were told
     observe = loop._observe_round
 

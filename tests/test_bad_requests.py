@@ -247,7 +247,7 @@ def test_a_request_is_queued_once(when):
 def test_engine_numbers_are_unique_and_an_unknown_one_is_refused(target):
     engine = engine_of(target)
     numbers = [engine.submit(p, PARAMS) for p in PROMPTS]
-    streamed = engine._prompts.requests([PROMPTS[0]], dataclasses.replace(PARAMS, n=3), None, 0)
+    streamed = engine.core.prompts.requests([PROMPTS[0]], dataclasses.replace(PARAMS, n=3), None, 0)
     assert len({*numbers, *(r.request_id for r in streamed)}) == 7
     for number in (0, -1, numbers[-1] + 100, "1", None, 1.0 + numbers[-1] + 9, streamed[0]):
         with pytest.raises(ConfigError, match="no request"):
@@ -331,19 +331,19 @@ class Gone:
 
 def failing(engine: Engine, phase: str, when: str) -> None:
     """The next forward of that phase fails."""
-    working = engine._worker.run
+    working = engine.core.worker.run
 
     def run(steps: Any) -> Any:
         hits = [step.is_decode == (phase == "decode") for step in steps]
         if not any(hits):
             return working(steps)
-        engine._worker.run = working
+        engine.core.worker.run = working
         if when == "launch":
             raise RuntimeError("the device is gone")
         pending = working(steps)
         return [Gone() if hit else each for hit, each in zip(hits, pending, strict=True)]
 
-    engine._worker.run = run
+    engine.core.worker.run = run
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
 
-import bench_graphs  # noqa: E402 - from the folder above
+from benches import graphs as bench_graphs
 
 import cuda_host  # noqa: E402
 from graph_kit import graphs_run  # noqa: E402

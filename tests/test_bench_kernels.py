@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
 
-import bench_kernels  # noqa: E402 - from the folder above
-import kernel_cases  # noqa: E402
-import kernel_twins  # noqa: E402
+from benches import kernels as bench_kernels
+from benches import kernel_cases  # noqa: E402
+from benches import kernel_twins  # noqa: E402
 
 import cuda_host  # noqa: E402
 from kernel_kit import backend  # noqa: E402
-from specpool.kernels.twins import launch  # noqa: E402
+from specpool.kernels import launch  # noqa: E402
 
 CPU = torch.device("cpu")
 TINY = kernel_cases.Sizes(

@@ -64,7 +64,7 @@ class Run:
         self.numbers = [self.submit(prompt) for prompt in PROMPTS]
         for _ in range(turns):
             engine.turn()
-        self.rows = {r.row: r.request_id for r in engine._scheduler.requests() if r.row}
+        self.rows = {r.row: r.request_id for r in engine.core.scheduler.requests() if r.row}
         assert len(self.rows) == 3
 
     def submit(self, prompt) -> int:
@@ -394,7 +394,7 @@ def test_a_delta_that_fails_half_way_raises_no_alarm(target, heads, texts, monke
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ctrl_c_while_a_text_is_pinned_leaves_no_prefix_behind(target, heads, when):
     engine = build(target, heads, busy_check=1)
-    ledger, scheduler = engine.ledger, engine._scheduler
+    ledger, scheduler = engine.ledger, engine.core.scheduler
 
     class Interrupted:
         def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ from specpool.attention import back_end
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 from specpool.memory.kv_cache import KVCache
 from specpool.worker.graphs import graphs as runtime_state
 from specpool.worker.graphs.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
@@ -80,7 +80,7 @@ def graph_and_replays() -> tuple[RoundGraph, HostCapture]:
     with pytest.MonkeyPatch.context() as patch, graphs_run() as capture:
         patch.setattr(runtime_state, "LEAST_BOUND", 64)
         with make(Shape.eagle(3, 3, 4), graph_sizes=(2,)) as engine:
-            return engine._worker.states._states[1, True].graph_for(2, 64), capture
+            return engine.core.worker.states._states[1, True].graph_for(2, 64), capture
 
 
 @pytest.mark.parametrize("why", BAD_PLANS)
@@ -102,7 +102,7 @@ def test_a_round_beside_another_step_is_not_replayed_alone():
         plan = plan_of(rows=[1], lo=[5], hi=[5], allocated_after=[[32], [32]])
         plan.shapes, plan.writes_draft = np.ones(1, np.int32), True
         step = SimpleNamespace(is_decode=True, plan=plan, requests=[request])
-        states = engine._worker.states
+        states = engine.core.worker.states
         assert states.replay([step, SimpleNamespace(is_decode=False)], len) is None
         assert capture.replays == 0 and states.stats().eager_ct == 1
         with torch.inference_mode():
@@ -220,7 +220,7 @@ def test_each_candidate_has_the_sizes_that_reach_it():
         }
         assert graphs.num_graphs == capture.recordings == 2 + 4 + 2 + 4 + 4 + 2
         # A batch of 2 runs in the graph of 3: that is what decides where it belongs.
-        router = engine._scheduler.round_shapes._controller._router
+        router = engine.core.scheduler.round_shapes._controller._router
         assert router._graph_sizes == [1, 3, 4, 8]
 
 
@@ -243,7 +243,7 @@ def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
         make(None, graph_sizes=(1, 2, 4), adaptive=adaptive) as engine,
     ):
         outputs = engine.generate(PROMPTS, PARAMS)
-        graphs, router = engine.stats().graphs, engine._scheduler.round_shapes._controller._router
+        graphs, router = engine.stats().graphs, engine.core.scheduler.round_shapes._controller._router
     assert [o.token_ids for o in outputs] == expected
     assert graphs.num_graphs == capture.recordings < 9
     # Of each size three: the chain's, the plain ones' with draft KV and without.

@@ -14,7 +14,7 @@ from kernel_kit import array, backend, i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape, ShapeError
 from specpool import kernels as device
 from specpool.draft import DraftTree
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 
 PARENTS = i32([[-1, 0, 0, 1]])
 SHAPE = Shape(2, 2, 4)

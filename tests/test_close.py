@@ -36,7 +36,7 @@ def corrupted(**options):
     ]
     for _ in range(3):
         engine.turn()
-    stray_write(engine, engine._scheduler.running[1].row)
+    stray_write(engine, engine.core.scheduler.running[1].row)
     return engine, numbers, told
 
 
@@ -45,7 +45,7 @@ def test_close_says_what_was_not_given_back_and_ends():
     with pytest.raises(CorruptState, match=r"closed, but .*\nthe row of request 2: page"):
         engine.close()
     assert engine.target.closed and engine.ledger.closed
-    assert not engine._scheduler.requests()
+    assert not engine.core.scheduler.requests()
     engine.close()
     with pytest.raises(ConfigError, match="closed"):
         engine.generate([[1]])
@@ -60,7 +60,7 @@ def test_an_abort_that_is_refused_takes_the_row_out_of_use():
         pass
     assert sorted(told) == numbers
     assert {item.finish_reason for item in told.values()} <= {"abort", "length"}
-    assert engine._scheduler.is_quarantined(2)
+    assert engine.core.scheduler.is_quarantined(2)
     assert [o.finish_reason for o in engine.generate([[1, 2]] * 4, PARAMS)] == ["length"] * 4
     engine.close()
     assert engine.target.closed

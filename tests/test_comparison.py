@@ -82,7 +82,7 @@ def test_sixteen_bits_do_change_texts(engine_of, monkeypatch):
 
 def spoil_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The prompt's eighth position loses its keys in one layer, once the prompt is there."""
-    request = engine._scheduler.requests()[0]
+    request = engine.core.scheduler.requests()[0]
     page = int(engine.ledger.page_table(0)[request.row][0])
     engine.cache.keys[1][page * engine.config.page_size + 7] *= -3
     yield

@@ -114,7 +114,7 @@ def submit(kept):
 
 
 def abort(kept):
-    for number in list(kept.engine._submitted)[::-1]:
+    for number in list(kept.engine.core._submitted)[::-1]:
         kept.engine.abort(number)
 
 
@@ -181,15 +181,15 @@ def tidied(kept: Kept, where: str) -> None:
             break
     else:
         raise AssertionError(f"turn never says that nothing is left: {where}, {engine.stats()}")
-    assert not engine._mailbox and not engine._submitted, where
+    assert not engine.core._mailbox and not engine.core._submitted, where
     for session in kept.sessions:
         session.close()
-    assert not engine._scheduler.conversations.open, f"a session is nobody's: {where}"
+    assert not engine.core.scheduler.conversations.open, f"a session is nobody's: {where}"
     for pin in kept.pins:
         engine.unpin(pin)
-    assert not len(engine._scheduler.pins), f"a pin is nobody's: {where}"
+    assert not len(engine.core.scheduler.pins), f"a pin is nobody's: {where}"
     assert not engine.ledger.prefixes, where
-    host = engine._host
+    host = engine.core.host
     if host is not None:
         host.check()
         assert not host.handles, f"KV on the host is nobody's: {where}"
@@ -290,12 +290,12 @@ def test_whoever_lacks_memory_in_a_step_the_engine_goes_on(engines, monkeypatch,
 
     with monkeypatch.context() as patch:
         if owner == "run":
-            patch.setattr(engine._worker, "run", failing(engine._worker.run))
+            patch.setattr(engine.core.worker, "run", failing(engine.core.worker.run))
         elif owner == "result":
             result = PendingStep.result
             patch.setattr(PendingStep, "result", lambda self: failing(result)(self))
         else:
-            for each in (engine._scheduler, engine._scheduler._prefills):
+            for each in (engine.core.scheduler, engine.core.scheduler._prefills):
                 patch.setattr(each, "_ledger", Ledger())
         outputs = engine.generate([TEXT] * 2, PARAMS)  # the second waits for the row
     assert outputs[0].finish_reason == "error"
@@ -324,9 +324,9 @@ def test_a_close_that_ctrl_c_hits_is_done_by_the_next(target, where):
             engine.close()
         finally:
             engine.target.close = close_target
-        assert engine.ledger.closed and not engine._scheduler.requests(), lines.place
-        assert not engine._scheduler.conversations.open and not len(engine._scheduler.pins)
-        assert engine._host is None or not engine._host.handles, lines.place
+        assert engine.ledger.closed and not engine.core.scheduler.requests(), lines.place
+        assert not engine.core.scheduler.conversations.open and not len(engine.core.scheduler.pins)
+        assert engine.core.host is None or not engine.core.host.handles, lines.place
         assert_no_page_leaked(engine)
         total = max(total, lines.count) if not at else total
         at += max(total // 12, 1)

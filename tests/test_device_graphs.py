@@ -13,7 +13,7 @@ from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
 from lossless import Comparison, Reference
 from specpool import SamplingParams
 from specpool.assets import resolve
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 from specpool.models import TargetModel
 from specpool.worker.graphs.capture import CudaCapture
 
@@ -106,7 +106,7 @@ def test_a_replay_never_waits_cuda(case, monkeypatch):
     shape, options = CASES[case]
     with make(shape, overlap_depth=1, **options, **CUDA) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS[:4], LONG)]
-        run = engine._worker.run
+        run = engine.core.worker.run
 
         def checked(steps: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
@@ -115,7 +115,7 @@ def test_a_replay_never_waits_cuda(case, monkeypatch):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        monkeypatch.setattr(engine._worker, "run", checked)
+        monkeypatch.setattr(engine.core.worker, "run", checked)
         assert [o.token_ids for o in engine.generate(PROMPTS[:4], LONG)] == expected
 
 

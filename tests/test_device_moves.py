@@ -9,7 +9,7 @@ from specpool import kernels as device
 from specpool.kernels import twin_moves as moves
 from specpool.kernels import twins as kernels
 from specpool.kernels.twin_moves import PageBlocked
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 
 # Bytes of a slot from 6 to 96, of which few are a multiple of 16: every width of access.
 SHAPES = [

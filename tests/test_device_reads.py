@@ -11,7 +11,7 @@ from kernel_kit import Batch, array, i32, put_place
 from specpool import kernels as device
 from specpool.errors import ShapeError
 from specpool.kernels import twins as kernels
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 

@@ -6,7 +6,7 @@ import torch
 from kernel_kit import Batch, array, i32, put_place
 from specpool import kernels as device
 from specpool.kernels import twins as kernels
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 
 
 def test_table_deltas(kit):

@@ -22,7 +22,7 @@ from specpool import kernels as device
 from specpool.assets import corpus, resolve
 from specpool.draft import ScriptedDrafter
 from specpool.kernels import twins
-from specpool.kernels.twins import launch, transfer
+from specpool.kernels import launch, transfer
 from specpool.models import TargetModel
 from specpool.worker.row_state import RowState
 
@@ -130,7 +130,7 @@ def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypa
     """Spec 8: what the host must know comes in one copy, and only when it asks for it."""
     running, steps, copies = [False], [0], [0]
     with kernels_run(), make(case) as engine:
-        worker = engine._worker
+        worker = engine.core.worker
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, forbidden(name, running))
         init = transfer.Download.__init__
@@ -188,7 +188,7 @@ def test_a_step_never_waits_for_the_device_cuda(case, kind, monkeypatch):
     """CUDA itself reports every call that would wait, the results' own event aside."""
     with make(case, device="cuda", dtype="float32", graph_sizes=()) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS[kind])]
-        monkeypatch.setattr(engine._worker, "run", unsynchronised(engine._worker.run))
+        monkeypatch.setattr(engine.core.worker, "run", unsynchronised(engine.core.worker.run))
         again = engine.generate(PROMPTS, PARAMS[kind])
         assert [o.token_ids for o in again] == expected
 
@@ -208,7 +208,7 @@ def unsynchronised(method):
 def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
     """The delta reaches the device once in a step, before its forward; no launch for no news."""
     with kernels_run() as seen, make(case) as engine:
-        worker, steps, news = engine._worker, [0], [0]
+        worker, steps, news = engine.core.worker, [0], [0]
         last = [table.numpy().copy() for table in engine.cache.tables]
         run = worker.run
 
@@ -266,7 +266,7 @@ def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch)
     def draft_kv(budget):
         kept = {}
         with make(case, prefill_tokens=budget) as engine:
-            run = engine._worker.run
+            run = engine.core.worker.run
 
             def first(steps):
                 (step,) = steps
@@ -281,7 +281,7 @@ def test_chunks_of_a_prompt_leave_the_draft_kv_of_a_whole_one(case, monkeypatch)
                         kept[request.index] = [buffer[slots].clone() for buffer in buffers]
                 return run(steps)
 
-            monkeypatch.setattr(engine._worker, "run", first)
+            monkeypatch.setattr(engine.core.worker, "run", first)
             engine.generate(longer, GREEDY)
         return kept[0] + kept[1]
 

@@ -90,7 +90,7 @@ VERBS = ("admit", "prepare_extend", "prepare_decode", "launch", "take_delta", "a
 def test_ctrl_c_at_any_verb_leaves_a_working_engine(target, texts, verb, when, countdown):
     engine = Engine(target, eagle(target), config=CONFIG)
     ledger = engine.ledger
-    callers = (engine._scheduler, engine._scheduler._prefills, engine.cache)
+    callers = (engine.core.scheduler, engine.core.scheduler._prefills, engine.cache)
     engine.ledger = InterruptedLedger(ledger, verb, when, countdown)
     for caller in callers:
         caller._ledger = engine.ledger
@@ -432,7 +432,7 @@ def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
             break
     else:
         raise AssertionError(f"Ctrl-C at line {at}: requests are lost, {engine.stats()}")
-    engine._scheduler.pins.drop_all()
+    engine.core.scheduler.pins.drop_all()
     assert {item.finish_reason for item in told.values()} <= {"length", "abort", "error"}
     assert all(isinstance(item, RequestOutput) for item in told.values()), at
     if at is None:
@@ -455,7 +455,7 @@ def test_ctrl_c_at_any_line_loses_no_request(target):
 
 def failing_worker(engine: Engine, fails: Callable[[Any], bool]) -> None:
     """The first forward for which `fails(step)` does."""
-    run, failed = engine._worker.run, []
+    run, failed = engine.core.worker.run, []
 
     def once(steps: Any) -> Any:
         if not failed and any(map(fails, steps)):
@@ -463,7 +463,7 @@ def failing_worker(engine: Engine, fails: Callable[[Any], bool]) -> None:
             raise RuntimeError("the device says no")
         return run(steps)
 
-    engine._worker.run = once  # type: ignore[method-assign]
+    engine.core.worker.run = once  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -491,8 +491,8 @@ def test_a_failed_prefill_makes_the_round_behind_it_stale(target, texts):
         first = whole.token_ids.index(stop)
         outputs: dict[int, Any] = {}
         params = dataclasses.replace(PARAMS, stop_token_ids=(stop,))
-        cancel = engine._scheduler.cancel
-        engine._scheduler.cancel = lambda step, cancel=cancel: (
+        cancel = engine.core.scheduler.cancel
+        engine.core.scheduler.cancel = lambda step, cancel=cancel: (
             cancelled.append(step),
             cancel(step),
         )  # type: ignore[method-assign]

@@ -94,7 +94,7 @@ def test_a_retracted_row_says_the_same(reference):
     options = {"num_pages": 30, "headroom": 0, "mixed_chunks": True}
     with build(reference, drafter_of("scripted", reference), CHAIN, **options) as engine:
         compare(reference, engine.generate(PROMPTS, GREEDY))
-        assert engine._scheduler.num_retracted > 0
+        assert engine.core.scheduler.num_retracted > 0
 
 
 @pytest.mark.parametrize("family", ["llama4", "deepseek_v3"])

@@ -36,7 +36,7 @@ class Ended:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.kv: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        scheduler = engine._scheduler
+        scheduler = engine.core.scheduler
         self._release, scheduler._before_release = scheduler._before_release, self._note
 
     def _note(self, request: Any) -> None:
@@ -319,7 +319,7 @@ def test_a_row_with_nan_fails_alone(case, monkeypatch):
 
 def device_state(engine: Engine) -> dict[str, torch.Tensor]:
     """All that rounds hand on by row, the greatest of it first; the page tables."""
-    worker, drafter = engine._worker, engine.drafter
+    worker, drafter = engine.core.worker, engine.drafter
     owners = {"rows": worker._state, "drafter": drafter}
     found = {
         f"{name}.{key}": value

@@ -112,7 +112,7 @@ def bring_back(engine: Engine, tier: HostTier, handle, row: int) -> None:
         new_len, writes_draft = tier.next_extend(handle, start)
         plan = engine.ledger.prepare_extend([row], [new_len], writes_draft=writes_draft)
         engine.ledger.launch(plan.step)
-        engine._busy_check.apply_delta(plan.step)
+        engine.core.loop.busy_check.apply_delta(plan.step)
         engine.cache.copy_pages(plan.page_copies)
         tier.restore(plan, [handle])
         engine.ledger.complete(plan.step)
@@ -137,7 +137,7 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
     with Engine.from_pretrained("specpool/tiny", draft=draft, **options) as engine:
         wanted = [output.token_ids for output in engine.generate(prompts, params)]
         tier = HostTier(engine.ledger, HostMemory(engine.ledger, engine.cache, 1 << 24))
-        scheduler, away, kept = engine._scheduler, {}, []
+        scheduler, away, kept = engine.core.scheduler, {}, []
         start = scheduler._start
 
         def start_where_it_was(request, row, prefilled_len):

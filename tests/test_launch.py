@@ -17,7 +17,7 @@ from specpool import _core
 from specpool import kernels as device
 from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels.twin_moves import PageBlocked
-from specpool.kernels.twins import launch, transfer
+from specpool.kernels import launch, transfer
 
 ROOT = Path(__file__).parents[1]
 CUDA = ROOT / "cuda"
@@ -36,11 +36,11 @@ def test_the_package_holds_the_kernels_as_they_are():
 
 
 def test_every_kernel_has_a_launcher():
-    text = "".join(path.read_text() for path in (ROOT / "python/specpool/kernels/device").glob("*"))
+    text = "".join(path.read_text() for path in (ROOT / "python/specpool/kernels").glob("*"))
     launched = set(re.findall(r'launch\(\s*"(\w+)"', text))
     assert {f"{name}_kernel" for name in launched} == set(launch.entries())
     for path in CUDA.glob("*.cu"):
-        assert (ROOT / "python/specpool/kernels/device" / f"{path.stem}.py").exists()
+        assert (ROOT / "python/specpool/kernels" / f"{path.stem}.py").exists()
 
 
 def test_import_loads_neither_cupy_nor_torch(tmp_path):

@@ -67,8 +67,8 @@ def test_mixed_forwards_speak_as_plain_decoding(case, depth, reference, monkeypa
 
         monkeypatch.setattr(engine.target, "forward", counted)
         steps = []
-        run = engine._worker.run
-        monkeypatch.setattr(engine._worker, "run", lambda s: (steps.append(len(s)), run(s))[1])
+        run = engine.core.worker.run
+        monkeypatch.setattr(engine.core.worker, "run", lambda s: (steps.append(len(s)), run(s))[1])
         outputs = staggered(engine, GREEDY)
     assert steps.count(2) > 5  # side by side, in one forward of the target
     assert forwards[0] == len(steps)
@@ -104,7 +104,7 @@ def test_mixed_forwards_on_the_device(case):
 def test_a_failed_mixed_forward_ends_its_requests_alone(depth, monkeypatch):
     with make("chain", overlap_depth=depth, max_batch=2) as engine:
         (expected,) = engine.generate([PROMPTS[3]], GREEDY)
-        run = engine._worker.run
+        run = engine.core.worker.run
 
         def fails(steps):
             if len(steps) == 2:
@@ -113,7 +113,7 @@ def test_a_failed_mixed_forward_ends_its_requests_alone(depth, monkeypatch):
 
         outputs = {}
         with monkeypatch.context() as patch:
-            patch.setattr(engine._worker, "run", fails)
+            patch.setattr(engine.core.worker, "run", fails)
             for i in (0, 1, 3):  # the third waits for a row
                 engine.submit(PROMPTS[i], GREEDY, on_item=lambda n, o: outputs.__setitem__(n, o))
                 for _ in range(6 if i == 0 else 1):

@@ -354,13 +354,13 @@ def test_rows_pass_rounds_beside_rows_that_draft(kind, depth):
     config = EngineConfig(shape=CHAIN, overlap_depth=depth, max_batch=3, max_context_len=300)
     with target, Engine(target, drafter, config=config) as engine:
         shapes = []
-        prepare = engine._worker.run
+        prepare = engine.core.worker.run
 
         def seen(steps):
             shapes.extend(set(s.plan.shapes.tolist()) for s in steps if s.is_decode)
             return prepare(steps)
 
-        engine._worker.run = seen
+        engine.core.worker.run = seen
         params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
         prompts = corpus.prompts(4, 50)
         drafted = engine.generate(prompts, params)

@@ -7,7 +7,7 @@ import pytest
 import cuda_host
 import nvrtc
 from cuda_host import source
-from specpool.kernels.twins import launch
+from specpool.kernels import launch
 
 ROOT = Path(__file__).parents[1]
 PLANTED = Path(cuda_host.__file__).parent / "planted"

@@ -75,13 +75,13 @@ def test_flags_of_the_chunks_are_those_of_the_output(stop, overlap_depth):
         params = SamplingParams(max_new_tokens=60, stop=stop, ignore_eos=True)
         reports = [
             Report(request, engine.tokenizer)
-            for request in engine._prompts.requests(corpus.prompts(3), params, None, 0)
+            for request in engine.core.prompts.requests(corpus.prompts(3), params, None, 0)
         ]
         items: list[list[Chunk | RequestOutput]] = [[], [], []]
         for report in reports:
-            engine._scheduler.submit(report._request)
+            engine.core.scheduler.submit(report._request)
         while any(report._request.finish_reason is None for report in reports):
-            engine._loop.turn()
+            engine.core.loop.turn()
             for report, mine in zip(reports, items, strict=True):
                 if rng.random() < 0.4:
                     mine += report.news()
@@ -95,7 +95,7 @@ def test_flags_of_the_chunks_are_those_of_the_output(stop, overlap_depth):
                 flags = [flag for piece, flag in told for _ in piece.encode()]
                 assert flags == output.from_draft
             assert (output.stop_hit in stop) == (output.finish_reason == "stop")
-        engine._loop.drain()
+        engine.core.loop.drain()
 
 
 def test_the_stop_string_that_ended_a_text_is_told():

@@ -79,7 +79,7 @@ def test_an_interrupt_leaves_the_terminal_in_order(engine, monkeypatch):
     """The bar hides the cursor: it comes back."""
     terminal = a_terminal(monkeypatch)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN", 0.0)
-    forward, calls = engine._worker.run, []
+    forward, calls = engine.core.worker.run, []
 
     def interrupted(*args):
         calls.append(args)
@@ -87,7 +87,7 @@ def test_an_interrupt_leaves_the_terminal_in_order(engine, monkeypatch):
             raise KeyboardInterrupt
         return forward(*args)
 
-    monkeypatch.setattr(engine._worker, "run", interrupted)
+    monkeypatch.setattr(engine.core.worker, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, PARAMS, progress=True)
     text = terminal.getvalue()

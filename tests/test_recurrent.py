@@ -184,7 +184,7 @@ def test_a_retracted_row_begins_anew(reference):
     """A pool of little more than one row: its state goes with its pages."""
     with build(reference, scripted(reference), num_pages=24, headroom=0) as engine:
         compare(reference, engine.generate(PROMPTS, GREEDY))
-        assert engine._scheduler.num_retracted > 1
+        assert engine.core.scheduler.num_retracted > 1
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -308,13 +308,13 @@ def test_a_row_that_was_cut_is_not_gone_on_from(reference):
         engine.submit(PROMPTS[0], GREEDY, on_item=lambda n, item: outputs.__setitem__(n, item))
         for _ in range(6):
             engine.turn()
-        (request,) = engine._scheduler.requests()
+        (request,) = engine.core.scheduler.requests()
         row, length = request.row, int(engine.ledger.resolved_len[request.row])
         assert engine.ledger.trim(row, length - 2) == length - 2
         request.epoch = int(engine.ledger.epoch[row])
         request.prefilled_len, request.prefill_len = length - 2, len(request.tokens)
-        engine._scheduler._prefills.add(request)
-        engine._scheduler._limits[row] = 0
+        engine.core.scheduler._prefills.add(request)
+        engine.core.scheduler._limits[row] = 0
         while engine.turn():
             pass
         (output,) = outputs.values()
@@ -369,7 +369,7 @@ def tiny():
 def test_it_runs_on_v1_with_a_warning_that_says_why(tiny, caplog):
     with caplog.at_level(logging.WARNING, "specpool"):
         with Engine.from_pretrained(tiny, max_context_len=96) as engine:
-            assert engine._scheduler._trims_rounds
+            assert engine.core.scheduler._trims_rounds
     assert "'bamba' has recurrent layers" in caplog.text
     assert "saved before each round and replayed" in caplog.text
     caplog.clear()

@@ -162,8 +162,8 @@ def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
     with Engine.from_pretrained(**options) as engine:
         expected = [output.token_ids for output in engine.generate(prompts, params)]
         events: list[tuple[str, int]] = []
-        apply, launch = engine.cache.apply_delta, engine._scheduler.launch
-        run = engine._worker.run
+        apply, launch = engine.cache.apply_delta, engine.core.scheduler.launch
+        run = engine.core.worker.run
 
         def noted(steps):
             events.extend(("forward", step.plan.step) for step in steps)
@@ -171,14 +171,14 @@ def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine._scheduler,
+                engine.core.scheduler,
                 "launch",
                 lambda step: (events.append(("launch", step.plan.step)), launch(step)),
             )
             patch.setattr(
                 engine.cache, "apply_delta", lambda n: (events.append(("delta", n)), apply(n))
             )
-            patch.setattr(engine._worker, "run", noted)
+            patch.setattr(engine.core.worker, "run", noted)
             engine.generate(prompts, params)
         steps = [n for what, n in events if what == "forward"]
         assert len(steps) > 10 and steps == sorted(steps)
@@ -192,7 +192,7 @@ def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.cache, "apply_delta", lambda n: None)
-            patch.setattr(engine._worker, "run", behind)
+            patch.setattr(engine.core.worker, "run", behind)
             wrong = [output.token_ids for output in engine.generate(prompts, params)]
         assert wrong != expected
         again = engine.generate(prompts, params)

@@ -127,7 +127,7 @@ def test_everyone_is_retracted_and_speaks_as_alone(target, heads, reference, dra
         number = engine.submit(
             prompt, params, priority=i, on_item=lambda n, item: outputs.__setitem__(n, item)
         )
-        requests.append(engine._submitted[number].request)
+        requests.append(engine.core._submitted[number].request)
         for _ in range(3):
             engine.turn()
     while engine.turn():
@@ -303,7 +303,7 @@ def test_bad_requests_are_refused_with_the_numbers():
 @pytest.mark.parametrize("n", [1, 3])
 def test_ctrl_c_while_prompts_are_submitted_ends_them_all(engine, monkeypatch, n):
     """Some have not come as far as the queue; giving those up must not hide the interrupt."""
-    submit, calls = engine._scheduler.submit, []
+    submit, calls = engine.core.scheduler.submit, []
 
     def interrupted(request):
         calls.append(request)
@@ -312,10 +312,10 @@ def test_ctrl_c_while_prompts_are_submitted_ends_them_all(engine, monkeypatch, n
         submit(request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._scheduler, "submit", interrupted)
+        patch.setattr(engine.core.scheduler, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, dataclasses.replace(PARAMS, n=n))
-    assert not engine._scheduler.requests()
+    assert not engine.core.scheduler.requests()
     assert len(engine.generate(PROMPTS[:1], PARAMS)[0].token_ids) == 40
 
 
@@ -326,9 +326,9 @@ def test_overlap_runs_few_rounds_in_vain(target, heads):
         config = EngineConfig(shape=Shape.eagle(3, 1, 4), max_batch=4, overlap_depth=depth)
         engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
         outputs = engine.generate(PROMPTS * 3, PARAMS)
-        run = engine._worker.run
+        run = engine.core.worker.run
         counts = []
-        engine._worker.run = lambda steps, run=run, counts=counts: (
+        engine.core.worker.run = lambda steps, run=run, counts=counts: (
             counts.extend(len(step.plan) for step in steps if step.is_decode),
             run(steps),
         )[1]
@@ -427,8 +427,8 @@ def test_closing_an_engine_ends_samples_that_have_no_row_yet():
     stream = engine.stream(PROMPTS[0], dataclasses.replace(PARAMS, n=5))
     next(stream)
     late = engine.submit(PROMPTS[1], PARAMS)
-    held = engine._prompts.requests([PROMPTS[2]], dataclasses.replace(PARAMS, n=3), None, 0)
-    engine._scheduler.submit(held[0])
+    held = engine.core.prompts.requests([PROMPTS[2]], dataclasses.replace(PARAMS, n=3), None, 0)
+    engine.core.scheduler.submit(held[0])
     engine.close()
-    assert late and not engine._scheduler.requests()
+    assert late and not engine.core.scheduler.requests()
     assert {request.finish_reason for request in held} == {"abort"}

@@ -229,14 +229,14 @@ def test_only_what_is_of_use_is_kept_on_the_host_and_comes_back(build, reference
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     engine = build(HEADS[0], CHAIN, max_sessions=1, **HOST)
     ends: list[int] = []
-    next_extend = engine._host.next_extend
+    next_extend = engine.core.host.next_extend
 
     def listening(handle, start):
         end, writes_draft = next_extend(handle, start)
         ends.append(end)
         return end, writes_draft
 
-    engine._host.next_extend = listening
+    engine.core.host.next_extend = listening
 
     def held() -> int:
         (pool,) = {g.num_pages - g.free_pages for g in engine.stats().host.groups}
@@ -324,7 +324,7 @@ def test_a_turn_whose_end_ctrl_c_hits_leaves_no_scrubbed_kv(build, monkeypatch, 
     """Law: no NaN outlives its request, and no zeros that were written over it do either."""
     engine = build(HEADS[0], CHAIN, overlap_depth=1)
     with engine.open_session() as session:
-        conversations = engine._scheduler.conversations
+        conversations = engine.core.scheduler.conversations
         keep = conversations.keep
 
         def stopped(*args):
@@ -410,7 +410,7 @@ def test_ctrl_c_while_a_turn_is_told_leaves_its_output_to_be_told(build, monkeyp
 @pytest.mark.parametrize("way", ["append", "submit"])
 def test_a_session_whose_append_ctrl_c_hits_is_not_busy(build, monkeypatch, way, when):
     engine = build()
-    submit = engine._scheduler.submit
+    submit = engine.core.scheduler.submit
 
     def stopped(request):
         monkeypatch.undo()
@@ -419,7 +419,7 @@ def test_a_session_whose_append_ctrl_c_hits_is_not_busy(build, monkeypatch, way,
         raise KeyboardInterrupt
 
     with engine.open_session() as session:
-        monkeypatch.setattr(engine._scheduler, "submit", stopped)
+        monkeypatch.setattr(engine.core.scheduler, "submit", stopped)
         with pytest.raises(KeyboardInterrupt):
             session.append([5]) if way == "append" else engine.submit([5], session=session)
         assert not session.is_busy

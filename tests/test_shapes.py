@@ -32,8 +32,8 @@ def test_rows_that_draft_0_3_and_7_tokens_side_by_side(draft, placement, depth, 
     seen = []
     options = {"placement": placement, "overlap_depth": depth, "page_size": 4}
     with make(draft, (SHORT, LONG), **options) as engine:
-        run = engine._worker.run
-        engine._worker.run = lambda steps: (
+        run = engine.core.worker.run
+        engine.core.worker.run = lambda steps: (
             seen.extend(set(s.plan.shapes.tolist()) for s in steps if s.is_decode),
             run(steps),
         )[1]

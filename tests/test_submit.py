@@ -63,7 +63,7 @@ def test_a_pin_of_another_engine_releases_nothing(engine):
         engine.pin("a" * 40)
         engine.unpin(other.pin("a" * 40))
         assert [group.pinned_pages for group in engine.stats().groups] == [2]
-    engine.unpin(next(iter(engine._scheduler.pins)))
+    engine.unpin(next(iter(engine.core.scheduler.pins)))
 
 
 def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):
@@ -87,7 +87,7 @@ def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):
 def test_ctrl_c_between_the_queues_loses_no_request(at, monkeypatch):
     """Admission and retraction move a request from one queue to the other: it is in neither."""
     with Engine.from_pretrained(max_context_len=256, num_pages=16, headroom=0) as engine:
-        scheduler, told = engine._scheduler, []
+        scheduler, told = engine.core.scheduler, []
         owner = scheduler if at == "_start" else scheduler._waiting
         for prompt in ("a" * 40, "b" * 40):
             params = SamplingParams(max_new_tokens=120, ignore_eos=True)
@@ -126,7 +126,7 @@ def test_an_engine_is_closed_while_an_asynchronous_stream_runs():
     """The close waits for the forward that runs in a thread."""
     engine = Engine.from_pretrained(max_context_len=256)
     started, closed = [], []
-    run = engine._worker.run
+    run = engine.core.worker.run
 
     def slow(steps):
         started.append(steps)
@@ -134,7 +134,7 @@ def test_an_engine_is_closed_while_an_asynchronous_stream_runs():
         closed.append(engine.ledger.closed)
         return run(steps)
 
-    engine._worker.run = slow
+    engine.core.worker.run = slow
 
     async def both():
         stream = engine.stream_async("abc", SAMPLED)

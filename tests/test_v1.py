@@ -113,13 +113,13 @@ def test_eagle1_on_pages_of_4_with_8_branches_runs_on_v1(
         assert len(output.token_ids) == 100, output.error
         comparison.add(reference, prompt, output.token_ids)
     comparison.finish()
-    assert engine._scheduler.num_retracted and slots.num_rounds
+    assert engine.core.scheduler.num_retracted and slots.num_rounds
 
 
 def test_without_its_trim_a_row_keeps_what_a_round_reserved(target, heads, slots):
     """The guard of the test above."""
     engine = Engine(target, EagleDrafter(heads["specpool/tiny-eagle"]), config=TREE_ON_PAGES)
-    engine._scheduler._trims_rounds = False
+    engine.core.scheduler._trims_rounds = False
     with pytest.raises(AssertionError, match="not equal"):
         engine.generate(corpus.prompts(1, 21), SamplingParams(max_new_tokens=20))
 
@@ -132,7 +132,7 @@ def test_v1_holds_less_between_rounds(target, heads):
         engine.submit(corpus.prompts(1, 21)[0], SamplingParams(max_new_tokens=50))
         for _ in range(8):
             engine.turn()
-        (row,) = [request.row for request in engine._scheduler.requests()]
+        (row,) = [request.row for request in engine.core.scheduler.requests()]
         r, ledger = int(engine.ledger.resolved_len[row]), engine.ledger
         held[worker] = [int(ledger.allocated_len(g)[row]) - r for g in range(2)]
         while engine.turn():
@@ -191,7 +191,7 @@ def test_conversations_on_v1(target, heads, reference, slots, draft, host_bytes)
         assert [session.tokens for session in sessions] == said
         sessions[1].rewind(len(said[1]) - 9)
         del said[1][-9:]
-    assert engine._scheduler.num_retracted and slots.num_rounds
+    assert engine.core.scheduler.num_retracted and slots.num_rounds
     for session in sessions:
         session.close()
 

@@ -114,7 +114,7 @@ def test_scenario_44_the_window_pool_is_the_limit(targets, monkeypatch, drafts, 
     engine, outputs = long_generations(targets["gemma3"], drafter(), texts, depth)
     assert_speaks(reference, texts, outputs)
     stats = engine.stats()
-    (full, window), peak = engine.ledger.groups, engine._loop.peak_pages
+    (full, window), peak = engine.ledger.groups, engine.core.loop.peak_pages
     assert 0.08 * full.num_pages <= peak[0] <= 0.12 * full.num_pages
     # Under overlap each window has room for the pages that stay fenced behind it.
     assert window.num_pages < (0.6 if depth else 0.5) * peak[0] and stats.retracted_ct == 0

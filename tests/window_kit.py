@@ -101,7 +101,7 @@ class Watch:
         #: of a row that decodes
         self.steady_limit = window + reserve + 2 * config.page_size
         self.limit = window + max(reserve, ledger.max_chunk) + 2 * config.page_size
-        launch = engine._scheduler.launch
+        launch = engine.core.scheduler.launch
 
         def watched(step):
             launch(step)
@@ -111,4 +111,4 @@ class Watch:
                 if step.is_decode:
                     self.steady = max(self.steady, int(held.max()))
 
-        engine._scheduler.launch = watched  # type: ignore[method-assign]
+        engine.core.scheduler.launch = watched  # type: ignore[method-assign]

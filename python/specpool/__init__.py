@@ -43,7 +43,7 @@ _LAZY = {
     "Comparison": "specpool.engine.comparison",
     "Engine": "specpool.engine.engine",
     "EngineStats": "specpool.engine.stats",
-    "RequestOutput": "specpool.scheduler.request",
+    "RequestOutput": "specpool.engine.output",
     "Session": "specpool.engine.session",
     "Turn": "specpool.engine.session",
 }
