@@ -1,1 +1,1 @@
-"""TODO."""
+"""Load the parts of an engine, fit them to each other, and time them."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a user holds: the engine, its sessions, outputs and statistics."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Run one turn after another: prepare, launch, take over results, check."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Draw a recorded ledger, in the terminal or on a page."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Decide who runs next: waiting, running and retracted requests, sessions between turns."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""From tokens to text, and from chats to tokens."""

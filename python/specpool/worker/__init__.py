@@ -1,1 +1,1 @@
-"""TODO."""
+"""What a step computes on the device: prefill, draft, verify, compact, draft-extend."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""CUDA graphs of whole rounds: capture, look up, replay."""
