@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from specpool import kernels
-from specpool.kernels import Fields
-from specpool.kernels import launch
+from specpool.kernels import Fields, launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from specpool.assets import resolve
 from specpool.attention import AttentionBatch
 from specpool.engine.engine import Engine
 from specpool.errors import CorruptState
-from specpool.models.target import (TargetModel)
-from specpool.models.target_output import (TargetOutput)
+from specpool.models.target import TargetModel
+from specpool.models.target_output import TargetOutput
 from specpool.sampling_params import SamplingParams
 
 WINDOW = 8  # tokens of a row in one turn of a side

@@ -1,6 +1,6 @@
 // The seeded draw (spec 5.5; kernel 11): argmax, or inverse CDF over token ids after temperature, top-k and top-p.
 //
-// Bit for bit what the CPU twin draws (rust/specpool-core/src/sample.rs), in any order of summation: a token's weight is
+// Bit for bit what the CPU twin draws (rust/specpool-core/src/tree/sample.rs), in any order of summation: a token's weight is
 // a whole number, exp((logit - max) / temperature) * 2^34 rounded to even, in single steps that nothing contracts; at
 // most 2^19 of them add up below 2^53. Logits are compared as integers, since the GPU takes tiny ones for 0.
 

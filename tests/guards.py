@@ -72,14 +72,14 @@ GUARDS = [
     guard(
         3,
         "a claim is rounded up to pages",
-        "sizing.rs",
+        "state/sizing.rs",
         "            allocated + i64::from(missing > 0) * self.page_size\n",
         "            allocated + missing.max(0)\n",
     ),
     guard(
         4,
         "a row narrower than the claims is refused",
-        "group.rs",
+        "state/group.rs",
         "if row_width < least || row_width % page_size != 0 {",
         "if row_width % page_size != 0 {",
     ),
@@ -93,7 +93,7 @@ GUARDS = [
     guard(
         5,
         "the row width derives from the reserve",
-        "sizing.rs",
+        "state/sizing.rs",
         "    Ok(ceil_align(widest, geometry.page_size))\n",
         """    let headroom = 4 + shapes.iter().map(|shape| i64::from(shape.num_draft_tokens)).max().unwrap_or(0);
     let widest = if geometry.page_size == 1 { max_context_len + headroom } else { widest };
@@ -102,11 +102,11 @@ GUARDS = [
     guard(
         6,
         "a group is sized with its own page",
-        "group.rs",
+        "state/group.rs",
         "Geometry::new(self.page_size, self.hosts_drafts, self.layout)",
         "Geometry::new(self.page_size.min(64), self.hosts_drafts, self.layout)",
         Edit(
-            "group.rs",
+            "state/group.rs",
             "let row_width = row_width.unwrap_or(least);",
             "let row_width = row_width.unwrap_or(ceil_align(least, page_size));",
         ),
@@ -114,7 +114,7 @@ GUARDS = [
     guard(
         7,
         "a dropped column reads 0",
-        "group.rs",
+        "state/group.rs",
         """fence.step, fence.completed, verb)?;
         self.set(row, column, Page::SINK);
         Ok(())""",
@@ -131,14 +131,14 @@ GUARDS = [
     guard(
         9,
         "the estimate is never negative",
-        "sizing.rs",
+        "state/sizing.rs",
         "allocated + i64::from(missing > 0) * self.page_size",
         "allocated + missing",
     ),
     guard(
         10,
         "the round in flight counts with its own width",
-        "rows.rs",
+        "state/rows.rs",
         "hi[at] += most;",
         "hi[at] += 1 + 0 * most;",
     ),
@@ -166,7 +166,7 @@ GUARDS = [
     guard(
         25,
         "the reserve covers every root of the device",
-        "group.rs",
+        "state/group.rs",
         "reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &hi[lanes], after);",
         "let _ = hi;\n            reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &lo[lanes], after);",
     ),
@@ -196,7 +196,7 @@ GUARDS = [
     guard(
         31,
         "a claim counts pages",
-        "sizing.rs",
+        "state/sizing.rs",
         "            allocated + ceil_align(missing, self.page_size)\n",
         "            allocated + self.page_size\n",
     ),
@@ -210,18 +210,18 @@ GUARDS = [
     guard(
         33,
         "a cut to the checkpoint cuts e",
-        "group.rs",
+        "state/group.rs",
         "            self.evicted[at] = first.min(evict_to) as i32;\n",
         "            let _ = first.min(evict_to);\n",
     ),
     guard(
         40,
         "an evicted page leaves the table and e rises",
-        "group.rs",
+        "state/group.rs",
         "        self.evicted[row.at()] = self.evicted[row.at()].max(to as i32);\n",
         "",
         Edit(
-            "group.rs",
+            "state/group.rs",
             """fence.step, fence.completed, verb)?;
         self.set(row, column, Page::SINK);
         Ok(())""",
@@ -232,7 +232,7 @@ GUARDS = [
     guard(
         41,
         "a fence holds the page that was dropped",
-        "page_pool.rs",
+        "state/page_pool.rs",
         "            self.fenced.push(page);\n",
         "            self.fenced.push(Page(self.map.len() as i32 - 1));\n",
     ),
@@ -272,35 +272,35 @@ GUARDS = [
     guard(
         54,
         "a cut ends the rounds",
-        "rows.rs",
+        "state/rows.rs",
         "    pub(crate) fn forget_rounds(&mut self, row: Row) {\n        let at = row.at();\n        self.in_flight[at] = 0;\n",
         "    pub(crate) fn forget_rounds(&mut self, row: Row) {\n        let at = row.at();\n",
     ),
     guard(
         54,
         "a cut counts launched roots",
-        "rows.rs",
+        "state/rows.rs",
         "self.settled(row) + self.launched_rounds[row.at()]",
         "self.settled(row)",
     ),
     guard(
         54,
         "a cut counts no root that is only prepared",
-        "rows.rs",
+        "state/rows.rs",
         "self.settled(row) + self.launched_rounds[row.at()]",
         "self.settled(row) + self.in_flight[row.at()]",
     ),
     guard(
         54,
         "a cut counts no extend that is only prepared",
-        "rows.rs",
+        "state/rows.rs",
         "            from => from - 1,\n",
         "            _ => self.resolved[row.at()],\n",
     ),
     guard(
         54,
         "a cut needs a new root",
-        "rows.rs",
+        "state/rows.rs",
         "        self.extend_from[at] = 0;\n        self.ready[at] = false;\n",
         "        self.extend_from[at] = 0;\n",
     ),
@@ -321,7 +321,7 @@ GUARDS = [
     guard(
         55,
         "a cut needs its window",
-        "group.rs",
+        "state/group.rs",
         "        if self.evict_to(len) >= i64::from(self.evicted[row.at()]) {\n",
         "        if len >= 0 {\n",
     ),
@@ -340,14 +340,14 @@ GUARDS = [
     guard(
         56,
         "a cut below p goes to a page edge",
-        "group.rs",
+        "state/group.rs",
         "        if len < self.protected[row.at()] && len % page_size != 0 {\n",
         "        if len < 0 {\n",
     ),
     guard(
         57,
         "one entry a cell",
-        "delta.rs",
+        "state/delta.rs",
         "            place => self.entries[place as usize - 1] = entry,\n",
         "            _ => self.entries.push(entry),\n",
     ),
@@ -361,7 +361,7 @@ GUARDS = [
     guard(
         59,
         "extends fence too",
-        "rows.rs",
+        "state/rows.rs",
         "            last[row as usize] = plan.step;\n",
         """            if plan.kind == StepKind::Decode {
                 last[row as usize] = plan.step;
@@ -385,7 +385,7 @@ GUARDS = [
     guard(
         61,
         "an abandoned step is resolved",
-        "step.rs",
+        "state/step.rs",
         "            self.queue[place].abandoned = true;\n        }\n        self.set_resolved(step);\n",
         "            self.queue[place].abandoned = true;\n        }\n",
     ),
@@ -406,7 +406,7 @@ GUARDS = [
     guard(
         63,
         "launch takes the oldest step",
-        "step.rs",
+        "state/step.rs",
         """        match self.unlaunched().next() {
             Some(record) if record.plan.step == step => Ok(record),
             Some(record) => {
@@ -432,14 +432,14 @@ GUARDS = [
     guard(
         65,
         "a stale step is in the way",
-        "step.rs",
+        "state/step.rs",
         "            record.stale = record.stale || record.plan.rows.contains(&row);\n",
         "            let _ = (record, row);\n",
     ),
     guard(
         65,
         "a stale step can be cancelled",
-        "step.rs",
+        "state/step.rs",
         """            Some(record) if record.plan.step == step => Ok(record),
             Some(record) => {
                 Err(Error::Order(format!("cancel""",
@@ -471,7 +471,7 @@ GUARDS = [
     guard(
         68,
         "an acknowledgement spares later changes",
-        "delta.rs",
+        "state/delta.rs",
         "            let keep = entry.version > version;\n",
         "            let keep = entry.version > version && entry.version == 0;\n",
     ),
@@ -494,7 +494,7 @@ GUARDS = [
     guard(
         71,
         "every holder leaves its fence on the page",
-        "page_pool.rs",
+        "state/page_pool.rs",
         "        line.holders -= 1;\n        line.fence = line.fence.max(fence);\n",
         "        line.holders -= 1;\n        line.fence = fence;\n",
     ),
@@ -510,10 +510,10 @@ GUARDS = [
     guard(
         73,
         "a copy holds its pages, or is dropped",
-        "page_pool.rs",
+        "state/page_pool.rs",
         "        self.map[page.at()].copies += 1;\n",
         "        let _ = page;\n",
-        Edit("page_pool.rs", "        line.copies -= 1;\n", ""),
+        Edit("state/page_pool.rs", "        line.copies -= 1;\n", ""),
         Edit(
             "ledger/share.rs",
             "            if !stays {\n",
@@ -551,7 +551,7 @@ GUARDS = [
     guard(
         76,
         "a cut inside a page needs the page",
-        "group.rs",
+        "state/group.rs",
         "        self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))\n",
         "        self.columns(self.evict_to(len), (i64::from(len) / self.page_size * self.page_size).max(self.evict_to(len)))\n",
     ),
@@ -572,7 +572,7 @@ GUARDS = [
     guard(
         76,
         "a new row has no root",
-        "rows.rs",
+        "state/rows.rs",
         "        self.live[row.at()] = true;\n",
         "        self.live[row.at()] = true;\n        self.ready[row.at()] = true;\n",
     ),

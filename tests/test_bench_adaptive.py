@@ -15,7 +15,7 @@ from specpool.engine.engine import Engine
 from specpool.shape_names import chain
 from test_cli import call
 
-SMALL = ("bench", "adaptive", "--batch", "1", "--batch", "4", "--tokens", "8", "--repeats", "1")
+SMALL = ("benches", "adaptive", "--batch", "1", "--batch", "4", "--tokens", "8", "--repeats", "1")
 PLAIN = Shape.none()
 COSTS = model.Costs({PLAIN: {1: 1.0, 4: 2.0}, chain(1): {1: 1.5, 4: 4.0}, chain(3): {1: 2, 4: 8}})
 
@@ -49,7 +49,7 @@ def test_the_json_has_both_parts(capsys):
 
 def test_either_part_alone_and_a_picture(capsys, tmp_path):
     plot = tmp_path / "bars.svg"
-    words = ("bench", "adaptive", "--batch", "1")
+    words = ("benches", "adaptive", "--batch", "1")
     code, out, err = call(capsys, *words, "--repeats", "0", "--rounds", "20", "--plot", str(plot))
     assert code == 0, err
     assert "simulated, batch 1" in out and " batch 1: chain:3" not in out and plot.exists()
@@ -108,7 +108,7 @@ def test_another_text_is_an_error(capsys, monkeypatch):
     ],
 )
 def test_a_bad_option_is_one_line(capsys, args, says):
-    assert call(capsys, "bench", "adaptive", *args) == (2, "", f"error: {says}\n")
+    assert call(capsys, "benches", "adaptive", *args) == (2, "", f"error: {says}\n")
 
 
 def test_the_model_counts_what_a_shape_is_worth():

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benches import graphs as bench_graphs
-
 import cuda_host  # noqa: E402
+from benches import graphs as bench_graphs
 from graph_kit import graphs_run  # noqa: E402
 from specpool import Shape  # noqa: E402
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specpool.cli import main
+from benches.__main__ import main
 from specpool.memory.host.copies import HostMemory
 
 

@@ -6,17 +6,17 @@ import contextlib
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benches import kernels as bench_kernels
-from benches import kernel_cases  # noqa: E402
-from benches import kernel_twins  # noqa: E402
-
 import cuda_host  # noqa: E402
+from benches import (
+    kernel_cases,  # noqa: E402
+    kernel_twins,  # noqa: E402
+)
+from benches import kernels as bench_kernels
 from kernel_kit import backend  # noqa: E402
 from specpool.kernels import launch  # noqa: E402
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benches.__main__ import main
 from benches.ledger import Target
 from benches.ledger_load import END, LedgerLoad, PlainLoad, Setting
 from benches.plain_ledger import PlainLedger
 from specpool import Shape
-from specpool.cli import main
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 TREE = Shape.eagle(5, 8, 64)

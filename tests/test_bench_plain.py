@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benches import plain_runs
-from specpool.cli import main
+from benches.__main__ import main
 from specpool.engine.engine import Engine
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benches import reserve as bench_reserve
+from benches.__main__ import main
 from benches.reserve import Setting, choices, closed_form
 from specpool import Group, Ledger, Shape
-from specpool.cli import main
 
 TREE = Shape.eagle(2, 3, 9)
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benches.__main__ import main
 from benches.scheduler import HostLoad
 from specpool import Shape
-from specpool.cli import main
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:

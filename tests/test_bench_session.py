@@ -9,7 +9,7 @@ import pytest
 from specpool import Session
 from test_cli import call
 
-SMALL = ("bench", "session", "--history", "200", "--new", "8", "--repeats", "2")
+SMALL = ("benches", "session", "--history", "200", "--new", "8", "--repeats", "2")
 
 
 def test_the_json_has_seconds_and_tokens_of_both(capsys):
@@ -58,4 +58,4 @@ def test_another_answer_is_an_error(capsys, monkeypatch):
     ],
 )
 def test_a_bad_option_is_one_line(capsys, args, says):
-    assert call(capsys, "bench", "session", *args) == (2, "", f"error: {says}\n")
+    assert call(capsys, "benches", "session", *args) == (2, "", f"error: {says}\n")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benches.__main__ import main
 from benches.trace import (
     CHAIN,
     KV_BYTES,
@@ -20,7 +21,6 @@ from benches.trace import (
     ways,
 )
 from specpool import ConfigError, Shape
-from specpool.cli import main
 
 SMALL = ("--requests", "24", "--prompt", "96", "--output", "48", "--memory", "2GiB")
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benches import windows as bench_windows
-from specpool.cli import main
+from benches.__main__ import main
 from specpool.errors import CorruptState
 from specpool.memory.kv_cache import KVCache
 

@@ -24,8 +24,8 @@ from specpool.assembly.graph_plan import graph_sizes
 from specpool.attention import back_end
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, OrderError, ShapeError
-from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
 from specpool.kernels import launch
+from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
 from specpool.memory.kv_cache import KVCache
 from specpool.worker.graphs import graphs as runtime_state
 from specpool.worker.graphs.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
@@ -243,7 +243,10 @@ def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
         make(None, graph_sizes=(1, 2, 4), adaptive=adaptive) as engine,
     ):
         outputs = engine.generate(PROMPTS, PARAMS)
-        graphs, router = engine.stats().graphs, engine.core.scheduler.round_shapes._controller._router
+        graphs, router = (
+            engine.stats().graphs,
+            engine.core.scheduler.round_shapes._controller._router,
+        )
     assert [o.token_ids for o in outputs] == expected
     assert graphs.num_graphs == capture.recordings < 9
     # Of each size three: the chain's, the plain ones' with draft KV and without.

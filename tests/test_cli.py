@@ -13,21 +13,26 @@ from pathlib import Path
 import pytest
 
 import specpool
+from benches.__main__ import main as run_bench
 from specpool.cli import main
 from specpool.cli.printer import MARKS
 from specpool.cli.shapes import shape_of
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
-    """Run the command in this process; returns (exit code, stdout, stderr)."""
+    """Run the command in this process; returns (exit code, stdout, stderr).
+
+    "benches" for a first word stands for `python -m benches`, else it is `specpool`.
+    """
     import io
 
-    before, sys.argv = sys.argv, ["specpool", *args]
+    run, words = (run_bench, args) if args[:1] == ("benches",) else (main, ("specpool", *args))
+    before, sys.argv = sys.argv, [*words]
     old_stdin = sys.stdin
     if stdin is not None:
         sys.stdin = io.StringIO(stdin)
     try:
-        main()
+        run()
         code = 0
     except SystemExit as error:
         code = error.code or 0
@@ -382,7 +387,6 @@ def long_log(tmp_path_factory) -> Path:
         ["replay", "LOG"],
         ["replay", "LOG", "--quiet"],
         ["inspect", "LOG"],
-        ["bench", "reserve", "--json"],
         ["generate", "-n", "4", "-p", "a"],
         ["--help"],
     ],

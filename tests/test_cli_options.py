@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import specpool
+from benches.__main__ import app as benches_app
 from specpool import ConfigError
 from specpool.assets import resolve
 from specpool.cli.commands import app
@@ -29,21 +30,24 @@ class Block(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"no {name}", name=name)
 
 sys.meta_path.insert(0, Block())
+from benches.__main__ import main as run_bench
 from specpool.cli import main
 
 found = []
 for args in json.loads(sys.argv[1]):
-    sys.argv = ["specpool", *args]
+    run = run_bench if args[:1] == ["benches"] else main
+    sys.argv = args if run is run_bench else ["specpool", *args]
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main()
+            run()
         except SystemExit as end:
             code = end.code or 0
     heavy = [name for name in ("torch", "transformers") if name in sys.modules]
     found.append([code, out.getvalue(), err.getvalue(), heavy])
 print(json.dumps(found))
 """
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "safetensors", "huggingface_hub"]
 
 
@@ -53,6 +57,7 @@ def run_all(commands: list[list[str]], blocked: list[str]) -> list[tuple[int, st
         capture_output=True,
         text=True,
         timeout=550,
+        cwd=ROOT,  # where `benches` is
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -123,17 +128,17 @@ TUNE = [
     (["--draft", "none"], "tune needs a draft model: give --draft"),
     *(case for case in MODEL if case[0][0] != "--shape"),
 ]
-BENCH = {
-    "generate": [
-        *MODEL,
-        (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
-        (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
-        (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
-        (["--requests", "-1"], "--requests must be an integer in [0, 1024], got -1"),
-        (["--draft", "none"], "bench generate needs a draft model"),
-        (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round"),
-        (["--plot", "/no/such/x.png"], "there is no folder /no/such"),
-    ],
+BENCH_GENERATE = [
+    *MODEL,
+    (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
+    (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
+    (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
+    (["--requests", "-1"], "--requests must be an integer in [0, 1024], got -1"),
+    (["--draft", "none"], "bench generate needs a draft model"),
+    (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round"),
+    (["--plot", "/no/such/x.png"], "there is no folder /no/such"),
+]
+BENCHES = {
     "host": [
         *MODEL,
         (["--repeats", "0"], "--repeats must be"),
@@ -185,7 +190,8 @@ REFUSED = [
         for args, text in [(["--max-sessions", "-1"], "--max-sessions must")]
     ),
     *((["tune", *args], text) for args, text in TUNE),
-    *((["bench", name, *args], text) for name, cases in BENCH.items() for args, text in cases),
+    *((["bench", "generate", *args], text) for args, text in BENCH_GENERATE),
+    *((["benches", name, *args], text) for name, cases in BENCHES.items() for args, text in cases),
     *OTHERS,
 ]
 
@@ -228,7 +234,7 @@ def test_commands_that_need_no_model_need_no_torch(log, tmp_path):
         ["inspect", str(log), "--html", str(tmp_path / "page.html")],
         ["sim", "--rounds", "50"],
         ["info"],
-        ["bench", "reserve", "--json"],
+        ["benches", "reserve", "--json"],
         ["--help"],
         ["generate", "--help"],
     ]
@@ -257,11 +263,8 @@ def test_the_engines_import_leaves_transformers_alone():
     assert run.stdout.strip() == "[]"
 
 
-def commands_of(group=None, name: str = "specpool"):
+def commands_of(group, name: str):
     """Every command below the group, with its name."""
-    import typer
-
-    group = typer.main.get_command(app) if group is None else group
     yield name, group
     for each, command in getattr(group, "commands", {}).items():
         yield from commands_of(command, f"{name} {each}")
@@ -269,9 +272,12 @@ def commands_of(group=None, name: str = "specpool"):
 
 def test_every_option_has_help(capsys):
     """And no word of it is cut, however narrow the terminal."""
+    import typer
+
+    ours, benches = map(typer.main.get_command, (app, benches_app))
     num_options = 0
-    for name, command in commands_of():
-        _, out, _ = call(capsys, *name.split()[1:], "--help")
+    for name, command in [*commands_of(ours, ""), *commands_of(benches, "benches")]:
+        _, out, _ = call(capsys, *name.split(), "--help")
         for param in command.params:
             if param.name == "help":
                 continue
@@ -285,7 +291,7 @@ def test_every_option_has_help(capsys):
 
 
 def test_no_command_prints_the_help():
-    for args in ([], ["bench"]):
+    for args in ([], ["bench"], ["benches"]):
         ((code, out, err, _),) = run_all([args], [])
         assert (code, out) == (2, "") and err.startswith("Usage: ")
 

@@ -6,10 +6,10 @@ import torch
 
 from kernel_kit import Batch, array, i32, i64, put_place
 from specpool import kernels as device
+from specpool.kernels import launch
 from specpool.kernels import twin_moves as moves
 from specpool.kernels import twins as kernels
 from specpool.kernels.twin_moves import PageBlocked
-from specpool.kernels import launch
 
 # Bytes of a slot from 6 to 96, of which few are a multiple of 16: every width of access.
 SHAPES = [

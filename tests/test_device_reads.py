@@ -10,8 +10,8 @@ import pytest
 from kernel_kit import Batch, array, i32, put_place
 from specpool import kernels as device
 from specpool.errors import ShapeError
-from specpool.kernels import twins as kernels
 from specpool.kernels import launch
+from specpool.kernels import twins as kernels
 
 VECTORS = Path(os.environ.get("SPECPOOL_VECTORS", Path(__file__).parent / "vectors"))
 

@@ -5,8 +5,8 @@ import torch
 
 from kernel_kit import Batch, array, i32, put_place
 from specpool import kernels as device
-from specpool.kernels import twins as kernels
 from specpool.kernels import launch
+from specpool.kernels import twins as kernels
 
 
 def test_table_deltas(kit):

@@ -21,8 +21,7 @@ from specpool import Engine, SamplingParams, Shape
 from specpool import kernels as device
 from specpool.assets import corpus, resolve
 from specpool.draft import ScriptedDrafter
-from specpool.kernels import twins
-from specpool.kernels import launch, transfer
+from specpool.kernels import launch, transfer, twins
 from specpool.models import TargetModel
 from specpool.worker.row_state import RowState
 

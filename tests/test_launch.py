@@ -16,8 +16,8 @@ from kernel_kit import Kit, i32
 from specpool import _core
 from specpool import kernels as device
 from specpool.errors import ConfigError, OrderError, ShapeError
-from specpool.kernels.twin_moves import PageBlocked
 from specpool.kernels import launch, transfer
+from specpool.kernels.twin_moves import PageBlocked
 
 ROOT = Path(__file__).parents[1]
 CUDA = ROOT / "cuda"

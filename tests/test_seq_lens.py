@@ -13,8 +13,8 @@ from specpool.assets import corpus
 from specpool.attention import BACK_ENDS
 from specpool.attention.backend import BackEnd
 from specpool.attention.seq_lens import SeqLens
-from specpool.kernels.launch import host_backend
 from specpool.kernels import transfer
+from specpool.kernels.launch import host_backend
 from specpool.worker.row_state import RowState
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))

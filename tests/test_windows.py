@@ -188,7 +188,9 @@ def test_windows_are_found_without_asking_the_device(targets, family, monkeypatc
         engine = Engine(targets[family], config=config)
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, forbidden(name, running))
-        monkeypatch.setattr(engine.core.worker, "run", watched(engine.core.worker.run, running, steps))
+        monkeypatch.setattr(
+            engine.core.worker, "run", watched(engine.core.worker.run, running, steps)
+        )
         outputs = engine.generate(texts, SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert steps[0] > 20
     monkeypatch.undo()

@@ -934,7 +934,7 @@ def sample_tokens(logits: _F32, temperature: _F32, top_k: _I32, top_p: _F32, u: 
     Order: temperature, then the top_k most likely tokens, then the smallest set of the most likely
     whose share of what is left is >= top_p; ties towards the lower id. The token is the least id
     whose cumulative weight exceeds u times the total. Weights are whole numbers, so that the sums
-    are exact in any order (rust/specpool-core/src/sample.rs).
+    are exact in any order (rust/specpool-core/src/tree/sample.rs).
 
     Args:
         logits: [n, V], V at most 2^19; -inf marks a token that is ruled out.

@@ -72,7 +72,7 @@ def write(
     }
     # No tag of the page may end inside the data.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    folder = resources.files("specpool.assets").joinpath("inspect")
+    folder = resources.files("specpool.pictures")
     html, style, script = (
         folder.joinpath(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("html", "css", "js")

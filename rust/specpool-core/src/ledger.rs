@@ -9,6 +9,7 @@
 //! it needs, and for what it will take to undo it and give it back, before its first change. So a verb that gives back
 //! asks for none, and a process without memory can still drop what it has.
 
+pub(crate) mod audit;
 mod life;
 mod normal_form;
 mod prepare;
@@ -19,18 +20,18 @@ mod share;
 mod snapshot;
 
 use crate::check::in_range;
-use crate::config::{LedgerConfig, MAX_ROWS};
-use crate::delta::DeltaEntries;
 use crate::error::{Error, Result};
-use crate::event::Event;
-use crate::group::{GroupState, Sizes};
 use crate::ids::Row;
+use crate::log::event::Event;
 use crate::memory::with_room;
-use crate::page_copy::TailCopy;
-use crate::rows::Rows;
 use crate::shape::Shape;
-use crate::sizing::Policy;
-use crate::step::Steps;
+use crate::state::config::{LedgerConfig, MAX_ROWS};
+use crate::state::delta::DeltaEntries;
+use crate::state::group::{GroupState, Sizes};
+use crate::state::page_copy::TailCopy;
+use crate::state::rows::Rows;
+use crate::state::sizing::Policy;
+use crate::state::step::Steps;
 pub use normal_form::PageNames;
 use record::Recorder;
 pub use snapshot::Snapshot;

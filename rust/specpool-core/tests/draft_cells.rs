@@ -1,9 +1,9 @@
 //! Where drafts lie, and the copies that keep whole pages true.
 
 use proptest::prelude::*;
-use specpool_core::draft_cells::{Drafts, advance_ancestors};
+use specpool_core::forward::draft_cells::{Drafts, advance_ancestors};
+use specpool_core::forward::slots::TableView;
 use specpool_core::ids::ceil_align;
-use specpool_core::slots::TableView;
 use specpool_core::{Geometry, Layout, Reserve, Shape};
 
 #[test]

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use proptest::prelude::*;
-use specpool_core::call::Call;
 use specpool_core::digest::Digest;
-use specpool_core::event_log::EventLog;
-use specpool_core::log_reader::{LogEnd, LogReader, Record};
+use specpool_core::log::call::Call;
+use specpool_core::log::event_log::EventLog;
+use specpool_core::replay::log_reader::{LogEnd, LogReader, Record};
 use specpool_core::{Error, Group, Layout, LedgerConfig, Policy, Shape};
 
 const MAX_LANES: usize = 40;

@@ -1,6 +1,6 @@
 //! What queries see.
 
-use specpool_core::mask::{MaskLanes, attention_mask};
+use specpool_core::forward::mask::{MaskLanes, attention_mask};
 
 const ONE: MaskLanes = MaskLanes {
     starts: &[2],

@@ -7,13 +7,13 @@
 use std::alloc::{GlobalAlloc, Layout as Block, System};
 use std::cell::Cell;
 
-use specpool_core::draft_cells::{Drafts, advance_ancestors};
-use specpool_core::mask::{MaskLanes, attention_bias, attention_mask};
-use specpool_core::moves::{SlotLayout, SlotMoves};
-use specpool_core::sample::{SampleParams, sample_margins, sample_tokens};
-use specpool_core::slots::{TableView, check_moves, compact_moves, page_csr, slot_ranges, slots_at};
-use specpool_core::tree::{Candidates, Tree, build_tree};
-use specpool_core::verify::verify_tree;
+use specpool_core::forward::draft_cells::{Drafts, advance_ancestors};
+use specpool_core::forward::mask::{MaskLanes, attention_bias, attention_mask};
+use specpool_core::forward::moves::{SlotLayout, SlotMoves};
+use specpool_core::forward::slots::{TableView, check_moves, compact_moves, page_csr, slot_ranges, slots_at};
+use specpool_core::tree::build::{Candidates, Tree, build_tree};
+use specpool_core::tree::sample::{SampleParams, sample_margins, sample_tokens};
+use specpool_core::tree::verify::verify_tree;
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape};
 
 /// Blocks up to this size are messages, nodes and the like: they are never refused.

@@ -1,7 +1,7 @@
 //! Moves of bytes beside a gather followed by a scatter.
 
 use proptest::prelude::*;
-use specpool_core::moves::{SlotLayout, SlotMoves};
+use specpool_core::forward::moves::{SlotLayout, SlotMoves};
 
 /// The bytes after the moves, slot by slot from a copy of what was.
 fn slow(

@@ -1,7 +1,7 @@
 //! The seeded draw.
 
 use proptest::prelude::*;
-use specpool_core::sample::{CHUNK, SampleParams, philox, sample_margins, sample_tokens, uniform};
+use specpool_core::tree::sample::{CHUNK, SampleParams, philox, sample_margins, sample_tokens, uniform};
 
 const PLAIN: SampleParams = SampleParams { temperature: 1.0, top_k: 0, top_p: 1.0, u: 0.5 };
 

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use specpool_core::ids::ceil_align;
-use specpool_core::sizing::{self, Geometry, Policy, Reserve};
+use specpool_core::state::sizing::{self, Geometry, Policy, Reserve};
 use specpool_core::{Error, Layout, Shape};
 
 const PAGE_SIZES: [i64; 7] = [1, 2, 3, 4, 7, 16, 64];

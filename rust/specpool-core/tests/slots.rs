@@ -1,7 +1,9 @@
 //! Slots and moves; the binding's tests compare them with slow twins over many sizes.
 
 use proptest::prelude::*;
-use specpool_core::slots::{TableView, apply_table_delta, check_moves, compact_moves, page_csr, slot_ranges, slots_at};
+use specpool_core::forward::slots::{
+    TableView, apply_table_delta, check_moves, compact_moves, page_csr, slot_ranges, slots_at,
+};
 
 const TABLE: [i32; 9] = [0, 0, 0, 4, 2, 6, 1, 0, 0]; // rows 0 (padding), 1, 2; three columns
 

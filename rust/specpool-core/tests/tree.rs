@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use specpool_core::Error;
-use specpool_core::tree::{Candidates, Tree, build_tree, num_candidates, parent_list_width};
+use specpool_core::tree::build::{Candidates, Tree, build_tree, num_candidates, parent_list_width};
 
 /// A round of random probabilities with many ties; returns `parent_list`, `top_scores_index` and the scores.
 fn round(s: usize, k: usize, n: usize, draws: &[u8]) -> (Vec<i64>, Vec<i64>, Vec<f32>) {

@@ -1,7 +1,7 @@
 //! The walk of verify.
 
-use specpool_core::tree::Tree;
-use specpool_core::verify::verify_tree;
+use specpool_core::tree::build::Tree;
+use specpool_core::tree::verify::verify_tree;
 
 #[test]
 fn walks_to_the_first_equal_child() {

@@ -1,6 +1,6 @@
 //! Window groups: what a prepare gives back, what a checkpoint keeps, and what a cut can go back to.
 
-use specpool_core::{Error, Geometry, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, sizing};
+use specpool_core::{Error, Geometry, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, state::sizing};
 
 /// One window group with sessions, a chain of two.
 fn ledger(page_size: i64, window: i64) -> Ledger {

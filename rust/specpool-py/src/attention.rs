@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pyo3::prelude::*;
-use specpool_core::attention::{Lane, Layer, Scratch, attend, store};
+use specpool_core::forward::attention::{Lane, Layer, Scratch, attend, store};
 
 use crate::arrays::{Input, Output, ShapeInt, at_least, expect_dims};
 use crate::errors::{shape_error, to_py};

@@ -4,7 +4,7 @@
 use numpy::PyArray3;
 use pyo3::prelude::*;
 use specpool_core::Result as CoreResult;
-use specpool_core::mask::{self, MaskLanes};
+use specpool_core::forward::mask::{self, MaskLanes};
 
 use crate::arrays::{Input, ShapeInt, array, at_least, count, expect_dims, per_lane};
 use crate::errors::to_py;

@@ -2,8 +2,8 @@
 #![allow(clippy::needless_pass_by_value, reason = "Python hands lists over as vectors")]
 
 use pyo3::prelude::*;
+use specpool_core::forward::moves::{self, SlotLayout, SlotMoves};
 use specpool_core::memory;
-use specpool_core::moves::{self, SlotLayout, SlotMoves};
 
 use crate::arrays::{Input, List, Output, Span, expect_apart, expect_dims};
 use crate::errors::{shape_error, to_py};

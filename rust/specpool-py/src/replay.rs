@@ -15,7 +15,7 @@ use crate::sizing::policy_name;
 
 /// One event of a log, run again.
 #[pyclass(frozen, module = "specpool._core")]
-pub struct Event(specpool_core::replay::Run);
+pub struct Event(specpool_core::replay::run::Run);
 
 #[pymethods]
 impl Event {

@@ -1,7 +1,7 @@
 //! The sizing functions of spec 3 for raw numbers, and the names of layouts and policies.
 
 use pyo3::prelude::*;
-use specpool_core::sizing;
+use specpool_core::state::sizing;
 use specpool_core::{Geometry, Layout, Policy, Reserve};
 
 use crate::arrays::ConfigInt;

@@ -3,8 +3,8 @@
 
 use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
-use specpool_core::draft_cells::{self, Drafts};
-use specpool_core::slots::{self, Moves, TableView};
+use specpool_core::forward::draft_cells::{self, Drafts};
+use specpool_core::forward::slots::{self, Moves, TableView};
 
 use crate::arrays::{Input, Output, ShapeInt, array, at_least, count, expect_apart, expect_dims, per_lane, vector};
 use crate::errors::{shape_error, to_py};

@@ -3,8 +3,8 @@
 
 use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
-use specpool_core::sample::{self, SampleParams};
-use specpool_core::tree::{Candidates, Tree};
+use specpool_core::tree::build::{Candidates, Tree};
+use specpool_core::tree::sample::{self, SampleParams};
 use specpool_core::{memory, tree, verify};
 
 use crate::arrays::{Input, Output, ShapeInt, Span, array, count, expect_apart, expect_dims, vector};

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use super::Ledger;
 use crate::error::{Error, Result};
-use crate::event::Event;
-use crate::group::Fence;
 use crate::ids::Row;
-use crate::page_pool::Verb;
-use crate::step::{Plan, StepKind, StepRecord};
+use crate::log::event::Event;
+use crate::state::group::Fence;
+use crate::state::page_pool::Verb;
+use crate::state::step::{Plan, StepKind, StepRecord};
 
 impl Ledger {
     /// The step's forward is about to be enqueued. Call it before the first copy, table delta or kernel of the step.

@@ -4,9 +4,9 @@
 
 use super::Ledger;
 use crate::ids::{Page, Row};
-use crate::page_copy::TailCopy;
-use crate::page_pool::PageState;
-use crate::step::StepState;
+use crate::state::page_copy::TailCopy;
+use crate::state::page_pool::PageState;
+use crate::state::step::StepState;
 
 /// Names for pages, given in the order in which they are asked for; one set may serve a ledger and what follows it.
 #[derive(Debug, Clone, Default)]

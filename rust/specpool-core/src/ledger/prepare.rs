@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use super::Ledger;
 use crate::error::{Error, Result};
-use crate::event::Event;
-use crate::group::GroupState;
 use crate::ids::{Page, Row, ceil_align};
+use crate::log::event::Event;
 use crate::memory::{collected, copied, filled, gathered, room, with_room, zeroed};
-use crate::page_pool::Verb;
 use crate::shape::runs;
-use crate::sizing;
-use crate::step::{Before, Plan, StepKind};
+use crate::state::group::GroupState;
+use crate::state::page_pool::Verb;
+use crate::state::sizing;
+use crate::state::step::{Before, Plan, StepKind};
 
 /// What the memory of a plan is for.
 const PLAN: &str = "a plan";

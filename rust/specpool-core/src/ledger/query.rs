@@ -5,14 +5,14 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::group::{Group, GroupState};
 use crate::ids::{Page, Row};
 use crate::memory::{collected, gathered};
-use crate::page_pool::PageRecord;
-use crate::page_table::PageTable;
 use crate::shape::Shape;
-use crate::sizing::Policy;
-use crate::step::{Plan, StepKind, StepState};
+use crate::state::group::{Group, GroupState};
+use crate::state::page_pool::PageRecord;
+use crate::state::page_table::PageTable;
+use crate::state::sizing::Policy;
+use crate::state::step::{Plan, StepKind, StepState};
 
 impl Ledger {
     /// A group's index, checked.

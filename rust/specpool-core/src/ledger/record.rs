@@ -5,16 +5,16 @@ use std::sync::Arc;
 
 use super::Ledger;
 use super::prepare::each_growing_lane;
-use crate::call::Call;
-use crate::codec::{put_text, put_varint};
-use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::event::Event;
-use crate::event_log::EventLog;
 use crate::ids::Row;
+use crate::log::call::Call;
+use crate::log::codec::{put_text, put_varint};
+use crate::log::event::Event;
+use crate::log::event_log::EventLog;
 use crate::memory::room;
-use crate::step::Plan;
+use crate::state::config::LedgerConfig;
+use crate::state::step::Plan;
 
 /// Bytes for which there is always room: a call without arrays, and what frames it in the log.
 const SMALL: usize = 256;
@@ -185,9 +185,9 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::Group;
     use crate::layout::Layout;
-    use crate::page_pool::Verb;
+    use crate::state::group::Group;
+    use crate::state::page_pool::Verb;
 
     fn ledger() -> Ledger {
         let group = Group {

@@ -3,10 +3,10 @@
 
 use super::Ledger;
 use crate::error::{Error, Result};
-use crate::event::Event;
-use crate::group::Fence;
 use crate::ids::Row;
-use crate::page_pool::Verb;
+use crate::log::event::Event;
+use crate::state::group::Fence;
+use crate::state::page_pool::Verb;
 
 impl Ledger {
     /// Cuts the row; returns the new `resolved_len` c, from which the caller feeds the tokens: no round before an

@@ -6,11 +6,11 @@
 use super::Ledger;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::event::Event;
 use crate::ids::{Page, Row, ceil_align};
+use crate::log::event::Event;
 use crate::memory::{collected, copied, gathered, room, with_room};
-use crate::page_copy::{PageCopy, TailCopy};
-use crate::page_pool::Verb;
+use crate::state::page_copy::{PageCopy, TailCopy};
+use crate::state::page_pool::Verb;
 
 /// Pages that stay for later requests, whatever becomes of the row that wrote them.
 #[derive(Debug, Clone)]
@@ -377,7 +377,7 @@ impl Ledger {
 
     /// The incomplete step of the row that writes from the least position on, and that position.
     fn first_written(&self, row: Row) -> Option<(u64, i32)> {
-        let writes = |record: &crate::step::StepRecord| {
+        let writes = |record: &crate::state::step::StepRecord| {
             let plan = &record.plan;
             let lane = plan.rows.iter().position(|&other| other == row.0)?;
             let is_its = if self.steps.is_launched(plan.step) {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::Ledger;
 use crate::error::{Error, Result};
-use crate::event::Event;
 use crate::ids::Row;
+use crate::log::event::Event;
 use crate::memory::{copied, with_room};
 
 /// The state of a ledger at a moment when nothing was in flight.

@@ -9,16 +9,16 @@
 //! ```
 
 use crate::check::in_range;
-use crate::delta::Delta;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align, ceil_div};
 use crate::layout::Layout;
 use crate::memory::{self, filled, room, zeroed};
-use crate::page_pool::{PagePool, PageRecord, Verb};
-use crate::page_table::PageTable;
 use crate::shape::{Shape, runs};
-use crate::sizing::{self, Geometry, Policy, Reserve};
+use crate::state::delta::Delta;
+use crate::state::page_pool::{PagePool, PageRecord, Verb};
+use crate::state::page_table::PageTable;
+use crate::state::sizing::{self, Geometry, Policy, Reserve};
 
 /// What a group is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

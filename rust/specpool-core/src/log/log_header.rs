@@ -1,13 +1,13 @@
 //! The head of an event log: what the file is, who wrote it, and the whole configuration of the ledger.
 
-use crate::codec::{Bytes, Decoded, put_text, put_varint};
-use crate::config::{LedgerConfig, MAX_ROWS};
 use crate::digest::Digest;
-use crate::group::Group;
 use crate::layout::Layout;
+use crate::log::codec::{Bytes, Decoded, put_text, put_varint};
 use crate::memory::room;
 use crate::shape::Shape;
-use crate::sizing::Policy;
+use crate::state::config::{LedgerConfig, MAX_ROWS};
+use crate::state::group::Group;
+use crate::state::sizing::Policy;
 
 /// A file begins with these bytes; some of them do not survive a transfer as text.
 pub(crate) const MAGIC: [u8; 8] = *b"\x89SPLOG\r\n";

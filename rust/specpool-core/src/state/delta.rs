@@ -6,7 +6,7 @@
 
 use crate::error::Result;
 use crate::memory::{collected, room, zeroed};
-use crate::page_table::PageTable;
+use crate::state::page_table::PageTable;
 
 /// One take of a delta: parallel arrays, one entry per changed cell.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,12 +1,12 @@
 //! The full audit: every page and every row is counted, and the sums must meet (spec 4 and 11, level 2).
 
 use crate::error::{Error, Result};
-use crate::group::Kept;
 use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
 use crate::memory::{self, filled, room, zeroed};
-use crate::page_pool::PageState;
-use crate::step::StepKind;
+use crate::state::group::Kept;
+use crate::state::page_pool::PageState;
+use crate::state::step::StepKind;
 
 /// Lines of a report before it is cut.
 const MAX_LINES: usize = 20;
@@ -297,11 +297,11 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::LedgerConfig;
-    use crate::group::Group;
     use crate::layout::Layout;
-    use crate::page_pool::Verb;
     use crate::shape::Shape;
+    use crate::state::config::LedgerConfig;
+    use crate::state::group::Group;
+    use crate::state::page_pool::Verb;
 
     /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
     fn busy() -> (Ledger, Row) {

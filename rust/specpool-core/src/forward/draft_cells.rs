@@ -2,9 +2,9 @@
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
+use crate::forward::slots::{Moves, RowView, TableView};
 use crate::layout::{Branches, Layout};
 use crate::memory::{filled, with_room, zeroed};
-use crate::slots::{Moves, RowView, TableView};
 
 /// Most drafts of one lane and round.
 const MAX_CELLS: usize = 1 << 20;

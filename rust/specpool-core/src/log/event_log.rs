@@ -9,14 +9,14 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::codec::put_varint;
-use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::log_header;
+use crate::log::codec::put_varint;
+use crate::log::log_header;
 use crate::memory::room;
+use crate::state::config::LedgerConfig;
 
-/// Kinds of the last record, besides those of [`Call`](crate::call::Call).
+/// Kinds of the last record, besides those of [`Call`](crate::log::call::Call).
 pub(crate) const CLOSED: u8 = 0x7e;
 pub(crate) const LIMIT: u8 = 0x7f;
 /// Bytes of digest and checksum after each record.

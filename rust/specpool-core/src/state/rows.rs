@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::memory::{self, room, zeroed};
 use crate::shape::{Shape, runs};
-use crate::step::{Plan, StepKind};
+use crate::state::step::{Plan, StepKind};
 
 /// Characters of a tag that a message shows.
 const MAX_SHOWN: usize = 100;

@@ -6,13 +6,13 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-use crate::call::Call;
-use crate::codec::{Bytes, Decoded};
-use crate::config::LedgerConfig;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::event_log::{self, CLOSED, LIMIT, TRAILER_LEN};
-use crate::log_header::{self, MAGIC, VERSION};
+use crate::log::call::Call;
+use crate::log::codec::{Bytes, Decoded};
+use crate::log::event_log::{self, CLOSED, LIMIT, TRAILER_LEN};
+use crate::log::log_header::{self, MAGIC, VERSION};
+use crate::state::config::LedgerConfig;
 
 /// How a log ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

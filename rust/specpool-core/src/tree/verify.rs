@@ -26,7 +26,7 @@ pub struct Verified {
 ///
 /// # Examples
 /// ```
-/// use specpool_core::{tree::Tree, verify::verify_tree};
+/// use specpool_core::tree::{build::Tree, verify::verify_tree};
 ///
 /// // Root 7 with children 10 and 11; 12 follows 11.
 /// let (tokens, tree) = ([7, 10, 11, 12], Tree::from_parents(&[-1, 0, 0, 2], 4)?);

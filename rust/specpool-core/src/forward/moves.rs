@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
+use crate::forward::slots::check_slots;
 use crate::memory::{room, zeroed};
-use crate::slots::check_slots;
 
 /// Widths that an error shows.
 const MAX_SHOWN: usize = 16;
@@ -131,7 +131,7 @@ impl SlotMoves {
     ///
     /// # Examples
     /// ```
-    /// use specpool_core::moves::{SlotLayout, SlotMoves};
+    /// use specpool_core::forward::moves::{SlotLayout, SlotMoves};
     ///
     /// let mut bytes = *b"aabbcc"; // three slots of two bytes
     /// let moves = SlotMoves::new(&[0, 1], &[1, 2], 3)?;

@@ -1,8 +1,8 @@
 //! What a ledger is built from.
 
-use crate::group::Group;
 use crate::shape::Shape;
-use crate::sizing::Policy;
+use crate::state::group::Group;
+use crate::state::sizing::Policy;
 
 /// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
 pub(crate) const MAX_ROWS: i64 = 1 << 24;

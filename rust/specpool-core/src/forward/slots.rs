@@ -181,7 +181,7 @@ impl RowView<'_> {
 ///
 /// # Examples
 /// ```
-/// use specpool_core::slots::{TableView, slots_at};
+/// use specpool_core::forward::slots::{TableView, slots_at};
 ///
 /// let cells = [0, 0, 5, 9]; // row 0 is padding; row 1 has pages 5 and 9
 /// let table = TableView::new(&cells, 2, 4)?;

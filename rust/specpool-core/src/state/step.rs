@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::page_copy::{PageCopy, TailCopy};
+use crate::state::page_copy::{PageCopy, TailCopy};
 
 /// What a step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,10 +5,10 @@
 
 use std::borrow::Cow;
 
-use crate::codec::{Bytes, put_int, put_ints, put_varint};
-use crate::event::Event;
-use crate::page_pool::Verb;
-use crate::step::StepKind;
+use crate::log::codec::{Bytes, put_int, put_ints, put_varint};
+use crate::log::event::Event;
+use crate::state::page_pool::Verb;
+use crate::state::step::StepKind;
 
 /// Whole numbers, one per lane.
 pub type Ints<'a> = Cow<'a, [i32]>;
@@ -16,7 +16,7 @@ pub type Ints<'a> = Cow<'a, [i32]>;
 /// One successful call and its arguments.
 ///
 /// ```
-/// use specpool_core::call::Call;
+/// use specpool_core::log::call::Call;
 ///
 /// let call = Call::Resolve { step: 9, accept_lens: (&[3, 1]).into() };
 /// let mut bytes = Vec::new();

@@ -51,8 +51,8 @@ pub struct Draw {
 ///
 /// # Examples
 /// ```
-/// let u = specpool_core::sample::uniform(7, 0);
-/// assert!((0.0..1.0).contains(&u) && u == specpool_core::sample::uniform(7, 0));
+/// let u = specpool_core::tree::sample::uniform(7, 0);
+/// assert!((0.0..1.0).contains(&u) && u == specpool_core::tree::sample::uniform(7, 0));
 /// ```
 #[must_use]
 #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]

@@ -1,0 +1,7 @@
+//! What a ledger writes down: calls, events, and their bytes.
+
+pub mod call;
+pub(crate) mod codec;
+pub mod event;
+pub mod event_log;
+pub(crate) mod log_header;

@@ -1,0 +1,11 @@
+//! What there is: pages, tables, rows, groups and prepared steps, and how many pages each needs.
+
+pub mod config;
+pub mod delta;
+pub mod group;
+pub mod page_copy;
+pub mod page_pool;
+pub mod page_table;
+pub(crate) mod rows;
+pub mod sizing;
+pub mod step;
