@@ -52,12 +52,13 @@ fmt: $(VENV)/.dev ## format Rust and Python
 	$(BIN)/ruff format python tests examples benches fuzz
 	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz
 
-lint: $(VENV)/.dev ## rustfmt, clippy, ruff, mypy, stubtest
+lint: $(VENV)/.dev ## rustfmt, clippy, ruff, the layers of imports, mypy, stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
 	$(BIN)/ruff format --check python tests examples benches fuzz
 	$(BIN)/ruff check python tests examples benches fuzz
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
 

@@ -7,55 +7,18 @@ write the same. `plain_runs` measures; options are checked before it is imported
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benches.plain_rows import SIZES, Row
 from specpool.checks import check_int
 from specpool.cli import checks
-from specpool.cli.results import Result, check_plot, draw, machine
+from specpool.cli.results import check_plot, draw, machine
 from specpool.errors import ConfigError
-
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {},  # the shipped target
-    "25m": {
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "125m": {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Row(Result):
-    """A result with its spread.
-
-    Attributes:
-        least_ratio: of all turns.
-        most_ratio: likewise.
-        cpu_ratio: median, by the process's CPU time.
-    """
-
-    least_ratio: float
-    most_ratio: float
-    cpu_ratio: float
 
 
 def plain(

@@ -20,7 +20,7 @@ import transformers
 from rich.console import Console
 from torch import Tensor
 
-from benches.plain import SIZES, Row
+from benches.plain_rows import SIZES, Row
 from specpool.assets import resolve
 from specpool.attention import AttentionBatch
 from specpool.engine.engine import Engine
