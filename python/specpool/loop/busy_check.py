@@ -120,10 +120,12 @@ class BusyCheck:
             counts[g] = int(((states == _OWNED) & np.isin(owners, rows)).sum())
         return counts
 
-    def apply_delta(self, step: int) -> None:
-        """Bring the device's tables up to date, and remember what they hold then."""
+    def forget_tables(self) -> None:
+        """The device's tables are about to change: until `note_tables` nothing is known of them."""
         self._tables = None
-        self._cache.apply_delta(step)
+
+    def note_tables(self, step: int) -> None:
+        """The device's tables hold what they must for this step: remember that."""
         self._step = step
         self._tables = self._host_tables()
 

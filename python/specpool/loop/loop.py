@@ -218,7 +218,9 @@ class Loop:
         try:
             with self.clock.launch:
                 for step in launched:
-                    self.busy_check.apply_delta(step.plan.step)
+                    self.busy_check.forget_tables()
+                    self._cache.apply_delta(step.plan.step)
+                    self.busy_check.note_tables(step.plan.step)
                     self._cache.copy_pages(step.plan.page_copies)
                 if launched[0].handles is None:
                     pending += self._worker.run(launched)
