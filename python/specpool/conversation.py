@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
-from specpool.errors import NotReady, OutOfPages, OutOfRows, SpecpoolError
+from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows, SpecpoolError
 
 if TYPE_CHECKING:
     from specpool.host_tier import Handle, HostTier
@@ -283,7 +283,7 @@ class Conversations:
             copy.said = list(conversation.said)
             if conversation.row:
                 # Not ready: the row is a fork itself; its copy of a page waits for the next step.
-                with contextlib.suppress(OutOfRows, OutOfPages, NotReady):
+                with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory, NotReady):
                     row = self._ledger.fork(conversation.row, f"session {copy.number}")
                     self.keep(copy, row, self.kept_len(conversation))
             return copy
