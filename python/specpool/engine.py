@@ -217,7 +217,7 @@ class Engine:
 
     def _news(
         self, requests: list[Request], tell: bool = False
-    ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
+    ) -> Generator[tuple[int, list[Chunk | RequestOutput]]]:
         """Run until these are done: which one has news, and the news if asked for."""
         reports = [Report(request, self.tokenizer) for request in requests] if tell else []
         self._prompts.check_open()  # a stream may be read late
@@ -387,8 +387,10 @@ class Engine:
                 submitted.on_item(number, item)
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        for _, news in self._news(requests, tell=True):
-            yield from news
+        # Closed here, not by the garbage collector: it would swallow a Ctrl-C.
+        with contextlib.closing(self._news(requests, tell=True)) as run:
+            for _, news in run:
+                yield from news
 
     @property
     def peak_pages(self) -> list[int]:
