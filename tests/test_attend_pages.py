@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -181,6 +183,161 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(name: str) -> None:
         run(case)
     for key, array in before.items():
         np.testing.assert_array_equal(case[key], array)
+
+
+WRITTEN = ("keys", "values", "out")
+READ = ("new_keys", "new_values", "write_slots", "q", "pages", "kv_lens", "q_lens", "sinks")
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("other", [*WRITTEN, *READ, "bias"])
+def test_arrays_that_share_memory_are_refused(written: str, other: str) -> None:
+    """Views of one buffer that no array owns: numpy does not know that they overlap."""
+    if written == other:
+        return
+    case = random_case(9 if other == "bias" else 8)
+    case["sinks"] = np.zeros(case["q"].shape[1], np.float32)
+    assert all(np.size(case[name]) for name in (written, other))
+    first, second = case[written], case[other]
+    memory = bytearray(first.nbytes + second.nbytes)
+    for name, array, offset in ((written, first, 0), (other, second, first.nbytes - 8)):
+        offset -= offset % 8
+        case[name] = np.frombuffer(memory, array.dtype, array.size, offset).reshape(array.shape)
+    case[written][:] = first
+    case[other][:] = second
+    before = bytes(memory)
+    with pytest.raises(ShapeError, match="shares memory with another argument"):
+        run(case)
+    assert bytes(memory) == before
+
+
+def test_arrays_that_cannot_be_written_or_do_not_lie_in_order_are_refused() -> None:
+    for name in WRITTEN:
+        case = random_case(8)
+        case[name].flags.writeable = False
+        with pytest.raises(ShapeError, match=f"{name} is written in place and must be writable"):
+            run(case)
+        case = random_case(8)
+        case[name] = np.asfortranarray(case[name])
+        with pytest.raises(ShapeError, match=f"{name} must be a C-contiguous 3-dim.*not contig"):
+            run(case)
+    for name in (*WRITTEN, *READ):
+        case = random_case(8)
+        case["sinks"] = np.zeros(case["q"].shape[1], np.float32)
+        case[name] = np.repeat(case[name], 2, axis=0)[::2]
+        if len(case[name]) > 1:  # else it is in order
+            with pytest.raises(ShapeError, match=f"{name} must be a C-contiguous"):
+                run(case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 0}, "page_size must be 1 or more, got 0"),
+        ({"page_size": 2**70}, "a whole number of 64 bits"),
+        ({"page_size": 2**62}, r"pages\[0, 0\] must be in \[0, 0\)"),
+        ({"window": -1}, "window must be 1 or more, got -1"),
+        ({"softcap": 0.0}, "softcap must be above 0, got 0"),
+        ({"softcap": -2.0}, "softcap must be above 0, got -2"),
+        ({"softcap": math.nan}, "softcap must be above 0, got NaN"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_no_sense_are_refused(change: dict[str, Any], message: str) -> None:
+    case = random_case(8) | change
+    before = {name: case[name].copy() for name in WRITTEN}
+    with pytest.raises(ShapeError, match=message):
+        run(case)
+    for name, array in before.items():
+        np.testing.assert_array_equal(case[name], array)
+
+
+def test_sizes_of_nothing_are_refused_or_give_nothing() -> None:
+    """An empty dimension ends neither in a division by zero nor in an endless loop."""
+    for name in ("page_size", "kv_heads", "k_dim", "v_dim", "heads"):
+        sizes = {"kv_heads": 1, "k_dim": 4, "v_dim": 4, "heads": 1, "page_size": 1} | {name: 0}
+        with pytest.raises(ShapeError, match=f"{name} must be 1 or more, got 0"):
+            run(tiny_case(**sizes))
+    for sizes in ({"num_lanes": 0}, {"q_len": 0}, {"kv_len": 0, "q_len": 0, "num_slots": 0}):
+        assert run(tiny_case(**sizes)).size == 0
+    with pytest.raises(ShapeError, match=r"pages\[0, 0\] must be in \[0, 0\), got 0"):
+        run(tiny_case(num_slots=0))
+    with pytest.raises(ShapeError, match=r"kv_lens\[0\] must be in \[1, 0\], got 3"):
+        run(tiny_case() | {"pages": np.zeros((1, 0), np.int32)})
+
+
+def tiny_case(
+    *,
+    num_slots: int = 8,
+    kv_heads: int = 1,
+    heads: int = 1,
+    k_dim: int = 4,
+    v_dim: int = 4,
+    num_lanes: int = 1,
+    q_len: int = 1,
+    kv_len: int = 3,
+    page_size: int = 1,
+) -> dict[str, Any]:
+    """Ones everywhere, nothing to write; any size may be 0."""
+
+    def ones(*shape: int) -> Any:
+        return np.ones(shape, np.float32)
+
+    return {
+        "keys": ones(num_slots, kv_heads, k_dim),
+        "values": ones(num_slots, kv_heads, v_dim),
+        "new_keys": ones(0, kv_heads, k_dim),
+        "new_values": ones(0, kv_heads, v_dim),
+        "write_slots": np.zeros(0, np.int64),
+        "q": ones(num_lanes * q_len, heads, k_dim),
+        "out": ones(num_lanes * q_len, heads, v_dim),
+        "pages": np.zeros((num_lanes, 4), np.int32),
+        "kv_lens": np.full(num_lanes, kv_len, np.int32),
+        "q_lens": np.full(num_lanes, q_len, np.int32),
+        "page_size": page_size,
+        "scaling": 1.0,
+        "bias": None,
+        "window": None,
+        "softcap": None,
+        "sinks": None,
+    }
+
+
+def test_numbers_without_bound_are_taken_as_they_are() -> None:
+    case = tiny_case()
+    for options in ({"window": 2**62}, {"scaling": math.inf}, {"scaling": math.nan}):
+        out = run(case | options, num_threads=2**62)
+        assert np.isnan(out).all() == ("scaling" in options)
+
+
+NO_THREADS = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from test_attend_pages import run, tiny_case
+
+lanes, heads, columns = 64, 4, 1 << 14
+case = tiny_case(num_lanes=lanes, kv_heads=heads, heads=heads, k_dim=16, v_dim=16)
+case["pages"] = np.zeros((lanes, columns), np.int32)
+case["kv_lens"][:] = columns
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+out = run(case, num_threads=256)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert (out == 1).all()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
+def test_threads_that_cannot_start_leave_their_work_to_the_others() -> None:
+    """There is room for the stacks of a few at most."""
+    from pathlib import Path
+
+    script = NO_THREADS.format(tests=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def prompt_view(starts: list[int], q_lens: list[int], pages: Any, **options: Any) -> AttentionView:

@@ -1,4 +1,4 @@
-"""`python -m benches adaptive` compares policies, says what misses its target, refuses in one line."""
+"""`python -m benches adaptive` compares policies and names missed targets; refusals are one line."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cuda_host  # noqa: E402
-from benches import graphs as bench_graphs
+from benches import graphs as bench_graphs  # noqa: E402
 from graph_kit import graphs_run  # noqa: E402
 from specpool import Shape  # noqa: E402
 

@@ -12,11 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cuda_host  # noqa: E402
-from benches import (
-    kernel_cases,  # noqa: E402
-    kernel_twins,  # noqa: E402
-)
-from benches import kernels as bench_kernels
+from benches import kernel_cases, kernel_twins  # noqa: E402
+from benches import kernels as bench_kernels  # noqa: E402
 from kernel_kit import backend  # noqa: E402
 from specpool.kernels import launch  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""`python -m benches scheduler` measures a batch at work, and refuses what cannot work in one line."""
+"""`python -m benches scheduler` measures a batch at work; refusals are one line."""
 
 from __future__ import annotations
 

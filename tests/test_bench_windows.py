@@ -1,4 +1,4 @@
-"""`python -m benches windows`: rows hold less, the text is the same, and a bad option is one line."""
+"""`python -m benches windows`: rows hold less, the text is the same; refusals are one line."""
 
 from __future__ import annotations
 

@@ -30,8 +30,13 @@ TEXT = [72, 101, 108, 108, 111, 32] * 2
 class Interrupter:
     """Raises at the nth line of these files that runs; `count` says how many did."""
 
-    def __init__(self, at: int | None, error: type[BaseException] = KeyboardInterrupt) -> None:
-        self.at, self.count, self.error = at, 0, error
+    def __init__(
+        self,
+        at: int | None,
+        error: type[BaseException] = KeyboardInterrupt,
+        files: tuple[str, ...] = FILES,
+    ) -> None:
+        self.at, self.count, self.error, self.files = at, 0, error, files
         self.place = ""
 
     def __enter__(self) -> Interrupter:
@@ -42,7 +47,7 @@ class Interrupter:
         sys.settrace(None)
 
     def _frame(self, frame: Any, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.endswith(FILES) else None
+        return self._line if frame.f_code.co_filename.endswith(self.files) else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "line":
@@ -231,6 +236,31 @@ def test_ctrl_c_at_every_line_of_a_verb(engines, verb, where):
     for at in range(1, total + 1, step):
         run(engine, verb, at, KeyboardInterrupt)
     assert engine.generate([TEXT], PARAMS)[0].token_ids == text
+    assert_no_page_leaked(engine)
+
+
+def test_ctrl_c_at_every_line_of_the_news_loses_no_output(engines):
+    engine = engines["device"]
+    text = engine.generate([TEXT], PARAMS)[0].token_ids
+    at, total = 0, 1
+    while at <= total:
+        told = []
+        engine.submit(TEXT, PARAMS, on_item=lambda number, item, told=told: told.append(item))
+        with (
+            Interrupter(at or None, files=("specpool/output.py",)) as lines,
+            contextlib.suppress(KeyboardInterrupt),
+        ):
+            while engine.turn():
+                pass
+        for turn in range(20):
+            if not engine.turn():
+                break
+            assert turn < 10, f"turn never says that nothing is left: {lines.place}"
+        outputs = [item for item in told if not isinstance(item, Chunk)]
+        assert [output.token_ids for output in outputs] == [text], lines.place
+        total = max(total, lines.count) if not at else total
+        at += 1
+    assert total > 20
     assert_no_page_leaked(engine)
 
 

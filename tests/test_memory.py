@@ -69,6 +69,18 @@ def fork_many():
     limit(40 * MB)
     refused(made, "fork", 1)
 
+def attend(heads, num_bytes, num_threads=1):
+    # Keys of one number: the working memory is 32 times the queries.
+    keys, values = zeros(8, heads, 1, dtype=np.float32), zeros(8, heads, 1, dtype=np.float32)
+    new, q, out = (np.ones((n, heads, 1), np.float32) for n in (1, 8, 8))
+    limit(num_bytes)
+    try:
+        attend_pages(keys, values, new, new, zeros(1, dtype=i64), q, out, zeros(1, 8), full(8, 1),
+                     full(8, 1), page_size=1, scaling=1.0, num_threads=num_threads)
+    except SpecpoolError:
+        assert not keys.any() and not values.any() and (out == 1).all(), "it left a trace"
+        raise
+
 CASES = {
 "build_tree": lambda: build_tree(zeros(2**40, 0, dtype=i64), zeros(2**40, 0, dtype=i64), topk=1),
 "build_tree of no lane": lambda: build_tree(
@@ -91,6 +103,8 @@ CASES = {
     num_steps=1, topk=8)),
 "draft_write_positions": lambda: (limit(1024 * MB), draft_write_positions(
     zeros(1000), num_steps=1 << 10, topk=1 << 10, page_size=1, layout="dense")),
+"attend_pages": lambda: attend(1 << 20, 512 * MB),
+"attend_pages by threads": lambda: attend(1 << 20, 512 * MB, 8),
 "moves of many slots": lambda: move_slots(
     [(zeros(0, 2**40, 4, dtype=np.uint8), [4])], zeros(1, dtype=i64), zeros(1, dtype=i64)),
 "widths without end": lambda: move_slots(
@@ -143,6 +157,8 @@ NO_MEMORY = {
     "slot_ranges": "slots: 536870912 entries of 8 bytes",
     "attention_bias": "an attention mask: 536870912 entries of 4 bytes",
     "attention_mask": "an attention mask: 536870912 entries of 1 bytes",
+    "attend_pages": "attention: 268435456 entries of 4 bytes",
+    "attend_pages by threads": "attention: ",
     "page_csr": "kv_indices: 1073741824 entries of 4 bytes",
     "prefix_tail_moves": "moves: ",
     "draft_write_positions": "draft positions: 1048576000 entries of 4 bytes",

@@ -10,7 +10,7 @@ import kernel_reference as ref
 
 torch = pytest.importorskip("torch")
 
-from specpool import _core
+from specpool import _core  # noqa: E402
 from specpool.errors import ShapeError  # noqa: E402
 from specpool.kernels import twin_moves as moves  # noqa: E402
 from specpool.kernels import twins as kernels  # noqa: E402 - after the skip

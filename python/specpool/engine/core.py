@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ class EngineCore:
 
     def news(
         self, requests: Sequence[Request], tell: bool = False
-    ) -> Iterator[tuple[int, list[Chunk | RequestOutput]]]:
+    ) -> Generator[tuple[int, list[Chunk | RequestOutput]]]:
         """Run until these requests are done.
 
         Yields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from os import PathLike
 from types import TracebackType
@@ -309,8 +310,10 @@ class Engine:
         return self.core.turn()
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        for _, news in self.core.news(requests, tell=True):
-            yield from news
+        # Closed here, not by the garbage collector: it would swallow a Ctrl-C.
+        with contextlib.closing(self.core.news(requests, tell=True)) as run:
+            for _, news in run:
+                yield from news
 
     @property
     def peak_pages(self) -> list[int]:
@@ -320,7 +323,8 @@ class Engine:
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs of one request, such as a drafted one and a plain one.
 
-        Texts that differ are held against the model's own choices: see `specpool.engine.comparison`.
+        Texts that differ are held against the model's own choices; see
+        `specpool.engine.comparison`.
 
         Args:
             first: of this engine's target; it ended by a stop or its length.

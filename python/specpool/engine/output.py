@@ -73,9 +73,8 @@ class Report:
             yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
         # Who took the chunk may have raised, or asked for news in between.
         if done and not self._is_done:
-            output = output_of(request, self._tokenizer)  # Ctrl-C may come: told it is only then
-            self._is_done = True
-            yield output
+            yield output_of(request, self._tokenizer)
+            self._is_done = True  # last: Ctrl-C may come, and it is told only then
 
     def _take_flags(self, num_tokens: int) -> list[bool]:
         """Whether each of the next tokens is an accepted draft, as `Request.from_draft` says."""

@@ -1,8 +1,8 @@
 """The kernels on torch tensors, one file for each of `cuda/*.cu`: launched, or their CPU twins.
 
-Names and arguments are the twins' in `specpool.kernels.twins`; all tensors of a call are on one device.
-On a CPU the twin is called with the tensors' memory (`twins.with_twin`); slots are then int64.
-(Not so `gather_kv` and `scatter_kv`, whose twins in `specpool.kernels.twin_moves` take no `Fields`.)
+Names and arguments are those of the twins in `specpool.kernels.twins`; all tensors of a call are on
+one device. On a CPU the twin is called with the tensors' memory (`with_twin`); slots are then int64.
+(The twins of `gather_kv` and `scatter_kv`, in `specpool.kernels.twin_moves`, take no `Fields`.)
 Outputs are given or allocated with torch. Every argument is checked before the launch: a
 `ShapeError` names it, and nothing is written. Values on the device are not read: the kernels
 themselves never leave the tables and buffers, and lead what is no place to the sink.

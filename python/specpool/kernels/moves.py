@@ -1,7 +1,7 @@
 """Launchers of `cuda/moves.cu`: KV moved by bytes, all layers in one launch.
 
-Twins: `specpool.kernels.twin_moves`, on the buffers that `Fields` describes. Slots outside the buffers
-and padded lanes (row 0) move nothing.
+Twins: `specpool.kernels.twin_moves`, on the buffers that `Fields` describes. Slots outside the
+buffers and padded lanes (row 0) move nothing.
 """
 
 from __future__ import annotations

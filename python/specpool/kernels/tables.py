@@ -1,7 +1,7 @@
 """Launchers of `cuda/tables.cu`: page tables on the device, slots of rows and positions.
 
-Twins: `specpool.kernels.twins`. What a twin refuses by value, such as a row that the table has not, a
-kernel leads to the sink: device values are not read before a launch.
+Twins: `specpool.kernels.twins`. A twin refuses bad values, such as a row outside the table; a kernel
+leads them to the sink, because device values are not read before a launch.
 """
 
 from __future__ import annotations

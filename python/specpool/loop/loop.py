@@ -151,13 +151,17 @@ class Loop:
         """Launch what can run now, and take over the oldest results when more are not allowed.
 
         A forward that fails ends the requests in it; anything else that goes wrong, all that run.
-        Where that is a lack of memory, their outputs say so; those that wait go on.
+        Where that is a lack of memory, their outputs say so; those that wait go on. It is raised
+        where it has ended nobody: the next turn would meet it again.
         """
+        scheduler = self.scheduler
+        num_requests = scheduler.num_running + scheduler.num_waiting
         try:
             with self.recovering():
                 self._run_steps()
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            is_none_ended = scheduler.num_running + scheduler.num_waiting == num_requests
+            if is_none_ended or not is_out_of_memory(error):
                 raise
 
     def _run_steps(self) -> None:

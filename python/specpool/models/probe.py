@@ -49,29 +49,45 @@ def probe_tolerance(dtype: torch.dtype) -> float:
 
 
 class Probed(Protocol):
-    """What a probe asks of a model; `TargetModel` documents each."""
+    """What a probe asks of a model; `TargetModel` has all of it."""
 
     @property
-    def config(self) -> Any: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context_len(self) -> int: ...
-    @property
-    def kv_layers(self) -> tuple[int, ...]: ...
+    def config(self) -> Any:
+        """The model's own config."""
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
-    ) -> TargetOutput: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that it takes."""
+
+    @property
+    def max_context_len(self) -> int:
+        """Positions that it knows."""
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that keep KV."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> TargetOutput:
+        """One forward over pages."""
+
     def forward_from(
         self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
-    ) -> Tensor: ...
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
-    def plain_logits(self, token_ids: Sequence[int]) -> Tensor: ...
+    ) -> Tensor:
+        """One forward that goes on from recurrent states."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+
+    def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits of one text by the model's own attention."""
 
 
 @dataclass(slots=True)

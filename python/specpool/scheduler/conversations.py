@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
-from specpool.errors import NotReady, OutOfPages, OutOfRows, SpecpoolError
+from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows, SpecpoolError
 from specpool.scheduler.conversation import Conversation, Said, common_len
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class Conversations:
             copy.said = list(conversation.said)
             if conversation.row:
                 # Not ready: the row is a fork itself; its copy of a page waits for the next step.
-                with contextlib.suppress(OutOfRows, OutOfPages, NotReady):
+                with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory, NotReady):
                     row = self._ledger.fork(conversation.row, f"session {copy.number}")
                     self.keep(copy, row, self.kept_len(conversation))
             return copy

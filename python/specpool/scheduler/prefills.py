@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specpool._core import Ledger, Plan
-from specpool.errors import OutOfPages
+from specpool.errors import OutOfMemory, OutOfPages
 from specpool.memory.host.tier import Handle, HostTier
 from specpool.scheduler.request import Request
 from specpool.scheduler.step import Step
@@ -22,6 +22,7 @@ class Prefills:
         keeps_draft_kv: bool,
         host: HostTier | None,
         reclaim: Callable[[OutOfPages], bool],
+        give_up: Callable[[list[Request], OutOfMemory], None],
     ) -> None:
         """There is none; see `Scheduler` for the options.
 
@@ -31,9 +32,11 @@ class Prefills:
             keeps_draft_kv: a chunk of a request that drafts writes draft KV.
             host: what comes back from the host comes from there.
             reclaim: makes pages free that a chunk lacks; False = it cannot.
+            give_up: ends the requests of a chunk that the ledger has no memory for.
         """
         self._ledger, self._prefill_tokens = ledger, prefill_tokens
-        self._keeps_draft_kv, self._host, self._reclaim = keeps_draft_kv, host, reclaim
+        self._keeps_draft_kv, self._host = keeps_draft_kv, host
+        self._reclaim, self._give_up = reclaim, give_up
         self._has_windows = any(group.window is not None for group in ledger.groups)
         self._requests: dict[int, Request] = {}  # by row
 
@@ -107,6 +110,9 @@ class Prefills:
                 if not self._reclaim(shortage):
                     chosen.pop(), ends.pop()
                 continue
+            except OutOfMemory as shortage:
+                self._give_up(chosen, shortage)
+                return None
             for request, end in zip(chosen, ends, strict=True):
                 request.prefilled_len = end
             return plan

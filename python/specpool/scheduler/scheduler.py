@@ -20,6 +20,7 @@ from specpool.arrays import Int32
 from specpool.errors import (
     ConfigError,
     NotReady,
+    OutOfMemory,
     OutOfPages,
     OutOfRows,
     ShapeError,
@@ -117,6 +118,7 @@ class Scheduler:
             keeps_draft_kv=keeps_draft_kv,
             host=host,
             reclaim=self._reclaim,
+            give_up=self._give_up,
         )
         self._needs = PageNeeds(ledger, headroom, self.round_shapes.all_choices)
         self.pins = Pins(ledger)
@@ -229,7 +231,7 @@ class Scheduler:
             ConfigError: the controller chose what it may not; nothing has been prepared.
         """
         while True:
-            was_starved = self._is_starved
+            was_starved, num_requests = self._is_starved, self.num_running + self.num_waiting
             if not was_starved:
                 self._admit()
             chosen = self.round_shapes.choose(self._limits)  # it may raise: before all else
@@ -241,6 +243,8 @@ class Scheduler:
                 return steps
             if was_starved and not self._is_starved:
                 continue  # whoever the pages were kept for has ended
+            if self.num_running + self.num_waiting < num_requests:
+                continue  # some have ended for lack of memory
             if not self._running and not (self._waiting and self.pins):
                 return steps
             self._make_room()
@@ -457,6 +461,10 @@ class Scheduler:
             except OutOfPages as shortage:
                 if not self._reclaim(shortage):
                     return None
+            except OutOfMemory as shortage:
+                if not self._running:  # nobody will give any back
+                    self._give_up([request], shortage)
+                return None
             else:
                 return row, length
 
@@ -492,7 +500,7 @@ class Scheduler:
         while request.siblings:
             sibling, row = request.siblings[0], 0
             if sibling.finish_reason is None and len(self._running) < self._max_batch:
-                with contextlib.suppress(OutOfRows, OutOfPages):
+                with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory):
                     row = self._ledger.fork(request.row, str(sibling.request_id))
             if row:
                 self._start(sibling, row, request.prefilled_len)
@@ -505,7 +513,7 @@ class Scheduler:
         try:
             request.pin = self.pins.take(request.row, request.tokens[: request.prefill_len])
             self.pins.keep(request.pin)
-        except (ShapeError, NotReady) as error:
+        except (ShapeError, NotReady, OutOfMemory) as error:
             request.error = str(error)
         self._end(request, "stop" if request.pin else "error")
 
@@ -558,6 +566,10 @@ class Scheduler:
                     continue
                 self._is_starved = True
                 return None
+            except OutOfMemory as shortage:
+                self._give_up(self._by_row[rows].tolist(), shortage)
+                self._is_starved = False
+                return None
             self._is_starved = False
             return Step(plan, self._by_row[rows].tolist(), choice=self.round_shapes.run())
 
@@ -566,6 +578,12 @@ class Scheduler:
         if self._in_flight and shortage.need <= shortage.free + shortage.fenced:
             return False
         return self.conversations.reclaim(shortage)
+
+    def _give_up(self, requests: list[Request], shortage: OutOfMemory) -> None:
+        """End whom a call was for that the ledger has no memory for: it has changed nothing."""
+        for request in requests:
+            request.error = f"a step was not prepared: {type(shortage).__name__}: {shortage}"
+            self._end(request, "error")
 
     def _make_room(self) -> None:
         """Nothing is in flight and no step finds its pages: somebody has to give some back."""

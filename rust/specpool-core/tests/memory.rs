@@ -7,6 +7,7 @@
 use std::alloc::{GlobalAlloc, Layout as Block, System};
 use std::cell::Cell;
 
+use specpool_core::forward::attention::{Lane, Layer, Scratch, attend};
 use specpool_core::forward::draft_cells::{Drafts, advance_ancestors};
 use specpool_core::forward::mask::{MaskLanes, attention_bias, attention_mask};
 use specpool_core::forward::moves::{SlotLayout, SlotMoves};
@@ -314,6 +315,35 @@ fn a_round_without_memory_is_not_run() {
     let logits: Vec<f32> = (0..N * 100).map(|at| f32::from((at % 31) as u8)).collect();
     pure("sample_tokens", || sample_tokens(&logits, 100, &params));
     pure("sample_margins", || sample_margins(&logits, 100, &params));
+}
+
+#[test]
+fn attention_without_memory_is_not_begun() {
+    const HEADS: usize = 16;
+    let (keys, values, q) = (vec![1.0; 40 * HEADS * 20], vec![2.0; 40 * HEADS * 20], vec![0.5; 9 * HEADS * 20]);
+    let layer = Layer {
+        keys: &keys,
+        values: &values,
+        page_size: 4,
+        kv_heads: HEADS,
+        heads: HEADS,
+        k_dim: 20,
+        v_dim: 20,
+        scaling: 0.1,
+        softcap: None,
+        sinks: None,
+        window: None,
+    };
+    let lane = Lane { pages: &[3, 0, 7], kv_len: 11, q_len: 9, q: &q, bias: None, num_columns: 0 };
+    layer.check().unwrap();
+    layer.check_lane(0, &lane).unwrap();
+    let mut scratch = Scratch::default();
+    pure("attend", || attend(&layer, &lane, 0..HEADS, &mut scratch));
+    assert!(scratch.out().iter().all(|number| (number - 2.0).abs() < 1e-6));
+    // What was reserved is not asked for again.
+    let mut scratch = Scratch::default();
+    pure("reserve", || scratch.reserve(&layer, 9, HEADS));
+    with(0, || attend(&layer, &lane, 0..HEADS, &mut scratch)).unwrap();
 }
 
 #[test]

@@ -2,18 +2,22 @@
 #![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread::Builder;
 
 use pyo3::prelude::*;
 use specpool_core::forward::attention::{Lane, Layer, Scratch, attend, store};
+use specpool_core::{Result, memory};
 
-use crate::arrays::{Input, Output, ShapeInt, at_least, expect_dims};
+use crate::arrays::{Input, Output, ShapeInt, at_least, expect_apart, expect_dims};
 use crate::errors::{shape_error, to_py};
 
 /// Reads below which other Python threads wait rather than take turns with this one.
 const BRIEF_BYTES: usize = 256 << 10;
 /// Reads that are worth a thread of their own.
 const THREAD_BYTES: usize = 2 << 20;
+/// Threads of a call.
+const MOST_THREADS: usize = 256;
 
 /// Writes new keys and values, then attends to what the pages hold.
 #[pyfunction]
@@ -41,65 +45,134 @@ pub fn attend_pages<'py>(
     sinks: Option<&Bound<'py, PyAny>>,
     num_threads: ShapeInt,
 ) -> PyResult<()> {
-    let (mut keys, mut values) = (Output::<f32, 3>::new("keys", keys)?, Output::<f32, 3>::new("values", values)?);
-    let new_keys = Input::<f32, 3>::new("new_keys", new_keys)?;
-    let new_values = Input::<f32, 3>::new("new_values", new_values)?;
-    let write_slots = Input::<i64, 1>::new("write_slots", write_slots)?;
-    let (q, mut out) = (Input::<f32, 3>::new("q", q)?, Output::<f32, 3>::new("out", out)?);
-    let pages = Input::<i32, 2>::new("pages", pages)?;
-    let (kv_lens, q_lens) = (Input::<i32, 1>::new("kv_lens", kv_lens)?, Input::<i32, 1>::new("q_lens", q_lens)?);
-    let bias = Input::<f32, 3>::optional("bias", bias)?;
-    let sinks = Input::<f32, 1>::optional("sinks", sinks)?;
-    let ([num_slots, kv_heads, k_dim], [_, _, v_dim]) = (keys.dims, values.dims);
-    let ([num_tokens, heads, _], [num_written], [num_lanes, _]) = (q.dims, write_slots.dims, pages.dims);
-    expect_dims("values", values.dims, [num_slots, kv_heads, v_dim])?;
-    expect_dims("new_keys", new_keys.dims, [num_written, kv_heads, k_dim])?;
-    expect_dims("new_values", new_values.dims, [num_written, kv_heads, v_dim])?;
-    expect_dims("q", q.dims, [num_tokens, heads, k_dim])?;
-    expect_dims("out", out.dims, [num_tokens, heads, v_dim])?;
-    expect_dims("kv_lens", kv_lens.dims, [num_lanes])?;
-    expect_dims("q_lens", q_lens.dims, [num_lanes])?;
-    let most = q_lens.slice().iter().copied().max().unwrap_or(0).max(0) as usize;
-    if let Some(bias) = &bias {
-        expect_dims("bias", bias.dims, [num_lanes, most, bias.dims[2]])?;
+    let mut arrays = Arrays {
+        keys: Output::new("keys", keys)?,
+        values: Output::new("values", values)?,
+        out: Output::new("out", out)?,
+        new_keys: Input::new("new_keys", new_keys)?,
+        new_values: Input::new("new_values", new_values)?,
+        write_slots: Input::new("write_slots", write_slots)?,
+        q: Input::new("q", q)?,
+        pages: Input::new("pages", pages)?,
+        kv_lens: Input::new("kv_lens", kv_lens)?,
+        q_lens: Input::new("q_lens", q_lens)?,
+        bias: Input::optional("bias", bias)?,
+        sinks: Input::optional("sinks", sinks)?,
+    };
+    let options = Options {
+        page_size: at_least("page_size", page_size, 1)?,
+        scaling,
+        softcap,
+        window: window.map(|window| at_least("window", window, 1)).transpose()?,
+        num_threads: at_least("num_threads", num_threads, 1)?,
+    };
+    arrays.expect_apart()?;
+    arrays.expect_fitting()?;
+    arrays.attend(py, &options)
+}
+
+struct Options {
+    page_size: usize,
+    scaling: f32,
+    softcap: Option<f32>,
+    window: Option<usize>,
+    num_threads: usize,
+}
+
+struct Arrays<'py> {
+    keys: Output<'py, f32, 3>,
+    values: Output<'py, f32, 3>,
+    out: Output<'py, f32, 3>,
+    new_keys: Input<'py, f32, 3>,
+    new_values: Input<'py, f32, 3>,
+    write_slots: Input<'py, i64, 1>,
+    q: Input<'py, f32, 3>,
+    pages: Input<'py, i32, 2>,
+    kv_lens: Input<'py, i32, 1>,
+    q_lens: Input<'py, i32, 1>,
+    bias: Option<Input<'py, f32, 3>>,
+    sinks: Option<Input<'py, f32, 1>>,
+}
+
+impl Arrays<'_> {
+    /// Refuses what is written where it shares memory.
+    fn expect_apart(&self) -> PyResult<()> {
+        let written = [("keys", self.keys.span()), ("values", self.values.span()), ("out", self.out.span())];
+        let read = [
+            ("new_keys", self.new_keys.span()),
+            ("new_values", self.new_values.span()),
+            ("write_slots", self.write_slots.span()),
+            ("q", self.q.span()),
+            ("pages", self.pages.span()),
+            ("kv_lens", self.kv_lens.span()),
+            ("q_lens", self.q_lens.span()),
+        ];
+        expect_apart(written, read)?;
+        for (name, array) in
+            [("bias", self.bias.as_ref().map(Input::span)), ("sinks", self.sinks.as_ref().map(Input::span))]
+        {
+            if let Some(span) = array {
+                expect_apart(written, [(name, span)])?;
+            }
+        }
+        Ok(())
     }
-    if let Some(slot) = write_slots.slice().iter().find(|&&slot| !(0..num_slots as i64).contains(&slot)) {
-        return Err(shape_error(format!("write_slots must be in [0, {num_slots}), got {slot}")));
+
+    /// Refuses shapes that do not fit together, and slots that are none.
+    fn expect_fitting(&self) -> PyResult<()> {
+        let ([num_slots, kv_heads, k_dim], [_, _, v_dim]) = (self.keys.dims, self.values.dims);
+        let [num_tokens, heads, _] = self.q.dims;
+        let ([num_written], [num_lanes, _]) = (self.write_slots.dims, self.pages.dims);
+        expect_dims("values", self.values.dims, [num_slots, kv_heads, v_dim])?;
+        expect_dims("new_keys", self.new_keys.dims, [num_written, kv_heads, k_dim])?;
+        expect_dims("new_values", self.new_values.dims, [num_written, kv_heads, v_dim])?;
+        expect_dims("q", self.q.dims, [num_tokens, heads, k_dim])?;
+        expect_dims("out", self.out.dims, [num_tokens, heads, v_dim])?;
+        expect_dims("kv_lens", self.kv_lens.dims, [num_lanes])?;
+        expect_dims("q_lens", self.q_lens.dims, [num_lanes])?;
+        if let Some(bias) = &self.bias {
+            expect_dims("bias", bias.dims, [num_lanes, self.most_queries(), bias.dims[2]])?;
+        }
+        if let Some(slot) = self.write_slots.slice().iter().find(|&&slot| !(0..num_slots as i64).contains(&slot)) {
+            return Err(shape_error(format!("write_slots must be in [0, {num_slots}), got {slot}")));
+        }
+        Ok(())
     }
-    let page_size = at_least("page_size", page_size, 1)?;
-    let window = window.map(|window| at_least("window", window, 1)).transpose()?;
-    let num_threads = at_least("num_threads", num_threads, 1)?;
-    let sinks = sinks.as_ref().map(Input::slice);
-    let lanes = lanes_of(
-        q.slice(),
-        heads * k_dim,
-        &pages,
-        kv_lens.slice(),
-        q_lens.slice(),
-        bias.as_ref().map(|bias| (bias.slice(), most, bias.dims[2])),
-    )?;
-    let (keys, values, out) = (keys.slice(), values.slice(), out.slice());
-    let sizes =
-        Layer { keys: &[], values: &[], page_size, kv_heads, heads, k_dim, v_dim, scaling, softcap, sinks, window };
-    let before = Layer { keys, values, ..sizes };
-    before.check().map_err(to_py)?;
-    for (number, lane) in lanes.iter().enumerate() {
-        before.check_lane(number, lane).map_err(to_py)?;
+
+    /// Queries of the lane that has most.
+    fn most_queries(&self) -> usize {
+        self.q_lens.slice().iter().copied().max().unwrap_or(0).max(0) as usize
     }
-    let read_bytes = lanes.iter().map(|lane| before.read_bytes(lane)).sum::<usize>();
-    write(keys, new_keys.slice(), write_slots.slice(), kv_heads * k_dim);
-    write(values, new_values.slice(), write_slots.slice(), kv_heads * v_dim);
-    let layer = Layer { keys, values, ..sizes };
-    let num_threads = num_threads.min(read_bytes / THREAD_BYTES + 1);
-    if read_bytes < BRIEF_BYTES {
-        run(&layer, &lanes, out);
-    } else {
+
+    /// Checks the lanes and takes the memory, then writes and attends.
+    fn attend(&mut self, py: Python<'_>, options: &Options) -> PyResult<()> {
+        let most = self.most_queries();
+        let ([_, kv_heads, k_dim], [_, heads, v_dim]) = (self.keys.dims, self.out.dims);
+        let bias = self.bias.as_ref().map(|bias| (bias.slice(), most, bias.dims[2]));
+        let lanes =
+            lanes_of(self.q.slice(), heads * k_dim, &self.pages, self.kv_lens.slice(), self.q_lens.slice(), bias)?;
+        let (keys, values, out) = (self.keys.slice(), self.values.slice(), self.out.slice());
+        let Options { page_size, scaling, softcap, window, num_threads } = *options;
+        let sinks = self.sinks.as_ref().map(Input::slice);
+        let sizes =
+            Layer { keys: &[], values: &[], page_size, kv_heads, heads, k_dim, v_dim, scaling, softcap, sinks, window };
+        let before = Layer { keys, values, ..sizes };
+        before.check().map_err(to_py)?;
+        for (number, lane) in lanes.iter().enumerate() {
+            before.check_lane(number, lane).map_err(to_py)?;
+        }
+        let read_bytes = lanes.iter().map(|lane| before.read_bytes(lane)).sum::<usize>();
+        let num_threads = num_threads.min(read_bytes / THREAD_BYTES + 1).min(MOST_THREADS);
+        let mut work = Work::new(&before, &lanes, num_threads, out.len()).map_err(to_py)?;
+        write(keys, self.new_keys.slice(), self.write_slots.slice(), kv_heads * k_dim);
+        write(values, self.new_values.slice(), self.write_slots.slice(), kv_heads * v_dim);
+        let layer = Layer { keys, values, ..sizes };
+        if read_bytes < BRIEF_BYTES {
+            return work.run(&layer, &lanes, out).map_err(to_py);
+        }
         // The arrays stay borrowed, and nobody else works on these pages.
-        py.detach(
-            || if num_threads == 1 { run(&layer, &lanes, out) } else { spread(&layer, &lanes, out, num_threads) },
-        );
+        py.detach(|| work.run(&layer, &lanes, out)).map_err(to_py)
     }
-    Ok(())
 }
 
 /// The lanes, whose queries stand one after the other; `bias` is `[B, Q, columns]` with Q and columns.
@@ -113,8 +186,7 @@ fn lanes_of<'a>(
 ) -> PyResult<Vec<Lane<'a>>> {
     let [num_lanes, columns] = pages.dims;
     let mut rest = q;
-    let mut lanes = Vec::new();
-    lanes.try_reserve_exact(num_lanes).map_err(|error| shape_error(format!("{num_lanes} lanes: {error}")))?;
+    let mut lanes = memory::with_room(num_lanes, "lanes").map_err(to_py)?;
     for (number, (&kv_len, &q_len)) in kv_lens.iter().zip(q_lens).enumerate() {
         let (Ok(kv_len), Ok(q_len)) = (usize::try_from(kv_len), usize::try_from(q_len)) else {
             return Err(shape_error(format!("kv_lens and q_lens must be 0 or more, got {kv_len} and {q_len}")));
@@ -144,50 +216,107 @@ fn write(buffer: &mut [f32], new: &[f32], slots: &[i64], width: usize) {
     }
 }
 
-fn run(layer: &Layer, lanes: &[Lane], out: &mut [f32]) {
-    let (mut scratch, mut rest) = (Scratch::default(), out);
-    for lane in lanes {
-        let (mine, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
-        rest = after;
-        attend(layer, lane, 0..layer.kv_heads, &mut scratch);
-        scratch.store(layer, &(0..layer.kv_heads), mine);
+/// Some KV heads of a lane, and where their result comes: `[heads of the range, q_len, v_dim]`.
+struct Task<'a> {
+    lane: usize,
+    kv_heads: Range<usize>,
+    result: &'a mut [f32],
+}
+
+/// All memory that a call needs, taken before anything is written.
+struct Work {
+    /// One for each thread.
+    scratches: Vec<Scratch>,
+    /// KV heads of a task: all, where one thread does it all.
+    heads: usize,
+    /// The results of all tasks, if threads share them.
+    results: Vec<f32>,
+}
+
+impl Work {
+    fn new(layer: &Layer, lanes: &[Lane], num_threads: usize, out_len: usize) -> Result<Self> {
+        let most = lanes.iter().map(|lane| lane.q_len).max().unwrap_or(0);
+        let parts = num_threads.div_ceil(lanes.len().max(1)).min(layer.kv_heads);
+        let heads = layer.kv_heads.div_ceil(parts);
+        let num_threads = num_threads.min(lanes.len() * layer.kv_heads.div_ceil(heads)).max(1);
+        let mut scratches = memory::with_room(num_threads, "attention")?;
+        for _ in 0..num_threads {
+            let mut scratch = Scratch::default();
+            scratch.reserve(layer, most, heads)?;
+            scratches.push(scratch);
+        }
+        let results = memory::zeroed(if num_threads > 1 { out_len } else { 0 }, "attention")?;
+        Ok(Self { scratches, heads, results })
+    }
+
+    fn run(&mut self, layer: &Layer, lanes: &[Lane], out: &mut [f32]) -> Result<()> {
+        if let [scratch] = &mut self.scratches[..] {
+            return run_alone(layer, lanes, out, scratch);
+        }
+        self.spread(layer, lanes)?;
+        let mut done = &self.results[..];
+        let mut rest = out;
+        for lane in lanes {
+            let (mine, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
+            rest = after;
+            for kv_heads in parts(layer, self.heads) {
+                let (result, others) = done.split_at(result_len(layer, lane, &kv_heads));
+                done = others;
+                store(result, layer, &kv_heads, mine);
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `results`, by threads: each takes a task until none is left. Those that cannot start are not needed.
+    fn spread(&mut self, layer: &Layer, lanes: &[Lane]) -> Result<()> {
+        let heads = self.heads;
+        let mut rest = &mut self.results[..];
+        let tasks =
+            lanes.iter().enumerate().flat_map(|(lane, of)| parts(layer, heads).map(move |part| (lane, of, part)));
+        let tasks = Mutex::new(tasks.map(|(lane, of, kv_heads)| {
+            let (result, others) = std::mem::take(&mut rest).split_at_mut(result_len(layer, of, &kv_heads));
+            rest = others;
+            Task { lane, kv_heads, result }
+        }));
+        let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let work = |scratch: &mut Scratch| -> Result<()> {
+            while let Some(Task { lane, kv_heads, result }) = next() {
+                attend(layer, &lanes[lane], kv_heads, scratch)?;
+                result.copy_from_slice(scratch.out());
+            }
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let [first, others @ ..] = &mut self.scratches[..] else { return Ok(()) };
+            for scratch in others {
+                if Builder::new().spawn_scoped(scope, || work(scratch)).is_err() {
+                    break;
+                }
+            }
+            work(first)
+        })
     }
 }
 
-/// As [`run`], by threads of its own: each takes a lane, or some heads of one, until none is left.
-fn spread(layer: &Layer, lanes: &[Lane], out: &mut [f32], num_threads: usize) {
-    let parts = num_threads.div_ceil(lanes.len()).min(layer.kv_heads);
-    let heads = layer.kv_heads.div_ceil(parts);
-    let tasks: Vec<(usize, Range<usize>)> = (0..lanes.len())
-        .flat_map(|lane| {
-            (0..layer.kv_heads).step_by(heads).map(move |first| (lane, first..layer.kv_heads.min(first + heads)))
-        })
-        .collect();
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let (mut scratch, mut done) = (Scratch::default(), Vec::new());
-        while let Some((lane, heads)) = tasks.get(next.fetch_add(1, Ordering::Relaxed)) {
-            attend(layer, &lanes[*lane], heads.clone(), &mut scratch);
-            done.push((*lane, heads.clone(), scratch.out().to_vec()));
-        }
-        done
-    };
-    let done = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..num_threads).map(|_| scope.spawn(work)).collect();
-        let mut done = work();
-        for other in others {
-            done.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
-        done
-    });
-    let mut firsts = Vec::new();
-    let mut first = 0;
+/// The KV heads in runs of so many.
+fn parts(layer: &Layer, heads: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let all = layer.kv_heads;
+    (0..all).step_by(heads).map(move |first| first..all.min(first + heads))
+}
+
+/// Numbers that attention gives for these KV heads of a lane.
+fn result_len(layer: &Layer, lane: &Lane, kv_heads: &Range<usize>) -> usize {
+    kv_heads.len() * (layer.heads / layer.kv_heads) * lane.q_len * layer.v_dim
+}
+
+fn run_alone(layer: &Layer, lanes: &[Lane], out: &mut [f32], scratch: &mut Scratch) -> Result<()> {
+    let mut rest = out;
     for lane in lanes {
-        firsts.push(first);
-        first += lane.q_len * layer.heads * layer.v_dim;
+        let (mine, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
+        rest = after;
+        attend(layer, lane, 0..layer.kv_heads, scratch)?;
+        scratch.store(layer, &(0..layer.kv_heads), mine);
     }
-    firsts.push(first);
-    for (lane, heads, result) in done {
-        store(&result, layer, &heads, &mut out[firsts[lane]..firsts[lane + 1]]);
-    }
+    Ok(())
 }

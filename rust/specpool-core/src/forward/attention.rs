@@ -10,6 +10,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
+use crate::memory;
 
 /// Columns that are scored before their values are added up: both still lie in the nearest cache then.
 const BLOCK: usize = 32;
@@ -59,7 +60,7 @@ pub struct Lane<'a> {
 }
 
 impl Layer<'_> {
-    /// Refuses sizes that do not fit together.
+    /// Refuses sizes that do not fit together, and a softcap of 0 or below.
     ///
     /// # Errors
     /// [`Error::Shape`] names the first.
@@ -81,6 +82,9 @@ impl Layer<'_> {
         let num_slots = self.num_slots();
         same_len("keys", self.keys.len(), num_slots * self.kv_heads * self.k_dim)?;
         same_len("values", self.values.len(), num_slots * self.kv_heads * self.v_dim)?;
+        if let Some(softcap) = self.softcap.filter(|softcap| softcap.is_nan() || *softcap <= 0.0) {
+            return Err(Error::Shape(format!("softcap must be above 0, got {softcap}")));
+        }
         self.sinks.map_or(Ok(()), |sinks| same_len("sinks", sinks.len(), self.heads))
     }
 
@@ -134,6 +138,25 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// Takes the memory for `q_len` queries of so many KV heads: [`attend`] takes none for these, or for fewer.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]
+    pub fn reserve(&mut self, layer: &Layer, q_len: usize, kv_heads: usize) -> Result<()> {
+        let rows = kv_heads * (layer.heads / layer.kv_heads) * q_len;
+        let sizes = [
+            (&mut self.scores, rows * BLOCK),
+            (&mut self.best, rows),
+            (&mut self.sum, rows),
+            (&mut self.out, rows * layer.v_dim),
+        ];
+        for (values, len) in sizes {
+            let more = len.saturating_sub(values.len());
+            memory::room(values, more, "attention")?;
+        }
+        Ok(())
+    }
+
     /// The result of the latest [`attend`], `[heads of the range, q_len, v_dim]`.
     #[must_use]
     pub fn out(&self) -> &[f32] {
@@ -158,9 +181,14 @@ pub fn store(result: &[f32], layer: &Layer, kv_heads: &Range<usize>, out: &mut [
 }
 
 /// Attends for some KV heads of a lane, which [`Layer::check`] and [`Layer::check_lane`] have accepted.
-pub fn attend(layer: &Layer, lane: &Lane, kv_heads: Range<usize>, scratch: &mut Scratch) {
+///
+/// # Errors
+/// [`Error::OutOfMemory`], unless [`Scratch::reserve`] has taken what is needed.
+pub fn attend(layer: &Layer, lane: &Lane, kv_heads: Range<usize>, scratch: &mut Scratch) -> Result<()> {
     thread_local!(static ARCH: Arch = Arch::new());
+    scratch.reserve(layer, lane.q_len, kv_heads.len())?;
     ARCH.with(|arch| arch.dispatch(Attend { layer, lane, kv_heads, scratch }));
+    Ok(())
 }
 
 struct Attend<'a> {
