@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -41,7 +42,7 @@ class Engine:
     """Generates text with a Hugging Face decoder on our pages, an EAGLE head drafting for it.
 
     Use it as a context manager, or call `close`: a model that was passed in gets its own attention
-    back.
+    back. An engine that goes out of scope gives it back too, but says nothing of what fails then.
     """
 
     def __init__(
@@ -66,14 +67,16 @@ class Engine:
         self.ledger, self.cache = parts.ledger, parts.cache
         self.kv_bytes = self.cache.num_bytes
         self._worker, self._host = parts.worker, parts.host
+        # The engine's parts do not hold it: one that goes out of scope ends at once.
+        own = weakref.proxy(self)
         self._scheduler: Scheduler = parts.scheduler(
             parts.controller,
             max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=self._host,
-            token_seconds=lambda: self._loop.token_seconds,
+            token_seconds=lambda: own._loop.token_seconds,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
-            before_release=self._scrub,
+            before_release=lambda request: own._scrub(request),
         )
         self._loop: Loop = parts.loop(self._scheduler, busy_check=config.busy_check)
         self._busy_check = self._loop.busy_check
@@ -90,6 +93,7 @@ class Engine:
             num_pages=[group.num_pages for group in self.ledger.groups],
             max_context_len=self.max_context_len,
         )
+        weakref.finalize(self, target.close).atexit = False  # a process that ends keeps nothing
 
     @classmethod
     def from_pretrained(
