@@ -91,6 +91,7 @@ ENGINE = [
     (["--offload", "always"], "--offload says who goes to host memory: give --host-bytes too"),
     (["--attention", "flash"], "--attention must be one of torch, flashinfer, got 'flash'"),
     (["--graph-sizes", "1;2"], "--graph-sizes must be batch sizes with commas between"),
+    (["--graph-sizes", "1,2"], "--graph-sizes [1, 2] are of CUDA graphs: give --device cuda"),
     (["--headroom", "-1"], "--headroom must be an integer in [0, "),
     (["--busy-check", "3"], "--busy-check must be an integer in [0, 2], got 3"),
     (["--on-finding", "quarantine"], "--on-finding says what a busy check does: give --busy-check"),

@@ -8,7 +8,16 @@ import gc
 import pytest
 import torch
 
-from specpool import ConfigError, CorruptState, Engine, PageStateError, SamplingParams
+from specpool import (
+    ConfigError,
+    CorruptState,
+    Engine,
+    EngineConfig,
+    PageStateError,
+    SamplingParams,
+)
+from specpool.assets import resolve
+from specpool.models import TargetModel
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
@@ -83,8 +92,6 @@ def test_a_session_whose_row_is_refused_is_closed_with_its_engine():
 def test_a_model_in_memory_is_handed_back_all_the_same():
     from transformers import AutoModelForCausalLM
 
-    from specpool.assets import resolve
-
     model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float()
     engine = Engine.from_pretrained(model, max_context_len=64, page_size=4)
     forget(engine)
@@ -99,8 +106,6 @@ def test_a_model_in_memory_is_handed_back_all_the_same():
 
 def model_in_memory():
     from transformers import AutoModelForCausalLM
-
-    from specpool.assets import resolve
 
     return AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"))
 
@@ -148,3 +153,13 @@ def test_an_engine_that_is_gone_leaves_its_successor_alone():
         del first
         gc.collect()
         assert second.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].error is None
+
+
+def test_a_target_of_the_users_own_stays_open_when_its_engine_is_gone():
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as target:
+        for _ in range(2):
+            engine = Engine(target, config=EngineConfig(max_context_len=128))
+            assert engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].error is None
+            del engine
+            gc.collect()
+        assert not target.closed

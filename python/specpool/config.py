@@ -185,6 +185,11 @@ class EngineConfig:
     busy_check: int = field(default_factory=busy_check_of_environment)
     on_finding: OnFinding = "raise"
 
+    def __new__(cls, **fields: object) -> EngineConfig:
+        """Refuse names that are no fields, before `__init__` would with a TypeError."""
+        check_fields(cls, fields)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         if self.shape is not None and not isinstance(self.shape, Shape):
             raise ConfigError(f"shape must be a specpool.Shape or None, got {self.shape!r}")

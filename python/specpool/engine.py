@@ -42,7 +42,7 @@ class Engine:
     """Generates text with a Hugging Face decoder on our pages, an EAGLE head drafting for it.
 
     Use it as a context manager, or call `close`: a model that was passed in gets its own attention
-    back. An engine that goes out of scope gives it back too, but says nothing of what fails then.
+    back. An engine of `from_pretrained` that goes out of scope gives it back too.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class Engine:
             num_pages=[group.num_pages for group in self.ledger.groups],
             max_context_len=self.max_context_len,
         )
-        weakref.finalize(self, target.close).atexit = False  # a process that ends keeps nothing
 
     @classmethod
     def from_pretrained(
@@ -140,7 +139,9 @@ class Engine:
             trust_remote_code=trust_remote_code,
         )
         try:
-            return cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
+            engine = cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
+            weakref.finalize(engine, parts.target.close).atexit = False  # at its end all is gone
+            return engine
         except BaseException:
             parts.target.close()
             raise
@@ -353,7 +354,13 @@ class Engine:
             raise
 
     def unpin(self, pin: Pin) -> None:
-        """Keep a pinned text no longer; requests that run on it go on."""
+        """Keep a pinned text no longer; requests that run on it go on. Twice is once.
+
+        Raises:
+            ConfigError: it is not what `pin` gave.
+        """
+        if not isinstance(pin, Pin):
+            raise ConfigError(f"unpin takes what pin gave, got {pin!r:.80}")
         with self._lock, self._loop.recovering():
             self._scheduler.pins.drop(pin)
 
