@@ -1,4 +1,4 @@
-"""`python -m benches adaptive`: policies that choose a shape for each round, beside every static one.
+"""`python -m benches adaptive`: policies that choose a shape for each round.
 
 Once on a model of text that changes (`adaptive_model`), with the times of rounds measured first,
 and once in engines, all of them on the shipped pair.

@@ -1,4 +1,4 @@
-"""`python -m benches ledger`: a decode step of a batch, beside the usual bookkeeping in plain Python.
+"""`python -m benches ledger`: a decode step of a batch, beside plain Python bookkeeping.
 
 A step is every call that an engine makes: tokens_required, prepare_decode, launch, take_delta,
 ack_delta, resolve, complete, with NumPy arrays. Figures are medians of medians; the two sides take

@@ -1,4 +1,4 @@
-"""`python -m benches reserve`: how many slots a round reserves, by the closed form and by enumeration.
+"""`python -m benches reserve`: slots that a round reserves, by closed form and enumeration.
 
 A figure is `next_allocated - resolved_len` of a row that has `D = overlap_depth` rounds in flight,
 for the next round's claim alone: its true root lies in `[lo, hi] = [r + D, r + D * A]`. Worst and

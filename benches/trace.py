@@ -1,4 +1,4 @@
-"""`python -m benches reserve --trace`: a trace of requests on the same bytes, upstream's way and ours.
+"""`python -m benches reserve --trace`: one trace of requests, upstream's way and ours.
 
 The scheduler and the ledger are the real ones, the device is simulated and has no memory. Upstream:
 placement shared, policy double_buffer, layout holey where P > 1 and K > 1; its requests are

@@ -95,6 +95,37 @@ def test_an_option_of_the_engine_is_refused_with_the_one_that_was_meant():
         Engine.from_pretrained(max_batchs=5)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("page_sise", ": did you mean 'page_size'"), ("gpu_memory_utilization", "; the fields are")],
+)
+def test_a_configuration_names_the_field_that_was_meant(name, says):
+    with pytest.raises(ConfigError, match=f"EngineConfig has no field '{name}'{says}"):
+        EngineConfig(**{name: 3})
+    with pytest.raises(ConfigError, match=f"EngineConfig has no field '{name}'"):
+        dataclasses.replace(EngineConfig(), **{name: 3})
+
+
+def test_a_configuration_is_copied_and_pickled():
+    config = EngineConfig(page_size=4, shape=TREE)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, page_size=8).page_size == 8
+
+
+def test_a_draft_of_none_is_plain_decoding_as_on_the_command_line():
+    with Engine.from_pretrained(draft="none", max_context_len=64) as engine:
+        assert engine.drafter is None
+
+
+def test_unpin_takes_pins_alone(target):
+    engine = Engine(target, config=EngineConfig(max_context_len=64, page_size=4))
+    pin = engine.pin(PROMPTS[0][:8])
+    with pytest.raises(ConfigError, match="unpin takes what pin gave, got 5"):
+        engine.unpin(5)
+    for _ in range(2):
+        engine.unpin(pin)
+
+
 def test_what_takes_the_likeliest_token_may_say_so_twice():
     assert SamplingParams(top_k=1).top_k == 1
 

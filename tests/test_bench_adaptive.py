@@ -1,4 +1,4 @@
-"""`python -m benches adaptive` compares policies and names missed targets; refusals are one line."""
+"""`python -m benches adaptive` compares policies and names missed targets."""
 
 from __future__ import annotations
 

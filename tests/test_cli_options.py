@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from benches.__main__ import app as benches_app
 from specpool import ConfigError
 from specpool.assets import resolve
 from specpool.cli.commands import app
+from specpool.cli.option_groups import PlaceOptions, grouped
 from specpool.cli.option_names import with_option_names
 from specpool.cli.prompt_files import Given, read_prompts
 from test_cli import call
@@ -93,6 +96,7 @@ ENGINE = [
     (["--offload", "always"], "--offload says who goes to host memory: give --host-bytes too"),
     (["--attention", "flash"], "--attention must be one of torch, flashinfer, got 'flash'"),
     (["--graph-sizes", "1;2"], "--graph-sizes must be batch sizes with commas between"),
+    (["--graph-sizes", "1,2"], "--graph-sizes [1, 2] are of CUDA graphs: give --device cuda"),
     (["--headroom", "-1"], "--headroom must be an integer in [0, "),
     (["--busy-check", "3"], "--busy-check must be an integer in [0, 2], got 3"),
     (["--on-finding", "quarantine"], "--on-finding says what a busy check does: give --busy-check"),
@@ -288,6 +292,38 @@ def test_every_option_has_help(capsys):
             assert words in "".join(out.split()), f"{name} {param.name}"
             num_options += 1
     assert num_options > 150
+
+
+def test_the_list_of_commands_is_not_cut(capsys):
+    """Each first sentence stands in it whole, also on a narrow terminal."""
+    for name, command in commands_of():
+        if not getattr(command, "commands", {}):
+            continue
+        for width in ("60", "80"):
+            run = subprocess.run(
+                [sys.executable, "-m", "specpool", *name.split()[1:], "--help"],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "COLUMNS": width},
+                check=True,
+            )
+            words = "".join(run.stdout.split())
+            for each, listed in command.commands.items():
+                first = listed.help.split("\n")[0].split(". ")[0].rstrip(".")
+                assert "".join(first.split()) in words, f"{name} {each} at {width}: {first}"
+
+
+def test_a_group_of_options_stands_where_its_parameter_is():
+    seen = []
+
+    def command(*, first: int = 1, place: PlaceOptions, last: str = "x") -> None:
+        seen.append((first, place, last))
+
+    names = ["first", "dtype", "device", "threads", "trust_remote_code", "last"]
+    assert [*inspect.signature(grouped(command)).parameters] == names
+    grouped(command)(first=2, dtype=None, device="cuda", threads=3, trust_remote_code=True, last="")
+    place = PlaceOptions(device="cuda", threads=3, trust_remote_code=True)
+    assert seen == [(2, place, "")]
 
 
 def test_no_command_prints_the_help():

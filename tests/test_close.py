@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 import pytest
+import torch
 
-from specpool import ConfigError, CorruptState, Engine, PageStateError, SamplingParams
+from specpool import (
+    ConfigError,
+    CorruptState,
+    Engine,
+    EngineConfig,
+    PageStateError,
+    SamplingParams,
+)
+from specpool.assets import resolve
+from specpool.models import TargetModel
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
@@ -81,8 +92,6 @@ def test_a_session_whose_row_is_refused_is_closed_with_its_engine():
 def test_a_model_in_memory_is_handed_back_all_the_same():
     from transformers import AutoModelForCausalLM
 
-    from specpool.assets import resolve
-
     model = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny")).float()
     engine = Engine.from_pretrained(model, max_context_len=64, page_size=4)
     forget(engine)
@@ -93,3 +102,64 @@ def test_a_model_in_memory_is_handed_back_all_the_same():
         engine.close()
     with Engine.from_pretrained(model, max_context_len=64) as second:
         assert second.generate([[1, 2]], PARAMS)[0].finish_reason == "length"
+
+
+def model_in_memory():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny"))
+
+
+@pytest.mark.parametrize("draft", [None, "specpool/tiny-eagle3", "ngram"])
+def test_an_engine_that_goes_out_of_scope_gives_its_model_back(draft):
+    """At once, not at the next collection: the garbage collector is off meanwhile."""
+    model = model_in_memory()
+    attention = model.config._attn_implementation
+    model.train()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            engine = Engine.from_pretrained(model, draft=draft, max_context_len=128)
+            engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+            with engine.open_session() as session:
+                session.append([5, 6, 7], SamplingParams(max_new_tokens=4)).output()
+            del session, engine
+            assert model.config._attn_implementation == attention
+            assert model.training and not any(m._forward_pre_hooks for m in model.modules())
+    finally:
+        gc.enable()
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape[:2] == (1, 3)
+
+
+def test_what_still_runs_keeps_its_engine():
+    model = model_in_memory()
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    stream = Engine.from_pretrained(model, max_context_len=128).stream([5, 6, 7], params)
+    gc.collect()
+    assert list(stream)[-1].finish_reason == "length"
+    session = Engine.from_pretrained(model_in_memory(), max_context_len=128).open_session()
+    gc.collect()
+    assert session.append([5, 6, 7], params).output().finish_reason == "length"
+    session.close()
+
+
+def test_an_engine_that_is_gone_leaves_its_successor_alone():
+    """It was closed before; when it is forgotten, the model is another engine's."""
+    model = model_in_memory()
+    first = Engine.from_pretrained(model, max_context_len=128)
+    first.close()
+    with Engine.from_pretrained(model, max_context_len=128) as second:
+        del first
+        gc.collect()
+        assert second.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].error is None
+
+
+def test_a_target_of_the_users_own_stays_open_when_its_engine_is_gone():
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as target:
+        for _ in range(2):
+            engine = Engine(target, config=EngineConfig(max_context_len=128))
+            assert engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].error is None
+            del engine
+            gc.collect()
+        assert not target.closed

@@ -116,6 +116,14 @@ def test_names_that_are_taken_are_refused():
             register(engine, other)
 
 
+def test_what_is_no_engine_is_refused_and_leaves_the_names_free():
+    registry = CollectorRegistry()
+    with pytest.raises(ConfigError, match="engine must be an Engine, got 5"):
+        register(5, registry)
+    with Engine.from_pretrained(max_context_len=64) as engine:
+        register(engine, registry)
+
+
 def test_engines_with_labels_of_their_own_share_the_names():
     registry = CollectorRegistry()
     options = {"max_context_len": 64}

@@ -24,6 +24,7 @@ from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.memory.page_needs import row_pages, step_pages
 from specpool.models import TargetModel
 from specpool.models.gate import max_context_len
+from specpool.models.names import fetch_config
 from specpool.models.outline import stated_layers
 from specpool.models.plain_config import FAMILIES as PLAIN
 from specpool.models.plain_config import PlainConfig
@@ -744,6 +745,44 @@ def test_a_bad_option_is_one_line(monkeypatch, capsys, args, message):
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--memory", "80GX"], "--memory must be bytes"),
+        (["--workspace", "x"], "--workspace must be bytes"),
+        (["--weights", "x"], "--weights must be bytes"),
+        (["--dtype", "int4"], "--dtype must be one of float32, bfloat16, float16"),
+        (["--shape", "9x9"], "--shape: a shape is chain:S"),
+        (["--headroom", "-1"], "--headroom must be"),
+        (["--max-context-len", "1"], "--max-context-len must be"),
+        (["--page-size", "0"], "--page-size must be"),
+        (["--max-batch", "0"], "--max-batch must be"),
+        (["--depth", "2"], "--depth must be"),
+        (["--output", "5"], "--output needs --prompt"),
+        (["--live", "0"], "--live must be"),
+    ],
+)
+def test_a_bad_option_is_refused_before_the_hub_is_asked(monkeypatch, capsys, args, message):
+    memory = [] if "--memory" in args else ["--memory", "1GiB"]
+    code, _, err = ask(monkeypatch, capsys, "--target", "no/where", *args, *memory)
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_what_the_hub_says_is_not_cut(monkeypatch):
+    """And the first cause of it is told."""
+    import huggingface_hub
+
+    def fails(*_: object) -> None:
+        try:
+            raise OSError("Name or service not known")
+        except OSError as error:
+            raise FileNotFoundError("not found. " + "word " * 50 + "the end.") from error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    with pytest.raises(ConfigError, match=r"the end: Name or service not known\)$"):
+        fetch_config("no/where")
 
 
 def test_bytes_are_read_as_written():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from test_cli import call
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -19,6 +21,28 @@ def test_the_python_example_runs(capsys):
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.count("tokens a round") == 2
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """A table's cells, by what stands before them; figures of time left out."""
+    cells = re.findall(r"^│ (.*?) *│ (.*?) *│ *$", text, re.MULTILINE)
+    timed = {"speed", "plain decoding, in turn", "drafting against plain", "latency, medians"}
+    return {
+        name: re.sub(r"[\d.]+", "_", cell.split(" (")[0]) if name in timed else cell
+        for name, cell in cells
+    }
+
+
+def test_the_picture_is_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    (picture,) = re.findall(r"```text\n(\d.*?)```", README, re.DOTALL)
+    code, out, _ = call(capsys, "generate")
+    assert code == 0
+    assert len(rows_of(picture)) == 14
+    assert rows_of(picture) == rows_of(out)
+    text = [line for line in picture.splitlines() if line[:1] not in {*" .┌│└─", ""}]
+    assert len(text) > 5
+    assert not [line for line in text if line not in out]
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Literal, get_args
 
 from specpool._core import Shape
-from specpool.checks import check_choice, check_int
+from specpool.checks import check_choice, check_fields, check_int
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,6 +135,11 @@ class EngineConfig:
     graph_sizes: tuple[int, ...] | None = None
     busy_check: int = field(default_factory=busy_check_of_environment)
     on_finding: OnFinding = "raise"
+
+    def __new__(cls, **fields: object) -> EngineConfig:
+        """Refuse names that are no fields, before `__init__` would with a TypeError."""
+        check_fields(cls, fields)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if self.shape is not None and not isinstance(self.shape, Shape):

@@ -101,9 +101,9 @@ def register(
         What `registry.unregister` takes, with all its engines.
 
     Raises:
-        ConfigError: prometheus-client is not installed; a label is called `group`, `phase`,
-            `accept_len`, `shape` or `le`; an engine with the same labels is registered, or the
-            names belong to somebody else's collector.
+        ConfigError: not an engine; prometheus-client is not installed; a label is called `group`,
+            `phase`, `accept_len`, `shape` or `le`; an engine with the same labels is registered, or
+            the names belong to somebody else's collector.
     """
     try:
         from prometheus_client import REGISTRY
@@ -112,6 +112,8 @@ def register(
         raise ConfigError(
             "metrics need prometheus-client: pip install 'specpool[metrics]'"
         ) from None
+    if not callable(getattr(engine, "stats", None)):
+        raise ConfigError(f"engine must be an Engine, got {engine!r:.80}")
     fixed = dict(labels or {})
     taken = sorted({"group", "phase", "accept_len", "shape", "le"} & fixed.keys())
     if taken:

@@ -54,7 +54,7 @@ def load(
         raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
     check_tokenizer(tokenizer)
     if isinstance(draft, str):
-        draft = named_drafter(draft) or draft
+        draft = None if draft == "none" else named_drafter(draft) or draft
     if not (draft is None or isinstance(draft, str | PathLike) or hasattr(draft, "propose")) or (
         draft == ""
     ):

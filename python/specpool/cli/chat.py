@@ -57,7 +57,12 @@ def run(job: Job) -> None:
     Raises:
         ConfigError: an option that cannot work.
     """
-    checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
+    checks.check_place(
+        device=job.device,
+        threads=job.threads,
+        dtype=job.dtype,
+        graph_sizes=job.options.get("graph_sizes"),
+    )
     shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
     draft = draft_of(job.target, job.draft)
     checks.engine_config(shape, draft, job.options)
@@ -66,7 +71,7 @@ def run(job: Job) -> None:
     from specpool.engine.engine import Engine
 
     console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
-    with console.status(f"loading {job.target} and {draft}"):
+    with console.status(f"loading {job.target}" + (f" and {draft}" if draft else "")):
         engine = Engine.from_pretrained(
             job.target,
             draft=draft,
@@ -78,7 +83,8 @@ def run(job: Job) -> None:
         )
     with engine:
         talk = Talk(engine, params, console, job.system)
-        talk.tell(f"{job.target}, draft {draft}: /help lists the commands")
+        drafts = f"draft {draft}" if draft else "no draft"
+        talk.tell(f"{job.target}, {drafts}: /help lists the commands")
         if not talk.has_template:
             talk.tell(
                 "the tokenizer has no chat template: what you type is put behind the text as it "

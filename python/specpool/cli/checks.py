@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specpool._core import Shape
@@ -26,13 +26,17 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-def check_place(*, device: str, threads: int, dtype: str | None = None) -> None:
+def check_place(
+    *, device: str, threads: int, dtype: str | None = None, graph_sizes: Sequence[int] | None = None
+) -> None:
     """Raise `ConfigError` unless these can say where a model runs, and in which numbers."""
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device, re.ASCII):
         raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r:.80}")
     check_int("threads", threads, 1, 1 << 10)
+    if graph_sizes and device == "cpu":
+        raise ConfigError(f"graph_sizes {[*graph_sizes]} are of CUDA graphs: give --device cuda")
 
 
 def check_models(target: str, draft: str | None) -> None:

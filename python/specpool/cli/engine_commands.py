@@ -2,76 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from specpool.cli.options import (
-    Adaptive,
-    Attention,
-    BusyCheck,
-    DeviceName,
-    Draft,
-    DtypeName,
-    GraphSizes,
-    Headroom,
-    HostBytes,
-    Json,
-    KvBytes,
-    Layout,
-    MaxContextLen,
-    NumPages,
-    Offload,
-    OnFinding,
-    OverlapDepth,
-    PageSize,
-    Placement,
-    Plot,
-    Policy,
-    PrefillTokens,
-    PromptFile,
-    PromptFormat,
-    PromptIds,
-    PromptText,
-    Seed,
-    ShapeText,
-    Stop,
-    Target,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    TrustRemoteCode,
+from specpool.cli.option_groups import (
+    AttentionOptions,
+    CheckOptions,
+    LayoutOptions,
+    MemoryOptions,
+    ModelOptions,
+    PlaceOptions,
+    PromptOptions,
+    SamplingOptions,
+    engine_options,
+    grouped,
 )
-from specpool.config import HEADROOM
-from specpool.errors import ConfigError
-from specpool.num_bytes import parse_bytes
+from specpool.cli.options import Adaptive, Json, OverlapDepth, Plot, ShapeText, Stop
 
 
+@grouped
 def generate(
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
-    prompt: PromptText = None,
-    prompt_ids: PromptIds = None,
-    prompt_file: PromptFile = None,
-    prompt_format: PromptFormat = None,
+    *,
+    models: ModelOptions,
+    prompts: PromptOptions,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
-    page_size: PageSize = 16,
-    placement: Placement = "split",
-    policy: Policy = "exact",
-    layout: Layout = "auto",
-    dtype: DtypeName = None,
-    device: DeviceName = "cpu",
-    threads: Threads = 1,
-    trust_remote_code: TrustRemoteCode = False,
-    attention: Attention = "torch",
-    graph_sizes: GraphSizes = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
+    pages: LayoutOptions,
+    place: PlaceOptions,
+    reads: AttentionOptions,
+    sampling: SamplingOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Tokens of each text at most.")
     ] = 96,
@@ -88,15 +50,8 @@ def generate(
     mixed_chunks: Annotated[
         bool, typer.Option("--mixed-chunks", help="Chunks share the round's forward of the target.")
     ] = False,
-    prefill_tokens: PrefillTokens = 1024,
-    headroom: Headroom = HEADROOM,
-    max_context_len: MaxContextLen = None,
-    num_pages: NumPages = None,
-    kv_bytes: KvBytes = None,
-    host_bytes: HostBytes = None,
-    offload: Offload = "cost",
-    busy_check: BusyCheck = None,
-    on_finding: OnFinding = "raise",
+    memory: MemoryOptions,
+    checks: CheckOptions,
     compare_ancestry: Annotated[
         bool,
         typer.Option(
@@ -108,90 +63,52 @@ def generate(
 ) -> None:
     """Generate with drafts, then decode plainly on the same pages and compare."""
     from specpool.cli.generate import Job, run
-    from specpool.cli.prompt_files import Given
 
     run(
         Job(
-            target=target,
-            draft=draft,
-            prompts=Given(prompt or [], prompt_ids or [], prompt_file, prompt_format),
+            **asdict(models),
+            **asdict(place),
+            prompts=prompts.given(),
             chat=chat,
             shape=shape,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            trust_remote_code=trust_remote_code,
             compare_ancestry=compare_ancestry,
             json=json,
-            sampling={
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "seed": seed,
-                "n": samples,
-                "stop": tuple(stop or ()),
-            },
+            sampling=asdict(sampling)
+            | {"max_new_tokens": max_new_tokens, "n": samples, "stop": tuple(stop or ())},
             options=engine_options(
-                page_size=page_size,
-                placement=placement,
-                policy=policy,
-                layout=layout,
+                pages,
+                reads,
+                memory,
+                checks,
                 adaptive=adaptive,
-                attention=attention,
                 overlap_depth=overlap_depth,
-                prefill_tokens=prefill_tokens,
-                headroom=headroom,
-                max_context_len=max_context_len,
-                num_pages=num_pages,
-                offload=offload,
-                on_finding=on_finding,
                 max_batch=batch,
                 worker=worker,
                 mixed_chunks=mixed_chunks,
-                kv_bytes=kv_bytes,
-                host_bytes=host_bytes,
-                graph_sizes=graph_sizes,
-                busy_check=busy_check,
             ),
         )
     )
 
 
+@grouped
 def chat(
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
+    *,
+    models: ModelOptions,
     system: Annotated[
         str | None, typer.Option(help="What the model is told first, on a line of its own.")
     ] = None,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
-    page_size: PageSize = 16,
-    placement: Placement = "split",
-    policy: Policy = "exact",
-    layout: Layout = "auto",
-    dtype: DtypeName = None,
-    device: DeviceName = "cpu",
-    threads: Threads = 1,
-    trust_remote_code: TrustRemoteCode = False,
-    attention: Attention = "torch",
-    graph_sizes: GraphSizes = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
+    pages: LayoutOptions,
+    place: PlaceOptions,
+    reads: AttentionOptions,
+    sampling: SamplingOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Tokens of one answer at most.")
     ] = 256,
     stop: Stop = None,
     overlap_depth: OverlapDepth = 0,
-    prefill_tokens: PrefillTokens = 1024,
-    headroom: Headroom = HEADROOM,
-    max_context_len: MaxContextLen = None,
-    num_pages: NumPages = None,
-    kv_bytes: KvBytes = None,
-    host_bytes: HostBytes = None,
-    offload: Offload = "cost",
+    memory: MemoryOptions,
     max_sessions: Annotated[
         int, typer.Option(help="Sessions that keep KV between their turns, at most.")
     ] = 16,
@@ -199,8 +116,7 @@ def chat(
         int | None,
         typer.Option(help="Pages of each group that they keep. [default: all that are free]"),
     ] = None,
-    busy_check: BusyCheck = None,
-    on_finding: OnFinding = "raise",
+    checks: CheckOptions,
 ) -> None:
     """Talk with a model: each turn computes its new tokens only. /help lists the commands.
 
@@ -210,87 +126,31 @@ def chat(
 
     run(
         Job(
-            target=target,
-            draft=draft,
+            **asdict(models),
+            **asdict(place),
             system=system,
             shape=shape,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            trust_remote_code=trust_remote_code,
-            sampling={
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "seed": seed,
-                "stop": tuple(stop or ()),
-            },
+            sampling=asdict(sampling)
+            | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())},
             options=engine_options(
-                page_size=page_size,
-                placement=placement,
-                policy=policy,
-                layout=layout,
+                pages,
+                reads,
+                memory,
+                checks,
                 adaptive=adaptive,
-                attention=attention,
                 overlap_depth=overlap_depth,
-                prefill_tokens=prefill_tokens,
-                headroom=headroom,
-                max_context_len=max_context_len,
-                num_pages=num_pages,
-                offload=offload,
-                on_finding=on_finding,
                 max_sessions=max_sessions,
                 session_pages=session_pages,
-                kv_bytes=kv_bytes,
-                host_bytes=host_bytes,
-                graph_sizes=graph_sizes,
-                busy_check=busy_check,
             ),
         )
     )
 
 
-def engine_options(
-    *,
-    kv_bytes: str | None,
-    host_bytes: str | None,
-    graph_sizes: str | None,
-    busy_check: int | None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Return fields of `EngineConfig`; those given as text become numbers.
-
-    Raises:
-        ConfigError: a text of another form.
-    """
-    if kv_bytes is not None:
-        options["kv_bytes"] = parse_bytes("kv_bytes", kv_bytes)
-    if host_bytes is not None:
-        options["host_bytes"] = parse_bytes("host_bytes", host_bytes)
-    if graph_sizes is not None:
-        options["graph_sizes"] = () if graph_sizes == "none" else _sizes(graph_sizes)
-    if busy_check is not None:
-        options["busy_check"] = busy_check
-    return options
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-        raise ConfigError(
-            f"graph_sizes must be batch sizes with commas between, or none, got {text!r:.80}"
-        )
-    return tuple(int(part) for part in parts)
-
-
+@grouped
 def tune(
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
-    prompt: PromptText = None,
-    prompt_ids: PromptIds = None,
-    prompt_file: PromptFile = None,
-    prompt_format: PromptFormat = None,
+    *,
+    models: ModelOptions,
+    prompts: PromptOptions,
     candidates: Annotated[
         list[str] | None,
         typer.Option(
@@ -304,10 +164,7 @@ def tune(
     tokens: Annotated[int, typer.Option(help="Of each text, whatever ends it.")] = 96,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
     policy: Annotated[str, typer.Option(help="Of the file: cost or ema.")] = "cost",
-    dtype: DtypeName = None,
-    device: DeviceName = "cpu",
-    threads: Threads = 1,
-    trust_remote_code: TrustRemoteCode = False,
+    place: PlaceOptions,
     out: Annotated[
         Path | None, typer.Option(help="Write the configuration, for --adaptive.")
     ] = None,
@@ -316,23 +173,18 @@ def tune(
     plot: Plot = None,
 ) -> None:
     """Find the draft shapes that are worth it on a model and its prompts, by batch size."""
-    from specpool.cli.prompt_files import Given
     from specpool.cli.tune import BATCHES, Job, run
 
     run(
         Job(
-            target=target,
-            draft=draft,
-            prompts=Given(prompt or [], prompt_ids or [], prompt_file, prompt_format),
+            **asdict(models),
+            **asdict(place),
+            prompts=prompts.given(),
             candidates=candidates or [],
             batch_sizes=batch or [*BATCHES],
             num_tokens=tokens,
             repeats=repeats,
             policy=policy,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            trust_remote_code=trust_remote_code,
             out=out,
             force=force,
             json=json,

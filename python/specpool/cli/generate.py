@@ -118,7 +118,12 @@ def run(job: Job) -> None:
     Raises:
         ConfigError: an option that cannot work.
     """
-    checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
+    checks.check_place(
+        device=job.device,
+        threads=job.threads,
+        dtype=job.dtype,
+        graph_sizes=job.options.get("graph_sizes"),
+    )
     shape = shape_of(job.shape)
     if shape is None and job.compare_ancestry:
         shape = ANCESTRY_SHAPE

@@ -52,7 +52,13 @@ def help_if_alone(context: typer.Context) -> None:
 
 
 class NamingGroup(TyperGroup):
-    """A group of commands whose `ConfigError`s name their options."""
+    """A group of commands whose `ConfigError`s name their options, and whose list is not cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each command with its whole first sentence, on as many lines as that takes."""
+        rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.commands]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specpool._core import Shape
-from specpool.checks import check_int
+from specpool.checks import check_choice, check_int
 from specpool.cli.checks import warn
 from specpool.cli.plan_model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
 from specpool.config import EngineConfig
@@ -77,11 +77,12 @@ def plan(question: Question, *, as_json: bool) -> None:
 
 def answered(question: Question) -> Answer:
     """The answer; see `plan` for what is raised."""
+    memory = parse_bytes("memory", question.memory)
+    workspace = parse_bytes("workspace", question.workspace)
+    _check(question)  # before anything is read or fetched
     model = model_of_numbers(question) if question.target is None else model_of_files(question)
     for note in model.notes:
         warn(note)
-    memory = parse_bytes("memory", question.memory)
-    workspace = parse_bytes("workspace", question.workspace)
     kv_bytes = memory - model.weight_bytes - workspace
     if kv_bytes <= 0:
         raise ConfigError(
@@ -93,8 +94,6 @@ def answered(question: Question) -> Answer:
         max_context_len = model.max_context_len
     if max_context_len is None:
         raise ConfigError("plain numbers need --max-context-len")
-    check_int("max_context_len", max_context_len, 2, 1 << 30)
-    check_int("headroom", question.headroom, 0, 1 << 30)
     if model.max_context_len is not None and max_context_len > model.max_context_len:
         raise ConfigError(
             f"max_context_len {max_context_len} is above the model's {model.max_context_len} "
@@ -122,6 +121,33 @@ def answered(question: Question) -> Answer:
             fits = _fits(question, asked, max_context_len, index)
             lines += [Line(text, shape, _named(question, fit, most)) for text, fit in fits]
     return Answer(model, memory, workspace, logits, kv_bytes, sizes, lines)
+
+
+def _check(question: Question) -> None:
+    """Raise `ConfigError` for an option that fits no model."""
+    if question.weights is not None:
+        parse_bytes("weights", question.weights)
+    if question.dtype is not None:
+        check_choice("dtype", question.dtype, tuple(ITEMSIZES))
+    check_int("headroom", question.headroom, 0, 1 << 30)
+    if question.max_context_len is not None:
+        check_int("max_context_len", question.max_context_len, 2, 1 << 30)
+    for text in question.shapes:
+        parse_shape("--shape", text)
+    _config(question, 1 if question.max_batch is None else question.max_batch)
+    _check_lengths(question, question.max_context_len or 1 << 30)
+
+
+def _config(question: Question, max_batch: int) -> EngineConfig:
+    """Return the engine's configuration; raise `ConfigError` for a value out of its range."""
+    return EngineConfig(
+        page_size=question.page_size,
+        placement=question.placement,
+        policy=question.policy,
+        layout=question.layout,
+        overlap_depth=question.overlap_depth,
+        max_batch=max_batch,
+    )
 
 
 def _check_lengths(question: Question, max_context_len: int) -> None:
@@ -208,14 +234,7 @@ def _sizes(
     kv_bytes: int,
     max_batch: int | None,
 ) -> GroupSizes:
-    config = EngineConfig(
-        page_size=question.page_size,
-        placement=question.placement,
-        policy=question.policy,
-        layout=question.layout,
-        overlap_depth=question.overlap_depth,
-        max_batch=1 if max_batch is None else max_batch,
-    )
+    config = _config(question, 1 if max_batch is None else max_batch)
     target_bytes, draft_bytes = model.token_bytes()
 
     def sized(config: EngineConfig) -> GroupSizes:

@@ -385,9 +385,10 @@ def _check_pair(first: object, second: object) -> None:
             )
     assert isinstance(first, RequestOutput) and isinstance(second, RequestOutput)
     if first.prompt_ids != second.prompt_ids:
+        same = common_len(first.prompt_ids, second.prompt_ids)
         raise ConfigError(
-            f"outputs of different prompts cannot be compared: {len(first.prompt_ids)} and "
-            f"{len(second.prompt_ids)} tokens, of prompts {first.index} and {second.index}"
+            f"outputs of different prompts cannot be compared: of {len(first.prompt_ids)} and "
+            f"{len(second.prompt_ids)} tokens the first {same} are the same"
         )
     for name in ("max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop"):
         one, other = getattr(first.params, name), getattr(second.params, name)

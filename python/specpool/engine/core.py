@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specpool.assembly.assembly import Assembly
@@ -46,19 +47,20 @@ class EngineCore:
     """
 
     def __init__(self, parts: Assembly, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Put a scheduler and a loop on the parts of an engine; nothing runs yet."""
+        """Put a scheduler and a loop on the parts of an engine; nothing runs yet.
+
+        No part refers to the core, so that it ends as soon as nobody uses it.
+        """
         target, drafter, config = parts.target, parts.drafter, parts.config
         self.lock = threading.RLock()
         self.tokenizer, self.worker, self.host = tokenizer, parts.worker, parts.host
-        self.ledger, self._cache = parts.ledger, parts.cache
         self.scheduler: Scheduler = parts.scheduler(
             parts.controller,
             max_idle=0 if target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             host=parts.host,
-            token_seconds=lambda: self.loop.token_seconds,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
-            before_release=self._scrub,
+            before_release=partial(scrub_request, parts.ledger, parts.cache),
         )
         self.loop: Loop = parts.loop(self.scheduler, busy_check=config.busy_check)
         self.prompts = Prompts(
@@ -159,6 +161,3 @@ class EngineCore:
                 del self._submitted[number]
             if submitted.on_item is not None:
                 submitted.on_item(number, item)
-
-    def _scrub(self, request: Request) -> None:
-        scrub_request(self.ledger, self._cache, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from os import PathLike
 from types import TracebackType
@@ -40,7 +41,7 @@ class Engine:
     """Generates text with a Hugging Face decoder on our pages, an EAGLE head drafting for it.
 
     Use it as a context manager, or call `close`: a model that was passed in gets its own attention
-    back.
+    back. An engine of `from_pretrained` that goes out of scope gives it back too.
     """
 
     def __init__(
@@ -111,7 +112,11 @@ class Engine:
             trust_remote_code=trust_remote_code,
         )
         try:
-            return cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
+            engine = cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
+            weakref.finalize(
+                engine.core, parts.target.close
+            ).atexit = False  # at its end all is gone
+            return engine
         except BaseException:
             parts.target.close()
             raise
@@ -293,7 +298,13 @@ class Engine:
             raise
 
     def unpin(self, pin: Pin) -> None:
-        """Keep a pinned text no longer; requests that run on it go on."""
+        """Keep a pinned text no longer; requests that run on it go on. Twice is once.
+
+        Raises:
+            ConfigError: it is not what `pin` gave.
+        """
+        if not isinstance(pin, Pin):
+            raise ConfigError(f"unpin takes what pin gave, got {pin!r:.80}")
         with self.core.lock, self.core.loop.recovering():
             self.core.scheduler.pins.drop(pin)
 

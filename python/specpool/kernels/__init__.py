@@ -1,7 +1,7 @@
 """The kernels on torch tensors, one file for each of `cuda/*.cu`: launched, or their CPU twins.
 
 Names and arguments are those of the twins in `specpool.kernels.twins`; all tensors of a call are on
-one device. On a CPU the twin is called with the tensors' memory (`with_twin`); slots are then int64.
+one device. On a CPU the twin is called with the tensors' memory (`with_twin`); its slots are int64.
 (The twins of `gather_kv` and `scatter_kv`, in `specpool.kernels.twin_moves`, take no `Fields`.)
 Outputs are given or allocated with torch. Every argument is checked before the launch: a
 `ShapeError` names it, and nothing is written. Values on the device are not read: the kernels

@@ -1,6 +1,6 @@
 """Launchers of `cuda/tables.cu`: page tables on the device, slots of rows and positions.
 
-Twins: `specpool.kernels.twins`. A twin refuses bad values, such as a row outside the table; a kernel
+Twins: `specpool.kernels.twins`. A twin refuses bad values, such as rows outside the table; a kernel
 leads them to the sink, because device values are not read before a launch.
 """
 

@@ -51,7 +51,6 @@ class Loop:
         busy_check: before each turn.
         clock: seconds by phase.
         peak_pages: most pages of each group that were taken at once.
-        token_seconds: what the prefill of a token takes, of late; 0 = none has run.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Loop:
         self._turns = 0
         self._flying: deque[_Flying] = deque()  # what is on its way, oldest first
         self._num_pages = [group.num_pages for group in ledger.groups]
-        self.clock, self.token_seconds = Clock(), 0.0
+        self.clock = Clock()
         self._num_lost = 0  # steps that failed, or were never launched
         self.peak_pages = [0] * len(self._num_pages)
 
@@ -271,8 +270,9 @@ class Loop:
         plan = steps[0].plan
         if len(steps) == 1 and plan.kind == "extend" and steps[0].handles is None:
             latest = seconds / int((plan.new_len - plan.start).sum())
-            known = self.token_seconds or latest
-            self.token_seconds = known + (latest - known) / _OBSERVED
+            conversations = self.scheduler.conversations
+            known = conversations.token_seconds or latest
+            conversations.token_seconds = known + (latest - known) / _OBSERVED
 
     def _observe_round(self, before: list[Step], steps: list[Step], seconds: float) -> None:
         """Learn what a round takes, from a turn of nothing else.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specpool.assets import EMBEDDED, resolve
 from specpool.checks import check_int
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, one_line
 
 #: Longest n-gram that prompt lookup takes, and the one it takes where none is named.
 MAX_NGRAM, DEFAULT_NGRAM = 32, 4
@@ -87,7 +87,10 @@ def fetch_config(name: str) -> Path:
         logging.set_verbosity(level)
 
 
-def _reason(error: Exception) -> str:
-    """Return the first line of an error that says something, in one line of at most 200 letters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+def _reason(error: BaseException) -> str:
+    """Return what an error says in one line, and what the first error of its chain says."""
+    first = error
+    while (below := first.__cause__ or first.__context__) is not None:
+        first = below
+    text, cause = one_line(error), one_line(first)
+    return text if str(first) in str(error) else f"{text.rstrip('.')}: {cause}"

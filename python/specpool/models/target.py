@@ -162,6 +162,8 @@ class TargetModel:
         """
         wanted = check_dtype(dtype)
         place = None if device is None else _parse_device(device)
+        if not isinstance(source, str | os.PathLike | TargetFolder | nn.Module):
+            raise _no_model(source)
         from transformers import PreTrainedModel
 
         if isinstance(source, PreTrainedModel):
@@ -174,7 +176,7 @@ class TargetModel:
                     target.close()
                     raise ConfigError(f"the model in memory has {name} {has}, not {want}")
             return target
-        if not isinstance(source, str | os.PathLike | TargetFolder):
+        if isinstance(source, nn.Module):
             raise _no_model(source)
         folder = source
         if not isinstance(folder, TargetFolder):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
@@ -30,7 +30,6 @@ class Conversations:
         max_pages: int | None,
         keeps_draft_kv: bool,
         host: HostTier | None = None,
-        token_seconds: Callable[[], float] = float,
     ) -> None:
         """No conversation is open.
 
@@ -40,9 +39,8 @@ class Conversations:
             max_pages: of each group that idle rows may keep for themselves; None = all.
             keeps_draft_kv: a turn that drafts needs the draft's KV too.
             host: where KV goes that is worth it; None = nowhere.
-            token_seconds: what the prefill of a token takes, 0 = not known.
         """
-        self._ledger, self._host, self._token_seconds = ledger, host, token_seconds
+        self._ledger, self._host = ledger, host
         self._max_idle, self._max_pages = max_idle, max_pages
         self._keeps_draft_kv = keeps_draft_kv
         self._idle: dict[int, Conversation] = {}  # by row
@@ -50,6 +48,7 @@ class Conversations:
         self.open: dict[int, Conversation] = {}  # by number
         self._turns: dict[int, Request] = {}  # the latest of each open conversation, by its number
         self.drop_ct = 0  # of all that were ever open
+        self.token_seconds = 0.0  # what the prefill of a token takes; whoever times it writes it
 
     def new(self, tokens: list[int]) -> Conversation:
         """A further conversation, with what has been said in it."""
@@ -187,7 +186,7 @@ class Conversations:
     def release(self, row: int) -> Handle | None:
         """Give a row back whose KV would be of use again: to the host, if that is worth it."""
         host = self._host
-        if host is not None and host.pays(row, self._token_seconds()):
+        if host is not None and host.pays(row, self.token_seconds):
             with contextlib.suppress(NotReady):  # a step of it is under way
                 if (handle := host.offload(row)) is not None:
                     return handle

@@ -66,7 +66,6 @@ class Scheduler:
         max_idle: int = 0,
         idle_pages: int | None = None,
         host: HostTier | None = None,
-        token_seconds: Callable[[], float] = float,
         is_promising: Callable[[list[int]], bool] | None = None,
         controller: Controller | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
@@ -87,7 +86,6 @@ class Scheduler:
             max_idle: rows that conversations keep between their turns, at most.
             idle_pages: pages of each group that these rows may keep for themselves; None = all.
             host: keeps KV of retracted requests and of conversations; None = nobody does.
-            token_seconds: what the prefill of a token takes, 0 = not known.
             is_promising: whether the next round of a row with these tokens is worth drafting; where
                 it is not, the row decodes plainly. None = it always is.
             controller: chooses the shape of each round for requests that leave it to it; None =
@@ -128,7 +126,6 @@ class Scheduler:
             max_pages=idle_pages,
             keeps_draft_kv=keeps_draft_kv,
             host=host,
-            token_seconds=token_seconds,
         )
         self._host = host
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each

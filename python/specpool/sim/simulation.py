@@ -63,12 +63,12 @@ class Simulation:
             max_idle=settings.max_sessions,
             idle_pages=settings.session_pages,
             host=self._host,
-            token_seconds=lambda: 0.3,
             controller=controller,
             before_release=lambda victim: self._laws.check_need(
                 victim, is_flying=bool(self._flying)
             ),
         )
+        self._scheduler.conversations.token_seconds = 0.3
         self.tally = Tally(scenarios=1)
         self._turn = 0
         self._flying: deque[_Flying] = deque()

@@ -1,0 +1,154 @@
+"""Options that several commands share, in groups: a command names a group as one parameter."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from specpool.cli import options as o
+from specpool.cli.prompt_files import Given
+from specpool.config import HEADROOM
+from specpool.errors import ConfigError
+from specpool.num_bytes import parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """The checkpoints."""
+
+    target: o.Target = "specpool/tiny"
+    draft: o.Draft = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The prompts."""
+
+    prompt: o.PromptText = None
+    prompt_ids: o.PromptIds = None
+    prompt_file: o.PromptFile = None
+    prompt_format: o.PromptFormat = None
+
+    def given(self) -> Given:
+        """Return them as `read_prompts` takes them."""
+        return Given(self.prompt or [], self.prompt_ids or [], self.prompt_file, self.prompt_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """Where a round's drafts lie in the pages, and how much it reserves."""
+
+    page_size: o.PageSize = 16
+    placement: o.Placement = "split"
+    policy: o.Policy = "exact"
+    layout: o.Layout = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions:
+    """Where a model runs, and in which numbers."""
+
+    dtype: o.DtypeName = None
+    device: o.DeviceName = "cpu"
+    threads: o.Threads = 1
+    trust_remote_code: o.TrustRemoteCode = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What reads the pages."""
+
+    attention: o.Attention = "torch"
+    graph_sizes: o.GraphSizes = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How a token is drawn."""
+
+    temperature: o.Temperature = 0.0
+    top_k: o.TopK = 0
+    top_p: o.TopP = 1.0
+    seed: o.Seed = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """How much memory there is, and for which lengths."""
+
+    prefill_tokens: o.PrefillTokens = 1024
+    headroom: o.Headroom = HEADROOM
+    max_context_len: o.MaxContextLen = None
+    num_pages: o.NumPages = None
+    kv_bytes: o.KvBytes = None
+    host_bytes: o.HostBytes = None
+    offload: o.Offload = "cost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What is checked while requests run."""
+
+    busy_check: o.BusyCheck = None
+    on_finding: o.OnFinding = "raise"
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of its groups, in the place of the parameters that name them."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {}
+    params: list[inspect.Parameter] = []
+    for param in signature.parameters.values():
+        if is_dataclass(param.annotation):
+            groups[param.name] = param.annotation
+            params += inspect.signature(param.annotation).parameters.values()
+        else:
+            params.append(param)
+    types = {
+        name: kind
+        for group in groups.values()
+        for name, kind in get_type_hints(group, include_extras=True).items()
+    }
+    params = [param.replace(annotation=types.get(param.name, param.annotation)) for param in params]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
+        command(**given)
+
+    run.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
+    run.__annotations__ = {param.name: param.annotation for param in params}
+    return run
+
+
+def engine_options(*groups: Any, **options: Any) -> dict[str, Any]:
+    """Return fields of `EngineConfig`, of groups and one by one; those given as text as numbers.
+
+    Raises:
+        ConfigError: a text of another form.
+    """
+    for group in groups:
+        options |= asdict(group)
+    for name in ("kv_bytes", "host_bytes"):
+        text = options.pop(name)
+        if text is not None:
+            options[name] = parse_bytes(name, text)
+    graph_sizes = options.pop("graph_sizes")
+    if graph_sizes is not None:
+        options["graph_sizes"] = () if graph_sizes == "none" else _sizes(graph_sizes)
+    if options["busy_check"] is None:
+        del options["busy_check"]
+    return options
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        raise ConfigError(
+            f"graph_sizes must be batch sizes with commas between, or none, got {text!r:.80}"
+        )
+    return tuple(int(part) for part in parts)
