@@ -3,9 +3,10 @@
 
 use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
+use specpool_core::memory;
 use specpool_core::tree::build::{Candidates, Tree};
 use specpool_core::tree::sample::{self, SampleParams};
-use specpool_core::{memory, tree, verify};
+use specpool_core::tree::{build, verify};
 
 use crate::arrays::{Input, Output, ShapeInt, Span, array, count, expect_apart, expect_dims, vector};
 use crate::errors::{shape_error, to_py};
@@ -44,7 +45,7 @@ impl<'py> Buffers<'py> {
     fn candidates(&mut self, topk: usize) -> PyResult<Candidates<'_>> {
         let [batch, width] = self.parents.dims;
         let num_steps = width.saturating_sub(1).checked_div(topk).unwrap_or(0);
-        let total = tree::num_candidates(num_steps, topk);
+        let total = build::num_candidates(num_steps, topk);
         expect_dims("candidate_parents", self.parents.dims, [batch, num_steps * topk + 1])?;
         expect_dims("candidate_scores", self.scores.dims, [batch, total])?;
         expect_dims("candidate_tokens", self.tokens.dims, [batch, total])?;
@@ -103,7 +104,7 @@ pub fn organize<'py>(
     buffers.expect_apart([])?;
     let [batch, width] = buffers.parents.dims;
     let organized = buffers.candidates(k)?.organize(n).map_err(to_py)?;
-    let kept = tree::parent_list_width((width - 1) / k, k);
+    let kept = build::parent_list_width((width - 1) / k, k);
     Ok((
         array(py, organized.parent_list, [batch, kept])?,
         array(py, organized.top_scores_index, [batch, n - 1])?,
@@ -135,7 +136,7 @@ pub fn build_tree<'py>(
     let chosen = Input::<i64, 2>::new("top_scores_index", top_scores_index)?;
     let [batch, chosen_len] = chosen.dims;
     expect_dims("parent_list", parent_list.dims, [batch, parent_list.dims[1]])?;
-    let tree = tree::build_tree(parent_list.slice(), chosen.slice(), batch, topk).map_err(to_py)?;
+    let tree = build::build_tree(parent_list.slice(), chosen.slice(), batch, topk).map_err(to_py)?;
     trees(py, tree, batch, chosen_len + 1)
 }
 
