@@ -46,7 +46,7 @@ OPS = {
 }
 
 
-class Injected(Exception):
+class InjectedError(Exception):
     """What a forward or a drafter raises here."""
 
 
@@ -81,10 +81,10 @@ class Life:
             overlap_depth=rng.choice([0, 1]) if worker == "v2" else 0,
             page_size=page_size,
             max_context_len=96,
-            max_batch=rng.choice([1, 2, 4]),
+            max_batch=rng.choice([1, 4, 8]),
             num_pages=-(-rng.choice([128, 192]) // page_size),  # a row and a bit, or two
             prefill_tokens=rng.choice([5, 64]),
-            headroom=rng.choice([0, 8]),
+            headroom=0,
             max_sessions=rng.choice([0, 1, 3]),
             host_bytes=rng.choice([0, 1 << 20]),
             offload="always",
@@ -130,10 +130,10 @@ class Life:
 
     def prompt(self) -> list[int]:
         start = self.rng.choice([[72, 101, 108, 108, 111, 32] * 3, [84, 104, 101, 32], [65] * 20])
-        return start[: self.rng.randint(1, len(start))] + [self.rng.randrange(40, 43)]
+        return [*start[: self.rng.randint(1, len(start))], self.rng.randrange(40, 43)]
 
     def params(self) -> SamplingParams:
-        return SamplingParams(max_new_tokens=self.rng.choice([1, 5, 14, 40]), ignore_eos=True)
+        return SamplingParams(max_new_tokens=self.rng.choice([1, 40, 60]), ignore_eos=True)
 
     def judge(self, prompt: list[int], output: Any) -> None:
         """Also what was given before a request failed is the model's own text."""
@@ -152,11 +152,10 @@ class Life:
             self.judge(self.numbers[number], item)
 
     def submit(self) -> None:
-        prompt = self.prompt()
-        number = self.engine.submit(
-            prompt, self.params(), priority=self.rng.choice([0, 0, 1]), on_item=self.tell
-        )
-        self.numbers[number] = prompt
+        for _ in range(self.rng.randint(1, 4)):
+            prompt, priority = self.prompt(), self.rng.choice([0, 0, 1])
+            number = self.engine.submit(prompt, self.params(), priority=priority, on_item=self.tell)
+            self.numbers[number] = prompt
 
     def append(self) -> None:
         if not self.sessions:
@@ -228,7 +227,8 @@ class Life:
         place = rng.choice(["forward", "propose", *VERBS])
         error = OutOfMemory("no memory for rows: 9 entries of 4 bytes", 36)
         if place in ("forward", "propose"):
-            error = rng.choice([Injected("broken"), MemoryError("no memory"), KeyboardInterrupt()])
+            errors = [InjectedError("broken"), MemoryError("no memory"), KeyboardInterrupt()]
+            error = rng.choice(errors)
         left = [rng.randint(1, 3)]
 
         def fault(met: str) -> BaseException | None:
@@ -244,7 +244,7 @@ class Life:
         try:
             with self.draw_fault() as lines:
                 getattr(self, verb)()
-        except (ConfigError, Injected, MemoryError, KeyboardInterrupt, SpecpoolError) as error:
+        except (ConfigError, InjectedError, MemoryError, KeyboardInterrupt, SpecpoolError) as error:
             if not isinstance(error, ConfigError):
                 assert lines is not None or self.num_faults, error
             # A number that nobody was told is nobody's: `submit` has taken it back.
@@ -313,4 +313,4 @@ def test_lives_of_engines(
         num_faults += life.num_faults
         num_retracted += life.engine._scheduler.num_retracted
     if not LIVES:  # else they prove little
-        assert num_whole > 20 and num_faults > 2 and num_retracted > 1
+        assert min(num_whole, num_faults, num_retracted) > 0, (num_whole, num_faults, num_retracted)
