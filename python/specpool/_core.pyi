@@ -1207,12 +1207,13 @@ def attend_pages(
         bias: [B, max(q_lens), columns], added to the scores. None = query i of a lane sees all
             columns up to `kv_len - q_len + i`.
         window: without a bias, a query sees only so many columns, its own included.
-        softcap: scores become `softcap * tanh(score / softcap)`.
+        softcap: above 0; scores become `softcap * tanh(score / softcap)`.
         sinks: [H], further scores that take part in the softmax only.
-        num_threads: threads to use at most; small reads use one.
+        num_threads: threads to use at most, 256 in any case; small reads use one.
 
     Raises:
         ShapeError: names the argument; nothing is written.
+        OutOfMemory: for the scores and results; nothing is written.
     """
 
 def attention_bias(

@@ -7,6 +7,7 @@ outside itself, and states no sizes far beyond what its weight files hold.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Sequence
@@ -155,7 +156,8 @@ def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any])
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             files = weight_map.values() if isinstance(weight_map, dict) else ()
-            return fetch(sorted({file for file in files if isinstance(file, str)}))
+            names = {file for file in files if isinstance(file, str)}
+            return fetch([glob.escape(name) for name in sorted(names)])  # they are no patterns
         fetch([single])
         if (folder / single).is_file():
             break
