@@ -102,15 +102,16 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     params: list[inspect.Parameter] = []
     for param in signature.parameters.values():
-        if is_dataclass(param.annotation):
-            groups[param.name] = param.annotation
-            params += inspect.signature(param.annotation).parameters.values()
+        group: Any = param.annotation
+        if is_dataclass(group):
+            groups[param.name] = group
+            params += inspect.signature(group).parameters.values()
         else:
             params.append(param)
     types = {
         name: kind
-        for group in groups.values()
-        for name, kind in get_type_hints(group, include_extras=True).items()
+        for each in groups.values()
+        for name, kind in get_type_hints(each, include_extras=True).items()
     }
     params = [param.replace(annotation=types.get(param.name, param.annotation)) for param in params]
 
