@@ -102,10 +102,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     params: list[inspect.Parameter] = []
     for param in signature.parameters.values():
-        group: Any = param.annotation
-        if is_dataclass(group):
-            groups[param.name] = group
-            params += inspect.signature(group).parameters.values()
+        if is_dataclass(param.annotation):
+            groups[param.name] = param.annotation
+            params += inspect.signature(groups[param.name]).parameters.values()
         else:
             params.append(param)
     types = {
