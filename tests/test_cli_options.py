@@ -260,7 +260,13 @@ def test_what_a_plan_lacks_without_transformers_is_said(tmp_path):
 
 def test_the_engines_import_leaves_transformers_alone():
     code = (
-        "import sys\nfrom specpool import Engine\nfrom specpool.models import TargetModel\n"
+        "import sys\nfrom specpool import ConfigError, Engine\n"
+        "from specpool.models import TargetModel\n"
+        "for wrong in (None, 5):\n"
+        "    try:\n"
+        "        Engine.from_pretrained(wrong)\n"
+        "    except ConfigError as error:\n"
+        "        assert 'the target is a folder' in str(error)\n"
         "print([name for name in ('transformers', 'tokenizers') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

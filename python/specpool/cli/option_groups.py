@@ -104,13 +104,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     for param in signature.parameters.values():
         if is_dataclass(param.annotation):
             groups[param.name] = param.annotation
-            params += inspect.signature(param.annotation).parameters.values()
+            params += inspect.signature(groups[param.name]).parameters.values()
         else:
             params.append(param)
     types = {
         name: kind
-        for group in groups.values()
-        for name, kind in get_type_hints(group, include_extras=True).items()
+        for each in groups.values()
+        for name, kind in get_type_hints(each, include_extras=True).items()
     }
     params = [param.replace(annotation=types.get(param.name, param.annotation)) for param in params]
 
