@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from specpool.engine.engine.output import Chunk
 
 from conftest import assert_no_page_leaked
 from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.engine.output import Chunk
 from specpool.errors import OutOfMemory, SpecpoolError
 from specpool.models import TargetModel
 from test_ctrl_c import Interrupter
