@@ -26,10 +26,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from benches.__main__ import main as run_bench
 from specpool.adaptive import AdaptiveConfig
 from specpool.cli import main
 
 ROOT = Path(__file__).parent.parent
+BENCHES = ["python", "-m", "benches"]
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in (
@@ -116,10 +118,10 @@ def run(words: list[str], document: str) -> Iterator[int]:
             yield subprocess.run(
                 command, env=os.environ | {found[1]: found[2]}, stdout=subprocess.DEVNULL
             ).returncode
-        elif words[0] == "specpool":
-            patch.setattr(sys, "argv", words)
+        elif words[0] == "specpool" or words[:3] == BENCHES:
+            patch.setattr(sys, "argv", words if words[0] == "specpool" else words[2:])
             try:
-                main()
+                (main if words[0] == "specpool" else run_bench)()
             except SystemExit as error:
                 yield int(error.code or 0)
             else:
@@ -181,24 +183,27 @@ def parse(words: list[str]) -> Iterator[int]:
         yield 0
     else:
         assert words[0] == "specpool", f"nobody checks {words[0]}"
-        parse_options(words[1:])
+        parse_options(words)
         yield 0
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The `specpool` command that the words begin with, and the words behind it."""
+    """The command that the words begin with, `specpool` or a benchmark, and the words behind it."""
     import typer
 
+    from benches.__main__ import app as benches
     from specpool.cli.commands import app
 
-    command: Any = typer.main.get_command(app)
+    is_bench = words[:3] == BENCHES
+    words = words[3 if is_bench else 1 :]
+    command: Any = typer.main.get_command(benches if is_bench else app)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     return command, words
 
 
 def parse_options(words: list[str]) -> None:
-    """Parse the words of a `specpool` command, as it would itself before it runs."""
+    """Parse the words of a command, as it would itself before it runs."""
     command, rest = command_of(words)
     command.make_context("specpool", list(rest))
 
@@ -208,7 +213,7 @@ def inline_commands() -> list[tuple[str, str]]:
     found = set()
     for document in DOCUMENTS:
         text = FENCE.sub("", (ROOT / document).read_text(encoding="utf-8"))
-        for span in re.findall(r"`((?:specpool|make) [^`]*)`", text):
+        for span in re.findall(r"`((?:specpool|make|python -m benches) [^`]*)`", text):
             if not re.search(r"[A-Z]$|\.\.\.", span):
                 found.add((document, " ".join(span.split())))
     return sorted(found)
@@ -221,7 +226,7 @@ def test_commands_in_the_text_exist(document, command):
     if words[0] == "make":
         assert list(parse(words)) == [0]
         return
-    found, rest = command_of(words[1:])
+    found, rest = command_of(words)
     options = {name for param in found.params for name in (*param.opts, *param.secondary_opts)}
     assert {word for word in rest if word.startswith("-")} <= {*options, "--help"}
 
