@@ -7,6 +7,7 @@ slows both. Ratios of wall time and of the process's CPU time are given.
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import statistics
 import time
@@ -43,7 +44,7 @@ def rows_of(
     repeats: int,
 ) -> Iterator[Row]:
     """Measure one size of model: decoding, prefill, and requests that come at once."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    _silence()
     theirs = _model(size)
     ours = copy.deepcopy(theirs)
     most = theirs.config.max_position_embeddings - (repeats + 2) * WINDOW
@@ -60,6 +61,17 @@ def rows_of(
     if num_requests:
         most = min(512, most // 2)
         yield from _requests(size, ours, theirs, num_requests, most, repeats)
+
+
+def _silence() -> None:
+    """Have transformers write nothing: what runs here, and how well, the figures say."""
+    for quieten in (
+        transformers.logging.set_verbosity_error,
+        transformers.logging.disable_progress_bar,
+    ):
+        quieten()  # type: ignore[no-untyped-call]
+    # It has a level of its own, and says as an error that psutil is missing.
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
 
 def _model(size: str) -> Any:
@@ -192,7 +204,10 @@ def _no_forward(
 
 
 class _Cached:
-    """transformers' `generate`, going on from a cache of random keys and values."""
+    """transformers' `generate`, going on from a cache of random keys and values.
+
+    Its texts grow from turn to turn as ours do, so that both read as much.
+    """
 
     def __init__(self, model: Any, prompts: list[list[int]]) -> None:
         self._model, self._len = model, max(map(len, prompts))
@@ -222,6 +237,9 @@ class _Cached:
             pad_token_id=0,
             streamer=marks,
         )
+        self._len += WINDOW
+        pad = torch.nn.functional.pad
+        self._ids, self._mask = pad(self._ids, (0, WINDOW)), pad(self._mask, (0, WINDOW), value=1)
         self._cache.crop(self._len - 1 - self._cache.get_seq_length())
         (first, first_cpu), (last, last_cpu) = marks.times[1], marks.times[-1]
         return last - first, last_cpu - first_cpu

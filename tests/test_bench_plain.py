@@ -24,7 +24,7 @@ def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:
 def test_every_figure_stands_beside_transformers(monkeypatch, capsys) -> None:
     options = "--size tiny --batch 2 --context 40 --prompt 90 --requests 4 --repeats 1 --json"
     code, out, err = bench(monkeypatch, capsys, options)
-    assert code == 0, err
+    assert (code, err) == (0, "")
     found = json.loads(out)
     names = [row["name"] for row in found["results"]]
     assert names[:4] == [
@@ -54,6 +54,20 @@ def test_used_pages_lie_in_no_order() -> None:
         ledger.abort(row)
     steps = [after - before for before, after in itertools.pairwise(pages)]
     assert len(pages) == 8 and sum(abs(step) != 1 for step in steps) >= 4
+
+
+def test_both_sides_read_as_much_in_each_turn() -> None:
+    model = plain_runs._model("tiny")
+    prompts = plain_runs._tokens(2, 20, model.config.vocab_size)
+    theirs = plain_runs._Cached(model, prompts)
+    with plain_runs._engine(plain_runs._model("tiny"), 2, 60) as engine:
+        ours = plain_runs._Running(engine, prompts, 30)
+        for _ in range(3):
+            (length,) = set(engine.ledger.resolved_len[1:3].tolist())
+            assert theirs._cache.get_seq_length() + 1 == length
+            ours.window()
+            theirs.window()
+        ours.stop()
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def _reads(view: AttentionView, window: int | None) -> _Reads:
 
 def _new_reads(view: AttentionView, window: int | None, width: int) -> _Reads:
     pages = view.read_pages.int().contiguous().numpy()
-    q_lens = np.broadcast_to(np.asarray(view.q_lens, np.int32), len(pages)).copy()
+    q_lens = np.empty(len(pages), np.int32)
+    q_lens[:] = view.q_lens
     kv_lens, bias = view.kv_lens, None
     if view.decode_len is not None:
         kv_lens = np.full(len(pages), view.decode_len, np.int32)

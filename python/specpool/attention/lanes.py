@@ -65,7 +65,7 @@ class Lanes:
         """The same rows with one token each, `step` positions further on, or back."""
         return Lanes(self.rows, self.seq_lens.ahead(step) if step else self.seq_lens, 1)
 
-    @cached_property
+    @property
     def most(self) -> int:
         """The least length that no lane's tokens reach beyond."""
         return int((self.seq_lens.hi + self.widths).max())
@@ -137,7 +137,9 @@ class Lanes:
             counts = torch.full_like(self.starts, self.widths)
             hi = np.full_like(self.seq_lens.hi, self.widths)
             slots = kernels.slot_ranges(*place, self.starts, counts, hi=hi)
-        return (slots if self.padding is None else slots.masked_fill(self.padding, 0)).long()
+        if self.lens is not None and self.padding is not None:
+            slots = slots.masked_fill(self.padding, 0)
+        return slots.long()
 
 
 def causal_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:

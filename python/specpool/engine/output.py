@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
@@ -54,23 +55,21 @@ class Report:
     def news(self) -> Iterator[Chunk | RequestOutput]:
         """What came since the last time: a chunk, and the output once it is done."""
         request, start = self._request, self._num_told
-        if self._is_done:
+        done, num_tokens = request.finish_reason is not None, request.num_output_tokens
+        if self._is_done or (num_tokens <= start and not done):
             return
-        if request.num_output_tokens <= start and request.finish_reason is None:
-            return
-        done = request.finish_reason is not None
-        self._num_told = max(start, request.num_output_tokens)
+        self._num_told = max(start, num_tokens)
         ids = request.tokens[request.prompt_len + start :]
-        new = list(zip(ids, self._take_flags(len(ids)), strict=True))
+        new = zip(ids, self._take_flags(len(ids)), strict=True)
         pieces = []
-        for from_draft, run in itertools.groupby(new, key=lambda pair: pair[1]):
+        for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
             tokens = _visible([token for token, _ in run], request)
             pieces.append((self._text.push(tokens), from_draft))
         if done:
             pieces.append((self._text.push([], last=True), False))
         pieces = [piece for piece in pieces if piece[0]]
-        if new or pieces:
-            yield Chunk(request.index, request.sample, [token for token, _ in new], pieces)
+        if ids or pieces:
+            yield Chunk(request.index, request.sample, ids, pieces)
         # Who took the chunk may have raised, or asked for news in between.
         if done and not self._is_done:
             yield output_of(request, self._tokenizer)

@@ -21,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CPU = torch.device("cpu")
+_PLACED = (Tensor, Fields)  # a union of types takes longer to check, in every call
 
 
 def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -39,12 +40,13 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
 
         @functools.wraps(launcher)
         def run(*args: P.args, **options: P.kwargs) -> R:
-            by_name = names[len(args) :]
-            if len(args) > len(names) or not options.keys() >= set(by_name):
-                return launcher(*args, **options)  # Python says which one is missing
-            args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
+            if len(args) != len(names):
+                by_name = names[len(args) :]
+                if len(args) > len(names) or not options.keys() >= set(by_name):
+                    return launcher(*args, **options)  # Python says which one is missing
+                args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
             first: object = args[place]
-            if runs_kernels(first.device if isinstance(first, Tensor | Fields) else _CPU):
+            if runs_kernels(first.device if isinstance(first, _PLACED) else _CPU):
                 return launcher(*args, **options)
             out = options.pop("out", None)
             options.pop("hi", None)
@@ -64,7 +66,10 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
 
         def as_array(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return _memory(value)
+                try:
+                    return value.numpy()
+                except TypeError:
+                    return _converted(value)
             if isinstance(value, np.ndarray):
                 raise ShapeError(
                     f"{launcher.__name__} takes a tensor where it got an ndarray; arrays are for "
@@ -77,14 +82,12 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
     return decorate
 
 
-def _memory(tensor: Tensor) -> Any:
-    try:
-        return tensor.numpy()
-    except TypeError:
-        if tensor.device.type != "cpu":
-            where = f"one is on {tensor.device}"
-            raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
-        return tensor.float().numpy()  # NumPy knows no bfloat16; only logits come as such
+def _converted(tensor: Tensor) -> Any:
+    """Return what NumPy cannot see in place: it knows no bfloat16; only logits come as such."""
+    if tensor.device.type != "cpu":
+        where = f"one is on {tensor.device}"
+        raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
+    return tensor.float().numpy()
 
 
 def _into(out: Any, results: Any) -> Any:

@@ -75,6 +75,9 @@ class Forward:
         """
         self._target, self._cache = target, cache
         self._groups = list(target_groups)
+        # Of each layer with attention: its number, its cells, and its group
+        layers = zip(target.kv_layers, cache.keys, cache.values, target_groups, strict=False)
+        self._layers = list(layers)  # behind the target's come the drafter's
         self._feature_layers = tuple(feature_layers)
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
@@ -135,9 +138,4 @@ class Forward:
 
     def _kv(self, views: Mapping[int, View]) -> dict[int, tuple[Tensor, Tensor, View]]:
         """What each layer with attention reads and writes."""
-        return {
-            layer: (self._cache.keys[i], self._cache.values[i], views[group])
-            for i, (layer, group) in enumerate(
-                zip(self._target.kv_layers, self._groups, strict=True)
-            )
-        }
+        return {layer: (keys, values, views[g]) for layer, keys, values, g in self._layers}

@@ -69,10 +69,10 @@ class PendingStep:
         if self._counted:
             tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
             not_finite = packed[:, -1].astype(bool).tolist()
-        else:
-            tokens, lens = packed.tolist(), np.ones(len(packed), np.int32)
-            not_finite = (packed[:, 0] < 0).tolist()
-        kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
+            kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
+        else:  # one token each
+            kept = tokens = packed.tolist()
+            lens, not_finite = np.ones(len(packed), np.int32), [lane[0] < 0 for lane in tokens]
         if self._done is not None:
             lanes = zip(kept, self._done, strict=True)
             kept = [lane if done or lane[0] < 0 else [] for lane, done in lanes]

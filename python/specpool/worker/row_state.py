@@ -48,7 +48,10 @@ class RowState:
 
         self.device = device
         self.seq_lens, self.root_tokens = state(torch.int32), state(torch.int64)
-        self._copy = Download(self.seq_lens) if needs_host_lengths else None
+        # On a CPU the host reads the lengths themselves.
+        late = needs_host_lengths and device.type != "cpu"
+        self._needs_host_lengths = needs_host_lengths
+        self._copy = Download(self.seq_lens) if late else None
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
         self._top_k, self._seeds = state(torch.int32), state(torch.int64)
         # Temperature, top_k, top_p and draw that take the likeliest token, for any step's nodes
@@ -68,7 +71,7 @@ class RowState:
         starts = torch.clamp(self.seq_lens.index_select(0, on_device), least, most)
         copy = self._copy
         lens = SeqLens(starts, lo, hi, None if copy is None else lambda: copy.array()[rows])
-        if copy is not None:
+        if self._needs_host_lengths:
             lens.refresh_seq_lens_cpu(sync=True)
         return Lanes(on_device, lens, 1)
 
@@ -113,7 +116,7 @@ class RowState:
         Args:
             lanes: B of them.
             logits: [B * n, V], n nodes per lane.
-            positions: int64 [B, n], of the tokens that are drawn.
+            positions: int32 [B, n], of the tokens that are drawn.
             greedy: every lane takes the likeliest token.
 
         Returns:
@@ -131,6 +134,6 @@ class RowState:
                 state.index_select(0, each)
                 for state in (self._temperature, self._top_p, self._top_k, self._seeds)
             )
-            uniforms = kernels.uniform(seeds, positions.reshape(-1))
+            uniforms = kernels.uniform(seeds, positions.reshape(-1).long())
             parameters = (temperature, top_k, top_p, uniforms)
         return kernels.sample_tokens(logits, *parameters).view(positions.shape)

@@ -172,7 +172,7 @@ class EagleWorker:
         greedy = _greedy(requests)
 
         def finish(output: TargetOutput) -> Iterator[Outcome]:
-            positions = new_lens.long().unsqueeze(1)
+            positions = new_lens.unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             if self._has_windows:  # the last token need not see what is no number
                 spoiled = _not_finite(lanes, output.hidden)
@@ -223,7 +223,7 @@ class EagleWorker:
             for part in parts:
                 size = part.positions.numel()
                 logits = output.logits[part.first : part.first + size]
-                positions = part.positions.long() + 1
+                positions = part.positions + 1
                 drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
                 if part.is_broken is not None:  # its walk ends at the root
                     drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
@@ -254,7 +254,7 @@ class EagleWorker:
 
         def finish(output: TargetOutput) -> Iterator[Outcome]:
             new_lens = lanes.starts + 1
-            positions = new_lens.long().unsqueeze(1)
+            positions = new_lens.unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             self._state.put(lanes, new_lens, drawn[:, 0])
             yield Outcome(drawn, False, output.logits)
@@ -266,17 +266,21 @@ class EagleWorker:
 
     def _catch_up(self, plan: Plan) -> None:
         """Let the drafter make up for the plain rounds of rows that draft again."""
+        if self._patient is None:
+            return
         late = self._late[plan.rows] & (plan.shapes > 0)
-        if self._patient is not None and late.any():
+        if late.any():
             lanes = self._state.lanes(plan.rows, plan.lo, plan.hi).filter(late)
             self._patient.catch_up(lanes, self._state.root_tokens.index_select(0, lanes.rows))
 
     def _note(self, plan: Plan) -> None:
         """Which rows are late behind a round that was launched."""
+        if self._patient is None:
+            return
         if plan.shapes.any():
             self._late[plan.rows] = False
         elif plan.writes_draft:
-            self._late[plan.rows] = self._patient is not None
+            self._late[plan.rows] = True
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
         """The runs of lanes that share a shape, each with its trees."""

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Arch, Scalar, Simd, WithSimd};
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
@@ -201,9 +201,26 @@ struct Attend<'a> {
 impl WithSimd for Attend<'_> {
     type Output = ();
 
+    /// Heads of the usual sizes get code of their own, whose loops over a head are written out.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { layer, lane, kv_heads, scratch } = self;
+        let dims = |dim| Layer { k_dim: dim, v_dim: dim, ..*self.layer };
+        match (self.layer.k_dim, self.layer.v_dim) {
+            (32, 32) => self.run(simd, &dims(32)),
+            (64, 64) => self.run(simd, &dims(64)),
+            (128, 128) => self.run(simd, &dims(128)),
+            _ => {
+                let layer = self.layer;
+                self.run(simd, layer);
+            }
+        }
+    }
+}
+
+impl Attend<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S, layer: &Layer) {
+        let Self { lane, kv_heads, scratch, .. } = self;
         let groups = layer.heads / layer.kv_heads;
         let rows = kv_heads.len() * groups * lane.q_len;
         scratch.scores.resize(rows * BLOCK, 0.0);
@@ -222,7 +239,7 @@ impl WithSimd for Attend<'_> {
             }
             let block = Block { slots: &slots[..count], first };
             score(simd, layer, lane, &kv_heads, &block, &mut scratch.scores);
-            soften(lane, layer, &block, 0..rows, scratch);
+            soften(simd, lane, layer, &block, 0..rows, scratch);
             fetch(layer, &kv_heads, &block, &mut scratch.fetched);
             for (place, head) in kv_heads.clone().enumerate() {
                 let rows = place * groups * lane.q_len..(place + 1) * groups * lane.q_len;
@@ -306,7 +323,7 @@ fn dot<S: Simd>(simd: S, a: &[f32], b: &[f32]) -> f32 {
 
 /// Makes weights of the scores, and corrects what was added up before.
 #[inline(always)]
-fn soften(lane: &Lane, layer: &Layer, block: &Block, rows: Range<usize>, scratch: &mut Scratch) {
+fn soften<S: Simd>(simd: S, lane: &Lane, layer: &Layer, block: &Block, rows: Range<usize>, scratch: &mut Scratch) {
     let count = block.slots.len();
     for row in rows {
         let scores = &mut scratch.scores[row * BLOCK..][..BLOCK];
@@ -329,15 +346,13 @@ fn soften(lane: &Lane, layer: &Layer, block: &Block, rows: Range<usize>, scratch
         let best = greatest.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         // Nothing is seen so far, or what is seen is no number, which has to show.
         let base = if best == f32::NEG_INFINITY { 0.0 } else { best };
-        let mut sums = [0.0; 8];
-        for part in scores.as_chunks_mut::<8>().0 {
-            for (sum, score) in sums.iter_mut().zip(part) {
-                *score = exp(*score - base);
-                *sum += *score;
-            }
+        let (bases, mut sums) = (simd.splat_f32s(base), simd.splat_f32s(0.0));
+        for part in S::as_mut_simd_f32s(scores).0 {
+            *part = exp(simd, simd.sub_f32s(*part, bases));
+            sums = simd.add_f32s(sums, *part);
         }
-        let correction = exp(scratch.best[row] - base);
-        scratch.sum[row] = scratch.sum[row] * correction + sums.iter().sum::<f32>();
+        let correction = exp_of(scratch.best[row] - base);
+        scratch.sum[row] = scratch.sum[row] * correction + simd.reduce_sum_f32s(sums);
         scratch.best[row] = best;
         if correction < 1.0 {
             for value in &mut scratch.out[row * layer.v_dim..][..layer.v_dim] {
@@ -407,8 +422,8 @@ fn finish(layer: &Layer, lane: &Lane, kv_heads: &Range<usize>, scratch: &mut Scr
         if let Some(sinks) = layer.sinks {
             let sink = sinks[kv_heads.start * groups + row / lane.q_len];
             let best = scratch.best[row].max(sink);
-            factor = exp(scratch.best[row] - best);
-            sum = sum * factor + exp(sink - best);
+            factor = exp_of(scratch.best[row] - best);
+            sum = sum * factor + exp_of(sink - best);
         }
         let factor = if sum == 0.0 { 0.0 } else { factor / sum };
         for value in out {
@@ -417,36 +432,45 @@ fn finish(layer: &Layer, lane: &Lane, kv_heads: &Range<usize>, scratch: &mut Scr
     }
 }
 
-/// `e^x` for x of 0 or below, to about 1e-7 of itself; 0 where that is below the least normal number. Without branches,
-/// so that a loop over it becomes vector instructions (the polynomial is Cephes' `expf`).
+/// `e^x` for x of 0 or below, to about 1e-7 of itself; 0 where that is below the least normal number (the polynomial is
+/// Cephes' `expf`).
 #[inline(always)]
-fn exp(x: f32) -> f32 {
+fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to whole numbers
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let whole = shifted - ROUND;
-    let rest = x - whole * 0.693_359_4 + whole * 2.121_944_4e-4;
-    let mut sum = 1.987_569_1e-4;
-    for term in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
-        sum = sum * rest + term;
+    let splat = |number| simd.splat_f32s(number);
+    let shifted = simd.add_f32s(simd.mul_f32s(x, splat(std::f32::consts::LOG2_E)), splat(ROUND));
+    let whole = simd.sub_f32s(shifted, splat(ROUND));
+    let rest = simd.mul_add_e_f32s(whole, splat(-0.693_359_4), x);
+    let rest = simd.mul_add_e_f32s(whole, splat(2.121_944_4e-4), rest);
+    let mut sum = splat(1.987_569_1e-4);
+    for term in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5, 1.0, 1.0] {
+        sum = simd.mul_add_e_f32s(sum, rest, splat(term));
     }
-    let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
-    let result = (sum * rest * rest + rest + 1.0) * power;
-    if x < -87.0 { 0.0 } else { result }
+    let exponent = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let power = simd.transmute_f32s_u32s(simd.add_u32s(exponent, simd.splat_u32s(127 << 23)));
+    let is_tiny = simd.less_than_f32s(x, splat(-87.0));
+    simd.select_f32s(is_tiny, splat(0.0), simd.mul_f32s(sum, power))
+}
+
+/// `e^x` of one number.
+#[inline(always)]
+fn exp_of(x: f32) -> f32 {
+    exp(Scalar::new(), x)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::exp;
+    use super::exp_of;
 
     #[test]
     fn exp_is_close_below_zero() {
         for step in 0..8_700_u16 {
             let x = -f32::from(step) * 1e-2;
-            let (found, right) = (f64::from(exp(x)), f64::from(x).exp());
+            let (found, right) = (f64::from(exp_of(x)), f64::from(x).exp());
             assert!((found / right - 1.0).abs() < 3e-7, "exp({x}) = {found}, {right}");
         }
-        assert_eq!(exp(0.0).to_bits(), 1.0_f32.to_bits());
-        assert_eq!(exp(f32::NEG_INFINITY).to_bits(), 0);
-        assert!(exp(f32::NAN).is_nan());
+        assert_eq!(exp_of(0.0).to_bits(), 1.0_f32.to_bits());
+        assert_eq!(exp_of(f32::NEG_INFINITY).to_bits(), 0);
+        assert!(exp_of(f32::NAN).is_nan());
     }
 }
