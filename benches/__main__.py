@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from specpool.cli.app import run_app
-from specpool.cli.option_names import NamingGroup, help_if_alone
-from specpool.cli.options import (
+from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.cli.options.types import (
     DeviceName,
     Json,
     PageSize,

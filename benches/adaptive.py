@@ -25,7 +25,7 @@ from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.assets import corpus
 from specpool.checks import check_int
-from specpool.cli import checks
+from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
 from specpool.cli.tune import CANDIDATES
 from specpool.errors import ConfigError, CorruptState

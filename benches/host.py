@@ -17,9 +17,9 @@ from rich.progress import Progress
 
 from specpool.assets import corpus
 from specpool.checks import check_int
-from specpool.cli import checks
+from specpool.cli.options import checks
+from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
-from specpool.cli.shapes import shape_of
 from specpool.errors import ConfigError, CorruptState
 from specpool.memory.host.tier import Handle, HostTier
 from specpool.sampling_params import SamplingParams

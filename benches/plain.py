@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benches.plain_rows import SIZES, Row
 from specpool.checks import check_int
-from specpool.cli import checks
+from specpool.cli.options import checks
 from specpool.cli.results import check_plot, draw, machine
 from specpool.errors import ConfigError
 

@@ -22,8 +22,8 @@ from eagle_checkpoints import (
     write,
 )
 from specpool.errors import CheckpointError, ConfigError
-from specpool.models.checkpoint import Weights, find_folder, read_config
-from specpool.models.eagle_config import EagleConfig
+from specpool.models.eagle.config import EagleConfig
+from specpool.models.files.checkpoint import Weights, find_folder, read_config
 
 FORMS = ["safetensors", "bin", "sharded safetensors", "sharded bin"]
 

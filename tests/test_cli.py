@@ -15,8 +15,8 @@ import pytest
 import specpool
 from benches.__main__ import main as run_bench
 from specpool.cli import main
-from specpool.cli.printer import MARKS
-from specpool.cli.shapes import shape_of
+from specpool.cli.generate.printer import MARKS
+from specpool.cli.options.shapes import shape_of
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
@@ -116,7 +116,7 @@ def test_accept_length_of_the_shipped_pair():
     """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
     from specpool import Engine, SamplingParams, Shape
     from specpool.assets import corpus
-    from specpool.cli.generate_report import mean_accept_len
+    from specpool.cli.generate.report import mean_accept_len
 
     prompts = corpus.prompts(24)
     for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from specpool.assets import corpus, resolve
-from specpool.cli import generate
+from specpool.cli.generate import generate
 from specpool.worker.worker import EagleWorker
 from test_cli import call
 

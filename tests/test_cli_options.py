@@ -16,9 +16,9 @@ from benches.__main__ import app as benches_app
 from specpool import ConfigError
 from specpool.assets import resolve
 from specpool.cli.commands import app
-from specpool.cli.option_groups import PlaceOptions, grouped
-from specpool.cli.option_names import with_option_names
-from specpool.cli.prompt_files import Given, read_prompts
+from specpool.cli.options.groups import PlaceOptions, grouped
+from specpool.cli.options.names import with_option_names
+from specpool.cli.options.prompts import Given, read_prompts
 from test_cli import call
 
 # Runs commands one after the other in one process: [code, stdout, stderr, heavy modules] of each.

@@ -23,11 +23,11 @@ from specpool.memory.capacity import Fit, Plan
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.memory.page_needs import row_pages, step_pages
 from specpool.models import TargetModel
+from specpool.models.files.names import fetch_config
+from specpool.models.files.plain_config import FAMILIES as PLAIN
+from specpool.models.files.plain_config import PlainConfig
 from specpool.models.gate import max_context_len
-from specpool.models.names import fetch_config
 from specpool.models.outline import stated_layers
-from specpool.models.plain_config import FAMILIES as PLAIN
-from specpool.models.plain_config import PlainConfig
 from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.scheduler.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specpool.models.eagle import EagleHead
+from specpool.models.eagle.head import EagleHead
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_tiny"
 MODULES = ("corpus", "byte_tokenizer", "train_target", "train_head")

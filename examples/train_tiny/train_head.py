@@ -24,7 +24,7 @@ from torch import nn
 from train_target import BATCH_SIZE, training
 from transformers import LlamaForCausalLM
 
-from specpool.models.eagle import EagleHead
+from specpool.models.eagle.head import EagleHead
 
 UNROLL = 4  # steps
 STEP_WEIGHT = 0.8  # step j counts 0.8^j
@@ -101,7 +101,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """A head whose `state_dict` is the published checkpoint. See `specpool.models.eagle`."""
+    """A head whose `state_dict` is the published checkpoint. See `specpool.models.eagle.head`."""
 
     def __init__(self, config: dict[str, Any], kind: Kind, target: LlamaForCausalLM) -> None:
         super().__init__()

@@ -16,13 +16,13 @@ from rich.progress import Progress
 from specpool._core import Shape
 from specpool.assets import corpus, resolve
 from specpool.checks import check_int
-from specpool.cli import checks
-from specpool.cli.generate_report import mean_accept_len
+from specpool.cli.generate.report import mean_accept_len
+from specpool.cli.options import checks
+from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
-from specpool.cli.shapes import shape_of
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
-from specpool.models.names import ngram_of
+from specpool.models.files.names import ngram_of
 from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

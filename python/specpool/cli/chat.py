@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpool.cli import checks
-from specpool.cli.generate import draft_of
-from specpool.cli.interrupt import Interrupt
-from specpool.cli.shapes import shape_of
+from specpool.cli.generate.generate import draft_of
+from specpool.cli.generate.interrupt import Interrupt
+from specpool.cli.options import checks
+from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, SpecpoolError
 from specpool.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ import typer
 import specpool
 from specpool.checks import check_int
 from specpool.cli.engine_commands import chat, generate, tune
-from specpool.cli.option_names import NamingGroup, help_if_alone
-from specpool.cli.options import (
+from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.cli.options.types import (
     Adaptive,
     DeviceName,
     Draft,
@@ -181,8 +181,8 @@ def plan(
     from prompt to last token and never wait for a page, so none is retracted, whatever their drafts
     do. No weights are read.
     """
-    from specpool.cli.plan import plan as run
-    from specpool.cli.plan_model import Question
+    from specpool.cli.plan.model import Question
+    from specpool.cli.plan.plan import plan as run
 
     run(
         Question(

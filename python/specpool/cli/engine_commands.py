@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specpool.cli.option_groups import (
+from specpool.cli.options.groups import (
     AttentionOptions,
     CheckOptions,
     LayoutOptions,
@@ -20,7 +20,7 @@ from specpool.cli.option_groups import (
     engine_options,
     grouped,
 )
-from specpool.cli.options import Adaptive, Json, OverlapDepth, Plot, ShapeText, Stop
+from specpool.cli.options.types import Adaptive, Json, OverlapDepth, Plot, ShapeText, Stop
 
 
 @grouped
@@ -62,7 +62,7 @@ def generate(
     json: Json = False,
 ) -> None:
     """Generate with drafts, then decode plainly on the same pages and compare."""
-    from specpool.cli.generate import Job, run
+    from specpool.cli.generate.generate import Job, run
 
     run(
         Job(

@@ -23,10 +23,10 @@ from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.config import PolicyName
 from specpool.checks import check_choice, check_int
-from specpool.cli import checks
-from specpool.cli.generate import draft_of
-from specpool.cli.generate_report import mean_accept_len
-from specpool.cli.prompt_files import Given, PromptValue, read_prompts
+from specpool.cli.generate.generate import draft_of
+from specpool.cli.generate.report import mean_accept_len
+from specpool.cli.options import checks
+from specpool.cli.options.prompts import Given, PromptValue, read_prompts
 from specpool.cli.results import Result, as_json, check_plot, machine
 from specpool.errors import ConfigError, CorruptState
 from specpool.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from specpool.draft.base import Choosy, Drafter, DraftTree, Patient
 from specpool.draft.eagle import EagleDrafter
 from specpool.draft.ngram import NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
-from specpool.models.names import ngram_of
+from specpool.models.files.names import ngram_of
 
 __all__ = [
     "Choosy",

@@ -18,7 +18,7 @@ from specpool.checks import check_int
 from specpool.draft.base import DraftTree
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
-from specpool.models.names import DEFAULT_NGRAM, MAX_NGRAM
+from specpool.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 
 #: Earlier occurrences that are looked at for a tree, per length of the n-gram.
 MAX_OCCURRENCES = 16

@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specpool.models.eagle import EagleHead
+    from specpool.models.eagle.head import EagleHead
     from specpool.models.target import TargetModel
     from specpool.models.target_output import TargetOutput
 
 # At first use: they take torch, and what reads a config beside them does not.
 _LAZY = {
-    "EagleHead": "specpool.models.eagle",
+    "EagleHead": "specpool.models.eagle.head",
     "TargetModel": "specpool.models.target",
     "TargetOutput": "specpool.models.target",
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from specpool.errors import ConfigError
-from specpool.models.plain_config import longest_context
+from specpool.models.files.plain_config import longest_context
 from specpool.models.torch_attention import CALLS_TORCH
 
 if TYPE_CHECKING:

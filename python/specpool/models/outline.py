@@ -14,7 +14,8 @@ from typing import Any
 
 from specpool.errors import CheckpointError, ConfigError
 from specpool.memory.layer_kv import LayerKV
-from specpool.models.checkpoint import (
+from specpool.models.eagle.config import EagleConfig
+from specpool.models.files.checkpoint import (
     check_counts,
     find_folder,
     normal_name,
@@ -22,10 +23,9 @@ from specpool.models.checkpoint import (
     weight_bytes,
     weight_files,
 )
-from specpool.models.eagle_config import EagleConfig
-from specpool.models.headers import main_dtype, read_header
-from specpool.models.names import fetch_config, find_model
-from specpool.models.plain_config import FAMILIES, PlainConfig
+from specpool.models.files.headers import main_dtype, read_header
+from specpool.models.files.names import fetch_config, find_model
+from specpool.models.files.plain_config import FAMILIES, PlainConfig
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # Configs with one of these say otherwise how wide keys and values are.
@@ -204,7 +204,7 @@ def head_outline(source: str | os.PathLike[str]) -> Outline:
         headers = [read_header(path) for path in files]
         weights = {normal_name(name): t for header in headers for name, t in header.items()}
     else:
-        from specpool.models.checkpoint import Weights
+        from specpool.models.files.checkpoint import Weights
 
         weights = Weights(folder)
     try:

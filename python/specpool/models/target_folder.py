@@ -26,7 +26,7 @@ from specpool.errors import (
     reading,
     wants_trust,
 )
-from specpool.models.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
+from specpool.models.files.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
 from specpool.models.gate import (
     check_class,
     check_config,

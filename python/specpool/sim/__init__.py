@@ -3,10 +3,12 @@
 `scenario(seed)` -> `Simulation(...).run()`; what breaks a law is made small by `shrink`.
 """
 
+from specpool.sim.arrivals import Arrival, Text
 from specpool.sim.device import BrokenLaw, SimDevice
+from specpool.sim.settings import Settings
 from specpool.sim.shrink import Failure, broken_law, shrink
 from specpool.sim.simulation import Simulation
-from specpool.sim.source import Arrival, Fault, Scenario, Settings, Text, scenario
+from specpool.sim.source import Fault, Scenario, scenario
 from specpool.sim.watch import Tally
 
 __all__ = [

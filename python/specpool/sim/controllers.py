@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, AdaptiveController, Controller, SlotConfig
 from specpool.adaptive.base import NumCorrectDrafts
-from specpool.sim.source import Settings
+from specpool.sim.settings import Settings
 
 
 class Dice:

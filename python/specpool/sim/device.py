@@ -17,7 +17,8 @@ import numpy.typing as npt
 from specpool._core import Ledger, Plan
 from specpool.memory.host.tier import Moves
 from specpool.scheduler.step import Step, StepResult
-from specpool.sim.source import Settings, Text
+from specpool.sim.arrivals import Text
+from specpool.sim.settings import Settings
 
 Ints = npt.NDArray[np.int64]
 Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]

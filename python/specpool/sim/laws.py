@@ -12,8 +12,9 @@ from specpool.memory.host.tier import HostTier
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
+from specpool.sim.arrivals import Arrival
 from specpool.sim.device import BrokenLaw
-from specpool.sim.source import Arrival, Scenario
+from specpool.sim.source import Scenario
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 

@@ -12,10 +12,11 @@ from specpool.memory.host.tier import Handle, HostTier
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
+from specpool.sim.arrivals import Arrival, Text
 from specpool.sim.controllers import simulated_controller
 from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
 from specpool.sim.laws import Laws
-from specpool.sim.source import Arrival, Scenario, Text
+from specpool.sim.source import Scenario
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch
 

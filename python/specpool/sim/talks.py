@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from specpool._core import Ledger
 from specpool.scheduler.conversation import Conversation
 from specpool.scheduler.conversations import Conversations
+from specpool.sim.arrivals import STOP, Arrival
 from specpool.sim.device import BrokenLaw
-from specpool.sim.source import STOP, Arrival, Settings
+from specpool.sim.settings import Settings
 from specpool.sim.watch import Tally, Watch
 
 Origins = tuple[tuple[int, int], ...]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from specpool.errors import CheckpointError
-from specpool.models.checkpoint import Shape, Weights, check_tensors
-from specpool.models.eagle_config import EagleConfig
+from specpool.models.eagle.config import EagleConfig
+from specpool.models.files.checkpoint import Shape, Weights, check_tensors
 
 # Training's own, the target's, or recomputed: nobody reads them.
 IGNORED = (r"t2d", r".*rotary_emb\..*", r"verifier_.*")

@@ -23,15 +23,15 @@ from rich.progress import (
 from rich.table import Table
 
 from specpool._core import Shape
-from specpool.cli import checks
-from specpool.cli.generate_report import Runs, Timed, mean_accept_len, report_of, table_of
-from specpool.cli.interrupt import Interrupt
-from specpool.cli.printer import Printer, name_of
-from specpool.cli.prompt_files import Given, PromptValue, read_prompts, shown
-from specpool.cli.shapes import shape_of
+from specpool.cli.generate.interrupt import Interrupt
+from specpool.cli.generate.printer import Printer, name_of
+from specpool.cli.generate.report import Runs, Timed, mean_accept_len, report_of, table_of
+from specpool.cli.options import checks
+from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
+from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
-from specpool.models.names import ngram_of
+from specpool.models.files.names import ngram_of
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import name_of as name_of_shape
 

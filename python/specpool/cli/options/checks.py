@@ -14,7 +14,7 @@ from specpool._core import Shape
 from specpool.checks import check_choice, check_int
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
-from specpool.models.names import fetch_config, find_model, ngram_of
+from specpool.models.files.names import fetch_config, find_model, ngram_of
 from specpool.sampling_params import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")

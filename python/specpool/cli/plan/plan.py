@@ -13,8 +13,8 @@ from rich.table import Table
 
 from specpool._core import Shape
 from specpool.checks import check_choice, check_int
-from specpool.cli.checks import warn
-from specpool.cli.plan_model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
+from specpool.cli.options.checks import warn
+from specpool.cli.plan.model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.memory.capacity import Fit, Plan

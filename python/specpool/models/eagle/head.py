@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from specpool.errors import CheckpointError, ShapeError
-from specpool.models.checkpoint import Weights, find_folder, read_config
-from specpool.models.eagle_config import EagleConfig, Kind
-from specpool.models.eagle_weights import (
+from specpool.models.eagle.config import EagleConfig, Kind
+from specpool.models.eagle.weights import (
     _add_linear,
     _check_target,
     _check_tensors,
     _Layer,
     _load_layer,
 )
+from specpool.models.files.checkpoint import Weights, find_folder, read_config
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

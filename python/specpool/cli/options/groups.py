@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from specpool.cli import options as o
-from specpool.cli.prompt_files import Given
+from specpool.cli.options import types as o
+from specpool.cli.options.prompts import Given
 from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 from specpool.num_bytes import parse_bytes

@@ -9,7 +9,7 @@ from specpool.checks import check_choice, check_int
 from specpool.config import Layout, Placement, Policy
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
-from specpool.models.names import ngram_of
+from specpool.models.files.names import ngram_of
 from specpool.num_bytes import parse_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

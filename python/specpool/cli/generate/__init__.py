@@ -1,0 +1,1 @@
+"""`specpool generate`: run, print, report."""

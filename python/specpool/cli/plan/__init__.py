@@ -1,0 +1,1 @@
+"""`specpool plan`: what fits into so much memory."""

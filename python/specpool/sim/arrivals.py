@@ -1,0 +1,153 @@
+"""`Arrival`: a request to come, and the text that its model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from specpool._core import Shape
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.request import Request
+from specpool.text.stop_search import StopHit
+from specpool.text.stream import TextStream
+
+#: The token that ends a request; no other position of a text has it.
+STOP = 1 << 20
+# Texts begin anywhere in the first part; what follows, for long ones, are the same words again.
+_NUM_STARTS = (1 << 16) - (1 << 12)
+_WORDS = 2 * np.random.default_rng(0).integers(0, STOP, 1 << 16).tolist()
+_LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16)), 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request to come."""
+
+    request_id: int
+    turn: int  # in which it comes
+    prompt_len: int
+    max_len: int  # tokens at most, the prompt included
+    stop_at: int | None = None  # position of the token that ends it; None = its length does
+    abort_after: int | None = None  # turns from its coming to its abort
+    shape: int = 0
+    priority: int = 0
+    accept_rate: float = 0.0  # probability that a draft is right where those before it are
+    jump: tuple[int, float] | None = None  # from this position on, that rate
+    adapts: bool = False  # names no shape
+    most_steps: int | None = None  # that it drafts, at most
+    # Positions of the token whose text completes a stop string, and of the one that decides so.
+    stop_text: tuple[int, int] | None = None
+    sample_of: int | None = None  # the request whose prompt it has, and whose fork it may be
+    # Whose words it begins with, the request's own from 0 on: (request id, up to which position).
+    origins: tuple[tuple[int, int], ...] = ()
+    is_pin: bool = False  # its prompt is to be pinned
+    unpin_after: int | None = None  # turns from its coming on
+    # Of a session's turn: it comes `pause` turns after the one before has ended, and its lengths
+    # and positions count from the end of what has been said by then.
+    session: int = 0  # the number of the session; 0 = it is no turn of one
+    pause: int = 0
+    rewind: float | None = None  # what of the session's tokens is left before it comes
+    fork_of: int | None = None  # the session that its own one begins as
+    stops: tuple[int, ...] = ()  # positions of tokens that have ended earlier turns
+    closes: bool = False  # the session is closed with its end, or instead of its abort
+
+    @property
+    def end(self) -> tuple[int, str]:
+        """Its number of tokens when nothing goes wrong, and its finish reason."""
+        end, reason = self.max_len, "length"
+        if self.stop_at is not None and self.stop_at < self.max_len:
+            end, reason = self.stop_at + 1, "stop"
+        if self.stop_text is not None and self.stop_text[0] < end - (reason == "stop"):
+            return self.stop_text[0] + 1, "stop"
+        return end, "stop" if self.is_pin else reason
+
+    @property
+    def most_tokens(self) -> int:
+        """What it may have for a while: a stop string is decided some tokens behind its end."""
+        return self.end[0] if self.stop_text is None else self.max_len
+
+    def is_sample(self, first: Arrival) -> bool:
+        """Whether it is another sample of that one's prompt."""
+        same = self.prompt_len == first.prompt_len and self.shape == first.shape
+        origins = (*first.origins, (first.request_id, first.prompt_len))
+        return same and self.sample_of == first.request_id and self.origins == origins
+
+    def request(self) -> Request:
+        """As the scheduler gets it."""
+        return Request(
+            request_id=self.request_id,
+            index=0,
+            prompt_len=self.prompt_len,
+            tokens=Text(self).tokens[: self.prompt_len],
+            params=SamplingParams(),
+            shape=Shape.none(),  # `shape_index` counts
+            shape_index=self.shape,
+            max_len=self.max_len,
+            stop_ids=frozenset((STOP,)),
+            seed=self.request_id,
+            priority=self.priority,
+            sample=0 if self.sample_of is None else self.request_id - self.sample_of,
+            wants_pin=self.is_pin,
+            watch=None if self.stop_text is None else cast("TextStream", StopWatch(self)),
+        )
+
+
+class StopWatch:
+    """In the place of a `TextStream`: finds the stop string where the arrival has it.
+
+    Attributes:
+        hit: as in `TextStream`.
+    """
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.hit: StopHit | None = None
+        assert arrival.stop_text is not None
+        ends, decides = arrival.stop_text
+        self._end_len = ends + 1 - arrival.prompt_len
+        self._decides_len = decides + 1 - arrival.prompt_len
+        self._num_tokens = 0
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Go on with these tokens."""
+        self._num_tokens += len(tokens)
+        if self._num_tokens >= (self._end_len if last else self._decides_len):
+            self.hit = self.hit or StopHit("stop", self._end_len)
+        return ""
+
+
+class Text:
+    """What a request says when nothing goes wrong, and on beyond its end.
+
+    Attributes:
+        tokens: prompt and output.
+        words: int64 [positions]: whose words they are, and the position, in one number.
+        correct_drafts: [positions]: at each root, how many drafts are right.
+    """
+
+    def __init__(self, arrival: Arrival) -> None:
+        num_tokens = arrival.max_len + 2 * 64  # rounds in flight go beyond the end
+        start = _start(arrival.request_id)
+        self.tokens: list[int] = _WORDS[start : start + num_tokens]
+        self.words = np.arange(num_tokens) + (arrival.request_id << 20)
+        begin = 0
+        for request_id, end in arrival.origins:
+            other = _start(request_id)
+            self.tokens[begin:end] = _WORDS[other + begin : other + end]
+            self.words[begin:end] = np.arange(begin, end) + (request_id << 20)
+            begin = end
+        for position in (arrival.stop_at, *arrival.stops):
+            if position is not None:
+                self.tokens[position] = STOP
+        rates = np.full(num_tokens, arrival.accept_rate)
+        if arrival.jump is not None:
+            rates[arrival.jump[0] :] = arrival.jump[1]
+        correct = _LOG_DICE[start : start + num_tokens] / np.log(rates.clip(1e-9, 1 - 1e-9))
+        self.correct_drafts: list[int] = np.minimum(correct, 64).astype(int).tolist()
+
+
+def _start(request_id: int) -> int:
+    """Where a request's words begin among all."""
+    return request_id * 7919 % _NUM_STARTS

@@ -1,0 +1,108 @@
+"""`Settings`: an engine that a scenario runs on, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specpool._core import Group, Ledger, Shape, sizing_most_window_pages, sizing_row_width
+from specpool.config import Placement, Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How the engine is built; the names are those of `EngineConfig` and `Scheduler`."""
+
+    page_sizes: tuple[int, ...]  # of each group; one with a window is the last
+    num_pages: tuple[int, ...]
+    window: int | None = None
+    placement: Placement = "split"
+    layout: Literal["dense", "holey"] = "dense"
+    policy: Policy = "exact"
+    shapes: tuple[tuple[int, int, int], ...] = ()  # beside shape 0
+    keeps_draft_kv: bool = True
+    reads_tokens: bool = False
+    overlap_depth: int = 0
+    page_fencing: bool = True
+    max_batch: int = 4
+    max_sessions: int = 0
+    session_pages: int | None = None
+    host_pages: tuple[int, ...] = ()  # of each group; () = there is no host tier
+    copy_faults: float = 0.0  # share of copies to the host and back that fail
+    prefill_tokens: int = 64
+    headroom: int = 0
+    max_context_len: int = 128
+    adapts: Literal["ema", "dice"] | None = None  # who chooses shapes for requests that adapt
+    threshold_rounds: int = 0
+    is_late: bool = False  # forwards run, and results are taken over, at times of the seed's choice
+
+    @property
+    def hosts_drafts(self) -> tuple[bool, ...]:
+        """Of each group; as `plan_pools` has it."""
+        last = () if self.window is None else (False,)
+        if len(self.page_sizes) == 2 + len(last):
+            return (False, True, *last)
+        return (self.placement == "shared" and bool(self.shapes), *last)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group."""
+        return (*[None] * (len(self.page_sizes) - 1), self.window)
+
+    def ledger(self) -> Ledger:
+        """A ledger for these settings."""
+        groups = [
+            Group(
+                f"group{i}",
+                page_size=P,
+                num_pages=n,
+                hosts_drafts=hosts,
+                layout=self.layout,
+                window=window,
+            )
+            for i, (P, n, hosts, window) in enumerate(
+                zip(self.page_sizes, self.num_pages, self.hosts_drafts, self.windows, strict=True)
+            )
+        ]
+        return Ledger(
+            groups,
+            [Shape.none(), *(Shape(*shape) for shape in self.shapes)],
+            num_rows=self.max_batch + self.max_sessions,
+            max_batch=self.max_batch,
+            max_context_len=self.max_context_len,
+            overlap_depth=self.overlap_depth,
+            policy=self.policy,
+            draft_kv=self.keeps_draft_kv,
+            page_fencing=self.page_fencing,
+            max_chunk=min(self.prefill_tokens, self.max_context_len),
+            sessions=True,
+        )
+
+    def pages_per_row(self) -> tuple[int, ...]:
+        """Pages of a full row in each group: a pool has at least as many."""
+        shapes = [Shape.none(), *(Shape(*shape) for shape in self.shapes)]
+        most = []
+        for P, hosts, window in zip(self.page_sizes, self.hosts_drafts, self.windows, strict=True):
+            width = sizing_row_width(
+                shapes,
+                page_size=P,
+                max_context_len=self.max_context_len,
+                overlap_depth=self.overlap_depth,
+                policy=self.policy,
+                hosts_drafts=hosts,
+                layout=self.layout,
+            )
+            most.append(width // P)
+            if window is not None:
+                held = sizing_most_window_pages(
+                    shapes,
+                    window=window,
+                    max_chunk=min(self.prefill_tokens, self.max_context_len),
+                    page_size=P,
+                    overlap_depth=self.overlap_depth,
+                    policy=self.policy,
+                    hosts_drafts=hosts,
+                    layout=self.layout,
+                )
+                most[-1] = min(most[-1], held + -(-(window - 1) // P) + 1)  # and a checkpoint
+        return tuple(most)
