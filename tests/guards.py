@@ -1,12 +1,14 @@
 """The guards of the regression scenarios, each with the edit that removes it from the core.
 
 `make guards` applies one at a time to a copy, builds it and requires the scenario's tests to fail
-(`run_guards.py`); `test_guards.py` checks that every edit still fits the source. Text is matched
-literally and must occur exactly once in its file.
+(`run_guards.py`); `test_guards.py` checks that every edit still fits the source. A place is a file and a
+function, as in `ledger/release.rs::clear_row`. The text must occur once in that function; how it is
+broken into lines does not matter.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +25,47 @@ def ledger_scenarios(tests: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Edit:
-    """Replaces `old`, which occurs once in the file `path` below `CORE`, by `new`."""
+    """Replaces `old`, which occurs once in the function `place`, by `new`.
 
-    path: str
+    Attributes:
+        place: `file::function`, the file below `CORE`.
+        old: Rust text; any run of white space stands for any other.
+        new: what takes its place.
+    """
+
+    place: str
     old: str
     new: str
+
+    @property
+    def path(self) -> str:
+        """The file below `CORE`."""
+        return self.place.split("::")[0]
 
     def apply(self, root: Path) -> None:
         """Rewrites the file below `root`, or raises ValueError when `old` is not there once."""
         file = root / CORE / self.path
         text = file.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{text.count(self.old)} times in {self.path}:\n{self.old}")
-        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        pattern = re.compile(r"\s+".join(map(re.escape, self.old.split())))
+        found = [
+            match
+            for start, end in functions(text, self.place.split("::")[1])
+            for match in pattern.finditer(text, start, end)
+        ]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} times in {self.place}:\n{self.old}")
+        start, end = found[0].span()
+        # White space around `old` stays, so only that of `new` inside its text counts.
+        file.write_text(text[:start] + self.new.strip() + text[end:], encoding="utf-8")
+
+
+def functions(text: str, name: str) -> list[tuple[int, int]]:
+    """Where functions of this name begin and end in a file that rustfmt has written."""
+    found = []
+    for match in re.finditer(rf"^( *)(?:pub(?:\([a-z]+\))? )?(?:const )?fn {name}\b", text, re.M):
+        end = text.find(f"\n{match[1]}}}\n", match.end())
+        found.append((match.start(), len(text) if end < 0 else end + len(match[1]) + 3))
+    return found
 
 
 @dataclass(frozen=True)
@@ -47,15 +77,15 @@ class Guard:
     edits: tuple[Edit, ...]
 
 
-def guard(number: int, name: str, path: str, old: str, new: str, *more: Edit) -> Guard:
-    return Guard(number, name, (Edit(path, old, new), *more))
+def guard(number: int, name: str, place: str, old: str, new: str, *more: Edit) -> Guard:
+    return Guard(number, name, (Edit(place, old, new), *more))
 
 
 GUARDS = [
     guard(
         1,
         "a release drops what is allocated",
-        "ledger/release.rs",
+        "ledger/release.rs::drop_row",
         "let cleared = self.groups[at].clear(row, fence, verb);",
         """let page_size = self.groups[at].page_size;
             let committed = crate::ids::ceil_align(self.rows.resolved[row.at()].into(), page_size);
@@ -65,35 +95,35 @@ GUARDS = [
     guard(
         2,
         "lanes whose epoch moved are skipped",
-        "ledger/life.rs",
+        "ledger/life.rs::resolve",
         "if stands(row, epoch) { len } else { 0 }",
         "if stands(row, epoch) { len } else { len }",
     ),
     guard(
         3,
         "a claim is rounded up to pages",
-        "state/sizing.rs",
+        "state/sizing.rs::grown",
         "            allocated + i64::from(missing > 0) * self.page_size\n",
         "            allocated + missing.max(0)\n",
     ),
     guard(
         4,
         "a row narrower than the claims is refused",
-        "state/group.rs",
+        "state/group.rs::new",
         "if row_width < least || row_width % page_size != 0 {",
         "if row_width % page_size != 0 {",
     ),
     guard(
         4,
         "a claim past the row is refused",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::prepare_decode",
         "is_wrong | (lo > before) | (i64::from(after) > group.row_width)",
         "is_wrong | (lo > before)",
     ),
     guard(
         5,
         "the row width derives from the reserve",
-        "state/sizing.rs",
+        "state/sizing.rs::row_width",
         "    Ok(ceil_align(widest, geometry.page_size))\n",
         """    let headroom = 4 + shapes.iter().map(|shape| i64::from(shape.num_draft_tokens)).max().unwrap_or(0);
     let widest = if geometry.page_size == 1 { max_context_len + headroom } else { widest };
@@ -102,11 +132,11 @@ GUARDS = [
     guard(
         6,
         "a group is sized with its own page",
-        "state/group.rs",
+        "state/group.rs::geometry",
         "Geometry::new(self.page_size, self.hosts_drafts, self.layout)",
         "Geometry::new(self.page_size.min(64), self.hosts_drafts, self.layout)",
         Edit(
-            "state/group.rs",
+            "state/group.rs::new",
             "let row_width = row_width.unwrap_or(least);",
             "let row_width = row_width.unwrap_or(ceil_align(least, page_size));",
         ),
@@ -114,7 +144,7 @@ GUARDS = [
     guard(
         7,
         "a dropped column reads 0",
-        "state/group.rs",
+        "state/group.rs::drop_column",
         """fence.step, fence.completed, verb)?;
         self.set(row, column, Page::SINK);
         Ok(())""",
@@ -124,70 +154,70 @@ GUARDS = [
     guard(
         8,
         "a claim checks what is committed against what is allocated",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::prepare_decode",
         "is_wrong | (lo > before) | (i64::from(after) > group.row_width)",
         "is_wrong | (i64::from(after) > group.row_width)",
     ),
     guard(
         9,
         "the estimate is never negative",
-        "state/sizing.rs",
+        "state/sizing.rs::grown",
         "allocated + i64::from(missing > 0) * self.page_size",
         "allocated + missing",
     ),
     guard(
         10,
         "the round in flight counts with its own width",
-        "state/rows.rs",
+        "state/rows.rs::push_rounds",
         "hi[at] += most;",
         "hi[at] += 1 + 0 * most;",
     ),
     guard(
         11,
         "a lagging draft is refused",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::check_rounds",
         "let lags = |at: usize| (drafted[at] < resolved[at]) | (undrafted[at] > 0);",
         "let lags = |at: usize| (drafted[at] > resolved[at]) & (undrafted[at] > 0);",
     ),
     guard(
         23,
         "a row waits for its fence",
-        "ledger/release.rs",
+        "ledger/release.rs::drop_row",
         "self.rows.give_back(row, Some(last).filter(|&step| step > fence.completed));",
         "self.rows.give_back(row, Some(last).filter(|_| false));",
     ),
     guard(
         24,
         "a page waits for its fence",
-        "ledger/release.rs",
+        "ledger/release.rs::fence",
         "let step = if self.page_fencing { self.rows.last_launched[row.at()] } else { 0 };",
         "let step = 0;",
     ),
     guard(
         25,
         "the reserve covers every root of the device",
-        "state/group.rs",
+        "state/group.rs::reserve",
         "reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &hi[lanes], after);",
         "let _ = hi;\n            reserve.extend_allocated(&allocated[lanes.clone()], &lo[lanes.clone()], &lo[lanes], after);",
     ),
     guard(
         26,
         "a cut moves the epoch",
-        "ledger/release.rs",
+        "ledger/release.rs::cut",
         "        self.rows.epoch[at] += 1;\n",
         "",
     ),
     guard(
         28,
         "the estimate is the claim's own",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::tokens_required",
         "slots += reserve.next_allocated(has, lo, hi[at].into()) - has;",
         "slots += reserve.next_allocated(has, lo, lo + 0 * i64::from(hi[at])) - has;",
     ),
     guard(
         30,
         "a cancel gives the pages back",
-        "ledger/life.rs",
+        "ledger/life.rs::cancel",
         """                    let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
                     shrunk.map_err(|record| self.page_error(at, record))?;
 """,
@@ -196,32 +226,32 @@ GUARDS = [
     guard(
         31,
         "a claim counts pages",
-        "state/sizing.rs",
+        "state/sizing.rs::grown",
         "            allocated + ceil_align(missing, self.page_size)\n",
         "            allocated + self.page_size\n",
     ),
     guard(
         33,
         "evictions go by r, not by hi",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::evict_to",
         "group.evict_to(self.rows.settled(row))",
         "group.evict_to(self.rows.hi[row.at()])",
     ),
     guard(
         33,
         "a cut to the checkpoint cuts e",
-        "state/group.rs",
+        "state/group.rs::cut",
         "            self.evicted[at] = first.min(evict_to) as i32;\n",
         "            let _ = first.min(evict_to);\n",
     ),
     guard(
         40,
         "an evicted page leaves the table and e rises",
-        "state/group.rs",
+        "state/group.rs::evict",
         "        self.evicted[row.at()] = self.evicted[row.at()].max(to as i32);\n",
         "",
         Edit(
-            "state/group.rs",
+            "state/group.rs::drop_column",
             """fence.step, fence.completed, verb)?;
         self.set(row, column, Page::SINK);
         Ok(())""",
@@ -232,35 +262,35 @@ GUARDS = [
     guard(
         41,
         "a fence holds the page that was dropped",
-        "state/page_pool.rs",
+        "state/page_pool.rs::drop_holder",
         "            self.fenced.push(page);\n",
         "            self.fenced.push(Page(self.map.len() as i32 - 1));\n",
     ),
     guard(
         48,
         "a release is in the digest",
-        "ledger/release.rs",
+        "ledger/release.rs::give_back",
         "        self.note(&Event::GiveBack { verb, row });\n",
         "",
     ),
     guard(
         51,
         "fenced pages are counted apart",
-        "ledger/share.rs",
+        "ledger/share.rs::out_of_pages",
         "fenced: state.pool.num_fenced(),",
         "fenced: 0,",
     ),
     guard(
         52,
         "launch compares epochs",
-        "ledger/life.rs",
+        "ledger/life.rs::launch",
         "            if now != planned {\n",
         "            if now < planned {\n",
     ),
     guard(
         53,
         "hi sums each round's own A",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::plan",
         "        Ok(Plan {\n            step: self.steps.next(),",
         """        for (lane, hi) in hi.iter_mut().enumerate() {
             let most = self.shapes[shapes[lane] as usize].max_accept_len() as i32;
@@ -272,67 +302,67 @@ GUARDS = [
     guard(
         54,
         "a cut ends the rounds",
-        "state/rows.rs",
+        "state/rows.rs::forget_rounds",
         "    pub(crate) fn forget_rounds(&mut self, row: Row) {\n        let at = row.at();\n        self.in_flight[at] = 0;\n",
         "    pub(crate) fn forget_rounds(&mut self, row: Row) {\n        let at = row.at();\n",
     ),
     guard(
         54,
         "a cut counts launched roots",
-        "state/rows.rs",
+        "state/rows.rs::written",
         "self.settled(row) + self.launched_rounds[row.at()]",
         "self.settled(row)",
     ),
     guard(
         54,
         "a cut counts no root that is only prepared",
-        "state/rows.rs",
+        "state/rows.rs::written",
         "self.settled(row) + self.launched_rounds[row.at()]",
         "self.settled(row) + self.in_flight[row.at()]",
     ),
     guard(
         54,
         "a cut counts no extend that is only prepared",
-        "state/rows.rs",
+        "state/rows.rs::settled",
         "            from => from - 1,\n",
         "            _ => self.resolved[row.at()],\n",
     ),
     guard(
         54,
         "a cut needs a new root",
-        "state/rows.rs",
+        "state/rows.rs::forget_rounds",
         "        self.extend_from[at] = 0;\n        self.ready[at] = false;\n",
         "        self.extend_from[at] = 0;\n",
     ),
     guard(
         54,
         "a cut that takes a round needs a new root",
-        "ledger/release.rs",
+        "ledger/release.rs::cut",
         "cut == self.rows.resolved[at] && self.rows.in_flight[at] == 0;",
         "cut == self.rows.resolved[at];",
     ),
     guard(
         54,
         "a cut that takes nothing needs none",
-        "ledger/release.rs",
+        "ledger/release.rs::cut",
         "        self.rows.ready[at] |= keeps_root;\n",
         "        let _ = keeps_root;\n",
     ),
     guard(
         55,
         "a cut needs its window",
-        "state/group.rs",
+        "state/group.rs::next_cut",
         "        if self.evict_to(len) >= i64::from(self.evicted[row.at()]) {\n",
         "        if len >= 0 {\n",
     ),
     guard(
         56,
         "no fork over a round in flight",
-        "ledger/share.rs",
+        "ledger/share.rs::check_still",
         "if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(row) {",
         "if self.rows.has_unlaunched_extend(row) {",
         Edit(
-            "ledger/share.rs",
+            "ledger/share.rs::check_still",
             "        if last > completed {\n",
             "        if last > completed + 9 {\n",
         ),
@@ -340,28 +370,28 @@ GUARDS = [
     guard(
         56,
         "a cut below p goes to a page edge",
-        "state/group.rs",
+        "state/group.rs::next_cut",
         "        if len < self.protected[row.at()] && len % page_size != 0 {\n",
         "        if len < 0 {\n",
     ),
     guard(
         57,
         "one entry a cell",
-        "state/delta.rs",
+        "state/delta.rs::mark",
         "            place => self.entries[place as usize - 1] = entry,\n",
         "            _ => self.entries.push(entry),\n",
     ),
     guard(
         58,
         "A is bounded by the nodes",
-        "shape.rs",
+        "shape.rs::max_accept_len",
         "        (self.num_steps + 1).min(self.num_draft_tokens)\n",
         "        self.num_steps + 1\n",
     ),
     guard(
         59,
         "extends fence too",
-        "state/rows.rs",
+        "state/rows.rs::launch",
         "            last[row as usize] = plan.step;\n",
         """            if plan.kind == StepKind::Decode {
                 last[row as usize] = plan.step;
@@ -371,42 +401,42 @@ GUARDS = [
     guard(
         60,
         "complete is in the digest",
-        "ledger/life.rs",
+        "ledger/life.rs::complete",
         "        self.note(&Event::Complete { step });\n",
         "",
     ),
     guard(
         61,
         "an abandoned step's rows are retracted",
-        "ledger/life.rs",
+        "ledger/life.rs::abandon",
         "rows.iter().try_for_each(|&row| self.drop_row(Row(row), Verb::Abandon))",
         "rows.iter().try_for_each(|_| Ok(()))",
     ),
     guard(
         61,
         "an abandoned step is resolved",
-        "state/step.rs",
+        "state/step.rs::set_abandoned",
         "            self.queue[place].abandoned = true;\n        }\n        self.set_resolved(step);\n",
         "            self.queue[place].abandoned = true;\n        }\n",
     ),
     guard(
         62,
         "every group is checked before any is touched",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::check_pages",
         "            if need > free {\n                let free",
         "            if at == 0 && need > free {\n                let free",
     ),
     guard(
         62,
         "a tail's page is checked before the row is taken",
-        "ledger/share.rs",
+        "ledger/share.rs::new_row",
         "            if start.tail.is_some() && self.groups[at].pool.num_free() == 0 {\n",
         "            if at == 0 && start.tail.is_some() && self.groups[at].pool.num_free() == 0 {\n",
     ),
     guard(
         63,
         "launch takes the oldest step",
-        "state/step.rs",
+        "state/step.rs::check_launch",
         """        match self.unlaunched().next() {
             Some(record) if record.plan.step == step => Ok(record),
             Some(record) => {
@@ -421,7 +451,7 @@ GUARDS = [
     guard(
         64,
         "only a launch fences",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::claim",
         "        self.drop_orphan_copies(verb);\n        let copies = std::mem::take(&mut self.copies);\n",
         """        for &row in &plan.rows {
             self.rows.last_launched[row as usize] = plan.step;
@@ -432,14 +462,14 @@ GUARDS = [
     guard(
         65,
         "a stale step is in the way",
-        "state/step.rs",
+        "state/step.rs::mark_stale",
         "            record.stale = record.stale || record.plan.rows.contains(&row);\n",
         "            let _ = (record, row);\n",
     ),
     guard(
         65,
         "a stale step can be cancelled",
-        "state/step.rs",
+        "state/step.rs::check_cancel",
         """            Some(record) if record.plan.step == step => Ok(record),
             Some(record) => {
                 Err(Error::Order(format!("cancel""",
@@ -450,35 +480,35 @@ GUARDS = [
     guard(
         66,
         "no extend over a round in flight",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::prepare_extend",
         "            if rounds > 0 {\n",
         "            if rounds > 99 {\n",
     ),
     guard(
         67,
         "one unlaunched extend a row",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::prepare_extend",
         "            if self.rows.has_unlaunched_extend(row) {\n",
         "            if self.rows.has_unlaunched_extend(row) && rounds > 99 {\n",
     ),
     guard(
         67,
         "evictions go by r before an extend that is not launched",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::evict_to",
         "group.evict_to(self.rows.settled(row))",
         "group.evict_to(self.rows.resolved[row.at()])",
     ),
     guard(
         68,
         "an acknowledgement spares later changes",
-        "state/delta.rs",
+        "state/delta.rs::acknowledge",
         "            let keep = entry.version > version;\n",
         "            let keep = entry.version > version && entry.version == 0;\n",
     ),
     guard(
         69,
         "abandon takes rows that were cut",
-        "ledger/life.rs",
+        "ledger/life.rs::abandon",
         "        rows.extend(&record.plan.rows);\n",
         """        let plan = &record.plan;
         let stands = |lane: &usize| self.rows.epoch[plan.rows[*lane] as usize] == plan.epochs[*lane];
@@ -487,21 +517,21 @@ GUARDS = [
     guard(
         70,
         "a fork waits for the last launched step",
-        "ledger/share.rs",
+        "ledger/share.rs::check_still",
         "        if last > completed {\n",
         "        if last > completed && self.rows.in_flight[at] > 0 {\n",
     ),
     guard(
         71,
         "every holder leaves its fence on the page",
-        "state/page_pool.rs",
+        "state/page_pool.rs::drop_holder",
         "        line.holders -= 1;\n        line.fence = line.fence.max(fence);\n",
         "        line.holders -= 1;\n        line.fence = fence;\n",
     ),
     guard(
         72,
         "copies ride on the next step, whatever its rows",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::claim",
         "        let copies = std::mem::take(&mut self.copies);\n",
         """        let (copies, waiting): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.copies).into_iter().partition(|copy| plan.rows.contains(&copy.row.0));
@@ -510,12 +540,12 @@ GUARDS = [
     guard(
         73,
         "a copy holds its pages, or is dropped",
-        "state/page_pool.rs",
+        "state/page_pool.rs::hold",
         "        self.map[page.at()].copies += 1;\n",
         "        let _ = page;\n",
-        Edit("state/page_pool.rs", "        line.copies -= 1;\n", ""),
+        Edit("state/page_pool.rs::unhold", "        line.copies -= 1;\n", ""),
         Edit(
-            "ledger/share.rs",
+            "ledger/share.rs::drop_orphan_copies",
             "            if !stays {\n",
             "            let stays = true;\n            if !stays {\n",
         ),
@@ -523,70 +553,70 @@ GUARDS = [
     guard(
         73,
         "a launched copy leaves its fence on both pages",
-        "ledger/life.rs",
+        "ledger/life.rs::launch_copies",
         "let fence = if self.page_fencing { step } else { 0 };",
         "let fence = 0 * step;",
     ),
     guard(
         74,
         "abandon takes the rows of the copies",
-        "ledger/life.rs",
+        "ledger/life.rs::abandon",
         "        rows.extend(record.before.copies.iter().map(|copy| copy.row.0));\n",
         "",
     ),
     guard(
         74,
         "no fork of a row whose tail is not there yet",
-        "ledger/share.rs",
+        "ledger/share.rs::fork",
         '        self.check_no_copy_into(parent, "fork")?;\n',
         "",
     ),
     guard(
         75,
         "lo is the first position behind what is committed",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::plan",
         "*lo = resolved[at] + in_flight[at];",
         "*lo = in_flight[at];",
     ),
     guard(
         76,
         "a cut inside a page needs the page",
-        "state/group.rs",
+        "state/group.rs::window_columns",
         "        self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))\n",
         "        self.columns(self.evict_to(len), (i64::from(len) / self.page_size * self.page_size).max(self.evict_to(len)))\n",
     ),
     guard(
         76,
         "a pin needs its window",
-        "ledger/share.rs",
+        "ledger/share.rs::pin_prefix",
         "            if evicted > needed && !group.window_columns(length).is_empty() {\n",
         "            if evicted > needed + 99 && !group.window_columns(length).is_empty() {\n",
     ),
     guard(
         76,
         "an admit needs its window",
-        "ledger/share.rs",
+        "ledger/share.rs::admit_on",
         "            if held > group.evict_to(len) && !window.is_empty() {\n",
         "            if held > group.evict_to(len) + 99 && !window.is_empty() {\n",
     ),
     guard(
         76,
         "a new row has no root",
-        "state/rows.rs",
+        "state/rows.rs::admit",
         "        self.live[row.at()] = true;\n",
         "        self.live[row.at()] = true;\n        self.ready[row.at()] = true;\n",
     ),
     guard(
         77,
         "a cancel puts no fence on its pages",
-        "ledger/life.rs",
+        "ledger/life.rs::cancel",
         "let fence = Fence { step: 0, completed: self.steps.completed() };",
         "let fence = Fence { step: self.steps.completed() + 1, completed: self.steps.completed() };",
     ),
     guard(
         77,
         "an extend counts from what is allocated",
-        "ledger/prepare.rs",
+        "ledger/prepare.rs::prepare_extend",
         "let allocated = i64::from(group.allocated[row as usize]);\n                let after = ceil_align",
         """let allocated = ceil_align(self.rows.resolved[row as usize].into(), group.page_size);
                 let after = ceil_align""",

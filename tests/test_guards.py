@@ -34,7 +34,9 @@ def test_an_edit_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / CORE).mkdir(parents=True)
     edit = GUARDS[0].edits[0]
     (tmp_path / CORE / edit.path).parent.mkdir(exist_ok=True)
-    for text in ("", edit.old * 2):
+    name = edit.place.split("::")[1]
+    for body in ("", edit.old * 2):
+        text = f"fn {name}() {{\n{body}\n}}\nfn other() {{\n{edit.old}\n}}\n"
         (tmp_path / CORE / edit.path).write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match="times in"):
             edit.apply(tmp_path)
