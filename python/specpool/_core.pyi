@@ -115,7 +115,7 @@ class Shape:
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
-# --- Sizing (docs/contract.md, Sizing): raw numbers in slots; ConfigError for any number out of range ---
+# --- Sizing (docs/contract.md): raw numbers in slots; ConfigError for any number out of range ---
 # `layout="holey"` is the dense one where P == 1 or K == 1, which is upstream's rule.
 
 def sizing_alloc_len_per_decode(
