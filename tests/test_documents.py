@@ -42,6 +42,8 @@ DOCUMENTS = sorted(
     )
     for path in ROOT.glob(pattern)
 )
+FOLDERS = "benches|cuda|docs|examples|fuzz|python|rust|tests"
+BENCHES = ["python", "-m", "benches"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What a block that is not run may need, and how one sees that it does.
 NEEDS = {
@@ -127,8 +129,10 @@ def run(words: list[str], document: str) -> Iterator[int]:
         elif words[0] == "python" and document.startswith("examples/"):
             yield train(ROOT / document, words[1:], patch)
         elif words[0] == "python":
-            command = [sys.executable, str(ROOT / words[1]), *words[2:]]
-            yield subprocess.run(command, capture_output=True).returncode
+            what = words[1:] if words[1] == "-m" else [str(ROOT / words[1]), *words[2:]]
+            env = os.environ | {"PYTHONPATH": str(ROOT)}
+            done = subprocess.run([sys.executable, *what], env=env, capture_output=True)
+            yield done.returncode
         else:
             yield from parse(words)
 
@@ -176,8 +180,14 @@ def parse(words: list[str]) -> Iterator[int]:
         yield 0
     elif words[0] in ("python", "cargo"):
         assert (
-            (ROOT / words[1]).exists() if words[0] == "python" else words[1] in ("install", "fuzz")
+            (ROOT / words[1]).exists()
+            if words[0] == "python"
+            else words[1] in ("install", "fuzz", "test")
         )
+        yield 0
+    elif words[0] in (".venv/bin/pytest", ".venv/bin/python"):
+        files = [word for word in words[1:] if word.startswith("tests/")]
+        assert files and all((ROOT / name).exists() for name in files)
         yield 0
     else:
         assert words[0] == "specpool", f"nobody checks {words[0]}"
@@ -186,12 +196,15 @@ def parse(words: list[str]) -> Iterator[int]:
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The `specpool` command that the words begin with, and the words behind it."""
+    """The command that the words begin with, of `specpool` or of the benches, and the others."""
     import typer
 
+    from benches.__main__ import app as benches
     from specpool.cli.commands import app
 
-    command: Any = typer.main.get_command(app)
+    is_bench = words[:3] == BENCHES
+    command: Any = typer.main.get_command(benches if is_bench else app)
+    words = words[3 if is_bench else 1 :]
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     return command, words
@@ -199,7 +212,7 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 
 def parse_options(words: list[str]) -> None:
     """Parse the words of a `specpool` command, as it would itself before it runs."""
-    command, rest = command_of(words)
+    command, rest = command_of(["specpool", *words])
     command.make_context("specpool", list(rest))
 
 
@@ -208,7 +221,7 @@ def inline_commands() -> list[tuple[str, str]]:
     found = set()
     for document in DOCUMENTS:
         text = FENCE.sub("", (ROOT / document).read_text(encoding="utf-8"))
-        for span in re.findall(r"`((?:specpool|make) [^`]*)`", text):
+        for span in re.findall(r"`((?:specpool|make|python -m benches) [^`]*)`", text):
             if not re.search(r"[A-Z]$|\.\.\.", span):
                 found.add((document, " ".join(span.split())))
     return sorted(found)
@@ -221,7 +234,7 @@ def test_commands_in_the_text_exist(document, command):
     if words[0] == "make":
         assert list(parse(words)) == [0]
         return
-    found, rest = command_of(words[1:])
+    found, rest = command_of(words)
     options = {name for param in found.params for name in (*param.opts, *param.secondary_opts)}
     assert {word for word in rest if word.startswith("-")} <= {*options, "--help"}
 
@@ -229,7 +242,7 @@ def test_commands_in_the_text_exist(document, command):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_named_in_the_text_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    named = re.findall(r"`((?:tests|fuzz|docs|examples|rust|cuda)/[\w/.-]+\.\w+)`", text)
+    named = re.findall(rf"`((?:{FOLDERS})/[\w/.-]+\.\w+)`", text)
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
