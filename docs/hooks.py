@@ -80,7 +80,7 @@ def target_of(link: str, root: str, page: str, config: Any) -> str:
 
 
 def record() -> str:
-    """Record the example's scheduler on its ledger, and draw the first events; one seed, one page."""
+    """Record the scheduler of the examples, and draw its first events; its seed is fixed."""
     with tempfile.TemporaryDirectory() as folder:
         log, page = Path(folder) / "scheduler.log", Path(folder) / RUN
         example = [sys.executable, str(ROOT / "examples" / "scheduler.py")]
