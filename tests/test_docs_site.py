@@ -140,3 +140,25 @@ def test_the_recorded_run_has_its_place():
     """docs/hooks.py puts it where the mark is."""
     (mark,) = re.findall(r'^MARK = "(.+)"$', (DOCS / "hooks.py").read_text(), re.MULTILINE)
     assert [page for page in PAGES if mark in (DOCS / page).read_text("utf-8")] == ["event_log.md"]
+
+
+def glossary() -> list[str]:
+    """The words that the glossary defines, one entry for each of a row's."""
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE)
+    return [word.strip("` ") for row in rows for word in re.sub(r"\(.*?\)", "", row).split(",")]
+
+
+def test_the_glossary_defines_each_word_once():
+    words = [word for word in glossary() if word not in ("word", "---")]
+    assert sorted(words) == sorted(set(words))
+    wanted = (
+        "lane round epoch retract extend turn bound checkpoint page slot row group shape step plan"
+    )
+    assert not set(wanted.split()) - set(words)
+
+
+def test_the_ledgers_states_and_verbs_are_in_the_glossary():
+    """What docs/ledger.md draws as a page's or a step's life has its definition."""
+    lives = "free owned shared fenced prepare launch resolve complete cancel abandon stale evict"
+    assert not set(lives.split()) - set(glossary())
