@@ -26,10 +26,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from benches.__main__ import main as run_bench
 from specpool.adaptive import AdaptiveConfig
 from specpool.cli import main
 
 ROOT = Path(__file__).parent.parent
+BENCHES = ["python", "-m", "benches"]
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in (
@@ -43,7 +45,6 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 FOLDERS = "benches|cuda|docs|examples|fuzz|python|rust|tests"
-BENCHES = ["python", "-m", "benches"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What a block that is not run may need, and how one sees that it does.
 NEEDS = {
@@ -118,10 +119,10 @@ def run(words: list[str], document: str) -> Iterator[int]:
             yield subprocess.run(
                 command, env=os.environ | {found[1]: found[2]}, stdout=subprocess.DEVNULL
             ).returncode
-        elif words[0] == "specpool":
-            patch.setattr(sys, "argv", words)
+        elif words[0] == "specpool" or words[:3] == BENCHES:
+            patch.setattr(sys, "argv", words if words[0] == "specpool" else words[2:])
             try:
-                main()
+                (main if words[0] == "specpool" else run_bench)()
             except SystemExit as error:
                 yield int(error.code or 0)
             else:
@@ -129,10 +130,8 @@ def run(words: list[str], document: str) -> Iterator[int]:
         elif words[0] == "python" and document.startswith("examples/"):
             yield train(ROOT / document, words[1:], patch)
         elif words[0] == "python":
-            what = words[1:] if words[1] == "-m" else [str(ROOT / words[1]), *words[2:]]
-            env = os.environ | {"PYTHONPATH": str(ROOT)}
-            done = subprocess.run([sys.executable, *what], env=env, capture_output=True)
-            yield done.returncode
+            command = [sys.executable, str(ROOT / words[1]), *words[2:]]
+            yield subprocess.run(command, capture_output=True).returncode
         else:
             yield from parse(words)
 
@@ -191,28 +190,28 @@ def parse(words: list[str]) -> Iterator[int]:
         yield 0
     else:
         assert words[0] == "specpool", f"nobody checks {words[0]}"
-        parse_options(words[1:])
+        parse_options(words)
         yield 0
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that the words begin with, of `specpool` or of the benches, and the others."""
+    """The command that the words begin with, `specpool` or a benchmark, and the words behind it."""
     import typer
 
     from benches.__main__ import app as benches
     from specpool.cli.commands import app
 
     is_bench = words[:3] == BENCHES
-    command: Any = typer.main.get_command(benches if is_bench else app)
     words = words[3 if is_bench else 1 :]
+    command: Any = typer.main.get_command(benches if is_bench else app)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     return command, words
 
 
 def parse_options(words: list[str]) -> None:
-    """Parse the words of a `specpool` command, as it would itself before it runs."""
-    command, rest = command_of(["specpool", *words])
+    """Parse the words of a command, as it would itself before it runs."""
+    command, rest = command_of(words)
     command.make_context("specpool", list(rest))
 
 
