@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak fuzz mutants models bench bench-gpu all clean
+.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,15 +49,15 @@ build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and look throug
 
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples benches fuzz
-	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz
+	$(BIN)/ruff format python tests examples benches fuzz docs
+	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz docs
 
 lint: $(VENV)/.dev ## rustfmt, clippy, ruff, the layers of imports, mypy, stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
-	$(BIN)/ruff format --check python tests examples benches fuzz
-	$(BIN)/ruff check python tests examples benches fuzz
+	$(BIN)/ruff format --check python tests examples benches fuzz docs
+	$(BIN)/ruff check python tests examples benches fuzz docs
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
@@ -132,7 +132,15 @@ bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, r
 	$(BIN)/python benches/kernels.py --device cuda --write benches/results
 	$(BIN)/python benches/graphs.py --write benches/results
 
+# What builds the site, and nothing else. The package itself is read, not imported.
+$(VENV)/.docs: $(VENV)/.run
+	$(UV) pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra docs
+	@touch $@
+
+docs: $(VENV)/.docs ## build the documentation site into site/ (no network, no GPU; a broken link fails)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 all: fmt lint test build ## everything CI does, and a wheel
 
 clean: ## remove what was built
-	rm -rf target dist $(VENV)
+	rm -rf target dist site $(VENV)

@@ -1,4 +1,4 @@
-"""The candidates of a draft round, in buffers that are allocated once (spec 5.1, 5.2)."""
+"""The candidates of a draft round, in buffers that are allocated once."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ struct PageTable {
     }
 };
 
-// Where the drafts of one round lie in their row (spec 6).
+// Where the drafts of one round lie in their row (docs/contract.md, Layouts).
 struct Drafts {
     int num_steps;  // S
     int topk;       // K

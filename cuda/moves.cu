@@ -1,4 +1,4 @@
-// Moves of KV by bytes, all layers in one launch (kernels 4, 7, 8 and 9).
+// Moves of KV by bytes, all layers in one launch.
 //
 // A field is what one slot stores in one buffer: a layer's keys, its values, the scales of a page-blocked side buffer.
 // Slot s of a field starts at base + s / P * page_stride + s % P * width, so plain buffers (page_stride = P * width) and
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
     }
 }
 
-// Copies the prefix's partial tail page before the drafts of branches 1 .. K - 1, holey layout (spec 6, sgl#7725).
+// Copies the prefix's partial tail page before the drafts of branches 1 .. K - 1, holey layout (sgl#7725).
 // Nothing for branch 0, for a root at a page's start, for padded lanes.
 //
 // grid (batch * (K - 1), num_fields), block (columns, slots).

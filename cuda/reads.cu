@@ -1,4 +1,4 @@
-// What the branches of a draft step read (kernel 5): slots for readers of tokens, pages for readers of whole pages,
+// What the branches of a draft step read: slots for readers of tokens, pages for readers of whole pages,
 // and whose drafts are whose ancestors.
 
 // CSR of the slots that each branch reads at `step`: its prefix, then step + 1 drafts: those of its ancestors, or

@@ -1,4 +1,4 @@
-// The seeded draw (spec 5.5; kernel 11): argmax, or inverse CDF over token ids after temperature, top-k and top-p.
+// The seeded draw: argmax, or inverse CDF over token ids after temperature, top-k and top-p.
 //
 // Bit for bit what the CPU twin draws (rust/specpool-core/src/tree/sample.rs), in any order of summation: a token's weight is
 // a whole number, exp((logit - max) / temperature) * 2^34 rounded to even, in single steps that nothing contracts; at

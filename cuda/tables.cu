@@ -1,4 +1,4 @@
-// Page tables on the device: changes to them, and the slots of rows and positions (kernels 1, 2, 3 and 6).
+// Page tables on the device: changes to them, and the slots of rows and positions.
 
 // Writes pages[i] into cell (rows[i], columns[i]). Entries outside the table, or in row 0, are left. The ledger gives
 // at most one entry for each cell. One thread for each entry.

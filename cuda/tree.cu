@@ -1,4 +1,4 @@
-// The draft tree on the device: select, build, check, verify (spec 5.1 - 5.4; kernels 10 and 12). One block for each lane.
+// The draft tree on the device: select, build, check, verify (docs/contract.md, The draft tree). One block for each lane.
 //
 // Candidates are numbered level by level: K of step 0, then K * K of each later step. Which are the best is found by
 // counting, for each, those that are better (ties: lower number first): no sort, and the CPU twin's result bit for bit.

@@ -44,6 +44,7 @@ DOCUMENTS = sorted(
     )
     for path in ROOT.glob(pattern)
 )
+FOLDERS = "benches|cuda|docs|examples|fuzz|python|rust|tests"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What a block that is not run may need, and how one sees that it does.
 NEEDS = {
@@ -178,8 +179,14 @@ def parse(words: list[str]) -> Iterator[int]:
         yield 0
     elif words[0] in ("python", "cargo"):
         assert (
-            (ROOT / words[1]).exists() if words[0] == "python" else words[1] in ("install", "fuzz")
+            (ROOT / words[1]).exists()
+            if words[0] == "python"
+            else words[1] in ("install", "fuzz", "test")
         )
+        yield 0
+    elif words[0] in (".venv/bin/pytest", ".venv/bin/python"):
+        files = [word for word in words[1:] if word.startswith("tests/")]
+        assert files and all((ROOT / name).exists() for name in files)
         yield 0
     else:
         assert words[0] == "specpool", f"nobody checks {words[0]}"
@@ -234,7 +241,7 @@ def test_commands_in_the_text_exist(document, command):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_named_in_the_text_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    named = re.findall(r"`((?:tests|fuzz|docs|examples|rust|cuda)/[\w/.-]+\.\w+)`", text)
+    named = re.findall(rf"`((?:{FOLDERS})/[\w/.-]+\.\w+)`", text)
     assert not [name for name in named if not (ROOT / name).exists()]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -90,3 +91,43 @@ def test_the_holey_picture_is_what_the_core_computes():
     for position, cell in enumerate(cells):
         if position >= 7 and cell.startswith("p"):
             assert moves[position] == int(cell[1:])
+
+
+#: The row of each figure of the first screen: its file, the result's name there, and its reference.
+FIGURES = {
+    "2026-11-21-reserve-trace.json": (
+        "5x8x64, prompt 384, output 256; specpool: exact, split, dense: running, mean",
+        "SGLang: double_buffer, shared, holey",
+        "{ratio:.2f} times the requests",
+    ),
+    "2026-11-21-cpu-ledger.json": (
+        "chain S=4, P=16, 256 rows",
+        "plain Python",
+        "{value:.1f} µs a step, {inverse:.0f} times less",
+    ),
+    "2026-11-21-cpu-traffic.json": (
+        "specpool/tiny-eagle 3x1x4, batch 1, 96 tokens (accept length 3.59)",
+        "plain decoding on our pages",
+        "{ratio:.2f} times the tokens",
+    ),
+}
+
+
+def test_the_figures_of_the_first_screen_are_those_of_their_files():
+    rows = re.findall(r"^\| (.+?) \| .+? \| `(.+?)` \| `(.+?\.json)` \|$", README, re.MULTILINE)
+    assert [file for _, _, file in rows] == list(FIGURES)
+    for figure, _, file in rows:
+        name, reference, form = FIGURES[file]
+        results = json.loads((ROOT / "benches" / "results" / file).read_text("utf-8"))["results"]
+        (found,) = [r for r in results if (r["name"], r["reference"]) == (name, reference)]
+        value, ratio = found["value"], found["ratio"]
+        assert figure.startswith(form.format(value=value, ratio=ratio, inverse=1 / ratio)), figure
+
+
+def test_a_command_of_the_first_screen_stands_beside_each_figure():
+    for command in (
+        "python -m benches reserve --trace",
+        "python -m benches ledger",
+        "specpool bench generate",
+    ):
+        assert f"| `{command}` |" in README[: README.index("## Start")]

@@ -115,7 +115,7 @@ class Shape:
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
-# --- Sizing (spec 3): raw numbers in slots; ConfigError for any number out of range ---
+# --- Sizing (docs/contract.md): raw numbers in slots; ConfigError for any number out of range ---
 # `layout="holey"` is the dense one where P == 1 or K == 1, which is upstream's rule.
 
 def sizing_alloc_len_per_decode(
@@ -208,7 +208,7 @@ def sizing_v1_tokens_required(
 ) -> int:
     """Tokens that SGLang's synchronous worker (v1) reckons for `num_rows` rows (sgl#22406)."""
 
-# --- Ledger (spec 4) ---
+# --- Ledger (docs/contract.md, The ledger) ---
 
 @final
 class Group:
@@ -357,7 +357,7 @@ class Ledger:
         max_batch: most rows in one step; None means `num_rows`.
         overlap_depth: D, rounds that may be prepared before the previous one is resolved.
         policy: "exact" reserves what a round can write, "double_buffer" what SGLang reserves.
-        row_width: slots of a row per group; None takes the least that suffices (spec 3.3).
+        row_width: slots of a row per group; None takes the least that suffices.
         draft_kv: False for drafters without draft KV (n-gram): `DraftLag` is never raised.
         max_chunk: most tokens of one extend; None sets no limit. A window group needs pages for
             its window and a chunk.
@@ -824,7 +824,7 @@ def kernel_source(name: str) -> str:
 
 # --- Trees, slots, masks ---
 
-# Draft tree, verify, sampling (spec 5). S = num_steps, K = topk, N = num_draft_tokens, M = K +
+# Draft tree, verify, sampling. S = num_steps, K = topk, N = num_draft_tokens, M = K +
 # (S-1)*K*K. Every array must be C-contiguous and of the dtype shown; anything else is a ShapeError
 # and nothing is written.
 
@@ -956,7 +956,7 @@ def sample_margins(logits: _F32, temperature: _F32, top_k: _I32, top_p: _F32, u:
     token.
     """
 
-# Slots (spec 2, 6). page_table: [num_rows + 1, pages_per_row]; rows [n]: row 0 is padding. roots
+# Slots. page_table: [num_rows + 1, pages_per_row]; rows [n]: row 0 is padding. roots
 # [n]: the position of each lane's root, which is the length of its prefix.
 
 def slots_at(page_table: _I32, page_size: int, rows: _I32, positions: _I32) -> _I64:

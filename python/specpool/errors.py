@@ -1,4 +1,4 @@
-"""Every exception that specpool raises on purpose (spec 14); messages state the numbers."""
+"""Every exception that specpool raises on purpose; messages state the numbers."""
 
 from __future__ import annotations
 

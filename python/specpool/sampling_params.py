@@ -42,7 +42,7 @@ class SamplingParams:
         top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
         top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
             temperature above 0.
-        seed: a token is a function of its distribution, the seed and its position alone (spec 5);
+        seed: a token is a function of its distribution, the seed and its position alone;
             None = a fresh seed, reported in the output.
         n: samples of the prompt, each an output of its own; sample i has seed + i.
         logprobs: None = none; n = the chosen token's log probability and those of the n most likely

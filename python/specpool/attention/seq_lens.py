@@ -1,4 +1,4 @@
-"""Lengths of a batch's rows: on the device the truth, on the host a late copy (spec 8, sgl#25818).
+"""Lengths of a batch's rows: on the device the truth, on the host a late copy (sgl#25818).
 
 The host's copy and its sum are a pair that this file alone reads and writes.
 """

@@ -1,4 +1,4 @@
-"""Where the branches of a draft tree write their KV and what they read (spec 5, 6)."""
+"""Where the branches of a draft tree write their KV and what they read."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from specpool.models import EagleHead, TargetModel
 class EagleDrafter:
     """Drafts with an EAGLE head.
 
-    What a round hands to the next is indexed by row and lives on the device (spec 8): the recurrent
+    What a round hands to the next is indexed by row and lives on the device: the recurrent
     feature. The top-K probabilities and ids follow from it where a round begins that drafts, with
     the K of its own shape, so nothing here is as wide as the widest shape.
     """
@@ -184,7 +184,7 @@ class EagleDrafter:
         return drafts
 
     def _tree(self, lanes: Lanes, shape: Shape, root_tokens: Tensor, hidden: Tensor) -> DraftTree:
-        """Select level by level, then organize and build (spec 5.1 to 5.3)."""
+        """Select level by level, then organize and build."""
         num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
         device = self._cache.device
         total = topk + (num_steps - 1) * topk * topk

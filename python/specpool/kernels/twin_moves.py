@@ -1,4 +1,4 @@
-"""Moves of KV between slots in torch: any device, any dtype (spec 6; kernels 4, 7, 8, 9 of 7).
+"""Moves of KV between slots in torch: any device, any dtype (docs/kernels.md).
 
 A buffer is a tensor with one dimension of slots (by default the first), or a `PageBlocked` one. All
 layers may stand in one tensor (`slot_dim` says which dimension the slots are). Every move is

@@ -1,4 +1,4 @@
-"""CPU twins of specpool's kernels: draft tree, verify, sampling, slots, moves (spec 5-7).
+"""CPU twins of specpool's kernels: draft tree, verify, sampling, slots, moves (docs/kernels.md).
 
 Index functions take and return NumPy arrays, each one call into the Rust core (`specpool._core`,
 where the stubs document them). Whatever touches KV is torch code and lives in

@@ -1,4 +1,4 @@
-"""The busy check (spec 11): before each turn, does all that runs still add up?
+"""The busy check: before each turn, does all that runs still add up?
 
 Level 0 leaves it to the checks that every call of the ledger makes. Level 1 compares sums and rows,
 O(rows). Level 2 is the ledger's full audit, and the device's page tables beside the ledger's.

@@ -26,7 +26,7 @@ class KVCache:
     """KV buffers per group and layer, and each group's page table, all on the device.
 
     The tables are written by `apply_delta` alone, once per step and before its forward, so that a
-    forward reads them as they were when its step was prepared (spec 4, table deltas).
+    forward reads them as they were when its step was prepared.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class KVCache:
         return self.read_pages if self._by_page else None
 
     def read_pages(self, keys: Tensor, values: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole pages of one layer, by one launch of kernel 9.
+        """Whole pages of one layer, by one launch of `gather_kv`.
 
         Args:
             keys: [num_slots, Hkv, Dk], of `self.keys`.

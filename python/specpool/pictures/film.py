@@ -210,7 +210,7 @@ class Film:
             )
 
     def _rounds(self) -> dict[int, list[Round]]:
-        """Each row's rounds in flight, with the bounds that the resolved ones leave (spec 3.2)."""
+        """Each row's rounds in flight, with the bounds that the resolved ones leave."""
         ledger = self.ledger
         resolved, epoch = ledger.resolved_len, ledger.epoch
         most = [shape.max_accept_len for shape in ledger.shapes]

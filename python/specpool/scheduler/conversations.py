@@ -1,4 +1,4 @@
-"""Append-only conversations, and the rows that they keep between their turns (spec 11).
+"""Append-only conversations, and the rows that they keep between their turns (docs/engine.md).
 
 A row has one owner: a request while a turn runs, its conversation while it is idle.
 """

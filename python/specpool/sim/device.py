@@ -348,7 +348,7 @@ class SimDevice:
         )
 
     def _reach(self, g: int, shapes: npt.NDArray[np.int32], roots: Ints) -> Ints:
-        """[lanes]: where the slots end that a round can write from these roots (spec 3.2)."""
+        """[lanes]: where the slots end that a round can write from these roots."""
         steps, topk, num_draft_tokens = self._sizes[shapes].T
         ends: Ints = roots + num_draft_tokens
         group = self._groups[g]

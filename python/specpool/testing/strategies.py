@@ -172,7 +172,7 @@ def _ledger_configs(
 
 
 def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
-    """The fewest pages with which a ledger of this one group can be built (spec 2)."""
+    """The fewest pages with which a ledger of this one group can be built."""
     size: int = facts["page_size"]
     window: int | None = facts["window"]
     width = sizing_row_width(

@@ -1,4 +1,4 @@
-"""What one step hands to the next, on the device and indexed by row (spec 8)."""
+"""What one step hands to the next, on the device and indexed by row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RowState:
             num_rows: besides row 0.
             max_nodes: of a row's tree in one step, at most.
             device: of the state.
-            needs_host_lengths: before each round the host waits for the lengths (spec 8).
+            needs_host_lengths: before each round the host waits for the lengths.
         """
 
         def state(dtype: torch.dtype) -> Tensor:
@@ -111,7 +111,7 @@ class RowState:
             rows_state.index_copy_(0, rows, value)
 
     def draw(self, lanes: Lanes, logits: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
-        """The target's own token at each node: greedy, or drawn with the row's seed (spec 5.5).
+        """The target's own token at each node: greedy, or drawn with the row's seed.
 
         Args:
             lanes: B of them.

@@ -54,7 +54,7 @@ class Verdict:
 
 
 def verify(tree: DraftTree, target_tokens: Tensor, num_steps: int) -> Verdict:
-    """Walk each tree along the target's own tokens (greedy or drawn: spec 5.4, 5.5)."""
+    """Walk each tree along the target's own tokens (greedy or drawn)."""
     accept_index, accept_len, predict = kernels.verify_tree(
         tree.tokens, tree.first_child, tree.next_sibling, target_tokens, num_steps=num_steps
     )

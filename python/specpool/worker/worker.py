@@ -55,7 +55,7 @@ class _Part:
 
 
 class EagleWorker:
-    """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12).
+    """Runs the target, and a drafter beside it, on the rows of a plan (v2).
 
     Attributes:
         states: the rounds that it has graphs of; None = there are none.

@@ -508,7 +508,7 @@ impl Lane<'_> {
     }
 }
 
-/// Where each branch writes, by spec 6: its drafts, and in the holey layout the copy of the prefix's tail before them.
+/// Where each branch writes: its drafts, and in the holey layout the copy of the prefix's tail before them.
 fn draft_positions(group: &Group, shape: Shape, root: i64, more: i64) -> Vec<std::ops::Range<i64>> {
     let (page_size, num_steps) = (group.page_size, i64::from(shape.num_steps));
     let (last, is_holey) = (root % page_size, group.layout == Layout::Holey && page_size > 1 && shape.topk > 1);

@@ -1,4 +1,4 @@
-//! The progress law (spec 4): a request that the pool cannot serve now can always be served in the end. Drop idle
+//! The progress law (docs/contract.md): a request that the pool cannot serve now can be served in the end. Drop idle
 //! sessions and unused prefixes; retract, last in first, until the pages that are free or fenced suffice, and no
 //! further; drain what is in flight; the retry succeeds.
 

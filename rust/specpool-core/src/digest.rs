@@ -1,4 +1,4 @@
-//! One fixed 64-bit hash, for the running digest and for the state hash (spec 4): the same on every machine and in
+//! One fixed 64-bit hash, for the running digest and for the state hash: the same on every machine and in
 //! every build, so that ranks and logs can be compared. It guards against bugs, not against enemies.
 
 /// A running hash over 64-bit words.

@@ -1,4 +1,4 @@
-//! Every error of the crate, one variant per kind (spec 14). A refused call changes nothing, and each
+//! Every error of the crate, one variant per kind (docs/contract.md, Errors). A refused call changes nothing, and each
 //! message states the numbers.
 
 /// What `Result` the crate's fallible calls return.

@@ -1,5 +1,5 @@
-//! Where the drafts of a round lie in their row (spec 6). The reserve (`sizing`) and the cells (`draft_cells`) both
-//! come from here, so a draft is never written where nothing was reserved.
+//! Where the drafts of a round lie in their row (docs/contract.md, Layouts). The reserve (`sizing`) and the cells
+//! (`draft_cells`) both come from here, so a draft is never written where nothing was reserved.
 //!
 //! ```text
 //! holey, last = root % P:  [.. prefix | tail, branch 0 drafts ..| hole = tail copy, branch 1 drafts ..| ...

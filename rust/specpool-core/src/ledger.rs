@@ -1,4 +1,4 @@
-//! The ledger: rows, their pages in every group and the steps that use them (spec 4).
+//! The ledger: rows, their pages in every group and the steps that use them (docs/contract.md, The ledger).
 //!
 //! Verbs by file: this one builds a ledger; `query` answers questions; `prepare` claims pages for a step; `life`
 //! launches, resolves, completes, cancels and abandons steps; `release` cuts rows and gives them back; `share` puts

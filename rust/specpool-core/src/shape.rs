@@ -1,4 +1,4 @@
-//! What one round of one row may do: `(num_steps, topk, num_draft_tokens)` (spec 1).
+//! What one round of one row may do: `(num_steps, topk, num_draft_tokens)`.
 
 use std::ops::Range;
 

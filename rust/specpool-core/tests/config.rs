@@ -108,7 +108,7 @@ fn pages_without_which_one_row_runs_dry() {
         let group = group(4, 0, Some(window));
         LedgerConfig { max_chunk: Some(max_chunk), sessions, ..config(group) }
     };
-    // ceil((w - 1 + ahead) / P) + 1, and ceil((w - 1) / P) + 1 for a checkpoint (spec 2).
+    // ceil((w - 1 + ahead) / P) + 1, and ceil((w - 1) / P) + 1 for a checkpoint.
     needs(&window(10, 11, false), 6, "a window of 10 with 11 slots ahead");
     needs(&window(9, 12, false), 6, "a window of 9 with 12 slots ahead");
     needs(&window(9, 13, false), 7, "a window of 9 with 13 slots ahead");

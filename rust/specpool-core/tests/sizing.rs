@@ -1,4 +1,4 @@
-//! The closed forms of spec 3 against plain enumeration.
+//! The closed forms of the sizing (docs/contract.md) against plain enumeration.
 
 use proptest::prelude::*;
 use specpool_core::ids::ceil_align;
@@ -183,7 +183,7 @@ fn an_extend_takes_what_the_row_does_not_hold() {
     assert!(matches!(sizing::extend_pages(17, 20, 16), Err(Error::Config(_))));
 }
 
-/// `4 + N` slots for pages of one, else at least `2 * W + P - 1` (spec 3.1).
+/// `4 + N` slots for pages of one, else at least `2 * W + P - 1`.
 #[test]
 fn the_headroom_that_upstream_gives_a_row() {
     let headroom = |page_size, s, k, n| sizing::row_headroom(page_size, Shape::new(s, k, n).unwrap()).unwrap();

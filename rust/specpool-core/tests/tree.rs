@@ -1,4 +1,4 @@
-//! Draft trees of random candidates: every law of spec 5.1-5.3 that does not need upstream's figures.
+//! Draft trees of random candidates: every law of select, organize and build that does not need upstream's figures.
 
 use proptest::prelude::*;
 use specpool_core::Error;

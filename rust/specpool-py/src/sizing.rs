@@ -1,4 +1,4 @@
-//! The sizing functions of spec 3 for raw numbers, and the names of layouts and policies.
+//! The sizing functions for raw numbers, and the names of layouts and policies.
 
 use pyo3::prelude::*;
 use specpool_core::state::sizing;

@@ -1,4 +1,4 @@
-"""Host pages in memory, and the copies between them and a cache's pages (kernel 9 of spec 7).
+"""Host pages in memory, and the copies between them and a cache's pages.
 
 Copies are enqueued on torch's current stream, which is to be that of the forwards: whatever follows
 on it finds them done.

@@ -1,4 +1,4 @@
-"""`HostTier`: the KV of retracted requests and idle sessions on the host (spec 10).
+"""`HostTier`: the KV of retracted requests and idle sessions on the host (docs/host.md).
 
 A request's KV is in a row of the ledger or behind a `Handle` here; only while a reload's steps run
 is it on its way. Target and draft travel together: a handle has pages in every group. Where the

@@ -1,7 +1,7 @@
 """`RoundGraph`: one captured decode round, of one shape and so many lanes, and what it reads.
 
 A replay repeats launches, with all that the host reckoned at the capture. So its lanes are read
-from the device (`LaneBuffer`), and the host looks at them before (spec 7). Lanes that nobody has
+from the device (`LaneBuffer`), and the host looks at them before. Lanes that nobody has
 are row 0 from position 0 on: they write the sink alone.
 """
 
@@ -121,7 +121,7 @@ class RoundGraph:
         return pending
 
     def _check(self, plan: Plan) -> None:
-        """What the launchers would check, with the host's upper bounds (spec 7)."""
+        """What the launchers would check, with the host's upper bounds."""
         rows, lo, hi = plan.rows, plan.lo, plan.hi
         if not 1 <= len(plan) <= self.size:
             raise ShapeError(f"{len(plan)} lanes in a graph of {self.size}")

@@ -1,4 +1,4 @@
-//! A slow, plain model of the ledger, written from spec 4 and 9: every page is a number that is never used twice, who
+//! A slow, plain model of the ledger, from docs/contract.md: every page is a number that is never used twice, who
 //! holds it is found by asking everyone, and the refusals come in the documented order. It shares no code with the
 //! ledger but the reserve, which `tests/sizing.rs` proves.
 

@@ -1,4 +1,4 @@
-//! The cells of a round's drafts, and what reads, copies and masks follow from where they lie (`layout`, spec 6).
+//! The cells of a round's drafts, and what reads, copies and masks follow from where they lie (`layout`).
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};

@@ -1,4 +1,4 @@
-//! What the queries of one forward see of their rows (spec 5, 9): the prefix, then their own cells.
+//! What the queries of one forward see of their rows: the prefix, then their own cells.
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};

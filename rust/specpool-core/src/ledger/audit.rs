@@ -1,4 +1,4 @@
-//! The full audit: every page and every row is counted, and the sums must meet (spec 4 and 11, level 2).
+//! The full audit: every page and every row is counted, and the sums must meet (busy check, level 2).
 
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};

@@ -1,4 +1,4 @@
-//! What a ledger did: one variant per state-changing verb, its arguments and the id that it gave (spec 4).
+//! What a ledger did: one variant per state-changing verb, its arguments and the id that it gave.
 
 use crate::ids::Row;
 use crate::state::page_pool::Verb;

@@ -1,4 +1,4 @@
-//! An event log, run again on a ledger of the same configuration; the digest says whether it does the same (spec 4).
+//! An event log, run again on a ledger of the same configuration; the digest says whether it does the same.
 
 use std::collections::BTreeMap;
 use std::path::Path;

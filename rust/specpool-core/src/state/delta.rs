@@ -1,4 +1,4 @@
-//! The pending changes of one page table, for a copy of it on a device (spec 4, table deltas).
+//! The pending changes of one page table, for a copy of it on a device.
 //!
 //! At most one entry per cell, whose value is the table's own at the time of the take. Every change gives its entry a
 //! new version; an acknowledgement removes only entries whose version is not newer than its take, so a cell that

@@ -1,5 +1,5 @@
 //! A group: a page pool, the page table that it fills, and the rules by which a row grows, slides and shrinks in it
-//! (spec 2 and 9).
+//! (docs/contract.md, Geometry and groups; Window groups).
 //!
 //! The columns of one row, in pages, half-open:
 //!
@@ -38,7 +38,7 @@ pub struct Group {
 }
 
 impl Group {
-    /// Whether a group can be like this at all; a ledger checks more (spec 2).
+    /// Whether a group can be like this at all; a ledger checks more.
     ///
     /// # Errors
     /// [`Error::Config`] that names the group, the value and what is allowed.
@@ -235,7 +235,7 @@ impl GroupState {
         in_table.chain(self.kept(row).iter().map(|kept| kept.page))
     }
 
-    /// `len` where the row can be cut to that many tokens and go on from there (spec 4, trim), else a shorter length:
+    /// `len` where the row can be cut to that many tokens and go on from there, else a shorter length:
     /// none in between will do.
     pub(crate) fn next_cut(&self, row: Row, len: i32) -> i32 {
         let page_size = self.page_size as i32;
@@ -258,7 +258,7 @@ impl GroupState {
         }
     }
 
-    /// Appends what each lane will have allocated for a round of its shape (spec 3.2) to `after`. `allocated` is what it
+    /// Appends what each lane will have allocated for a round of its shape to `after`. `allocated` is what it
     /// has, `[lo, hi]` where its root may be.
     pub(crate) fn reserve(&self, shapes: &[i32], allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
         for (lanes, shape) in runs(shapes) {
@@ -474,7 +474,7 @@ impl GroupState {
     }
 }
 
-/// The pages without which one row alone could run dry, and what they are for (spec 2).
+/// The pages without which one row alone could run dry, and what they are for.
 fn least_pages(spec: &Group, sizes: &Sizes<'_>, reserves: &[Reserve], row_width: i64) -> (i64, String) {
     let page_size = spec.page_size;
     let row = (row_width / page_size, format!("the pages of one row of {row_width} slots"));

@@ -1,4 +1,4 @@
-//! Copies of partly filled pages: the tail of a prefix that `admit` and `fork` give to a new row (spec 4, page copies).
+//! Copies of partly filled pages: the tail of a prefix that `admit` and `fork` give to a new row.
 //!
 //! A copy waits until a step is prepared, rides on it, and holds both its pages until that step is launched; from then
 //! on their fences do. Its row may go away in the meantime: the copy then writes a page that nobody has, or is dropped.

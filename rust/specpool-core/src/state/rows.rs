@@ -1,4 +1,4 @@
-//! The rows: per-row lengths as a struct of arrays, `[num_rows + 1]` each, and who holds a row (spec 4).
+//! The rows: per-row lengths as a struct of arrays, `[num_rows + 1]` each, and who holds a row.
 //!
 //! Of one row: `0 <= resolved <= resolved + in_flight <= allocated`. A row that is not live reads 0 everywhere but in
 //! `epoch`, which never goes back.

@@ -1,5 +1,5 @@
-//! How many slots a row needs (spec 3). Row width, reserve, estimate and the step's real allocation all come from
-//! [`Reserve::need`]; nothing else in the project computes a reserve.
+//! How many slots a row needs (docs/contract.md, Sizing). Row width, reserve, estimate and the step's real allocation
+//! all come from [`Reserve::need`]; nothing else in the project computes a reserve.
 //!
 //! Slots of one row, half-open: `[0, lo)` committed for certain, `[lo, hi]` where the device's true root may be,
 //! `[.., need)` what one round may write from any of those roots.
@@ -65,7 +65,7 @@ impl Geometry {
         Branches::new(self.layout, self.page_size, shape.num_steps.into(), shape.topk.into())
     }
 
-    /// W, the window of one round (spec 3.1; sgl `get_alloc_len_per_decode`), in slots.
+    /// W, the window of one round (sgl `get_alloc_len_per_decode`), in slots.
     #[must_use]
     pub fn alloc_len_per_decode(&self, shape: Shape) -> i64 {
         let drafts = if self.hosts_drafts { i64::from(shape.topk) * self.branches(shape).widest_stride() } else { 0 };
@@ -92,7 +92,7 @@ enum Form {
     DoubleBuffer { ahead: i64 },
     /// `need = hi + window`.
     Flat { window: i64 },
-    /// `threshold` is T, `branches` is `K*P*n_max`, `one_less` is `K*P*(n_max-1)` of spec 3.2.
+    /// `threshold` is T, `branches` is `K*P*n_max`, `one_less` is `K*P*(n_max-1)` (docs/contract.md, Reserve).
     Holey { threshold: i64, branches: i64, one_less: i64, num_draft_tokens: i64 },
 }
 
@@ -147,7 +147,7 @@ impl Reserve {
             .collect()
     }
 
-    /// Slots that the row must hold before the round, for a root anywhere in `[lo, hi]` (spec 3.2).
+    /// Slots that the row must hold before the round, for a root anywhere in `[lo, hi]`.
     ///
     /// Lengths are below 2^60 (the ledger's are below 2^31; [`need`] checks raw ones).
     ///
@@ -269,7 +269,7 @@ pub(crate) fn window_pages(page_size: i64, window: i64, ahead: i64) -> i64 {
 }
 
 /// Pages of a window group that a row of any length holds at most, whatever rounds of these shapes it runs and however
-/// many of them are in flight (spec 2).
+/// many of them are in flight (docs/contract.md, Geometry and groups).
 ///
 /// # Errors
 /// [`Error::Config`] when a number is out of range.
@@ -299,7 +299,7 @@ pub fn next_allocated(allocated: i64, need: i64, page_size: i64) -> Result<i64> 
     Ok(ceil_align(allocated.max(need), page_size))
 }
 
-/// Slots of a row that no round can pass (spec 3.3), a multiple of the page size.
+/// Slots of a row that no round can pass (docs/contract.md, Row width), a multiple of the page size.
 ///
 /// # Errors
 /// [`Error::Config`] when `shapes` is empty, `max_context_len < 2`, or a number is out of range.
@@ -331,7 +331,7 @@ pub fn row_headroom(page_size: i64, shape: Shape) -> Result<i64> {
     Ok(if page_size == 1 { least } else { least.max(2 * window + page_size - 1) })
 }
 
-/// Pages that an extend to `new_len` takes (spec 3.4).
+/// Pages that an extend to `new_len` takes.
 ///
 /// # Errors
 /// [`Error::Config`] when a number is out of range or `allocated` is no multiple of `page_size`.
@@ -345,7 +345,7 @@ pub fn extend_pages(new_len: i64, allocated: i64, page_size: i64) -> Result<i64>
     Ok((ceil_div(new_len, page_size) - allocated / page_size).max(0))
 }
 
-/// Tokens that the older synchronous worker (v1) reckons for `num_rows` rows (spec 3.4, sgl#22406).
+/// Tokens that the older synchronous worker (v1) reckons for `num_rows` rows (sgl#22406).
 ///
 /// # Errors
 /// [`Error::Config`] when a number or the product is out of range.

@@ -1,4 +1,4 @@
-//! A step's life: prepare -> launch -> resolve (decode only) and complete, or prepare -> cancel (spec 4).
+//! A step's life: prepare -> launch -> resolve (decode only) and complete, or prepare -> cancel.
 //!
 //! Steps are numbered from 1 in the order of their preparation and launched in that order, so the queue is always
 //! `[launched .. | unlaunched ..]`. A number is never used twice.

@@ -1,4 +1,4 @@
-//! The draft tree (spec 5.1-5.3): select, organize, build. Knows nothing of pages or rows.
+//! The draft tree (docs/contract.md, The draft tree): select, organize, build. Knows nothing of pages or rows.
 //!
 //! Candidates of a round are numbered level by level: `K` of step 0, then `K*K` of each later step, laid out
 //! `branch * K + child`. Scores never rise from parent to child and ties go to the lower number, so a kept

@@ -1,4 +1,4 @@
-//! The seeded draw (spec 5.5): a counter-based uniform and the inverse CDF over token ids.
+//! The seeded draw: a counter-based uniform and the inverse CDF over token ids.
 //!
 //! The token at a position depends on the logits, the request's parameters, its seed and the position, never on
 //! depth, shape, batch or history: that is what makes speculative text equal to plain sampling.

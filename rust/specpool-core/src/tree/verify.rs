@@ -1,5 +1,5 @@
-//! Verify (spec 5.4, 5.5): the walk down the tree along the target's own tokens. Greedy and sampling differ only
-//! in where those tokens come from (an argmax, or the seeded draw of `sample`).
+//! Verify (docs/contract.md, The draft tree): the walk down the tree along the target's own tokens. Greedy and sampling
+//! differ only in where those tokens come from (an argmax, or the seeded draw of `sample`).
 
 use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
