@@ -186,8 +186,10 @@ fn reclaimable_pages_are_those_that_only_idle_rows_hold() {
     let twin = ledger.fork(Row(1), None).unwrap();
     assert_eq!(ledger.reclaimable_pages(TARGET), Ok(2), "two whole pages of row 1 are its twin's too");
     ledger.abort(twin).unwrap();
-    ledger.trim(Row(1), 8).unwrap();
-    assert_eq!((ledger.idle()[1], ledger.reclaimable_pages(TARGET)), (true, Ok(3)));
+    assert_eq!(ledger.trim(Row(1), 10), Ok(10));
+    assert_eq!((ledger.idle()[1], ledger.reclaimable_pages(TARGET)), (true, Ok(4)), "of one page a part");
+    assert_eq!(ledger.trim(Row(1), 8), Ok(0), "the window below 8 is not held");
+    assert_eq!((ledger.idle()[1], ledger.reclaimable_pages(TARGET)), (true, Ok(2)));
     ledger.finish(Row(1)).unwrap();
     assert_eq!(ledger.reclaimable_pages(TARGET), Ok(2));
     ledger.restore(&before).unwrap();

@@ -194,8 +194,8 @@ impl Ledger {
         Ok(cut)
     }
 
-    /// Makes the row idle or not, O(its pages). A row is not idle while its pages change: who is about to change them
-    /// wakes it first.
+    /// Makes the row idle or not, O(its pages). Call it before the row's pages change (not idle) and after (idle again):
+    /// the count of reclaimable pages takes the pages as they are.
     pub(super) fn set_idle(&mut self, row: Row, is_idle: bool) {
         if self.rows.idle[row.at()] != is_idle {
             self.rows.set_idle(row, is_idle);

@@ -230,15 +230,13 @@ impl GroupState {
         self.page_of(row, column) == Some(page)
     }
 
-    /// Counts every page of the row, in the table or kept outside, as held by an idle row, or so no longer.
+    /// Counts every page of the row as held by an idle row, or so no longer. All of them are in the table: what a
+    /// checkpoint keeps outside was evicted by a prepare, which ends the idle time.
     pub(crate) fn set_idle(&mut self, row: Row, is_idle: bool) {
         let count = if is_idle { PagePool::rest } else { PagePool::wake };
         let held = self.held_columns(row);
         for &page in self.table.row(row).get(held).unwrap_or_default() {
             count(&mut self.pool, Page(page));
-        }
-        for kept in self.kept.get(row.at()).into_iter().flatten() {
-            count(&mut self.pool, kept.page);
         }
     }
 
