@@ -21,13 +21,16 @@ $(UV):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
+# What the compiled core is made from; its docstrings are those of the stub.
+CORE := $(wildcard cuda/* rust/*/Cargo.toml rust/*/build.rs rust/*/src/*.rs rust/*/src/*/*.rs) python/specpool/_core.pyi
+
 # Runtime dependencies and the wheel (release build).
-$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(wildcard cuda/* rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
+$(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(CORE)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[hf]'
 	@touch $@
 
 # The same with the tests' dependencies.
-$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(wildcard cuda/* rust/*/Cargo.toml rust/*/src/*.rs rust/*/src/*/*.rs)
+$(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(CORE)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 

@@ -277,8 +277,8 @@ GUARDS = [
         51,
         "fenced pages are counted apart",
         "ledger/share.rs::out_of_pages",
-        "fenced: state.pool.num_fenced(),",
-        "fenced: 0,",
+        "(pool.num_fenced(), pool.num_reclaimable())",
+        "(0, pool.num_reclaimable())",
     ),
     guard(
         52,
@@ -525,8 +525,8 @@ GUARDS = [
         71,
         "every holder leaves its fence on the page",
         "state/page_pool.rs::drop_holder",
-        "        line.holders -= 1;\n        line.fence = line.fence.max(fence);\n",
-        "        line.holders -= 1;\n        line.fence = fence;\n",
+        "        line.fence = line.fence.max(fence);\n        line.last_verb = verb;\n",
+        "        line.fence = fence;\n        line.last_verb = verb;\n",
     ),
     guard(
         72,
@@ -568,7 +568,7 @@ GUARDS = [
         74,
         "no fork of a row whose tail is not there yet",
         "ledger/share.rs::fork",
-        '        self.check_no_copy_into(parent, "fork")?;\n',
+        "        self.check_no_copy_into(parent, Verb::Fork.name())?;\n",
         "",
     ),
     guard(

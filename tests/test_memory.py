@@ -163,15 +163,15 @@ NO_MEMORY = {
     "prefix_tail_moves": "moves: ",
     "draft_write_positions": "draft positions: 1048576000 entries of 4 bytes",
     "audit of rows": "an audit of ",
-    "audit of pages": "an audit of pages: 4194305 entries of 8 bytes",
-    "check": "an audit of pages: 4194305 entries of 8 bytes",
+    "audit of pages": "an audit of pages: 4194305 entries of 12 bytes",
+    "check": "an audit of pages: 4194305 entries of 12 bytes",
     "snapshot of rows": " entries of ",
     "ownership_map": "an ownership map: 33554433 entries of ",
     "full_table": "a page table: ",
     "take_delta": "a table delta: 4194304 entries of 4 bytes",
     "admit": "a tag: 104857728 entries of 1 bytes",
     "fork": " entries of ",
-    "prepare_extend": "the ownership map: 8388609 entries of 32 bytes",
+    "prepare_extend": "the ownership map: 8388609 entries of 40 bytes",
     "Ledger": " entries of ",
 }
 TOO_LARGE = {

@@ -1,4 +1,7 @@
-"""Types and documentation of the Rust binding (`python -m mypy.stubtest specpool._core`)."""
+"""The Rust core: the ledger of pages, rows and steps, draft trees, slots and masks."""
+
+# `rust/specpool-py/build.rs` makes the docstrings below those of the compiled module, so `help()`
+# shows them. `python -m mypy.stubtest specpool._core` checks the types.
 
 from collections.abc import Sequence
 from os import PathLike
@@ -239,17 +242,23 @@ class Group:
         window: int | None = None,
     ) -> Group: ...
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """How errors call the group."""
     @property
-    def page_size(self) -> int: ...
+    def page_size(self) -> int:
+        """P, slots of a page."""
     @property
-    def num_pages(self) -> int: ...
+    def num_pages(self) -> int:
+        """Pages in all."""
     @property
-    def hosts_drafts(self) -> bool: ...
+    def hosts_drafts(self) -> bool:
+        """Whether the draft model's branches live in the group's rows."""
     @property
-    def layout(self) -> _Layout: ...
+    def layout(self) -> _Layout:
+        """Where drafts lie in a row."""
     @property
-    def window(self) -> int | None: ...
+    def window(self) -> int | None:
+        """w, of sliding-window layers; None where a query sees all positions."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -258,14 +267,15 @@ class Group:
 class Plan:
     """One prepared forward and what it was prepared with. Immutable; `b` is its number of lanes.
 
-    All arrays are read-only views into the plan, which they keep alive.
+    `len(plan)` is b. All arrays are read-only views into the plan, which they keep alive.
     """
 
     @property
     def step(self) -> int:
         """The step's number, from 1; never used twice."""
     @property
-    def kind(self) -> Literal["extend", "decode"]: ...
+    def kind(self) -> Literal["extend", "decode"]:
+        """Whether the step extends its rows or decodes one round of each."""
     @property
     def writes_draft(self) -> bool:
         """Whether it writes draft KV of the tokens that it keeps."""
@@ -303,8 +313,7 @@ class Plan:
         The first `tokens` slots of page src go to page dst, in every layer of the group: in this
         order, before the step's forward and everything that is launched after it.
         """
-    def __len__(self) -> int:
-        """B, the number of lanes."""
+    def __len__(self) -> int: ...
 
 @final
 class Finding:
@@ -400,51 +409,111 @@ class Ledger:
         record_limit: int = 1073741824,
     ) -> Ledger: ...
     @property
-    def groups(self) -> list[Group]: ...
+    def groups(self) -> list[Group]:
+        """What each group was built from, in the order of the group indices.
+
+        Cost: O(groups).
+        """
     @property
     def shapes(self) -> list[Shape]:
-        """All shapes, shape 0 first; rounds name a shape by its index here."""
+        """All shapes, shape 0 first; rounds name a shape by its index here.
+
+        Cost: O(shapes).
+        """
     @property
-    def num_rows(self) -> int: ...
+    def num_rows(self) -> int:
+        """Rows, besides row 0.
+
+        Cost: O(1).
+        """
     @property
     def num_free_rows(self) -> int:
-        """Rows that can be admitted now."""
+        """Rows that can be admitted now.
+
+        Cost: O(1).
+        """
     @property
-    def max_context_len(self) -> int: ...
+    def max_context_len(self) -> int:
+        """L, tokens of the longest sequence.
+
+        Cost: O(1).
+        """
     @property
-    def max_batch(self) -> int: ...
+    def max_batch(self) -> int:
+        """Most rows in one step.
+
+        Cost: O(1).
+        """
     @property
-    def overlap_depth(self) -> int: ...
+    def overlap_depth(self) -> int:
+        """D, rounds that may be prepared before the previous one is resolved.
+
+        Cost: O(1).
+        """
     @property
-    def policy(self) -> _Policy: ...
+    def policy(self) -> _Policy:
+        """How much is reserved for a round.
+
+        Cost: O(1).
+        """
     @property
-    def draft_kv(self) -> bool: ...
+    def draft_kv(self) -> bool:
+        """Whether drafting needs draft KV, so that `DraftLag` can be raised.
+
+        Cost: O(1).
+        """
     @property
-    def max_chunk(self) -> int | None: ...
+    def max_chunk(self) -> int | None:
+        """Most tokens of one extend; None where there is no limit.
+
+        Cost: O(1).
+        """
     @property
-    def sessions(self) -> bool: ...
+    def sessions(self) -> bool:
+        """Whether the ledger was built for `end_turn`.
+
+        Cost: O(1).
+        """
     @property
-    def page_fencing(self) -> bool: ...
+    def page_fencing(self) -> bool:
+        """Whether freed pages wait for the launched steps that may touch them.
+
+        Cost: O(1).
+        """
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether `close` was called.
+
+        Cost: O(1).
+        """
     @property
     def digest(self) -> int | None:
         """The running 64-bit hash over every successful state-changing call and the ids it gave.
 
         Equal on ranks that did the same; not over tags, deltas, queries and the accept_lens of
         dropped lanes. None unless it is kept.
+
+        Cost: O(1).
         """
     @property
     def completed(self) -> int:
-        """Every step up to this one has finished on the device."""
+        """Every step up to this one has finished on the device.
+
+        Cost: O(1).
+        """
     @property
     def prefixes(self) -> list[int]:
-        """The ids of the pinned prefixes, ascending."""
+        """The ids of the pinned prefixes, ascending.
+
+        Cost: O(prefixes).
+        """
     def state_hash(self) -> int:
-        """A 64-bit hash of everything that decides what the ledger will do, O(rows + pages).
+        """A 64-bit hash of everything that decides what the ledger will do.
 
         Not of tags, deltas, the counters of steps, prefixes and snapshots, or the digest. A refused
         call leaves it as it was, and so does a cancelled prepare that evicted nothing.
+
+        Cost: O(num_rows + pages that rows hold + pages ever handed out), per group.
         """
     def steps(
         self,
@@ -456,40 +525,76 @@ class Ledger:
         """(step, kind, state) of the steps in flight, oldest first.
 
         One that is over stays listed while an older one waits for its resolve.
+
+        Cost: O(steps in flight).
         """
     def tag(self, row: int) -> str | None:
-        """The name of the row's request, also after its release."""
+        """The name of the row's request, also after its release.
+
+        Cost: O(1), plus the copy of the name.
+        """
     def is_live(self, row: int) -> bool:
-        """Whether the row is admitted."""
+        """Whether the row is admitted.
+
+        Cost: O(1).
+        """
     def check_quiet(self, row: int) -> None:
         """Nothing moves in the row: what it holds below `resolved_len` is written and stays.
+
+        Cost: O(steps in flight + page copies that ride on them or wait).
 
         Raises:
             NotReady: something of the row is in flight, its last launched step is not complete, or
                 a page copy into it is not finished.
         """
     def checkpoint_len(self, row: int) -> int | None:
-        """Tokens of the row's checkpoint, which `end_turn` set."""
+        """Tokens of the row's checkpoint, which `end_turn` set.
+
+        Cost: O(1).
+        """
     def prefix_len(self, prefix: int) -> int:
         """Tokens of a pinned prefix.
+
+        Cost: O(log prefixes).
 
         Raises:
             ShapeError: there is no such prefix.
         """
     def row_width(self, group: int) -> int:
-        """Slots of a row in the group, a multiple of its page size."""
+        """Slots of a row in the group, a multiple of its page size.
+
+        Cost: O(1).
+        """
     def pages_per_row(self, group: int) -> int:
-        """Columns of the group's page table."""
+        """Columns of the group's page table.
+
+        Cost: O(1).
+        """
     def free_pages(self, group: int) -> int:
-        """Pages that can be handed out now."""
+        """Pages that can be handed out now.
+
+        Cost: O(1).
+        """
     def fenced_pages(self, group: int) -> int:
-        """Pages given back that a launched step may still touch; free once it is complete."""
+        """Pages given back that a launched step may still touch; free once it is complete.
+
+        Cost: O(1).
+        """
     def pinned_pages(self, group: int) -> int:
-        """Pages that pinned prefixes hold, each counted once; rows may share them."""
+        """Pages that pinned prefixes hold, each counted once; rows may share them.
+
+        Cost: O(n log n) of the n pages that prefixes hold, counted once for each prefix.
+        """
     def reclaimable_pages(self, group: int) -> int:
-        """Pages whose every holder is an idle row."""
+        """Pages whose every holder is an idle row.
+
+        Cost: O(1).
+        """
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:
-        """Of a page: state (free, owned, shared, fenced), who took it, birth step, last verb."""
+        """Of a page: state (free, owned, shared, fenced), who took it, birth step, last verb.
+
+        Cost: O(1).
+        """
     def ownership_map(
         self, group: int, *, taken: bool = False
     ) -> tuple[NDArray[np.uint8], _I32, _I32]:
@@ -498,42 +603,79 @@ class Ledger:
         States are 0 free, 1 owned, 2 shared, 3 fenced; page 0 is the sink. With `taken` the arrays
         end behind the last page that was ever handed out: all behind it are free.
 
+        Cost: O(num_pages); with `taken`, O(pages ever handed out).
+
         Raises:
             OutOfMemory: there is no memory for the arrays; so in every query that copies.
         """
     def live_rows(self) -> _I32:
-        """[n]: the rows that are admitted, ascending. O(num_rows)."""
+        """[n]: the rows that are admitted, ascending.
+
+        Cost: O(num_rows).
+        """
     def page_table(self, group: int) -> _I32:
-        """[num_rows + 1, pages_per_row], view: pages; 0 from a row's `allocated_len / P` on."""
+        """[num_rows + 1, pages_per_row], view: pages; 0 from a row's `allocated_len / P` on.
+
+        Cost: O(1).
+        """
     def full_table(self, group: int) -> _I32:
-        """A copy of `page_table`, for a device that must start over."""
+        """A copy of `page_table`, for a device that must start over.
+
+        Cost: O(num_rows * pages_per_row).
+        """
     def allocated_len(self, group: int) -> _I32:
-        """[num_rows + 1], view: slots that each row holds, a multiple of P."""
+        """[num_rows + 1], view: slots that each row holds, a multiple of P.
+
+        Cost: O(1).
+        """
     def protected_len(self, group: int) -> _I32:
-        """[num_rows + 1], view: p, slots of shared, read-only pages; a multiple of P."""
+        """[num_rows + 1], view: p, slots of shared, read-only pages; a multiple of P.
+
+        Cost: O(1).
+        """
     def evicted_len(self, group: int) -> _I32:
-        """[num_rows + 1], view: e, slots below the window that were given back."""
+        """[num_rows + 1], view: e, slots below the window that were given back.
+
+        Cost: O(1).
+        """
     @property
     def idle(self) -> _Bool:
-        """[num_rows + 1], view: between turns of a session, its pages reclaimable."""
+        """[num_rows + 1], view: between turns of a session, its pages reclaimable.
+
+        Cost: O(1).
+        """
     @property
     def resolved_len(self) -> _I32:
-        """[num_rows + 1], view: r, tokens whose KV is final (an extend's from its prepare on)."""
+        """[num_rows + 1], view: r, tokens whose KV is final (an extend's from its prepare on).
+
+        Cost: O(1).
+        """
     @property
     def in_flight(self) -> _I32:
-        """[num_rows + 1], view: k, rounds prepared and not resolved."""
+        """[num_rows + 1], view: k, rounds prepared and not resolved.
+
+        Cost: O(1).
+        """
     @property
     def drafted_len(self) -> _I32:
-        """[num_rows + 1], view: draft KV is valid below it."""
+        """[num_rows + 1], view: draft KV is valid below it.
+
+        Cost: O(1).
+        """
     @property
     def epoch(self) -> NDArray[np.uint64]:
         """[num_rows + 1], view: bumped by every cut and release of the row.
 
         By trim, end_turn, abandon, retract, finish, abort and restore.
+
+        Cost: O(1).
         """
     @property
     def kv_committed_len(self) -> _I32:
-        """[num_rows + 1], a copy: r + k."""
+        """[num_rows + 1], a copy: r + k.
+
+        Cost: O(num_rows).
+        """
     def admit(
         self, tag: str | None = None, *, prefix: int | None = None, length: int | None = None
     ) -> int:
@@ -591,12 +733,17 @@ class Ledger:
             OutOfPages: states need, free and fenced pages of the group.
         """
     def tokens_required(self, rows: _IntArray, shapes: _IntArray) -> NDArray[np.int64]:
-        """[num_groups]: slots that `prepare_decode` of the same would take. No effect."""
+        """[num_groups]: slots that `prepare_decode` of the same would take. No effect.
+
+        Cost: O(num_rows + groups * b).
+        """
     def pages_needed(self, lo: int, hi: int, shape: int) -> NDArray[np.int64]:
         """[num_groups]: pages that a row can ever hold whose roots all lie in `[lo, hi]`.
 
         For one round in flight at most; `shape` is an index into `shapes`. Behind a window all that
         the row can ever hold: rounds of any shape, D in flight, and an extend of up to `lo` tokens.
+
+        Cost: O(groups * shapes).
 
         Raises:
             ShapeError: unless `0 <= lo <= hi < max_context_len`, or an unknown shape.
@@ -669,6 +816,8 @@ class Ledger:
     def end_turn(self, row: int, length: int) -> int:
         """A `trim` for a session that stays: the row is idle until its next prepare.
 
+        Costs O(pages of the row), and so does what ends the idle time, a prepare or a release.
+
         Its pages count as reclaimable; the windows below the new `resolved_len` are held as its
         checkpoint until the next `end_turn`, or a trim below it.
 
@@ -725,16 +874,19 @@ class Ledger:
                 tries again.
         """
     def __enter__(self) -> Ledger: ...
-    def __exit__(self, *_error: object) -> None:
-        """Closes the ledger."""
+    def __exit__(self, *_error: object) -> None: ...
     def audit(self) -> list[Finding]:
-        """Every broken invariant, O(pages + table cells); empty where all is well.
+        """Every broken invariant; empty where all is well.
+
+        Cost: O(pages ever handed out + table cells).
 
         Raises:
             OutOfMemory: there is no memory to count with.
         """
     def check(self) -> None:
-        """Full audit, O(pages + table cells).
+        """Full audit.
+
+        Cost: O(pages ever handed out + table cells).
 
         Raises:
             CorruptState: the message is the report, one line for each broken invariant.

@@ -44,8 +44,9 @@ impl Bytes<'_> {
     }
 }
 
+/// What an operation may be, each with a weight; all that give a row back are one.
 #[derive(Debug, Clone, Copy)]
-enum Verb {
+enum Choice {
     Admit,
     AdmitOn,
     Fork,
@@ -65,24 +66,24 @@ enum Verb {
     AckDelta,
 }
 
-const VERBS: [Verb; 17] = [
-    Verb::Admit,
-    Verb::AdmitOn,
-    Verb::Fork,
-    Verb::PinPrefix,
-    Verb::ReleasePrefix,
-    Verb::Extend,
-    Verb::Decode,
-    Verb::Launch,
-    Verb::Resolve,
-    Verb::Complete,
-    Verb::Cancel,
-    Verb::Abandon,
-    Verb::Trim,
-    Verb::EndTurn,
-    Verb::GiveBack,
-    Verb::TakeDelta,
-    Verb::AckDelta,
+const CHOICES: [Choice; 17] = [
+    Choice::Admit,
+    Choice::AdmitOn,
+    Choice::Fork,
+    Choice::PinPrefix,
+    Choice::ReleasePrefix,
+    Choice::Extend,
+    Choice::Decode,
+    Choice::Launch,
+    Choice::Resolve,
+    Choice::Complete,
+    Choice::Cancel,
+    Choice::Abandon,
+    Choice::Trim,
+    Choice::EndTurn,
+    Choice::GiveBack,
+    Choice::TakeDelta,
+    Choice::AckDelta,
 ];
 
 /// The operation that `bytes` mean in this scene.
@@ -90,17 +91,17 @@ const VERBS: [Verb; 17] = [
 pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
     let mut bytes = Bytes(bytes);
     if bytes.next() >= 240 {
-        let verb = VERBS[bytes.below(VERBS.len())];
-        return anything(verb, &mut bytes, scene);
+        let choice = CHOICES[bytes.below(CHOICES.len())];
+        return anything(choice, &mut bytes, scene);
     }
     let able = Able::of(scene);
-    let weights = VERBS.map(|verb| able.weight(verb, scene));
+    let weights = CHOICES.map(|choice| able.weight(choice, scene));
     let total: usize = weights.iter().sum();
     // Two bytes, so that every verb keeps its weight whatever the total is.
     let mut at = (bytes.below(256) * 256 + bytes.below(256)) * total / 65_536;
-    for (verb, weight) in VERBS.into_iter().zip(weights) {
+    for (choice, weight) in CHOICES.into_iter().zip(weights) {
         if at < weight {
-            return able.op(verb, &mut bytes, scene);
+            return able.op(choice, &mut bytes, scene);
         }
         at -= weight;
     }
@@ -142,26 +143,26 @@ impl<'a> Able<'a> {
     }
 
     /// How often the verb comes, 0 where it could only be refused.
-    fn weight(&self, verb: Verb, scene: &Scene) -> usize {
+    fn weight(&self, choice: Choice, scene: &Scene) -> usize {
         let given = |weight, is_able: bool| if is_able { weight } else { 0 };
         let has_row = self.live.len() + 1 < scene.rows.len();
-        match verb {
-            Verb::Admit => given(6, has_row),
-            Verb::AdmitOn => given(4, has_row && !scene.prefixes.is_empty()),
-            Verb::Fork => given(3, has_row && !self.can_extend.is_empty()),
-            Verb::PinPrefix => given(2, !self.live.is_empty()),
-            Verb::ReleasePrefix => scene.prefixes.len().min(4),
-            Verb::Extend => given(14, !self.is_stuck && !self.can_extend.is_empty()),
-            Verb::Decode => given(20, !self.is_stuck && !self.can_decode.is_empty()),
-            Verb::Launch => given(24, self.next_launch.is_some()),
-            Verb::Resolve => given(16, !self.unresolved.is_empty()),
-            Verb::Complete => given(8, !self.incomplete.is_empty()),
-            Verb::Cancel => given(if self.is_stuck { 40 } else { 3 }, self.newest_unlaunched.is_some()),
-            Verb::Abandon => given(1, !self.incomplete.is_empty()),
-            Verb::Trim => given(3, !self.live.is_empty()),
-            Verb::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
-            Verb::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
-            Verb::TakeDelta | Verb::AckDelta => given(3, !scene.steps.is_empty()),
+        match choice {
+            Choice::Admit => given(6, has_row),
+            Choice::AdmitOn => given(4, has_row && !scene.prefixes.is_empty()),
+            Choice::Fork => given(3, has_row && !self.can_extend.is_empty()),
+            Choice::PinPrefix => given(2, !self.live.is_empty()),
+            Choice::ReleasePrefix => scene.prefixes.len().min(4),
+            Choice::Extend => given(14, !self.is_stuck && !self.can_extend.is_empty()),
+            Choice::Decode => given(20, !self.is_stuck && !self.can_decode.is_empty()),
+            Choice::Launch => given(24, self.next_launch.is_some()),
+            Choice::Resolve => given(16, !self.unresolved.is_empty()),
+            Choice::Complete => given(8, !self.incomplete.is_empty()),
+            Choice::Cancel => given(if self.is_stuck { 40 } else { 3 }, self.newest_unlaunched.is_some()),
+            Choice::Abandon => given(1, !self.incomplete.is_empty()),
+            Choice::Trim => given(3, !self.live.is_empty()),
+            Choice::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
+            Choice::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
+            Choice::TakeDelta | Choice::AckDelta => given(3, !scene.steps.is_empty()),
         }
     }
 
@@ -177,27 +178,27 @@ impl<'a> Able<'a> {
         batch
     }
 
-    fn op(&self, verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Op {
+    fn op(&self, choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
         let row = |bytes: &mut Bytes| bytes.pick(&self.live).unwrap_or(0);
         // Lengths near the row's end, where cuts are, and now and then any.
         let len_of = |row: i32, bytes: &mut Bytes| {
             let most = scene.resolved(row) + 1;
             if bytes.is_rare(4) { bytes.below(most as usize + 1) as i32 } else { (most - bytes.below(6) as i32).max(0) }
         };
-        match verb {
-            Verb::Admit => Op::Admit,
-            Verb::AdmitOn => {
+        match choice {
+            Choice::Admit => Op::Admit,
+            Choice::AdmitOn => {
                 let (prefix, most) = bytes.pick(&scene.prefixes).unwrap_or_default();
                 let len = (!bytes.is_rare(8)).then(|| most - bytes.below(most as usize + 1) as i32);
                 Op::AdmitOn { prefix, len }
             }
-            Verb::Fork => Op::Fork { row: bytes.pick(&self.can_extend).unwrap_or(0) },
-            Verb::PinPrefix => {
+            Choice::Fork => Op::Fork { row: bytes.pick(&self.can_extend).unwrap_or(0) },
+            Choice::PinPrefix => {
                 let row = row(bytes);
                 Op::PinPrefix { row, len: (scene.resolved(row) - bytes.below(8) as i32).max(1) }
             }
-            Verb::ReleasePrefix => Op::ReleasePrefix { prefix: bytes.pick(&scene.prefixes).unwrap_or_default().0 },
-            Verb::Extend => {
+            Choice::ReleasePrefix => Op::ReleasePrefix { prefix: bytes.pick(&scene.prefixes).unwrap_or_default().0 },
+            Choice::Extend => {
                 let writes_draft = !bytes.is_rare(1);
                 let rows = Self::batch(&self.can_extend, bytes, scene);
                 let new_len = |&row: &i32| {
@@ -208,14 +209,14 @@ impl<'a> Able<'a> {
                 let new_lens = rows.iter().map(new_len).collect();
                 Op::PrepareExtend { rows, new_lens, writes_draft }
             }
-            Verb::Decode => {
+            Choice::Decode => {
                 let writes_draft = !bytes.is_rare(1);
                 let rows = Self::batch(&self.can_decode, bytes, scene);
                 let shapes = rows.iter().map(|_| bytes.below(scene.max_accept_lens.len()) as i32).collect();
                 Op::PrepareDecode { rows, shapes, writes_draft }
             }
-            Verb::Launch => Op::Launch { step: self.next_launch.unwrap_or(0) },
-            Verb::Resolve => {
+            Choice::Launch => Op::Launch { step: self.next_launch.unwrap_or(0) },
+            Choice::Resolve => {
                 // Mostly the oldest, whose turn it is.
                 let at = if bytes.is_rare(2) { bytes.below(self.unresolved.len()) } else { 0 };
                 let Some(step) = self.unresolved.get(at) else { return Op::Admit };
@@ -225,17 +226,17 @@ impl<'a> Able<'a> {
                 };
                 Op::Resolve { step: step.step, accept_lens: step.shapes.iter().map(accept).collect() }
             }
-            Verb::Complete => Op::Complete { step: bytes.pick(&self.incomplete).unwrap_or(0) },
-            Verb::Cancel => Op::Cancel { step: self.newest_unlaunched.unwrap_or(0) },
-            Verb::Abandon => Op::Abandon { step: bytes.pick(&self.incomplete).unwrap_or(0) },
-            Verb::Trim | Verb::EndTurn => {
+            Choice::Complete => Op::Complete { step: bytes.pick(&self.incomplete).unwrap_or(0) },
+            Choice::Cancel => Op::Cancel { step: self.newest_unlaunched.unwrap_or(0) },
+            Choice::Abandon => Op::Abandon { step: bytes.pick(&self.incomplete).unwrap_or(0) },
+            Choice::Trim | Choice::EndTurn => {
                 let row = row(bytes);
                 let len = len_of(row, bytes);
-                if matches!(verb, Verb::Trim) { Op::Trim { row, len } } else { Op::EndTurn { row, len } }
+                if matches!(choice, Choice::Trim) { Op::Trim { row, len } } else { Op::EndTurn { row, len } }
             }
-            Verb::GiveBack => give_back(row(bytes), bytes),
-            Verb::TakeDelta => Op::TakeDelta { step: any_step(bytes, scene) },
-            Verb::AckDelta => Op::AckDelta { step: any_step(bytes, scene) },
+            Choice::GiveBack => give_back(row(bytes), bytes),
+            Choice::TakeDelta => Op::TakeDelta { step: any_step(bytes, scene) },
+            Choice::AckDelta => Op::AckDelta { step: any_step(bytes, scene) },
         }
     }
 }
@@ -253,7 +254,7 @@ fn any_step(bytes: &mut Bytes, scene: &Scene) -> u64 {
 }
 
 /// The verb with arguments of any kind.
-fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Op {
+fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
     let row = |bytes: &mut Bytes| bytes.below(scene.rows.len() + 2) as i32 - 1;
     let len = |bytes: &mut Bytes| match bytes.below(10) {
         0 => -1,
@@ -275,17 +276,17 @@ fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Op {
         1 => u64::MAX,
         _ => bytes.pick(&scene.prefixes).map_or(1, |(prefix, _)| prefix),
     };
-    match verb {
-        Verb::Admit => Op::Admit,
-        Verb::AdmitOn => Op::AdmitOn { prefix: prefix(bytes), len: bytes.is_rare(12).then(|| len(bytes)) },
-        Verb::Fork => Op::Fork { row: row(bytes) },
-        Verb::PinPrefix => Op::PinPrefix { row: row(bytes), len: len(bytes) },
-        Verb::ReleasePrefix => Op::ReleasePrefix { prefix: prefix(bytes) },
-        Verb::Extend | Verb::Decode => {
+    match choice {
+        Choice::Admit => Op::Admit,
+        Choice::AdmitOn => Op::AdmitOn { prefix: prefix(bytes), len: bytes.is_rare(12).then(|| len(bytes)) },
+        Choice::Fork => Op::Fork { row: row(bytes) },
+        Choice::PinPrefix => Op::PinPrefix { row: row(bytes), len: len(bytes) },
+        Choice::ReleasePrefix => Op::ReleasePrefix { prefix: prefix(bytes) },
+        Choice::Extend | Choice::Decode => {
             let rows: Vec<i32> = (0..bytes.below(4)).map(|_| row(bytes)).collect();
             let num_entries = if bytes.is_rare(2) { bytes.below(4) } else { rows.len() };
             let writes_draft = !bytes.is_rare(4);
-            if matches!(verb, Verb::Extend) {
+            if matches!(choice, Choice::Extend) {
                 let new_lens = (0..num_entries).map(|_| len(bytes)).collect();
                 Op::PrepareExtend { rows, new_lens, writes_draft }
             } else {
@@ -294,20 +295,20 @@ fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Op {
                 Op::PrepareDecode { rows, shapes, writes_draft }
             }
         }
-        Verb::Launch => Op::Launch { step: step(bytes) },
-        Verb::Resolve => {
+        Choice::Launch => Op::Launch { step: step(bytes) },
+        Choice::Resolve => {
             let step = step(bytes);
             let lanes = scene.steps.iter().find(|known| known.step == step).map_or(1, |known| known.rows.len());
             let num_entries = if bytes.is_rare(2) { bytes.below(4) } else { lanes };
             Op::Resolve { step, accept_lens: (0..num_entries).map(|_| bytes.below(6) as i32 - 1).collect() }
         }
-        Verb::Complete => Op::Complete { step: step(bytes) },
-        Verb::Cancel => Op::Cancel { step: step(bytes) },
-        Verb::Abandon => Op::Abandon { step: step(bytes) },
-        Verb::Trim => Op::Trim { row: row(bytes), len: len(bytes) },
-        Verb::EndTurn => Op::EndTurn { row: row(bytes), len: len(bytes) },
-        Verb::GiveBack => give_back(row(bytes), bytes),
-        Verb::TakeDelta => Op::TakeDelta { step: step(bytes) },
-        Verb::AckDelta => Op::AckDelta { step: step(bytes) },
+        Choice::Complete => Op::Complete { step: step(bytes) },
+        Choice::Cancel => Op::Cancel { step: step(bytes) },
+        Choice::Abandon => Op::Abandon { step: step(bytes) },
+        Choice::Trim => Op::Trim { row: row(bytes), len: len(bytes) },
+        Choice::EndTurn => Op::EndTurn { row: row(bytes), len: len(bytes) },
+        Choice::GiveBack => give_back(row(bytes), bytes),
+        Choice::TakeDelta => Op::TakeDelta { step: step(bytes) },
+        Choice::AckDelta => Op::AckDelta { step: step(bytes) },
     }
 }

@@ -1,6 +1,6 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
-//! Layers point one way; everything may use `error`, `ids`, `memory` and `check`:
+//! Layers point one way; everything may use `error`, `ids`, `verb`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows -> ledger -> audit`;
 //! - what it did: `codec -> event, call`, `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
@@ -24,6 +24,7 @@ pub mod replay;
 pub mod shape;
 pub mod state;
 pub mod tree;
+pub mod verb;
 
 pub use digest::Digest;
 pub use error::{Error, Result};
@@ -41,7 +42,8 @@ pub use state::config::LedgerConfig;
 pub use state::delta::DeltaEntries;
 pub use state::group::Group;
 pub use state::page_copy::PageCopy;
-pub use state::page_pool::{PagePool, PageRecord, PageState, Verb};
+pub use state::page_pool::{PagePool, PageRecord, PageState};
 pub use state::page_table::PageTable;
 pub use state::sizing::{Geometry, Policy, Reserve};
 pub use state::step::{Plan, StepKind, StepState};
+pub use verb::Verb;

@@ -209,7 +209,7 @@ fn live(world: &mut World, checks: usize) {
     assert_eq!(world.ledger.num_free_rows(), ROWS as usize - 2);
     // A session whose window leaves its checkpoint behind.
     world.giving(|ledger| ledger.end_turn(on, 3_002));
-    world.taking("reclaimable_pages", |ledger| ledger.reclaimable_pages(0));
+    world.giving(|ledger| ledger.reclaimable_pages(0));
     let step = world.extend(&[on.0], &[3_700]);
     world.run(step);
     let step = world.extend(&[on.0], &[3_900]);

@@ -174,8 +174,27 @@ fn reclaimable_pages_are_those_that_only_idle_rows_hold() {
     assert_eq!(ledger.reclaimable_pages(TARGET), Ok(2), "page 1 is row 2's too");
     assert_eq!(ledger.end_turn(Row(2), 6).unwrap(), 6);
     assert_eq!(ledger.reclaimable_pages(TARGET), Ok(4));
-    ledger.prepare_extend(&[2], &[7], true).unwrap();
+    let prefix = ledger.pin_prefix(Row(2), 4).unwrap();
+    assert_eq!(ledger.reclaimable_pages(TARGET), Ok(3), "page 1 is the prefix's too");
+    ledger.release_prefix(prefix).unwrap();
+    assert_eq!(ledger.reclaimable_pages(TARGET), Ok(4));
+    let extend = ledger.prepare_extend(&[2], &[7], true).unwrap().step;
     assert_eq!(ledger.reclaimable_pages(TARGET), Ok(2));
+    ledger.cancel(extend).unwrap();
+    assert_eq!(ledger.reclaimable_pages(TARGET), Ok(4), "row 2 is idle again");
+    let before = ledger.snapshot().unwrap();
+    let twin = ledger.fork(Row(1), None).unwrap();
+    assert_eq!(ledger.reclaimable_pages(TARGET), Ok(2), "two whole pages of row 1 are its twin's too");
+    ledger.abort(twin).unwrap();
+    assert_eq!(ledger.trim(Row(1), 10), Ok(10));
+    assert_eq!((ledger.idle()[1], ledger.reclaimable_pages(TARGET)), (true, Ok(4)), "of one page a part");
+    assert_eq!(ledger.trim(Row(1), 8), Ok(0), "the window below 8 is not held");
+    assert_eq!((ledger.idle()[1], ledger.reclaimable_pages(TARGET)), (true, Ok(2)));
+    ledger.finish(Row(1)).unwrap();
+    assert_eq!(ledger.reclaimable_pages(TARGET), Ok(2));
+    ledger.restore(&before).unwrap();
+    assert_eq!(ledger.reclaimable_pages(TARGET), Ok(4));
+    ledger.check().unwrap();
 }
 
 /// `pages_needed` behind a window: what one prepare finds held and what it claims ahead, however long the row is.

@@ -165,7 +165,7 @@ fn every_verb_is_recorded_and_replayed() {
     assert_eq!(replay.made_by(), env!("CARGO_PKG_VERSION"));
     let (mut verbs, mut shown) = (Vec::new(), Vec::new());
     while let Some(run) = replay.advance(&mut again).unwrap() {
-        verbs.push(run.record.call.verb());
+        verbs.push(run.record.call.verb().name());
         shown.push((run.to_string(), run.step(), run.rows()));
     }
     let has = |text: &str, step, rows: &[i32]| {

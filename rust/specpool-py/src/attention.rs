@@ -19,7 +19,7 @@ const THREAD_BYTES: usize = 2 << 20;
 /// Threads of a call.
 const MOST_THREADS: usize = 256;
 
-/// Writes new keys and values, then attends to what the pages hold.
+#[doc = doc!("attend_pages")]
 #[pyfunction]
 #[pyo3(signature = (
     keys, values, new_keys, new_values, write_slots, q, out, pages, kv_lens, q_lens, *, page_size, scaling, bias=None,

@@ -6,67 +6,69 @@ use pyo3::types::PyDict;
 use specpool_check::decode::decode;
 use specpool_check::op::Op;
 use specpool_check::scene::Scene;
+use specpool_core::Verb;
 
 use crate::ledger::Ledger;
 
+#[doc = doc!("decode_op")]
 #[pyfunction]
 pub fn decode_op<'py>(py: Python<'py>, ledger: &Ledger, code: &[u8]) -> PyResult<(&'static str, Bound<'py, PyDict>)> {
     let arguments = PyDict::new(py);
     let verb = match decode(code, &Scene::of(&ledger.0)) {
-        Op::Admit => "admit",
+        Op::Admit => Verb::Admit,
         Op::AdmitOn { prefix, len } => {
             arguments.set_item("prefix", prefix)?;
             arguments.set_item("length", len)?;
-            "admit"
+            Verb::Admit
         }
-        Op::Fork { row } => of_row(&arguments, "fork", row)?,
-        Op::PinPrefix { row, len } => cut(&arguments, "pin_prefix", row, len)?,
+        Op::Fork { row } => of_row(&arguments, Verb::Fork, row)?,
+        Op::PinPrefix { row, len } => cut(&arguments, Verb::PinPrefix, row, len)?,
         Op::ReleasePrefix { prefix } => {
             arguments.set_item("prefix", prefix)?;
-            "release_prefix"
+            Verb::ReleasePrefix
         }
         Op::PrepareExtend { rows, new_lens, writes_draft } => {
             arguments.set_item("rows", rows)?;
             arguments.set_item("new_lens", new_lens)?;
             arguments.set_item("writes_draft", writes_draft)?;
-            "prepare_extend"
+            Verb::PrepareExtend
         }
         Op::PrepareDecode { rows, shapes, writes_draft } => {
             arguments.set_item("rows", rows)?;
             arguments.set_item("shapes", shapes)?;
             arguments.set_item("writes_draft", writes_draft)?;
-            "prepare_decode"
+            Verb::PrepareDecode
         }
-        Op::Launch { step } => of_step(&arguments, "launch", step)?,
+        Op::Launch { step } => of_step(&arguments, Verb::Launch, step)?,
         Op::Resolve { step, accept_lens } => {
             arguments.set_item("accept_lens", accept_lens)?;
-            of_step(&arguments, "resolve", step)?
+            of_step(&arguments, Verb::Resolve, step)?
         }
-        Op::Complete { step } => of_step(&arguments, "complete", step)?,
-        Op::Cancel { step } => of_step(&arguments, "cancel", step)?,
-        Op::Abandon { step } => of_step(&arguments, "abandon", step)?,
-        Op::Trim { row, len } => cut(&arguments, "trim", row, len)?,
-        Op::EndTurn { row, len } => cut(&arguments, "end_turn", row, len)?,
-        Op::Retract { row } => of_row(&arguments, "retract", row)?,
-        Op::Finish { row } => of_row(&arguments, "finish", row)?,
-        Op::Abort { row } => of_row(&arguments, "abort", row)?,
-        Op::TakeDelta { step } => of_step(&arguments, "take_delta", step)?,
-        Op::AckDelta { step } => of_step(&arguments, "ack_delta", step)?,
+        Op::Complete { step } => of_step(&arguments, Verb::Complete, step)?,
+        Op::Cancel { step } => of_step(&arguments, Verb::Cancel, step)?,
+        Op::Abandon { step } => of_step(&arguments, Verb::Abandon, step)?,
+        Op::Trim { row, len } => cut(&arguments, Verb::Trim, row, len)?,
+        Op::EndTurn { row, len } => cut(&arguments, Verb::EndTurn, row, len)?,
+        Op::Retract { row } => of_row(&arguments, Verb::Retract, row)?,
+        Op::Finish { row } => of_row(&arguments, Verb::Finish, row)?,
+        Op::Abort { row } => of_row(&arguments, Verb::Abort, row)?,
+        Op::TakeDelta { step } => of_step(&arguments, Verb::TakeDelta, step)?,
+        Op::AckDelta { step } => of_step(&arguments, Verb::AckDelta, step)?,
     };
-    Ok((verb, arguments))
+    Ok((verb.name(), arguments))
 }
 
-fn of_row(arguments: &Bound<'_, PyDict>, verb: &'static str, row: i32) -> PyResult<&'static str> {
+fn of_row(arguments: &Bound<'_, PyDict>, verb: Verb, row: i32) -> PyResult<Verb> {
     arguments.set_item("row", row)?;
     Ok(verb)
 }
 
-fn cut(arguments: &Bound<'_, PyDict>, verb: &'static str, row: i32, len: i32) -> PyResult<&'static str> {
+fn cut(arguments: &Bound<'_, PyDict>, verb: Verb, row: i32, len: i32) -> PyResult<Verb> {
     arguments.set_item("length", len)?;
     of_row(arguments, verb, row)
 }
 
-fn of_step(arguments: &Bound<'_, PyDict>, verb: &'static str, step: u64) -> PyResult<&'static str> {
+fn of_step(arguments: &Bound<'_, PyDict>, verb: Verb, step: u64) -> PyResult<Verb> {
     arguments.set_item("step", step)?;
     Ok(verb)
 }

@@ -6,6 +6,7 @@ use crate::arrays::ConfigInt;
 use crate::errors::{config_error, to_py};
 use crate::sizing::{layout, layout_name};
 
+#[doc = doc!("Group")]
 #[pyclass(frozen, eq, hash, from_py_object, module = "specpool._core")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Group(pub specpool_core::Group);
@@ -30,31 +31,37 @@ impl Group {
         Ok(Self(spec))
     }
 
+    #[doc = doc!("Group.name")]
     #[getter]
     fn name(&self) -> &str {
         &self.0.name
     }
 
+    #[doc = doc!("Group.page_size")]
     #[getter]
     fn page_size(&self) -> i64 {
         self.0.page_size
     }
 
+    #[doc = doc!("Group.num_pages")]
     #[getter]
     fn num_pages(&self) -> i64 {
         self.0.num_pages
     }
 
+    #[doc = doc!("Group.hosts_drafts")]
     #[getter]
     fn hosts_drafts(&self) -> bool {
         self.0.hosts_drafts
     }
 
+    #[doc = doc!("Group.layout")]
     #[getter]
     fn layout(&self) -> &'static str {
         layout_name(self.0.layout)
     }
 
+    #[doc = doc!("Group.window")]
     #[getter]
     fn window(&self) -> Option<i64> {
         self.0.window

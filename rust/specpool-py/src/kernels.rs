@@ -14,7 +14,7 @@ pub fn names() -> [&'static str; FILES.len()] {
     FILES.map(|(name, _)| name)
 }
 
-/// The text of a kernel file.
+#[doc = doc!("kernel_source")]
 #[pyfunction]
 pub fn kernel_source(name: &str) -> PyResult<&'static str> {
     match FILES.iter().find(|(file, _)| *file == name) {

@@ -18,39 +18,44 @@ use crate::plan::Plan;
 use crate::shape::Shape;
 use crate::sizing::{policy, policy_name};
 
-/// The state of a ledger at a moment when nothing was in flight.
+#[doc = doc!("Snapshot")]
 #[pyclass(frozen, module = "specpool._core")]
 pub struct Snapshot(specpool_core::Snapshot);
 
 #[pymethods]
 impl Snapshot {
+    #[doc = doc!("Snapshot.number")]
     #[getter]
     fn number(&self) -> u64 {
         self.0.number()
     }
 }
 
-/// One broken rule that an audit found.
+#[doc = doc!("Finding")]
 #[pyclass(frozen, module = "specpool._core")]
 pub struct Finding(specpool_core::Finding);
 
 #[pymethods]
 impl Finding {
+    #[doc = doc!("Finding.group")]
     #[getter]
     fn group(&self) -> Option<usize> {
         self.0.group
     }
 
+    #[doc = doc!("Finding.page")]
     #[getter]
     fn page(&self) -> Option<i32> {
         self.0.page.map(|page| page.0)
     }
 
+    #[doc = doc!("Finding.row")]
     #[getter]
     fn row(&self) -> Option<i32> {
         self.0.row.map(|row| row.0)
     }
 
+    #[doc = doc!("Finding.text")]
     #[getter]
     fn text(&self) -> &str {
         &self.0.text
@@ -75,7 +80,7 @@ fn path_of_environment() -> Option<PathBuf> {
 /// Ledgers of this process that are recorded because the environment says so.
 static LEDGERS_OF_ENVIRONMENT: AtomicU64 = AtomicU64::new(0);
 
-/// A ledger, and whether a verb of it panicked.
+#[doc = doc!("Ledger")]
 #[pyclass(module = "specpool._core")]
 pub struct Ledger(pub specpool_core::Ledger, bool);
 
@@ -160,138 +165,168 @@ impl Ledger {
         Ok(Self::from(ledger))
     }
 
+    #[doc = doc!("Ledger.groups")]
     #[getter]
     fn groups(&self) -> PyResult<Vec<Group>> {
         (0..self.0.num_groups()).map(|at| Ok(Group(self.0.group_spec(at).map_err(to_py)?.clone()))).collect()
     }
 
+    #[doc = doc!("Ledger.shapes")]
     #[getter]
     fn shapes(&self) -> Vec<Shape> {
         self.0.shapes().iter().map(|&shape| Shape(shape)).collect()
     }
 
+    #[doc = doc!("Ledger.num_rows")]
     #[getter]
     fn num_rows(&self) -> usize {
         self.0.num_rows()
     }
 
+    #[doc = doc!("Ledger.num_free_rows")]
     #[getter]
     fn num_free_rows(&self) -> usize {
         self.0.num_free_rows()
     }
 
+    #[doc = doc!("Ledger.max_context_len")]
     #[getter]
     fn max_context_len(&self) -> i32 {
         self.0.max_context_len()
     }
 
+    #[doc = doc!("Ledger.max_batch")]
     #[getter]
     fn max_batch(&self) -> usize {
         self.0.max_batch()
     }
 
+    #[doc = doc!("Ledger.overlap_depth")]
     #[getter]
     fn overlap_depth(&self) -> i32 {
         self.0.overlap_depth()
     }
 
+    #[doc = doc!("Ledger.policy")]
     #[getter]
     fn policy(&self) -> &'static str {
         policy_name(self.0.policy())
     }
 
+    #[doc = doc!("Ledger.draft_kv")]
     #[getter]
     fn draft_kv(&self) -> bool {
         self.0.draft_kv()
     }
 
+    #[doc = doc!("Ledger.max_chunk")]
     #[getter]
     fn max_chunk(&self) -> Option<i32> {
         self.0.max_chunk()
     }
 
+    #[doc = doc!("Ledger.sessions")]
     #[getter]
     fn sessions(&self) -> bool {
         self.0.sessions()
     }
 
+    #[doc = doc!("Ledger.page_fencing")]
     #[getter]
     fn page_fencing(&self) -> bool {
         self.0.page_fencing()
     }
 
+    #[doc = doc!("Ledger.closed")]
     #[getter]
     fn closed(&self) -> bool {
         self.0.is_closed()
     }
 
+    #[doc = doc!("Ledger.digest")]
     #[getter]
     fn digest(&self) -> Option<u64> {
         self.0.digest()
     }
 
+    #[doc = doc!("Ledger.completed")]
     #[getter]
     fn completed(&self) -> u64 {
         self.0.completed()
     }
 
+    #[doc = doc!("Ledger.prefixes")]
     #[getter]
     fn prefixes(&self) -> Vec<u64> {
         self.0.prefixes().collect()
     }
 
+    #[doc = doc!("Ledger.state_hash")]
     fn state_hash(&self) -> u64 {
         self.0.state_hash()
     }
 
+    #[doc = doc!("Ledger.steps")]
     fn steps(&self) -> Vec<(u64, &'static str, &'static str)> {
         self.0.steps().map(|(step, kind, state)| (step, kind.name(), state.name())).collect()
     }
 
+    #[doc = doc!("Ledger.tag")]
     fn tag(&self, row: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
         Ok(self.0.tag(self::row(row)?).map(Into::into))
     }
 
+    #[doc = doc!("Ledger.is_live")]
     fn is_live(&self, row: &Bound<'_, PyAny>) -> PyResult<bool> {
         Ok(self.0.is_live(self::row(row)?))
     }
 
+    #[doc = doc!("Ledger.check_quiet")]
     fn check_quiet(&self, row: &Bound<'_, PyAny>) -> PyResult<()> {
         self.0.check_quiet(self::row(row)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.checkpoint_len")]
     fn checkpoint_len(&self, row: &Bound<'_, PyAny>) -> PyResult<Option<i32>> {
         Ok(self.0.checkpoint_len(self::row(row)?))
     }
 
+    #[doc = doc!("Ledger.prefix_len")]
     fn prefix_len(&self, prefix: &Bound<'_, PyAny>) -> PyResult<i32> {
         self.0.prefix_len(self::prefix(prefix)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.row_width")]
     fn row_width(&self, group: &Bound<'_, PyAny>) -> PyResult<i64> {
         self.0.row_width(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.pages_per_row")]
     fn pages_per_row(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         Ok(self.0.page_table(self::group(group)?).map_err(to_py)?.pages_per_row())
     }
 
+    #[doc = doc!("Ledger.free_pages")]
     fn free_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.free_pages(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.fenced_pages")]
     fn fenced_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.fenced_pages(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.pinned_pages")]
     fn pinned_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.pinned_pages(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.reclaimable_pages")]
     fn reclaimable_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.reclaimable_pages(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.ownership_map")]
     #[pyo3(signature = (group, *, taken=false))]
     fn ownership_map<'py>(&self, group: &Bound<'py, PyAny>, taken: bool) -> PyResult<Ownership<'py>> {
         let (py, group) = (group.py(), self::group(group)?);
@@ -303,10 +338,12 @@ impl Ledger {
         Ok((vector(py, states), vector(py, owners), vector(py, holders)))
     }
 
+    #[doc = doc!("Ledger.live_rows")]
     fn live_rows<'py>(&self, py: Python<'py>) -> PyResult<Ints<'py>> {
         Ok(vector(py, self.0.live_rows().map_err(to_py)?))
     }
 
+    #[doc = doc!("Ledger.page_record")]
     fn page_record(
         &self,
         group: &Bound<'_, PyAny>,
@@ -316,58 +353,69 @@ impl Ledger {
         Ok((record.state.to_string(), record.owner.0, record.birth_step, record.last_verb.name()))
     }
 
+    #[doc = doc!("Ledger.page_table")]
     fn page_table<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let ledger = slf.try_borrow()?;
         let table = ledger.0.page_table(self::group(group)?).map_err(to_py)?;
         view_2d(table.cells(), table.pages_per_row(), slf.as_any())
     }
 
+    #[doc = doc!("Ledger.full_table")]
     fn full_table<'py>(&self, py: Python<'py>, group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let table = self.0.page_table(self::group(group)?).map_err(to_py)?;
         let cells = memory::copied(table.cells(), "a page table").map_err(to_py)?;
         array(py, cells, [self.0.num_rows() + 1, table.pages_per_row()])
     }
 
+    #[doc = doc!("Ledger.allocated_len")]
     fn allocated_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
         let ledger = slf.try_borrow()?;
         Ok(view(ledger.0.allocated_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.protected_len")]
     fn protected_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
         let ledger = slf.try_borrow()?;
         Ok(view(ledger.0.protected_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.evicted_len")]
     fn evicted_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
         let ledger = slf.try_borrow()?;
         Ok(view(ledger.0.evicted_len(self::group(group)?).map_err(to_py)?, slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.idle")]
     #[getter]
     fn idle<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray1<bool>>> {
         Ok(view(slf.try_borrow()?.0.idle(), slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.resolved_len")]
     #[getter]
     fn resolved_len<'py>(slf: &Bound<'py, Self>) -> PyResult<Ints<'py>> {
         Ok(view(slf.try_borrow()?.0.resolved_len(), slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.in_flight")]
     #[getter]
     fn in_flight<'py>(slf: &Bound<'py, Self>) -> PyResult<Ints<'py>> {
         Ok(view(slf.try_borrow()?.0.in_flight(), slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.drafted_len")]
     #[getter]
     fn drafted_len<'py>(slf: &Bound<'py, Self>) -> PyResult<Ints<'py>> {
         Ok(view(slf.try_borrow()?.0.drafted_len(), slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.epoch")]
     #[getter]
     fn epoch<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray1<u64>>> {
         Ok(view(slf.try_borrow()?.0.epoch(), slf.as_any()))
     }
 
+    #[doc = doc!("Ledger.kv_committed_len")]
     #[getter]
     fn kv_committed_len<'py>(&self, py: Python<'py>) -> PyResult<Ints<'py>> {
         let pairs = self.0.resolved_len().iter().zip(self.0.in_flight());
@@ -375,6 +423,7 @@ impl Ledger {
         Ok(vector(py, memory::collected(lens, "lengths").map_err(to_py)?))
     }
 
+    #[doc = doc!("Ledger.admit")]
     #[pyo3(signature = (tag=None, *, prefix=None, length=None))]
     fn admit(
         &mut self,
@@ -393,22 +442,26 @@ impl Ledger {
         Ok(row.0)
     }
 
+    #[doc = doc!("Ledger.fork")]
     #[pyo3(signature = (row, tag=None))]
     fn fork(&mut self, row: &Bound<'_, PyAny>, tag: Option<&str>) -> PyResult<i32> {
         let row = self::row(row)?;
         Ok(self.change(|ledger| ledger.fork(row, tag))?.0)
     }
 
+    #[doc = doc!("Ledger.pin_prefix")]
     fn pin_prefix(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<u64> {
         let (row, length) = (self::row(row)?, int32("length", length)?);
         self.change(|ledger| ledger.pin_prefix(row, length))
     }
 
+    #[doc = doc!("Ledger.release_prefix")]
     fn release_prefix(&mut self, prefix: &Bound<'_, PyAny>) -> PyResult<()> {
         let prefix = self::prefix(prefix)?;
         self.change(|ledger| ledger.release_prefix(prefix))
     }
 
+    #[doc = doc!("Ledger.prepare_extend")]
     #[pyo3(signature = (rows, new_lens, *, writes_draft=true))]
     fn prepare_extend(
         &mut self,
@@ -420,6 +473,7 @@ impl Ledger {
         self.change(|ledger| ledger.prepare_extend(&rows, &new_lens, writes_draft)).map(Plan)
     }
 
+    #[doc = doc!("Ledger.tokens_required")]
     fn tokens_required<'py>(
         &self,
         rows: &Bound<'py, PyAny>,
@@ -430,6 +484,7 @@ impl Ledger {
         copied(py, &self.0.tokens_required(&rows, &shapes).map_err(to_py)?)
     }
 
+    #[doc = doc!("Ledger.pages_needed")]
     fn pages_needed<'py>(
         &self,
         lo: &Bound<'py, PyAny>,
@@ -441,6 +496,7 @@ impl Ledger {
         copied(py, &self.0.pages_needed(lo, hi, shape).map_err(to_py)?)
     }
 
+    #[doc = doc!("Ledger.prepare_decode")]
     #[pyo3(signature = (rows, shapes, *, writes_draft=true))]
     fn prepare_decode(
         &mut self,
@@ -452,56 +508,67 @@ impl Ledger {
         self.change(|ledger| ledger.prepare_decode(&rows, &shapes, writes_draft)).map(Plan)
     }
 
+    #[doc = doc!("Ledger.launch")]
     fn launch(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         let step = self::step(step)?;
         self.change(|ledger| ledger.launch(step))
     }
 
+    #[doc = doc!("Ledger.resolve")]
     fn resolve(&mut self, step: &Bound<'_, PyAny>, accept_lens: &Bound<'_, PyAny>) -> PyResult<()> {
         let (step, accept_lens) = (self::step(step)?, int_array("accept_lens", accept_lens)?);
         self.change(|ledger| ledger.resolve(step, &accept_lens))
     }
 
+    #[doc = doc!("Ledger.complete")]
     fn complete(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         let step = self::step(step)?;
         self.change(|ledger| ledger.complete(step))
     }
 
+    #[doc = doc!("Ledger.cancel")]
     fn cancel(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         let step = self::step(step)?;
         self.change(|ledger| ledger.cancel(step))
     }
 
+    #[doc = doc!("Ledger.abandon")]
     fn abandon(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         let step = self::step(step)?;
         self.change(|ledger| ledger.abandon(step))
     }
 
+    #[doc = doc!("Ledger.end_turn")]
     fn end_turn(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
         let (row, length) = (self::row(row)?, int32("length", length)?);
         self.change(|ledger| ledger.end_turn(row, length))
     }
 
+    #[doc = doc!("Ledger.trim")]
     fn trim(&mut self, row: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>) -> PyResult<i32> {
         let (row, length) = (self::row(row)?, int32("length", length)?);
         self.change(|ledger| ledger.trim(row, length))
     }
 
+    #[doc = doc!("Ledger.retract")]
     fn retract(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
         let row = self::row(row)?;
         self.change(|ledger| ledger.retract(row))
     }
 
+    #[doc = doc!("Ledger.finish")]
     fn finish(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
         let row = self::row(row)?;
         self.change(|ledger| ledger.finish(row))
     }
 
+    #[doc = doc!("Ledger.abort")]
     fn abort(&mut self, row: &Bound<'_, PyAny>) -> PyResult<()> {
         let row = self::row(row)?;
         self.change(|ledger| ledger.abort(row))
     }
 
+    #[doc = doc!("Ledger.take_delta")]
     fn take_delta<'py>(&mut self, py: Python<'py>, step: &Bound<'py, PyAny>) -> PyResult<Vec<DeltaArrays<'py>>> {
         let step = self::step(step)?;
         let entries = self.change(|ledger| ledger.take_delta(step))?;
@@ -510,19 +577,23 @@ impl Ledger {
         entries.iter().map(arrays).collect()
     }
 
+    #[doc = doc!("Ledger.ack_delta")]
     fn ack_delta(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         let step = self::step(step)?;
         self.change(|ledger| ledger.ack_delta(step))
     }
 
+    #[doc = doc!("Ledger.snapshot")]
     fn snapshot(&mut self) -> PyResult<Snapshot> {
         self.change(specpool_core::Ledger::snapshot).map(Snapshot)
     }
 
+    #[doc = doc!("Ledger.restore")]
     fn restore(&mut self, snapshot: &Snapshot) -> PyResult<()> {
         self.change(|ledger| ledger.restore(&snapshot.0))
     }
 
+    #[doc = doc!("Ledger.close")]
     fn close(&mut self) -> PyResult<()> {
         self.0.close().map_err(to_py)
     }
@@ -536,10 +607,12 @@ impl Ledger {
         self.close()
     }
 
+    #[doc = doc!("Ledger.audit")]
     fn audit(&self) -> PyResult<Vec<Finding>> {
         Ok(self.0.audit().map_err(to_py)?.into_iter().map(Finding).collect())
     }
 
+    #[doc = doc!("Ledger.check")]
     fn check(&self) -> PyResult<()> {
         self.0.check().map_err(to_py)
     }

@@ -1,6 +1,11 @@
 //! `specpool._core`: the Python binding of `specpool-core`. It converts, checks array arguments and
 //! nothing else; names are those of the core.
+//!
+//! Its documentation is written in `_core.pyi`: `doc!("Ledger.admit")` is the docstring of that method there.
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
+#![allow(clippy::doc_markdown, reason = "its documentation is Python's, not Markdown")]
+
+include!(concat!(env!("OUT_DIR"), "/docs.rs"));
 
 mod arrays;
 mod attention;
@@ -18,6 +23,7 @@ mod sizing;
 mod slots;
 mod tree;
 
+#[doc = doc!("_core")]
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]

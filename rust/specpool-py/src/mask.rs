@@ -65,7 +65,7 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
     array(py, visibility(&lanes, columns).map_err(to_py)?, [n, queries, columns])
 }
 
-/// What the queries of one forward see of their rows.
+#[doc = doc!("attention_mask")]
 #[pyfunction]
 #[pyo3(signature = (
     starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
@@ -85,7 +85,7 @@ pub fn attention_mask<'py>(
     of_lanes(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, visibility)
 }
 
-/// The same as a bias of the scores: 0 where a query sees the column, else -inf.
+#[doc = doc!("attention_bias")]
 #[pyfunction]
 #[pyo3(signature = (
     starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None

@@ -45,7 +45,7 @@ fn slot_moves(buffers: &[Buffer<'_>], src: &[i64], dst: &[i64]) -> PyResult<Slot
     SlotMoves::new(src, dst, num_slots).map_err(to_py)
 }
 
-/// Moves slots in every buffer.
+#[doc = doc!("move_slots")]
 #[pyfunction]
 pub fn move_slots<'py>(buffers: BufferList<'py>, src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>) -> PyResult<()> {
     let (src, dst) = (Input::<i64, 1>::new("src", src)?, Input::<i64, 1>::new("dst", dst)?);
@@ -54,7 +54,7 @@ pub fn move_slots<'py>(buffers: BufferList<'py>, src: &Bound<'py, PyAny>, dst: &
     moves.apply(&mut parts(&mut buffers)?).map_err(to_py)
 }
 
-/// Writes values into slots of every buffer.
+#[doc = doc!("scatter_slots")]
 #[pyfunction]
 pub fn scatter_slots<'py>(
     buffers: BufferList<'py>,

@@ -9,6 +9,7 @@ use specpool_core::memory;
 use crate::arrays::{array, view, view_2d};
 use crate::errors::to_py;
 
+#[doc = doc!("Plan")]
 #[pyclass(frozen, module = "specpool._core")]
 pub struct Plan(pub Arc<specpool_core::Plan>);
 
@@ -16,66 +17,79 @@ type Ints<'py> = Bound<'py, PyArray1<i32>>;
 
 #[pymethods]
 impl Plan {
+    #[doc = doc!("Plan.step")]
     #[getter]
     fn step(&self) -> u64 {
         self.0.step
     }
 
+    #[doc = doc!("Plan.kind")]
     #[getter]
     fn kind(&self) -> &'static str {
         self.0.kind.name()
     }
 
+    #[doc = doc!("Plan.writes_draft")]
     #[getter]
     fn writes_draft(&self) -> bool {
         self.0.writes_draft
     }
 
+    #[doc = doc!("Plan.rows")]
     #[getter]
     fn rows<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
         view(&slf.get().0.rows, slf.as_any())
     }
 
+    #[doc = doc!("Plan.shapes")]
     #[getter]
     fn shapes<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
         view(&slf.get().0.shapes, slf.as_any())
     }
 
+    #[doc = doc!("Plan.epochs")]
     #[getter]
     fn epochs<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyArray1<u64>> {
         view(&slf.get().0.epochs, slf.as_any())
     }
 
+    #[doc = doc!("Plan.lo")]
     #[getter]
     fn lo<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
         view(&slf.get().0.lo, slf.as_any())
     }
 
+    #[doc = doc!("Plan.hi")]
     #[getter]
     fn hi<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
         view(&slf.get().0.hi, slf.as_any())
     }
 
+    #[doc = doc!("Plan.start")]
     #[getter]
     fn start<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
         view(&slf.get().0.start, slf.as_any())
     }
 
+    #[doc = doc!("Plan.new_len")]
     #[getter]
     fn new_len<'py>(slf: &Bound<'py, Self>) -> Ints<'py> {
         view(&slf.get().0.new_len, slf.as_any())
     }
 
+    #[doc = doc!("Plan.allocated_before")]
     #[getter]
     fn allocated_before<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         view_2d(&slf.get().0.allocated_before, slf.get().0.num_lanes(), slf.as_any())
     }
 
+    #[doc = doc!("Plan.allocated_after")]
     #[getter]
     fn allocated_after<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         view_2d(&slf.get().0.allocated_after, slf.get().0.num_lanes(), slf.as_any())
     }
 
+    #[doc = doc!("Plan.page_copies")]
     #[getter]
     fn page_copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let copies = &self.0.page_copies;

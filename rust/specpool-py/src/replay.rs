@@ -13,52 +13,61 @@ use crate::plan::Plan;
 use crate::shape::Shape;
 use crate::sizing::policy_name;
 
-/// One event of a log, run again.
+#[doc = doc!("Event")]
 #[pyclass(frozen, module = "specpool._core")]
 pub struct Event(specpool_core::replay::run::Run);
 
 #[pymethods]
 impl Event {
+    #[doc = doc!("Event.index")]
     #[getter]
     fn index(&self) -> u64 {
         self.0.record.index
     }
 
+    #[doc = doc!("Event.offset")]
     #[getter]
     fn offset(&self) -> u64 {
         self.0.record.offset
     }
 
+    #[doc = doc!("Event.verb")]
     #[getter]
     fn verb(&self) -> &'static str {
-        self.0.record.call.verb()
+        self.0.record.call.verb().name()
     }
 
+    #[doc = doc!("Event.step")]
     #[getter]
     fn step(&self) -> Option<u64> {
         self.0.step()
     }
 
+    #[doc = doc!("Event.rows")]
     #[getter]
     fn rows(&self) -> Vec<i32> {
         self.0.rows()
     }
 
+    #[doc = doc!("Event.tag")]
     #[getter]
     fn tag(&self) -> Option<&str> {
         self.0.record.tag.as_deref()
     }
 
+    #[doc = doc!("Event.text")]
     #[getter]
     fn text(&self) -> String {
         self.0.to_string()
     }
 
+    #[doc = doc!("Event.digest")]
     #[getter]
     fn digest(&self) -> u64 {
         self.0.record.digest
     }
 
+    #[doc = doc!("Event.plan")]
     #[getter]
     fn plan(&self) -> Option<Plan> {
         self.0.plan.as_ref().map(|plan| Plan(Arc::clone(plan)))
@@ -69,6 +78,7 @@ impl Event {
     }
 }
 
+#[doc = doc!("Replay")]
 #[pyclass(module = "specpool._core")]
 pub struct Replay {
     replay: specpool_core::Replay,
@@ -85,21 +95,25 @@ impl Replay {
         Ok(Self { replay, ledger })
     }
 
+    #[doc = doc!("Replay.ledger")]
     #[getter]
     fn ledger(&self, py: Python<'_>) -> Py<Ledger> {
         self.ledger.clone_ref(py)
     }
 
+    #[doc = doc!("Replay.made_by")]
     #[getter]
     fn made_by(&self) -> &str {
         self.replay.made_by()
     }
 
+    #[doc = doc!("Replay.end")]
     #[getter]
     fn end(&self) -> Option<&'static str> {
         self.replay.end().map(specpool_core::LogEnd::name)
     }
 
+    #[doc = doc!("Replay.config")]
     #[getter]
     fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let config = self.replay.config();
@@ -119,6 +133,7 @@ impl Replay {
         Ok(dict)
     }
 
+    #[doc = doc!("Replay.advance")]
     fn advance(&mut self, py: Python<'_>) -> PyResult<Option<Event>> {
         let mut ledger = self.ledger.bind(py).try_borrow_mut()?;
         Ok(ledger.change(|ledger| self.replay.advance(ledger))?.map(Event))

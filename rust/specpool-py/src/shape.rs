@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use crate::arrays::ConfigInt;
 use crate::errors::{config_error, to_py};
 
-/// What one round of one row may do.
+#[doc = doc!("Shape")]
 #[pyclass(frozen, eq, hash, from_py_object, module = "specpool._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape(pub specpool_core::Shape);
@@ -28,32 +28,38 @@ impl Shape {
         shape(num_steps, topk, num_draft_tokens).map(Self)
     }
 
+    #[doc = doc!("Shape.eagle")]
     #[staticmethod]
     fn eagle(num_steps: ConfigInt, topk: ConfigInt, num_draft_tokens: ConfigInt) -> PyResult<Self> {
         let raw = shape(num_steps, topk, num_draft_tokens)?;
         specpool_core::Shape::eagle(raw.num_steps, raw.topk, raw.num_draft_tokens).map(Self).map_err(to_py)
     }
 
+    #[doc = doc!("Shape.none")]
     #[staticmethod]
     fn none() -> Self {
         Self(specpool_core::Shape::NONE)
     }
 
+    #[doc = doc!("Shape.num_steps")]
     #[getter]
     fn num_steps(&self) -> u32 {
         self.0.num_steps
     }
 
+    #[doc = doc!("Shape.topk")]
     #[getter]
     fn topk(&self) -> u32 {
         self.0.topk
     }
 
+    #[doc = doc!("Shape.num_draft_tokens")]
     #[getter]
     fn num_draft_tokens(&self) -> u32 {
         self.0.num_draft_tokens
     }
 
+    #[doc = doc!("Shape.max_accept_len")]
     #[getter]
     fn max_accept_len(&self) -> u32 {
         self.0.max_accept_len()

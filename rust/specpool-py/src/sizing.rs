@@ -43,6 +43,7 @@ fn geometry(page_size: i64, hosts_drafts: bool, layout_name: &str) -> PyResult<G
     Geometry::new(page_size, hosts_drafts, layout(layout_name, config_error)?).map_err(to_py)
 }
 
+#[doc = doc!("sizing_alloc_len_per_decode")]
 #[pyfunction]
 #[pyo3(signature = (*, page_size, num_steps, topk, num_draft_tokens, hosts_drafts=true, layout="holey"))]
 pub fn sizing_alloc_len_per_decode(
@@ -57,6 +58,7 @@ pub fn sizing_alloc_len_per_decode(
     Ok(geometry(page_size.0, hosts_drafts, layout)?.alloc_len_per_decode(shape))
 }
 
+#[doc = doc!("sizing_row_headroom")]
 #[pyfunction]
 #[pyo3(signature = (*, page_size, num_steps, topk, num_draft_tokens))]
 pub fn sizing_row_headroom(
@@ -68,6 +70,7 @@ pub fn sizing_row_headroom(
     sizing::row_headroom(page_size.0, shape(num_steps, topk, num_draft_tokens)?).map_err(to_py)
 }
 
+#[doc = doc!("sizing_need_exact")]
 #[pyfunction]
 #[pyo3(signature = (*, lo, hi, page_size, num_steps, topk, num_draft_tokens, hosts_drafts=true, layout="holey"))]
 #[allow(clippy::too_many_arguments, reason = "raw numbers, all by keyword")]
@@ -86,6 +89,7 @@ pub fn sizing_need_exact(
     sizing::need(&reserve, lo.0, hi.0).map_err(to_py)
 }
 
+#[doc = doc!("sizing_need_double_buffer")]
 #[pyfunction]
 #[pyo3(signature = (*, lo, alloc_len, overlap_depth))]
 pub fn sizing_need_double_buffer(lo: ConfigInt, alloc_len: ConfigInt, overlap_depth: ConfigInt) -> PyResult<i64> {
@@ -93,12 +97,14 @@ pub fn sizing_need_double_buffer(lo: ConfigInt, alloc_len: ConfigInt, overlap_de
     sizing::need(&reserve, lo.0, lo.0).map_err(to_py)
 }
 
+#[doc = doc!("sizing_next_allocated")]
 #[pyfunction]
 #[pyo3(signature = (*, allocated, need, page_size))]
 pub fn sizing_next_allocated(allocated: ConfigInt, need: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
     sizing::next_allocated(allocated.0, need.0, page_size.0).map_err(to_py)
 }
 
+#[doc = doc!("sizing_row_width")]
 #[pyfunction]
 #[pyo3(signature = (shapes, *, page_size, max_context_len, overlap_depth=ConfigInt(0), policy="exact",
     hosts_drafts=true, layout="holey"),
@@ -118,6 +124,7 @@ pub fn sizing_row_width(
     sizing::row_width(geometry, &shapes, max_context_len.0, overlap_depth.0, self::policy(policy)?).map_err(to_py)
 }
 
+#[doc = doc!("sizing_pages_needed")]
 #[pyfunction]
 #[pyo3(signature = (shapes, shape, *, lo, hi, page_size, overlap_depth=ConfigInt(0), policy="exact",
     hosts_drafts=true, layout="holey"),
@@ -145,6 +152,7 @@ pub fn sizing_pages_needed(
     sizing::pages_needed(reserve, lo.0, hi.0).map_err(to_py)
 }
 
+#[doc = doc!("sizing_most_window_pages")]
 #[pyfunction]
 #[pyo3(signature = (shapes, *, window, max_chunk, page_size, overlap_depth=ConfigInt(0), policy="exact",
     hosts_drafts=true, layout="holey"),
@@ -167,12 +175,14 @@ pub fn sizing_most_window_pages(
     sizing::most_window_pages(geometry, &shapes, window.0, max_chunk.0, overlap_depth.0, policy).map_err(to_py)
 }
 
+#[doc = doc!("sizing_extend_pages")]
 #[pyfunction]
 #[pyo3(signature = (*, new_len, allocated, page_size))]
 pub fn sizing_extend_pages(new_len: ConfigInt, allocated: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
     sizing::extend_pages(new_len.0, allocated.0, page_size.0).map_err(to_py)
 }
 
+#[doc = doc!("sizing_v1_tokens_required")]
 #[pyfunction]
 #[pyo3(signature = (*, num_rows, page_size, num_steps, topk, num_draft_tokens))]
 pub fn sizing_v1_tokens_required(

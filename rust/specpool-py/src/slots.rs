@@ -53,7 +53,7 @@ fn move_arrays(py: Python<'_>, moves: Moves) -> MoveArrays<'_> {
     (vector(py, moves.src), vector(py, moves.dst))
 }
 
-/// The slot of each (rows[i], positions[i]).
+#[doc = doc!("slots_at")]
 #[pyfunction]
 pub fn slots_at<'py>(
     py: Python<'py>,
@@ -68,7 +68,7 @@ pub fn slots_at<'py>(
     Ok(vector(py, slots::slots_at(&table.view()?, rows.slice(), positions.slice()).map_err(to_py)?))
 }
 
-/// The slots of [starts[i], starts[i] + lens[i]) of each row, one lane after the other.
+#[doc = doc!("slot_ranges")]
 #[pyfunction]
 pub fn slot_ranges<'py>(
     py: Python<'py>,
@@ -85,7 +85,7 @@ pub fn slot_ranges<'py>(
     Ok(vector(py, slots))
 }
 
-/// Pages of [0, lens[i]) of each row, as CSR.
+#[doc = doc!("page_csr")]
 #[pyfunction]
 pub fn page_csr<'py>(
     py: Python<'py>,
@@ -101,7 +101,7 @@ pub fn page_csr<'py>(
     Ok((vector(py, csr.kv_indptr), vector(py, csr.kv_indices), vector(py, csr.kv_last_page_len)))
 }
 
-/// Writes pages[i] into cell (rows[i], columns[i]) of the table, in place, all or none.
+#[doc = doc!("apply_table_delta")]
 #[pyfunction]
 pub fn apply_table_delta<'py>(
     page_table: &Bound<'py, PyAny>,
@@ -118,7 +118,7 @@ pub fn apply_table_delta<'py>(
     slots::apply_table_delta(table.slice(), width, rows.slice(), columns.slice(), pages.slice()).map_err(to_py)
 }
 
-/// The position in its row that each draft is written to.
+#[doc = doc!("draft_write_positions")]
 #[pyfunction]
 #[pyo3(signature = (roots, *, num_steps, topk, page_size, layout))]
 pub fn draft_write_positions<'py>(
@@ -135,7 +135,7 @@ pub fn draft_write_positions<'py>(
     array(py, positions, [roots.dims[0], topk.0 as usize, num_steps.0 as usize])
 }
 
-/// The slot that each draft is written to.
+#[doc = doc!("draft_write_slots")]
 #[pyfunction]
 #[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk, layout))]
 pub fn draft_write_slots<'py>(
@@ -156,7 +156,7 @@ pub fn draft_write_slots<'py>(
     array(py, slots, [rows.dims[0], topk.0 as usize, num_steps.0 as usize])
 }
 
-/// Brings the ancestors of each branch to a step, in place.
+#[doc = doc!("advance_ancestors")]
 #[pyfunction]
 pub fn advance_ancestors<'py>(
     ancestors: &Bound<'py, PyAny>,
@@ -175,7 +175,7 @@ pub fn advance_ancestors<'py>(
     draft_cells::advance_ancestors(ancestors.slice(), parents.slice(), topk, step).map_err(to_py)
 }
 
-/// The slots that each branch reads at a draft step.
+#[doc = doc!("draft_read_indices")]
 #[pyfunction]
 #[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk, step, layout, ancestors=None, out=None))]
 pub fn draft_read_indices<'py>(
@@ -222,7 +222,7 @@ pub fn draft_read_indices<'py>(
     Ok((vector(py, reads.kv_indptr), kv_indices))
 }
 
-/// What the K queries of a draft step see of their lane's own cells, and where those cells stand.
+#[doc = doc!("draft_visibility")]
 #[pyfunction]
 #[pyo3(signature = (roots, *, num_steps, topk, step, page_size, layout, ancestors=None))]
 pub fn draft_visibility<'py>(
@@ -244,7 +244,7 @@ pub fn draft_visibility<'py>(
     Ok((array(py, own_mask.cells, [n, topk.0 as usize, width])?, array(py, own_positions.cells, [n, width])?))
 }
 
-/// The page-table form of the draft reads, for readers of whole pages.
+#[doc = doc!("branch_pages")]
 #[pyfunction]
 #[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk, step))]
 pub fn branch_pages<'py>(
@@ -265,7 +265,7 @@ pub fn branch_pages<'py>(
     array(py, pages.cells, [rows.dims[0] * topk.0 as usize, pages.width])
 }
 
-/// Copies of the prefix's partial tail page into the holes before the drafts of branches 1..K.
+#[doc = doc!("prefix_tail_moves")]
 #[pyfunction]
 #[pyo3(signature = (page_table, page_size, rows, roots, *, num_steps, topk))]
 pub fn prefix_tail_moves<'py>(
@@ -284,7 +284,7 @@ pub fn prefix_tail_moves<'py>(
     Ok(move_arrays(py, drafts.prefix_tail_moves(&table.view()?, rows.slice(), roots.slice()).map_err(to_py)?))
 }
 
-/// Copies of the parent branch's drafts into the child's cells, after the selection of a step.
+#[doc = doc!("branch_copy_moves")]
 #[pyfunction]
 #[pyo3(signature = (page_table, page_size, rows, roots, branch_parents, *, num_steps, step, layout="holey"))]
 pub fn branch_copy_moves<'py>(
@@ -309,7 +309,7 @@ pub fn branch_copy_moves<'py>(
     Ok(move_arrays(py, moves.map_err(to_py)?))
 }
 
-/// Moves that bring the accepted nodes to the first positions after the root.
+#[doc = doc!("compact_moves")]
 #[pyfunction]
 #[pyo3(signature = (page_table, page_size, rows, roots, accept_index, *, num_draft_tokens))]
 pub fn compact_moves<'py>(
@@ -331,14 +331,14 @@ pub fn compact_moves<'py>(
     Ok(move_arrays(py, moves.map_err(to_py)?))
 }
 
-/// Refuses moves that a buffer of `num_slots` slots cannot do.
+#[doc = doc!("check_moves")]
 #[pyfunction]
 pub fn check_moves<'py>(src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>, num_slots: ShapeInt) -> PyResult<()> {
     let (src, dst) = (Input::<i64, 1>::new("src", src)?, Input::<i64, 1>::new("dst", dst)?);
     slots::check_moves(src.slice(), dst.slice(), at_least("num_slots", num_slots, 0)?).map_err(to_py)
 }
 
-/// Refuses slots outside `[0, num_slots)`; `name` is what the error calls them.
+#[doc = doc!("check_slots")]
 #[pyfunction]
 pub fn check_slots(name: &str, slots: &Bound<'_, PyAny>, num_slots: ShapeInt) -> PyResult<()> {
     let slots = Input::<i64, 1>::new("slots", slots)?;

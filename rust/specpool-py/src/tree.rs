@@ -54,7 +54,7 @@ impl<'py> Buffers<'py> {
     }
 }
 
-/// Records a draft step's candidates in place and keeps the K best of each lane.
+#[doc = doc!("select_topk")]
 #[pyfunction]
 pub fn select_topk<'py>(
     py: Python<'py>,
@@ -88,7 +88,7 @@ pub fn select_topk<'py>(
     Ok((vector(py, kept.input_ids), array(py, kept.branch_parents, [batch, k])?, array(py, kept.scores, [batch, k])?))
 }
 
-/// Chooses the `num_draft_tokens - 1` best candidates of each lane.
+#[doc = doc!("organize")]
 #[pyfunction]
 #[pyo3(signature = (candidate_scores, candidate_tokens, candidate_parents, *, topk, num_draft_tokens))]
 pub fn organize<'py>(
@@ -122,7 +122,7 @@ fn trees(py: Python<'_>, tree: Tree, batch: usize, n: usize) -> PyResult<Trees<'
     ))
 }
 
-/// Builds the trees that organize chose.
+#[doc = doc!("build_tree")]
 #[pyfunction]
 #[pyo3(signature = (parent_list, top_scores_index, *, topk))]
 pub fn build_tree<'py>(
@@ -140,7 +140,7 @@ pub fn build_tree<'py>(
     trees(py, tree, batch, chosen_len + 1)
 }
 
-/// Builds trees from each node's parent.
+#[doc = doc!("tree_from_parents")]
 #[pyfunction]
 pub fn tree_from_parents<'py>(py: Python<'py>, parents: &Bound<'py, PyAny>) -> PyResult<Trees<'py>> {
     let parents = Input::<i32, 2>::new("parents", parents)?;
@@ -151,7 +151,7 @@ pub fn tree_from_parents<'py>(py: Python<'py>, parents: &Bound<'py, PyAny>) -> P
     trees(py, Tree::from_parents(parents.slice(), n).map_err(to_py)?, batch, n)
 }
 
-/// Walks each lane's tree along the target's tokens.
+#[doc = doc!("verify_tree")]
 #[pyfunction]
 #[pyo3(signature = (tokens, first_child, next_sibling, target_tokens, *, num_steps))]
 pub fn verify_tree<'py>(
@@ -181,7 +181,7 @@ pub fn verify_tree<'py>(
     ))
 }
 
-/// The draw of each (seed, position).
+#[doc = doc!("uniform")]
 #[pyfunction]
 pub fn uniform<'py>(
     py: Python<'py>,
@@ -230,7 +230,7 @@ impl<'py> Rows<'py> {
     }
 }
 
-/// Draws one token per row by inverse CDF over token ids.
+#[doc = doc!("sample_tokens")]
 #[pyfunction]
 pub fn sample_tokens<'py>(
     py: Python<'py>,
@@ -244,7 +244,7 @@ pub fn sample_tokens<'py>(
     Ok(vector(py, sample::sample_tokens(rows.logits.slice(), rows.logits.dims[1], &rows.params).map_err(to_py)?))
 }
 
-/// How near each draw of `sample_tokens` is to another outcome.
+#[doc = doc!("sample_margins")]
 #[pyfunction]
 pub fn sample_margins<'py>(
     py: Python<'py>,

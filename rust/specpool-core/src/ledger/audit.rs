@@ -5,7 +5,7 @@ use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
 use crate::memory::{self, filled, room, zeroed};
 use crate::state::group::Kept;
-use crate::state::page_pool::PageState;
+use crate::state::page_pool::{PageCounts, PageState};
 use crate::state::step::StepKind;
 
 /// Lines of a report before it is cut.
@@ -194,10 +194,11 @@ impl Ledger {
         let (name, pool) = (&group.spec.name, &group.pool);
         // What a checkpoint kept outside the table, behind the window, was not shared with the pages in it.
         let has_checkpoints = self.sessions && group.spec.window.is_some();
-        let mut holders = zeroed::<(u32, u32)>(pool.num_mapped(), "an audit of pages")?;
-        let mut count = |page: Page| {
-            if let Some((holders, _)) = holders.get_mut(page.at()) {
-                *holders += 1;
+        let mut counts = filled(PageCounts::default(), pool.num_mapped(), "an audit of pages")?;
+        let mut count = |page: Page, is_idle: bool| {
+            if let Some(counts) = counts.get_mut(page.at()) {
+                counts.holders += 1;
+                counts.idle_holders += u32::from(is_idle);
             }
         };
         for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
@@ -238,26 +239,33 @@ impl Ledger {
                         group.protected[row.at()]
                     ));
                 }
-                count(page);
+                count(page, self.rows.idle[row.at()]);
             }
             self.audit_checkpoint(at, row, report);
-            group.kept(row).iter().for_each(|kept| count(kept.page));
+            group.kept(row).iter().for_each(|kept| count(kept.page, self.rows.idle[row.at()]));
         }
-        self.prefix_holders(at).for_each(&mut count);
+        self.prefix_holders(at).for_each(|page| count(page, false));
         let riding = self.steps.unlaunched().flat_map(|record| &record.before.copies);
         for copy in self.copies.iter().chain(riding).filter(|copy| copy.group() == at) {
-            copy.pages().iter().for_each(|page| holders[page.at()].1 += 1);
+            copy.pages().iter().for_each(|page| counts[page.at()].copies += 1);
         }
-        for (page, (found, marked)) in holders.iter().zip(pool.counts()).enumerate() {
-            if *found != marked {
+        for (page, (found, marked)) in counts.iter().zip(pool.counts()).enumerate() {
+            if (found.holders, found.copies) != (marked.holders, marked.copies) {
                 let text = format!(
                     "page {page} of group {name}: {} holders and {} copies, the pool counts {} and {}",
-                    found.0, found.1, marked.0, marked.1
+                    found.holders, found.copies, marked.holders, marked.copies
+                );
+                report.push(Finding::of_page(page, at, text));
+            }
+            if found.idle_holders != marked.idle_holders {
+                let text = format!(
+                    "page {page} of group {name}: {} of its holders are idle rows, the pool counts {}",
+                    found.idle_holders, marked.idle_holders
                 );
                 report.push(Finding::of_page(page, at, text));
             }
         }
-        let held = pool.counts().filter(|&(holders, _)| holders > 0).count();
+        let held = pool.counts().filter(|counts| counts.holders > 0).count();
         let (free, fenced, all) = (pool.num_free(), pool.num_fenced(), pool.num_pages());
         if held + free + fenced != all {
             let text = format!("group {name}: {held} pages held + {free} free + {fenced} fenced are not {all}");
@@ -301,7 +309,7 @@ mod tests {
     use crate::shape::Shape;
     use crate::state::config::LedgerConfig;
     use crate::state::group::Group;
-    use crate::state::page_pool::Verb;
+    use crate::verb::Verb;
 
     /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
     fn busy() -> (Ledger, Row) {
@@ -333,7 +341,13 @@ mod tests {
     #[test]
     fn every_planted_fault_is_reported() {
         type Fault = fn(&mut Ledger, Row);
-        let faults: [(&str, Fault); 12] = [
+        let faults: [(&str, Fault); 14] = [
+            ("page 1 of group kv: 0 of its holders are idle rows, the pool counts 1", |ledger, _| {
+                ledger.groups[0].pool.rest(Page(1));
+            }),
+            ("page 2 of group kv: 1 of its holders are idle rows, the pool counts 0", |ledger, row| {
+                ledger.rows.set_idle(row, true);
+            }),
             ("is page 1, which is owned, below protected_len 4", |ledger, row| {
                 ledger.groups[0].protected[row.at()] = 4;
             }),

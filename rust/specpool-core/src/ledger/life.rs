@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::event::Event;
 use crate::state::group::Fence;
-use crate::state::page_pool::Verb;
 use crate::state::step::{Plan, StepKind, StepRecord};
+use crate::verb::Verb;
 
 impl Ledger {
     /// The step's forward is about to be enqueued. Call it before the first copy, table delta or kernel of the step.
@@ -182,7 +182,6 @@ impl Ledger {
                     self.rows.pop_newest_round(row, most, plan.writes_draft);
                 }
             }
-            self.rows.set_idle(row, before.idle.contains(&row.0));
         }
         for at in 0..self.groups.len() {
             for lane in lanes() {
@@ -190,6 +189,11 @@ impl Ledger {
                     let shrunk = self.groups[at].shrink(Row(plan.rows[lane]), allocated(at, lane), fence, Verb::Cancel);
                     shrunk.map_err(|record| self.page_error(at, record))?;
                 }
+            }
+        }
+        for lane in lanes().filter(|&lane| before.idle.contains(&plan.rows[lane])) {
+            if stands(self, lane) {
+                self.set_idle(Row(plan.rows[lane]), true);
             }
         }
         self.put_copies_back(before.copies);

@@ -9,9 +9,9 @@ use crate::log::event::Event;
 use crate::memory::{collected, copied, filled, gathered, room, with_room, zeroed};
 use crate::shape::runs;
 use crate::state::group::GroupState;
-use crate::state::page_pool::Verb;
 use crate::state::sizing;
 use crate::state::step::{Before, Plan, StepKind};
+use crate::verb::Verb;
 
 /// What the memory of a plan is for.
 const PLAN: &str = "a plan";
@@ -464,6 +464,9 @@ impl Ledger {
             idle = with_room(plan.num_lanes(), PLAN)?;
             idle.extend(plan.rows.iter().copied().filter(|&row| self.rows.idle[row as usize]));
         }
+        for &row in &idle {
+            self.set_idle(Row(row), false);
+        }
         for at in 0..self.groups.len() {
             let lanes = at * plan.num_lanes()..(at + 1) * plan.num_lanes();
             if self.groups[at].spec.window.is_some() {
@@ -483,9 +486,6 @@ impl Ledger {
         self.drop_orphan_copies(verb);
         let copies = std::mem::take(&mut self.copies);
         plan.page_copies.extend(copies.iter().map(|copy| copy.copy));
-        for &row in &idle {
-            self.rows.set_idle(Row(row), false);
-        }
         let plan = Arc::new(plan);
         self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
         self.note(&Event::Prepare { plan: &plan });

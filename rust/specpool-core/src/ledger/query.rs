@@ -126,6 +126,14 @@ impl Ledger {
         Ok(pages.len())
     }
 
+    /// Pages of the group whose every holder is an idle row.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn reclaimable_pages(&self, group: usize) -> Result<usize> {
+        Ok(self.group(group)?.pool.num_reclaimable())
+    }
+
     /// The ownership map's line for a page: state, owner, birth step, last verb.
     ///
     /// # Errors
@@ -340,7 +348,7 @@ impl Ledger {
                 "{} (since step {}, last {})",
                 self.rows.describe(record.owner),
                 record.birth_step,
-                record.last_verb.name()
+                record.last_verb
             ),
         }
     }

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::state::group::Group;
-    use crate::state::page_pool::Verb;
+    use crate::verb::Verb;
 
     fn ledger() -> Ledger {
         let group = Group {

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::event::Event;
 use crate::state::group::Fence;
-use crate::state::page_pool::Verb;
+use crate::verb::Verb;
 
 impl Ledger {
     /// Cuts the row; returns the new `resolved_len` c, from which the caller feeds the tokens: no round before an
@@ -91,7 +91,7 @@ impl Ledger {
             dropped.map_err(|record| self.page_error(at, record))?;
         }
         self.rows.set_checkpoint(row, Some(resolved));
-        self.rows.set_idle(row, true);
+        self.set_idle(row, true);
         self.drop_orphan_copies(Verb::EndTurn);
         self.note(&Event::Cut { verb: Verb::EndTurn, row, len, resolved });
         Ok(resolved)
@@ -140,6 +140,7 @@ impl Ledger {
 
     /// Gives a live row and everything it holds back.
     pub(super) fn drop_row(&mut self, row: Row, verb: Verb) -> Result<()> {
+        self.set_idle(row, false);
         let fence = self.fence(row);
         for at in 0..self.groups.len() {
             let cleared = self.groups[at].clear(row, fence, verb);
@@ -157,7 +158,7 @@ impl Ledger {
         if len < 0 {
             return Err(Error::Shape(format!(
                 "{} of {}: length must be at least 0, got {len}",
-                verb.name(),
+                verb,
                 self.rows.describe(row)
             )));
         }
@@ -174,6 +175,8 @@ impl Ledger {
             group.check_cut(row, cut).map_err(|record| self.page_error(at, record))?;
         }
         let (fence, checkpoint) = (self.fence(row), self.rows.checkpoint(row).filter(|&len| len <= cut));
+        let was_idle = self.rows.idle[at];
+        self.set_idle(row, false);
         for at in 0..self.groups.len() {
             let shorter = self.groups[at].cut(row, cut, checkpoint.is_some(), fence, verb);
             shorter.map_err(|record| self.page_error(at, record))?;
@@ -186,7 +189,18 @@ impl Ledger {
         self.rows.epoch[at] += 1;
         self.steps.mark_stale(row.0);
         self.drop_orphan_copies(verb);
+        // `end_turn` has more to drop, and says itself that the row is idle.
+        self.set_idle(row, was_idle && verb == Verb::Trim);
         Ok(cut)
+    }
+
+    /// Makes the row idle or not, O(its pages). Call it before the row's pages change (not idle) and after (idle again):
+    /// the count of reclaimable pages takes the pages as they are.
+    pub(super) fn set_idle(&mut self, row: Row, is_idle: bool) {
+        if self.rows.idle[row.at()] != is_idle {
+            self.rows.set_idle(row, is_idle);
+            self.groups.iter_mut().for_each(|group| group.set_idle(row, is_idle));
+        }
     }
 
     /// By when the device is done with what the row gives back: the last launched step that it took part in.

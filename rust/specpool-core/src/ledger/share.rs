@@ -8,9 +8,10 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
 use crate::log::event::Event;
-use crate::memory::{collected, copied, gathered, room, with_room};
+use crate::memory::{collected, copied, room, with_room};
+use crate::state::group::GroupState;
 use crate::state::page_copy::{PageCopy, TailCopy};
-use crate::state::page_pool::Verb;
+use crate::verb::Verb;
 
 /// Pages that stay for later requests, whatever becomes of the row that wrote them.
 #[derive(Debug, Clone)]
@@ -114,7 +115,7 @@ impl Ledger {
                 self.rows.describe(row)
             )));
         }
-        self.check_no_copy_into(row, "pin_prefix")?;
+        self.check_no_copy_into(row, Verb::PinPrefix.name())?;
         for group in &self.groups {
             let (evicted, needed) = (i64::from(group.evicted[at]), group.evict_to(length));
             if evicted > needed && !group.window_columns(length).is_empty() {
@@ -263,8 +264,8 @@ impl Ledger {
     pub fn fork(&mut self, parent: Row, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
         let parent = self.rows.check_live(parent.0)?;
-        self.check_still(parent, "fork")?;
-        self.check_no_copy_into(parent, "fork")?;
+        self.check_still(parent, Verb::Fork.name())?;
+        self.check_no_copy_into(parent, Verb::Fork.name())?;
         let at = parent.at();
         let (len, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
         let mut starts = with_room(self.groups.len(), "a row")?;
@@ -467,31 +468,11 @@ impl Ledger {
         });
     }
 
-    /// Pages of the group whose every holder is an idle row.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] when there is no such group.
-    pub fn reclaimable_pages(&self, group: usize) -> Result<usize> {
-        let group = self.group(group)?;
-        if self.rows.num_idle == 0 {
-            return Ok(0);
-        }
-        let idle = (1..=self.rows.num_rows()).filter(|&row| self.rows.idle[row]);
-        let mut held = gathered(idle.flat_map(|row| group.pages(Row(row as i32))), "the pages of idle rows")?;
-        held.sort_unstable();
-        let all_idle = |holds: &&[Page]| group.pool.holders(holds[0]) as usize == holds.len();
-        Ok(held.chunk_by(|a, b| a == b).filter(all_idle).count())
-    }
-
-    /// `free` are the pages that the call could have had, those that it would itself evict among them. Where there is no
-    /// memory to count what is reclaimable, that is the error.
+    /// `free` are the pages that the call could have had, those that it would itself evict among them.
     pub(super) fn out_of_pages(&self, group: usize, need: usize, free: usize) -> Error {
-        let reclaimable = match self.reclaimable_pages(group) {
-            Ok(pages) => pages,
-            Err(error) => return error,
-        };
-        let state = &self.groups[group];
-        Error::OutOfPages { group: state.spec.name.clone(), need, free, fenced: state.pool.num_fenced(), reclaimable }
+        let GroupState { spec, pool, .. } = &self.groups[group];
+        let (fenced, reclaimable) = (pool.num_fenced(), pool.num_reclaimable());
+        Error::OutOfPages { group: spec.name.clone(), need, free, fenced, reclaimable }
     }
 
     /// Every page of the group that a pinned prefix holds, once for each that does.

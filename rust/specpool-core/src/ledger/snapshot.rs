@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::event::Event;
 use crate::memory::{copied, with_room};
+use crate::verb::Verb;
 
 /// The state of a ledger at a moment when nothing was in flight.
 #[derive(Debug, Clone)]
@@ -51,7 +52,7 @@ impl Ledger {
     /// ```
     pub fn snapshot(&mut self) -> Result<Snapshot> {
         self.gate()?;
-        self.check_nothing_in_flight("snapshot")?;
+        self.check_nothing_in_flight(Verb::Snapshot)?;
         let mut state = self.try_clone()?;
         self.snapshots += 1;
         let number = self.snapshots;
@@ -88,7 +89,7 @@ impl Ledger {
     /// otherwise, or this ledger is recorded and its log does not tell of the snapshot; [`Error::OutOfMemory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<()> {
         self.gate()?;
-        self.check_nothing_in_flight("restore")?;
+        self.check_nothing_in_flight(Verb::Restore)?;
         let state = &snapshot.state;
         if self.facts() != state.facts() {
             return Err(Error::Config("restore: the snapshot is of a ledger that was built otherwise".into()));
@@ -134,7 +135,7 @@ impl Ledger {
         Ok(())
     }
 
-    fn check_nothing_in_flight(&self, verb: &str) -> Result<()> {
+    fn check_nothing_in_flight(&self, verb: Verb) -> Result<()> {
         match self.steps.oldest() {
             Some(step) => Err(Error::NotReady(format!("{verb}: step {step} is not over"))),
             None => Ok(()),

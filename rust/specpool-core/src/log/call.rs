@@ -7,8 +7,8 @@ use std::borrow::Cow;
 
 use crate::log::codec::{Bytes, put_int, put_ints, put_varint};
 use crate::log::event::Event;
-use crate::state::page_pool::Verb;
 use crate::state::step::StepKind;
+use crate::verb::Verb;
 
 /// Whole numbers, one per lane.
 pub type Ints<'a> = Cow<'a, [i32]>;
@@ -123,28 +123,28 @@ impl<'a> From<Event<'a>> for Call<'a> {
 }
 
 impl Call<'_> {
-    /// The verb, as the ledger spells it.
+    /// The verb that was called.
     #[must_use]
-    pub fn verb(&self) -> &'static str {
+    pub fn verb(&self) -> Verb {
         match self {
-            Self::Admit { .. } => "admit",
-            Self::Fork { .. } => "fork",
-            Self::PinPrefix { .. } => "pin_prefix",
-            Self::ReleasePrefix { .. } => "release_prefix",
-            Self::PrepareExtend { .. } => "prepare_extend",
-            Self::PrepareDecode { .. } => "prepare_decode",
-            Self::Launch { .. } => "launch",
-            Self::Resolve { .. } => "resolve",
-            Self::Complete { .. } => "complete",
-            Self::Cancel { .. } => "cancel",
-            Self::Abandon { .. } => "abandon",
-            Self::Trim { .. } => "trim",
-            Self::EndTurn { .. } => "end_turn",
-            Self::Retract { .. } => "retract",
-            Self::Finish { .. } => "finish",
-            Self::Abort { .. } => "abort",
-            Self::Snapshot => "snapshot",
-            Self::Restore => "restore",
+            Self::Admit { .. } => Verb::Admit,
+            Self::Fork { .. } => Verb::Fork,
+            Self::PinPrefix { .. } => Verb::PinPrefix,
+            Self::ReleasePrefix { .. } => Verb::ReleasePrefix,
+            Self::PrepareExtend { .. } => Verb::PrepareExtend,
+            Self::PrepareDecode { .. } => Verb::PrepareDecode,
+            Self::Launch { .. } => Verb::Launch,
+            Self::Resolve { .. } => Verb::Resolve,
+            Self::Complete { .. } => Verb::Complete,
+            Self::Cancel { .. } => Verb::Cancel,
+            Self::Abandon { .. } => Verb::Abandon,
+            Self::Trim { .. } => Verb::Trim,
+            Self::EndTurn { .. } => Verb::EndTurn,
+            Self::Retract { .. } => Verb::Retract,
+            Self::Finish { .. } => Verb::Finish,
+            Self::Abort { .. } => Verb::Abort,
+            Self::Snapshot => Verb::Snapshot,
+            Self::Restore => Verb::Restore,
         }
     }
 

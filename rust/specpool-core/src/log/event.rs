@@ -1,8 +1,8 @@
 //! What a ledger did: one variant per state-changing verb, its arguments and the id that it gave.
 
 use crate::ids::Row;
-use crate::state::page_pool::Verb;
 use crate::state::step::Plan;
+use crate::verb::Verb;
 
 /// One successful call that changed the state. Arrays are borrowed: an event lives as long as the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

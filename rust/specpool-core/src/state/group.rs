@@ -16,9 +16,10 @@ use crate::layout::Layout;
 use crate::memory::{self, filled, room, zeroed};
 use crate::shape::{Shape, runs};
 use crate::state::delta::Delta;
-use crate::state::page_pool::{PagePool, PageRecord, Verb};
+use crate::state::page_pool::{PagePool, PageRecord};
 use crate::state::page_table::PageTable;
 use crate::state::sizing::{self, Geometry, Policy, Reserve};
+use crate::verb::Verb;
 
 /// What a group is to be.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -229,10 +230,14 @@ impl GroupState {
         self.page_of(row, column) == Some(page)
     }
 
-    /// Every page of the row, in the table or kept outside.
-    pub(crate) fn pages(&self, row: Row) -> impl Iterator<Item = Page> {
-        let in_table = self.table.row(row)[self.held_columns(row)].iter().map(|&page| Page(page));
-        in_table.chain(self.kept(row).iter().map(|kept| kept.page))
+    /// Counts every page of the row as held by an idle row, or so no longer. All of them are in the table: what a
+    /// checkpoint keeps outside was evicted by a prepare, which ends the idle time.
+    pub(crate) fn set_idle(&mut self, row: Row, is_idle: bool) {
+        let count = if is_idle { PagePool::rest } else { PagePool::wake };
+        let held = self.held_columns(row);
+        for &page in self.table.row(row).get(held).unwrap_or_default() {
+            count(&mut self.pool, Page(page));
+        }
     }
 
     /// `len` where the row can be cut to that many tokens and go on from there, else a shorter length:

@@ -20,6 +20,7 @@ use crate::digest::Digest;
 use crate::error::Result;
 use crate::ids::{Page, Row};
 use crate::memory::{self, room};
+use crate::verb::Verb;
 
 /// What a page is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -43,54 +44,6 @@ impl std::fmt::Display for PageState {
             Self::Shared => "shared",
             Self::Fenced => "fenced",
         })
-    }
-}
-
-/// The operation that last touched a page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[allow(missing_docs, reason = "the names are the ledger's verbs")]
-pub enum Verb {
-    #[default]
-    None,
-    Admit,
-    Fork,
-    PinPrefix,
-    ReleasePrefix,
-    PrepareExtend,
-    PrepareDecode,
-    Launch,
-    Cancel,
-    Abandon,
-    Trim,
-    EndTurn,
-    Retract,
-    Finish,
-    Abort,
-    Complete,
-}
-
-impl Verb {
-    /// The verb as the ledger spells it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Admit => "admit",
-            Self::Fork => "fork",
-            Self::PinPrefix => "pin_prefix",
-            Self::ReleasePrefix => "release_prefix",
-            Self::PrepareExtend => "prepare_extend",
-            Self::PrepareDecode => "prepare_decode",
-            Self::Launch => "launch",
-            Self::Cancel => "cancel",
-            Self::Abandon => "abandon",
-            Self::Trim => "trim",
-            Self::EndTurn => "end_turn",
-            Self::Retract => "retract",
-            Self::Finish => "finish",
-            Self::Abort => "abort",
-            Self::Complete => "complete",
-        }
     }
 }
 
@@ -120,16 +73,38 @@ struct Line {
     fence: u64,
     owner: i32,
     holders: u32,
+    /// Of the holders, rows that are idle.
+    idle_holders: u32,
     /// Page copies not launched yet that read or write it.
     copies: u32,
     state: PageState,
     last_verb: Verb,
 }
 
+/// Who has to do with one page.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct PageCounts {
+    /// Rows and pinned prefixes that hold it.
+    pub(crate) holders: u32,
+    /// Of these, rows that are idle.
+    pub(crate) idle_holders: u32,
+    /// Page copies not launched yet that read or write it.
+    pub(crate) copies: u32,
+}
+
+impl Line {
+    /// Whether every holder is an idle row.
+    fn is_reclaimable(&self) -> bool {
+        self.holders > 0 && self.idle_holders == self.holders
+    }
+}
+
 /// The pages `1..=num_pages` of one group.
 #[derive(Debug, Clone)]
 pub struct PagePool {
     num_pages: usize,
+    /// Pages whose every holder is an idle row.
+    num_reclaimable: usize,
     /// Free pages that were handed out before; the last one goes first.
     returned: Vec<Page>,
     /// Given back: free once their fence is complete and no copy holds them.
@@ -148,7 +123,8 @@ impl PagePool {
     /// [`Error::Config`](crate::Error::Config) unless `1 <= num_pages < 2^31`.
     pub fn new(num_pages: i64) -> Result<Self> {
         let num_pages = in_range("num_pages", num_pages, 1, i32::MAX.into())? as usize;
-        Ok(Self { num_pages, returned: Vec::new(), fenced: Vec::new(), map: vec![Line::default()] })
+        let map = vec![Line::default()];
+        Ok(Self { num_pages, num_reclaimable: 0, returned: Vec::new(), fenced: Vec::new(), map })
     }
 
     /// Pages in all.
@@ -167,6 +143,12 @@ impl PagePool {
     #[must_use]
     pub fn num_fenced(&self) -> usize {
         self.fenced.len()
+    }
+
+    /// Pages whose every holder is an idle row.
+    #[must_use]
+    pub fn num_reclaimable(&self) -> usize {
+        self.num_reclaimable
     }
 
     /// Pages handed out at least once, and page 0: what the ownership map has memory for.
@@ -203,7 +185,7 @@ impl PagePool {
             Ok(copy)
         };
         let (returned, fenced) = (copied(&self.returned)?, copied(&self.fenced)?);
-        Ok(Self { num_pages: self.num_pages, returned, fenced, map: memory::copied(&self.map, "a page pool")? })
+        Ok(Self { returned, fenced, map: memory::copied(&self.map, "a page pool")?, ..*self })
     }
 
     /// A page that was never handed out, and what is no page at all, reads as a free one.
@@ -241,7 +223,7 @@ impl PagePool {
             None => return None,
         };
         self.map[page.at()] =
-            Line { birth_step, fence: 0, owner: owner.0, holders: 1, copies: 0, state: PageState::Owned, last_verb };
+            Line { birth_step, owner: owner.0, holders: 1, state: PageState::Owned, last_verb, ..Line::default() };
         Some(page)
     }
 
@@ -258,7 +240,27 @@ impl PagePool {
         }
     }
 
-    /// One more holder: from now on the page is read-only.
+    /// An idle row holds the page, which it held before it was idle.
+    pub(crate) fn rest(&mut self, page: Page) {
+        self.change(page, |line| line.idle_holders += 1);
+    }
+
+    /// A row that was idle and holds the page is idle no longer.
+    pub(crate) fn wake(&mut self, page: Page) {
+        self.change(page, |line| line.idle_holders = line.idle_holders.saturating_sub(1));
+    }
+
+    /// Changes a page's holders, and with them the count of reclaimable pages.
+    fn change(&mut self, page: Page, change: impl FnOnce(&mut Line)) {
+        // A cell that was written behind the ledger's back is the audit's to report, not a panic's.
+        let Some(line) = self.map.get_mut(page.at()) else { return };
+        let was_reclaimable = line.is_reclaimable();
+        change(line);
+        self.num_reclaimable += usize::from(line.is_reclaimable());
+        self.num_reclaimable -= usize::from(was_reclaimable);
+    }
+
+    /// One more holder, which is not idle: from now on the page is read-only.
     ///
     /// # Errors
     /// The page's record when nobody holds it.
@@ -266,14 +268,15 @@ impl PagePool {
         if !matches!(self.line(page).state, PageState::Owned | PageState::Shared) {
             return Err(self.seen(page));
         }
-        let line = &mut self.map[page.at()];
-        line.state = PageState::Shared;
-        line.holders += 1;
-        line.last_verb = verb;
+        self.change(page, |line| {
+            line.state = PageState::Shared;
+            line.holders += 1;
+            line.last_verb = verb;
+        });
         Ok(())
     }
 
-    /// `row` holds the page no longer; the step `fence` is the last launched one by which it may touch it (0: none,
+    /// `row`, which is not idle, holds the page no longer; the step `fence` is the last launched one by which it may touch it (0: none,
     /// or one that is complete). The last holder's drop frees the page, or fences it until every fence left on it is
     /// complete.
     ///
@@ -304,8 +307,8 @@ impl PagePool {
     }
 
     fn drop_holder(&mut self, page: Page, fence: u64, completed: u64, verb: Verb) {
+        self.change(page, |line| line.holders -= 1);
         let line = &mut self.map[page.at()];
-        line.holders -= 1;
         line.fence = line.fence.max(fence);
         line.last_verb = verb;
         if line.holders > 0 {
@@ -402,6 +405,11 @@ impl PagePool {
                 report.push((Some(page), text));
             }
         }
+        let reclaimable = self.map.iter().filter(|line| line.is_reclaimable()).count();
+        if reclaimable != self.num_reclaimable {
+            let text = format!("{reclaimable} pages are held by idle rows only, {} are counted", self.num_reclaimable);
+            report.push((None, text));
+        }
         for (page, line) in self.map.iter().enumerate() {
             let mut found = |text: String| report.push((Some(Page(page as i32)), text));
             let is_held = matches!(line.state, PageState::Owned | PageState::Shared);
@@ -426,19 +434,14 @@ impl PagePool {
         }
     }
 
-    /// Rows and pinned prefixes that hold the page.
-    pub(crate) fn holders(&self, page: Page) -> u32 {
-        self.line(page).holders
-    }
-
     /// Page copies not launched yet that read or write the page.
     pub(crate) fn copies_of(&self, page: Page) -> u32 {
         self.line(page).copies
     }
 
-    /// `(holders, copies)` of each page in the map, for the audit's own count.
-    pub(crate) fn counts(&self) -> impl Iterator<Item = (u32, u32)> {
-        self.map.iter().map(|line| (line.holders, line.copies))
+    /// Of each page in the map, for the audit's own count.
+    pub(crate) fn counts(&self) -> impl Iterator<Item = PageCounts> {
+        self.map.iter().map(|&Line { holders, idle_holders, copies, .. }| PageCounts { holders, idle_holders, copies })
     }
 }
 
@@ -469,7 +472,9 @@ mod tests {
     #[test]
     fn every_planted_fault_is_reported() {
         type Fault = fn(&mut PagePool);
-        let faults: [(&str, Fault); 13] = [
+        let faults: [(&str, Fault); 15] = [
+            ("0 pages are held by idle rows only, 1 are counted", |pool| pool.num_reclaimable = 1),
+            ("1 pages are held by idle rows only, 0 are counted", |pool| pool.map[1].idle_holders = 1),
             ("3 returned pages are marked free and 2 fenced, the lists hold 2 and 2", |pool| {
                 pool.map[1] = Line::default();
             }),

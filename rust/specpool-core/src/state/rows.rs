@@ -178,7 +178,7 @@ impl Rows {
         self.checkpoint[row.at()] = len.map_or(0, |len| len + 1);
     }
 
-    /// Makes the row free, or fenced until the step `fence` is complete. Its tag stays for error messages.
+    /// Makes the row, which is not idle, free, or fenced until the step `fence` is complete. Its tag stays for error messages.
     pub(crate) fn give_back(&mut self, row: Row, fence: Option<u64>) {
         self.forget_rounds(row);
         let at = row.at();
@@ -188,7 +188,6 @@ impl Rows {
         self.hi[at] = 0;
         self.drafted[at] = 0;
         self.last_launched[at] = 0;
-        self.set_idle(row, false);
         self.checkpoint[at] = 0;
         match fence {
             Some(step) => self.fenced.push((step, row)),

@@ -153,7 +153,8 @@ impl Reserve {
     ///
     /// # Examples
     /// ```
-    /// use specpool_core::{Geometry, Layout, Reserve, Shape, sizing};
+    /// use specpool_core::state::sizing;
+    /// use specpool_core::{Geometry, Layout, Reserve, Shape};
     ///
     /// let tree = Shape::eagle(5, 8, 64)?;
     /// let target = Reserve::exact(Geometry::new(64, false, Layout::Dense)?, tree);

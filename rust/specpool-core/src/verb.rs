@@ -1,0 +1,67 @@
+//! The ledger's verbs and their names, in one place: what errors, logs, page records and the binding call them.
+
+/// A method of the ledger that changes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[allow(missing_docs, reason = "the names are the ledger's methods")]
+pub enum Verb {
+    /// None yet: what the record of a page says that was never handed out.
+    #[default]
+    None,
+    /// `admit`, and `admit_on` a prefix.
+    Admit,
+    Fork,
+    PinPrefix,
+    ReleasePrefix,
+    PrepareExtend,
+    PrepareDecode,
+    Launch,
+    Resolve,
+    Complete,
+    Cancel,
+    Abandon,
+    Trim,
+    EndTurn,
+    Retract,
+    Finish,
+    Abort,
+    TakeDelta,
+    AckDelta,
+    Snapshot,
+    Restore,
+}
+
+impl Verb {
+    /// The verb as the ledger spells it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Admit => "admit",
+            Self::Fork => "fork",
+            Self::PinPrefix => "pin_prefix",
+            Self::ReleasePrefix => "release_prefix",
+            Self::PrepareExtend => "prepare_extend",
+            Self::PrepareDecode => "prepare_decode",
+            Self::Launch => "launch",
+            Self::Resolve => "resolve",
+            Self::Complete => "complete",
+            Self::Cancel => "cancel",
+            Self::Abandon => "abandon",
+            Self::Trim => "trim",
+            Self::EndTurn => "end_turn",
+            Self::Retract => "retract",
+            Self::Finish => "finish",
+            Self::Abort => "abort",
+            Self::TakeDelta => "take_delta",
+            Self::AckDelta => "ack_delta",
+            Self::Snapshot => "snapshot",
+            Self::Restore => "restore",
+        }
+    }
+}
+
+impl std::fmt::Display for Verb {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(self.name())
+    }
+}
