@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import assert_no_page_leaked
+from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams
 from specpool.draft import NgramDrafter
 from specpool.engine.output import Chunk
@@ -325,7 +326,7 @@ def test_whoever_lacks_memory_in_a_step_the_engine_goes_on(engines, monkeypatch,
             result = PendingStep.result
             patch.setattr(PendingStep, "result", lambda self: failing(result)(self))
         else:
-            for each in (engine.core.scheduler, engine.core.scheduler._prefills):
+            for each in parts_with_ledger(engine.core.scheduler):
                 patch.setattr(each, "_ledger", Ledger())
         outputs = engine.generate([TEXT] * 2, PARAMS)  # the second waits for the row
     assert outputs[0].finish_reason == "error"

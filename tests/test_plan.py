@@ -29,6 +29,7 @@ from specpool.models.outline import stated_layers
 from specpool.models.plain_config import FAMILIES as PLAIN
 from specpool.models.plain_config import PlainConfig
 from specpool.num_bytes import parse_bytes, show_bytes
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
 
@@ -160,11 +161,13 @@ class Server:
         self.device = SimDevice(self.ledger, settings, random.Random(0), has_memory=False)
         self.scheduler = Scheduler(
             self.ledger,
-            max_batch=max_batch or sizes.num_rows,
-            prefill_tokens=case.prefill_tokens,
-            keeps_draft_kv=sizes.keeps_draft_kv,
-            reads_tokens=case.reads_tokens,
-            headroom=case.headroom,
+            SchedulerConfig(
+                max_batch=max_batch or sizes.num_rows,
+                prefill_tokens=case.prefill_tokens,
+                keeps_draft_kv=sizes.keeps_draft_kv,
+                reads_tokens=case.reads_tokens,
+                headroom=case.headroom,
+            ),
         )
         self.peak = [0] * len(sizes.groups)  # pages held, most at once
         self.rounds = self.most_running = 0

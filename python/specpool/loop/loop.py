@@ -270,9 +270,9 @@ class Loop:
         plan = steps[0].plan
         if len(steps) == 1 and plan.kind == "extend" and steps[0].handles is None:
             latest = seconds / int((plan.new_len - plan.start).sum())
-            conversations = self.scheduler.conversations
-            known = conversations.token_seconds or latest
-            conversations.token_seconds = known + (latest - known) / _OBSERVED
+            handles = self.scheduler.handles
+            known = handles.token_seconds or latest
+            handles.token_seconds = known + (latest - known) / _OBSERVED
 
     def _observe_round(self, before: list[Step], steps: list[Step], seconds: float) -> None:
         """Learn what a round takes, from a turn of nothing else.
