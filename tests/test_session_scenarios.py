@@ -37,7 +37,7 @@ from specpool.scheduler import conversations as conversation
 from specpool.scheduler.conversations import Conversations
 from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from specpool.worker.row_state import RowState
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 
 HEADS = {"eagle": "specpool/tiny-eagle", "eagle3": "specpool/tiny-eagle3"}
 PROMPTS = corpus.prompts(6, 60)
@@ -411,6 +411,6 @@ def test_eagle_3_with_pages_of_64_and_8_branches(target, heads, reference, monke
     outputs = talk()
     speaks_as_alone(reference, outputs)
     assert sum(o.accept_len for o in outputs) / len(outputs) > 1.2
-    monkeypatch.setattr(EagleWorker, "_compact", lambda self, part, verdict: None)
+    monkeypatch.setattr(Worker, "_compact", lambda self, part, verdict: None)
     with pytest.raises(AssertionError):
         speaks_as_alone(reference, talk())

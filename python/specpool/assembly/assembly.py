@@ -11,7 +11,7 @@ from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, back_end, check_trees
-from specpool.config import EngineConfig, Worker
+from specpool.config import EngineConfig, WorkerName
 from specpool.draft import Drafter
 from specpool.errors import ConfigError
 from specpool.loop.busy_check import BusyCheck
@@ -24,7 +24,7 @@ from specpool.models import TargetModel
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.worker.graphs.capture import capture_on
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Assembly:
     max_context_len: int
     ledger: Ledger
     cache: KVCache
-    kind: Worker  # which worker it is
-    worker: EagleWorker
+    kind: WorkerName  # which worker it is
+    worker: Worker
     host: HostTier | None
     controller: Controller | None
 
@@ -139,7 +139,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         target.capture(drafter.feature_layers)
         layout = ledger.groups[pools.draft_group].layout
         drafter.attach(cache, len(target.layer_kv), pools.draft_group, layout, shapes)
-    worker = EagleWorker(
+    worker = Worker(
         target,
         drafter,
         cache,

@@ -27,7 +27,7 @@ from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
 from specpool.worker.graphs.capture import is_out_of_memory
 from specpool.worker.results import PendingStep
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 
 # Prefills that an average of their seconds reaches back to, about.
 _OBSERVED = 8
@@ -57,7 +57,7 @@ class Loop:
         self,
         ledger: Ledger,
         scheduler: Scheduler,
-        worker: EagleWorker,
+        worker: Worker,
         cache: KVCache,
         busy_check: BusyCheck,
         *,

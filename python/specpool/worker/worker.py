@@ -54,7 +54,7 @@ class _Part:
     is_broken: Tensor | None  # bool [B], lanes whose tree is none; None = the host has looked
 
 
-class EagleWorker:
+class Worker:
     """Runs the target, and a drafter beside it, on the rows of a plan (v2, spec 12).
 
     Attributes:
