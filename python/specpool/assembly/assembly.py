@@ -87,8 +87,8 @@ class Assembly:
             ),
             max_batch=self.config.max_batch,
         )
-        if self.worker.states is not None:
-            self.worker.states.restart()
+        if self.worker.graphs is not None:
+            self.worker.graphs.restart()
 
 
 def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> Assembly:
