@@ -14,12 +14,11 @@ import pytest
 import transformers
 
 from families import FAMILIES, make_config, make_model
-from specpool import ConfigError, Engine, Ledger, OutOfPages, Shape
-from specpool import Plan as StepPlan
+from specpool import ConfigError, Engine, Ledger, OutOfPages, Plan, Shape
 from specpool.assets import resolve
 from specpool.cli import main
 from specpool.config import EngineConfig
-from specpool.memory.capacity import Fit, Plan
+from specpool.memory.capacity import Capacity, Fit
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.memory.page_needs import row_pages, step_pages
 from specpool.models import TargetModel
@@ -105,7 +104,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.sizes, reads_tokens=self.reads_tokens, headroom=self.headroom)
+        return Capacity(self.sizes, reads_tokens=self.reads_tokens, headroom=self.headroom)
 
     def at_once(self) -> Fit:
         return self.plan.at_once(self.num_tokens, self.shape)
@@ -133,13 +132,13 @@ class Watched:
     def __getattr__(self, name: str):
         return getattr(self._ledger, name)
 
-    def prepare_decode(self, *args, **options) -> StepPlan:
+    def prepare_decode(self, *args, **options) -> Plan:
         return self._counting(self._ledger.prepare_decode, *args, **options)
 
-    def prepare_extend(self, *args, **options) -> StepPlan:
+    def prepare_extend(self, *args, **options) -> Plan:
         return self._counting(self._ledger.prepare_extend, *args, **options)
 
-    def _counting(self, verb, *args, **options) -> StepPlan:
+    def _counting(self, verb, *args, **options) -> Plan:
         try:
             return verb(*args, **options)
         except OutOfPages:
