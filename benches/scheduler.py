@@ -25,6 +25,7 @@ from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, machine, print_json
 from specpool.errors import ConfigError
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.shape_names import parse_shape
@@ -59,9 +60,9 @@ class HostLoad:
         self._device = SimDevice(self._ledger, settings, self._rng, has_memory=False)
         self._scheduler = Scheduler(
             self._ledger,
-            max_batch=batch,
-            prefill_tokens=settings.prefill_tokens,
-            keeps_draft_kv=True,
+            SchedulerConfig(
+                max_batch=batch, prefill_tokens=settings.prefill_tokens, keeps_draft_kv=True
+            ),
         )
         self._ids = itertools.count(1)
         self._texts: dict[int, Text] = {}

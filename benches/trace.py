@@ -28,6 +28,7 @@ from specpool.errors import ConfigError
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.memory.layer_kv import LayerKV
 from specpool.num_bytes import parse_bytes, show_bytes
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.shape_names import parse_shape
@@ -202,10 +203,12 @@ def run_trace(machinery: Machinery, way: Way, traffic: Traffic) -> Run:
     device = SimDevice(ledger, settings, random.Random(traffic.seed), has_memory=False)
     scheduler = Scheduler(
         ledger,
-        max_batch=MAX_BATCH,
-        prefill_tokens=PREFILL_TOKENS,
-        keeps_draft_kv=True,
-        headroom=machinery.headroom,
+        SchedulerConfig(
+            max_batch=MAX_BATCH,
+            prefill_tokens=PREFILL_TOKENS,
+            keeps_draft_kv=True,
+            headroom=machinery.headroom,
+        ),
     )
     to_come = deque(traffic.arrivals())
     texts = {arrival.request_id: Text(arrival) for arrival in to_come}

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 
 from sim_plants import Lying
 from specpool import Shape
 from specpool.adaptive import Controller
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.sim import Arrival, Settings, SimDevice, Text
+
+
+def parts_with_ledger(scheduler: Scheduler) -> list[Any]:
+    """The scheduler and those of its parts that call the ledger: a test may put another there."""
+    parts = [scheduler, *vars(scheduler).values()]
+    folder = Scheduler.__module__.rpartition(".")[0]
+    found = [each for each in parts if type(each).__module__.startswith(folder)]
+    return [each for each in found if hasattr(each, "_ledger")]
 
 
 class Unfenced(Lying):
@@ -41,9 +51,11 @@ class Loop:
         self.device = SimDevice(self.ledger, settings, random.Random(0))
         self.scheduler = Scheduler(
             self.ledger,
-            max_batch=settings.max_batch,
-            prefill_tokens=settings.prefill_tokens,
-            keeps_draft_kv=settings.keeps_draft_kv,
+            SchedulerConfig(
+                max_batch=settings.max_batch,
+                prefill_tokens=settings.prefill_tokens,
+                keeps_draft_kv=settings.keeps_draft_kv,
+            ),
             controller=controller,
         )
         self.requests = [arrival.request() for arrival in arrivals]

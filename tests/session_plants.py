@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.ends import Ends
+from specpool.scheduler.host_handles import HostHandles
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.sim.device import SimHost
 
@@ -15,14 +20,14 @@ def keep_the_overshoot(patch):
 
 def forget_the_last_token(patch):
     """sgl#22651: a turn that finishes with a round in flight is one token short."""
-    end = Scheduler._end
+    end = Ends.end
 
     def short(self, request, reason):
         end(self, request, reason)
         if reason == "length" and request.conversation is not None:
             del request.conversation.tokens[-1:]
 
-    patch.setattr(Scheduler, "_end", short)
+    patch.setattr(Ends, "end", short)
 
 
 def take_a_partial_turn_for_a_checkpoint(patch):
@@ -51,9 +56,8 @@ def find_nothing_of_a_session(patch):
 
 
 def draft_on_old_draft_kv(patch):
-    init = Conversations.__init__
-    keeps = {"keeps_draft_kv": False}
-    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **keeps}))
+    useful_len = Request.useful_len
+    patch.setattr(Request, "useful_len", lambda self, kept, drafted: useful_len(self, kept, kept))
 
 
 def keep_a_row_that_runs(patch):
@@ -72,8 +76,11 @@ def keep_a_row_that_runs(patch):
 
 def keep_more_sessions_than_fit(patch):
     init = Conversations.__init__
-    most = {"max_idle": 99}
-    patch.setattr(Conversations, "__init__", lambda s, led, **kw: init(s, led, **{**kw, **most}))
+
+    def greedy(self, ledger, config, *parts):
+        init(self, ledger, dataclasses.replace(config, max_idle=99), *parts)
+
+    patch.setattr(Conversations, "__init__", greedy)
 
 
 def retract_before_a_session_is_dropped(patch):
@@ -131,18 +138,18 @@ def go_on_before_a_reload_has_come(patch):
 
 
 def keep_the_host_pages_of_who_ended(patch):
-    return_handle = Conversations.return_handle
+    return_handle = HostHandles.return_handle
 
     def forget(self, request):
         if request.conversation is None:
             request.handle = None
         return_handle(self, request)
 
-    patch.setattr(Conversations, "return_handle", forget)
+    patch.setattr(HostHandles, "return_handle", forget)
 
 
 def trust_a_copy_that_failed(patch):
-    patch.setattr(Scheduler, "_forget_handles", lambda self: None)
+    patch.setattr(HostHandles, "forget_failed", lambda self, owners: None)
 
 
 PLANTS = {

@@ -7,9 +7,12 @@ import heapq
 
 import numpy as np
 
+from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.request import Request
+from specpool.scheduler.room import Room
 from specpool.scheduler.round_shapes import RoundShapes
+from specpool.scheduler.running import Running
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.waiting import Waiting
 from specpool.sim import Settings, SimDevice
@@ -34,10 +37,10 @@ def lie(patch, **methods) -> None:
 def drop_a_retracted_request(patch):
     def requeue(self, request):
         self._running.remove(request)
-        self._leave_row(request)
+        self._running.leave(request)
         self.num_retracted += 1
 
-    patch.setattr(Scheduler, "_requeue", requeue)
+    patch.setattr(Room, "requeue", requeue)
 
 
 def admit_the_last_first(patch):
@@ -48,7 +51,7 @@ def admit_the_last_first(patch):
 
 
 def put_the_retracted_behind(patch):
-    requeue = Scheduler._requeue
+    requeue = Room.requeue
 
     def behind(self, request):
         requeue(self, request)
@@ -57,18 +60,18 @@ def put_the_retracted_behind(patch):
         heapq.heappush(self._waiting._orders, (1 << 40, request.request_id))
         self._waiting._requests[request.request_id] = request
 
-    patch.setattr(Scheduler, "_requeue", behind)
+    patch.setattr(Room, "requeue", behind)
 
 
 def retract_the_first(patch):
     def make_room(self):
-        victim = self._running[0]
+        victim = self._running.requests[0]
         if len(self._running) > 1:
-            self._before_release(victim)
-            self._ledger.retract(victim.row)
-            self._requeue(victim)
+            self._rows.before_release(victim)
+            self._rows.retract(victim.row)
+            self.requeue(victim)
 
-    patch.setattr(Scheduler, "_make_room", make_room)
+    patch.setattr(Room, "make", make_room)
 
 
 def retract_without_draining(patch):
@@ -76,25 +79,25 @@ def retract_without_draining(patch):
 
     def hasty(self):
         steps = schedule(self)
-        if not steps and self._in_flight and len(self._running) > 1 and self._is_starved:
-            self._make_room()
+        if not steps and self._room.in_flight and len(self._running) > 1 and self._is_starved:
+            self._room.make()
         return steps
 
     patch.setattr(Scheduler, "schedule", hasty)
 
 
 def keep_the_row_of_who_ended(patch):
-    end = Scheduler._end
+    end = Ends.end
 
     def leaky(self, request, reason):
         if reason == "stop":
             request.finish_reason = reason
             self._running.remove(request)
-            self._leave_row(request)
+            self._running.leave(request)
         else:
             end(self, request, reason)
 
-    patch.setattr(Scheduler, "_end", leaky)
+    patch.setattr(Ends, "end", leaky)
 
 
 def give_tokens_to_dropped_lanes(patch):
@@ -143,19 +146,19 @@ def end_everybody_at_a_fault(patch):
     def broad(self, step, error):
         fail(self, step, error)
         for request in list(self._running):
-            self._end(request, "error")
+            self._ends.end(request, "error")
 
     patch.setattr(Scheduler, "fail", broad)
 
 
 def forget_the_text_at_retraction(patch):
-    requeue = Scheduler._requeue
+    requeue = Room.requeue
 
     def forgetful(self, request):
         del request.tokens[request.prompt_len :]
         requeue(self, request)
 
-    patch.setattr(Scheduler, "_requeue", forgetful)
+    patch.setattr(Room, "requeue", forgetful)
 
 
 def say_a_token_twice(patch):
@@ -180,8 +183,8 @@ def overlook_stop_tokens(patch):
 def draft_from_old_tokens(patch):
     init = Scheduler.__init__
 
-    def blind(self, ledger, *, reads_tokens, **options):
-        init(self, ledger, reads_tokens=False, **options)
+    def blind(self, ledger, config, **options):
+        init(self, ledger, dataclasses.replace(config, reads_tokens=False), **options)
 
     patch.setattr(Scheduler, "__init__", blind)
 
@@ -189,8 +192,9 @@ def draft_from_old_tokens(patch):
 def run_too_many(patch):
     init = Scheduler.__init__
 
-    def greedy(self, ledger, *, prefill_tokens, **options):
-        init(self, ledger, prefill_tokens=prefill_tokens + 1, **options)
+    def greedy(self, ledger, config, **options):
+        more = dataclasses.replace(config, prefill_tokens=config.prefill_tokens + 1)
+        init(self, ledger, more, **options)
 
     patch.setattr(Scheduler, "__init__", greedy)
 
@@ -199,37 +203,44 @@ def leave_a_row_out(patch):
     decode = Scheduler._decode
 
     def unfair(self, *chosen):
-        row = self._running[-1].row if self._running else 0
-        kept, self._limits[row] = self._limits[row], 0
+        running = self._running
+        row = running.requests[-1].row if running else 0
+        kept, running.limits[row] = running.limits[row], 0
         step = decode(self, *chosen)
-        self._limits[row] = kept
+        running.limits[row] = kept
         return step
 
     patch.setattr(Scheduler, "_decode", unfair)
 
 
 def admit_again_before_whom_it_made_room_for(patch):
-    requeue = Scheduler._requeue
+    init = Scheduler.__init__
 
-    def hurried(self, request):
-        requeue(self, request)
-        self._is_starved = False
+    def hurried(self, *args, **options):
+        init(self, *args, **options)
+        requeue = self._room.requeue
 
-    patch.setattr(Scheduler, "_requeue", hurried)
+        def at_once(request):
+            requeue(request)
+            self._is_starved = False
+
+        self._room.requeue = at_once
+
+    patch.setattr(Scheduler, "__init__", hurried)
 
 
 def keep_pages_for_nobody(patch):
     def schedule(self):
         while True:
             if not self._is_starved:
-                self._admit()
-            chosen = self.round_shapes.choose(self._limits)
+                self._admission.admit()
+            chosen = self.round_shapes.choose(self._running.limits)
             prepared = self._prefills.chunk(), self._decode(*chosen)
             steps = [step for step in prepared if step is not None]
-            self._in_flight += len(steps)
-            if steps or self._in_flight or not self._running:
+            self._room.in_flight += len(steps)
+            if steps or self._room.in_flight or not self._running:
                 return steps
-            self._make_room()
+            self._room.make()
 
     patch.setattr(Scheduler, "schedule", schedule)
 
@@ -270,15 +281,15 @@ def forget_samples_without_a_row(patch):
 
 
 def give_samples_the_first_ones_tokens(patch):
-    start = Scheduler._start
+    start = Running.start
 
     def same(self, request, row, prefilled_len):
-        if request.sample and self._running:
+        if request.sample and self.requests:
             request.watch = None
-            request.tokens = self._running[0].tokens
+            request.tokens = self.requests[0].tokens
         start(self, request, row, prefilled_len)
 
-    patch.setattr(Scheduler, "_start", same)
+    patch.setattr(Running, "start", same)
 
 
 def prefill_samples_anew(patch):
@@ -286,10 +297,10 @@ def prefill_samples_anew(patch):
         return self._ledger.admit(tag)
 
     lie(patch, fork=fork)
-    start = Scheduler._start
+    start = Running.start
     patch.setattr(
-        Scheduler,
-        "_start",
+        Running,
+        "start",
         lambda self, request, row, n: start(
             self, request, row, min(n, int(self._ledger.resolved_len[row]))
         ),
@@ -327,21 +338,21 @@ def drop_the_newest_pin(patch):
 
 def retract_before_a_pin_is_dropped(patch):
     def make_room(self):
-        pins = self.pins
+        pins = self._pins
         if len(self._running) > 1:
-            self.pins = ()
+            self._pins = ()
         room(self)
-        self.pins = pins
+        self._pins = pins
 
-    room = Scheduler._make_room
-    patch.setattr(Scheduler, "_make_room", make_room)
+    room = Room.make
+    patch.setattr(Room, "make", make_room)
 
 
 def drop_pins_without_draining(patch):
     schedule = Scheduler.schedule
 
     def hasty(self):
-        if self._in_flight and self.pins and self._is_starved:
+        if self._room.in_flight and self.pins and self._is_starved:
             self.pins.drop_oldest()
         return schedule(self)
 

@@ -15,9 +15,9 @@ from specpool.adaptive import (
     AdaptiveConfig,
     AdaptiveController,
     CostController,
-    SlotConfig,
+    RangeConfig,
+    StepRange,
     StepRouter,
-    StepSlot,
     controller_of,
 )
 from specpool.adaptive.acceptance import Acceptance, _Family
@@ -26,7 +26,7 @@ from specpool.shape_names import chain
 TREE = Shape.eagle(5, 8, 32)
 
 
-class PlainSlot:
+class PlainRange:
     """Spec 13's rule as it is written there, on depths."""
 
     def __init__(self, cands, initial, alpha, interval, warmup, up, down, ceiling):
@@ -83,20 +83,20 @@ class PlainSlot:
     ceiling=st.sampled_from([0, 0.5, 1, 2]),
     data=st.data(),
 )
-def test_a_slot_follows_the_rule(cands, initial, alpha, interval, warmup, up, down, ceiling, data):
+def test_a_range_follows_the_rule(cands, initial, alpha, interval, warmup, up, down, ceiling, data):
     """Law: each round's depth, switch and EMA are those of the rule, bit for bit."""
-    config = SlotConfig(
+    config = RangeConfig(
         candidates=tuple(chain(c) for c in cands), up_hysteresis=up, down_hysteresis=down,
         ceiling_coeff=ceiling, ema_alpha=alpha, update_interval=interval, warmup_batches=warmup,
     )  # fmt: skip
-    slot = StepSlot(config, initial)
-    plain = PlainSlot(cands, initial, alpha, interval, warmup, up, down, ceiling)
+    batch_range = StepRange(config, initial)
+    plain = PlainRange(cands, initial, alpha, interval, warmup, up, down, ceiling)
     means = st.floats(0, max(*cands, 1), allow_nan=False)
     for mean in data.draw(st.lists(means, min_size=1, max_size=60)):
-        assert slot.current == chain(plain.current)
+        assert batch_range.current == chain(plain.current)
         expected = plain.update(mean)
-        assert slot.update(mean) == (None if expected is None else chain(expected))
-        assert slot.ema == plain.ema
+        assert batch_range.update(mean) == (None if expected is None else chain(expected))
+        assert batch_range.ema == plain.ema
 
 
 @settings(max_examples=300, deadline=None)
@@ -115,8 +115,8 @@ def test_a_batch_belongs_to_the_graph_that_holds_it(keys, sizes, batch_size):
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=80), st.integers(1, 6))
-def test_a_change_of_slot_waits_for_rounds_in_a_row(batch_sizes, threshold_rounds):
-    """Law: the slot changes when the last so many rounds all belong elsewhere, and only then."""
+def test_a_change_of_range_waits_for_rounds_in_a_row(batch_sizes, threshold_rounds):
+    """Law: the range changes when the last so many rounds all belong elsewhere, and only then."""
     router = StepRouter([1, 5, 9], threshold_rounds=threshold_rounds)
     routed = [router.key_of(size) for size in batch_sizes]
     in_use, since = routed[0], 0
@@ -127,9 +127,9 @@ def test_a_change_of_slot_waits_for_rounds_in_a_row(batch_sizes, threshold_round
         assert router.activate(size) == in_use
 
 
-def two_slots(threshold_rounds: int) -> AdaptiveController:
-    slots = {1: SlotConfig(candidates=(chain(7),)), 5: SlotConfig(candidates=(chain(1),))}
-    return AdaptiveController(AdaptiveConfig(slots=slots, threshold_rounds=threshold_rounds))
+def two_ranges(threshold_rounds: int) -> AdaptiveController:
+    ranges = {1: RangeConfig(candidates=(chain(7),)), 5: RangeConfig(candidates=(chain(1),))}
+    return AdaptiveController(AdaptiveConfig(ranges=ranges, threshold_rounds=threshold_rounds))
 
 
 def switches(controller: AdaptiveController, batch_sizes: list[int]) -> list[int]:
@@ -146,7 +146,7 @@ def test_scenario_12_a_batch_size_that_swings_round_a_threshold(rounds, run):
     Without the window (0, upstream's rule) every swing is a switch.
     """
     batch_sizes = ([4] * run + [5] * run) * 20
-    found = switches(two_slots(rounds), batch_sizes)
+    found = switches(two_ranges(rounds), batch_sizes)
     every_swing = len(batch_sizes) // run - 1
     if rounds == 0:
         assert len(found) == every_swing
@@ -155,20 +155,20 @@ def test_scenario_12_a_batch_size_that_swings_round_a_threshold(rounds, run):
     assert len(found) == (every_swing if run >= rounds else 0)
 
 
-def one_slot(policy: str = "ema", **settings_: float) -> AdaptiveConfig:
-    slot = SlotConfig(
+def one_range(policy: str = "ema", **settings_: float) -> AdaptiveConfig:
+    batch_range = RangeConfig(
         candidates=(Shape.none(), chain(1), chain(3)), update_interval=1, warmup_batches=0,
         **settings_,
     )  # fmt: skip
-    return AdaptiveConfig(slots={1: slot}, policy=policy, threshold_rounds=0)
+    return AdaptiveConfig(ranges={1: batch_range}, policy=policy, threshold_rounds=0)
 
 
 def test_a_round_that_drafted_nothing_never_moves_the_ema():
     """Law: a shape-0 result counts as a round and leaves the EMA, also where it comes late."""
-    slot = StepSlot(one_slot().slots[1], 3)
-    slot.update(None)
-    assert slot.ema == 2.0
-    controller = AdaptiveController(one_slot(), initial=3)
+    batch_range = StepRange(one_range().ranges[1], 3)
+    batch_range.update(None)
+    assert batch_range.ema == 2.0
+    controller = AdaptiveController(one_range(), initial=3)
     for _ in range(50):
         controller.on_verify_complete(Shape.none(), 4, [0, 0, 0, 0])
         controller.on_verify_complete(chain(3), 4, [])  # its lanes had all opted out
@@ -178,13 +178,13 @@ def test_a_round_that_drafted_nothing_never_moves_the_ema():
     assert controller.activate_step_by_batch(4).num_steps < 3
 
 
-def test_a_result_counts_for_the_slot_of_its_own_batch_size():
-    """Law: a late result of a small batch moves the small batches' slot, not the one in use."""
-    slots = {
-        1: SlotConfig(candidates=(chain(1), chain(3)), update_interval=1, warmup_batches=0),
-        8: SlotConfig(candidates=(chain(1), chain(3)), update_interval=1, warmup_batches=0),
+def test_a_result_counts_for_the_range_of_its_own_batch_size():
+    """Law: a late result of a small batch moves the small batches' range, not the one in use."""
+    ranges = {
+        1: RangeConfig(candidates=(chain(1), chain(3)), update_interval=1, warmup_batches=0),
+        8: RangeConfig(candidates=(chain(1), chain(3)), update_interval=1, warmup_batches=0),
     }
-    controller = AdaptiveController(AdaptiveConfig(slots=slots, threshold_rounds=0), initial=3)
+    controller = AdaptiveController(AdaptiveConfig(ranges=ranges, threshold_rounds=0), initial=3)
     assert controller.activate_step_by_batch(8) == chain(3)
     for _ in range(20):
         controller.on_verify_complete(chain(3), 2, np.zeros(2, np.int32))
@@ -193,8 +193,8 @@ def test_a_result_counts_for_the_slot_of_its_own_batch_size():
 
 
 def test_whole_shapes_go_by_their_depth():
-    slot = SlotConfig(candidates=(TREE, chain(1)), update_interval=1, warmup_batches=0)
-    controller = AdaptiveController(AdaptiveConfig(slots={1: slot}), initial=TREE)
+    batch_range = RangeConfig(candidates=(TREE, chain(1)), update_interval=1, warmup_batches=0)
+    controller = AdaptiveController(AdaptiveConfig(ranges={1: batch_range}), initial=TREE)
     assert controller.candidates == (chain(1), TREE)
     assert controller.activate_step_by_batch(1) == TREE
     switched = [controller.on_verify_complete(TREE, 1, [0]) for _ in range(40)]
@@ -214,20 +214,20 @@ def test_graph_sizes_that_reach_a_candidate():
 
 @pytest.mark.parametrize("initial", [5, TREE, chain(5)])
 @pytest.mark.parametrize("policy", ["ema", "cost"])
-def test_an_initial_shape_in_no_slot_is_refused(policy, initial):
-    with pytest.raises(ConfigError, match=r"in no slot; the slots have none, chain:1, chain:3"):
-        controller_of(one_slot(policy), initial=initial)
+def test_an_initial_shape_in_no_range_is_refused(policy, initial):
+    with pytest.raises(ConfigError, match=r"in no range; the ranges have none, chain:1, chain:3"):
+        controller_of(one_range(policy), initial=initial)
 
 
 def test_the_policy_names_the_controller():
-    assert type(controller_of(one_slot("ema"), initial=3)) is AdaptiveController
-    cost = controller_of(one_slot("cost"), initial=3, graph_sizes=[1, 2])
+    assert type(controller_of(one_range("ema"), initial=3)) is AdaptiveController
+    cost = controller_of(one_range("cost"), initial=3, graph_sizes=[1, 2])
     assert type(cost) is CostController
     assert cost.candidates == (Shape.none(), chain(1), chain(3))
 
 
-def test_a_late_result_counts_for_the_slot_that_chose_its_shape():
-    """Law of overlap: the slot has changed before the round's result comes."""
+def test_a_late_result_counts_for_the_range_that_chose_its_shape():
+    """Law of overlap: the range has changed before the round's result comes."""
     config = AdaptiveConfig.from_dict(
         {
             "threshold_rounds": 2,
@@ -238,12 +238,12 @@ def test_a_late_result_counts_for_the_slot_that_chose_its_shape():
     )
     controller = AdaptiveController(config, initial=7)
     shapes = [controller.activate_step_by_batch(size) for size in (1, 8, 8)]
-    assert [shape.num_steps for shape in shapes] == [7, 7, 3]  # one round more from the old slot
-    before = {key: slot.ema for key, slot in controller._slots.items()}
+    assert [shape.num_steps for shape in shapes] == [7, 7, 3]  # one round more from the old range
+    before = {key: batch_range.ema for key, batch_range in controller._ranges.items()}
     controller.on_verify_complete(shapes[1], 8, [0])
-    assert controller._slots[1].ema < before[1] and controller._slots[8].ema == before[8]
+    assert controller._ranges[1].ema < before[1] and controller._ranges[8].ema == before[8]
     controller.on_verify_complete(shapes[2], 8, [0])
-    assert controller._slots[8].ema < before[8]
+    assert controller._ranges[8].ema < before[8]
 
 
 def test_ctrl_c_while_rates_are_reckoned_leaves_them_to_be_reckoned(monkeypatch):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from specpool import ConfigError, Shape
-from specpool.adaptive import AdaptiveConfig, SlotConfig
+from specpool.adaptive import AdaptiveConfig, RangeConfig
 from specpool.shape_names import chain, name_of, parse_shape
 
 TREE = Shape.eagle(5, 8, 32)
@@ -16,19 +16,26 @@ TREE = Shape.eagle(5, 8, 32)
 
 def test_the_default_table():
     config = AdaptiveConfig.default()
-    table = {key: (slot.candidates, slot.down_hysteresis) for key, slot in config.slots.items()}
+    table = {
+        key: (batch_range.candidates, batch_range.down_hysteresis)
+        for key, batch_range in config.ranges.items()
+    }
     assert table == {
         1: ((chain(1), chain(3), chain(7)), -0.25),
         8: ((chain(1), chain(3)), -0.25),
         32: ((chain(1),), 0.0),
     }
-    slot = config.slots[8]
-    assert (slot.ema_alpha, slot.update_interval, slot.warmup_batches) == (0.2, 5, 10)
-    assert (slot.up_hysteresis, slot.ceiling_coeff) == (0.0, 0.0)
+    batch_range = config.ranges[8]
+    assert (batch_range.ema_alpha, batch_range.update_interval, batch_range.warmup_batches) == (
+        0.2,
+        5,
+        10,
+    )
+    assert (batch_range.up_hysteresis, batch_range.ceiling_coeff) == (0.0, 0.0)
     assert (config.policy, config.threshold_rounds) == ("ema", 8)
 
 
-def test_a_file_with_whole_shapes_and_slot_defaults(tmp_path):
+def test_a_file_with_whole_shapes_and_range_defaults(tmp_path):
     path = tmp_path / "adaptive.json"
     content = {
         "policy": "cost",
@@ -40,12 +47,12 @@ def test_a_file_with_whole_shapes_and_slot_defaults(tmp_path):
     path.write_text(json.dumps(content))
     config = AdaptiveConfig.from_file(path)
     assert config == AdaptiveConfig(
-        slots={
-            1: SlotConfig(
+        ranges={
+            1: RangeConfig(
                 candidates=(TREE, chain(3), Shape.none(), chain(7), Shape.eagle(4, 2, 6)),
                 ema_alpha=0.1,
             ),
-            16: SlotConfig(candidates=(chain(1), Shape.none()), ema_alpha=0.5),
+            16: RangeConfig(candidates=(chain(1), Shape.none()), ema_alpha=0.5),
         },
         policy="cost",
         threshold_rounds=3,
@@ -128,7 +135,7 @@ BAD = [
     ({**ONE, "policy": ["ema"]}, r"policy must be one of ema, cost, got \['ema'\]"),
     ({**ONE, "threshold_rounds": -1}, "threshold_rounds .* got -1"),
     ({**ONE, "threshold_rounds": 1.5}, "threshold_rounds .* got 1.5"),
-    # Thresholds that contradict: at no mean would the slot stay at that candidate.
+    # Thresholds that contradict: at no mean would the range stay at that candidate.
     (
         {"1": {"candidate_steps": [1, 2, 3], "up_hysteresis": -0.5, "down_hysteresis": 0.5}},
         "up_hysteresis -0.5 and down_hysteresis 0.5 contradict each other: .* leave chain:2",
@@ -184,9 +191,12 @@ def test_two_candidates_of_one_depth_are_for_the_cost_policy():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: SlotConfig(candidates=("chain:3",)), "candidates must be a tuple of Shape"),
-        (lambda: AdaptiveConfig(slots=[1]), "slots must map batch sizes to SlotConfig"),
-        (lambda: AdaptiveConfig(slots={1: {}}, policy="cost"), r"slots\[1\] must be a SlotConfig"),
+        (lambda: RangeConfig(candidates=("chain:3",)), "candidates must be a tuple of Shape"),
+        (lambda: AdaptiveConfig(ranges=[1]), "ranges must map batch sizes to RangeConfig"),
+        (
+            lambda: AdaptiveConfig(ranges={1: {}}, policy="cost"),
+            r"ranges\[1\] must be a RangeConfig",
+        ),
         (lambda: AdaptiveConfig.from_dict({"1": {"candidates": [10**5000]}}), "the form that"),
         (lambda: AdaptiveConfig.from_dict({10**5000: {}}), "the form that works"),
     ],

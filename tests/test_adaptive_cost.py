@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from specpool import Shape
-from specpool.adaptive import AdaptiveConfig, AdaptiveController, CostController, SlotConfig
+from specpool.adaptive import AdaptiveConfig, AdaptiveController, CostController, RangeConfig
 from specpool.adaptive.acceptance import Acceptance
 from specpool.adaptive.round_seconds import RoundSeconds
 from specpool.shape_names import chain
@@ -120,12 +120,12 @@ def busy(seed: int) -> Iterator[float]:
 
 
 def by_cost() -> CostController:
-    return CostController(AdaptiveConfig(slots={1: SlotConfig(candidates=SHAPES)}, policy="cost"))
+    return CostController(AdaptiveConfig(ranges={1: RangeConfig(candidates=SHAPES)}, policy="cost"))
 
 
 def upstream() -> AdaptiveController:
-    slot = SlotConfig(candidates=tuple(shape for shape in SHAPES if shape != TREE))
-    return AdaptiveController(AdaptiveConfig(slots={1: slot}))
+    batch_range = RangeConfig(candidates=tuple(shape for shape in SHAPES if shape != TREE))
+    return AdaptiveController(AdaptiveConfig(ranges={1: batch_range}))
 
 
 def statics(costs: Costs, size: int, rate: Rate) -> dict[Shape, float]:
@@ -434,9 +434,9 @@ def test_what_ctrl_c_left_of_a_round_is_reckoned_with(monkeypatch):
     assert whole.expected(shape) <= acceptance.expected(shape) < 3.5
 
 
-def test_a_slot_of_one_shape_answers_it_always():
-    slots = {1: SlotConfig(candidates=(TREE, PLAIN)), 8: SlotConfig(candidates=(chain(1),))}
-    controller = CostController(AdaptiveConfig(slots=slots, policy="cost", threshold_rounds=0))
+def test_a_range_of_one_shape_answers_it_always():
+    ranges = {1: RangeConfig(candidates=(TREE, PLAIN)), 8: RangeConfig(candidates=(chain(1),))}
+    controller = CostController(AdaptiveConfig(ranges=ranges, policy="cost", threshold_rounds=0))
     assert controller.activate_step_by_batch(8) == chain(1)
     assert controller.activate_step_by_batch(1) in (TREE, PLAIN)
     for _ in range(50):

@@ -227,7 +227,7 @@ def test_the_engines_own_policies_change_no_text(build, reference, policy, depth
 def test_what_cannot_adapt_is_said_at_the_start(target, build, tmp_path):
     with pytest.raises(ConfigError, match=r"drafts, but there is no draft model"):
         Engine(target, config=EngineConfig(adaptive="ema"))
-    with pytest.raises(ConfigError, match="initial shape chain:2 is in no slot; the slots have"):
+    with pytest.raises(ConfigError, match="initial shape chain:2 is in no range; the ranges have"):
         build(shape=Shape.eagle(2, 1, 3), adaptive="ema")
     with pytest.raises(ConfigError, match="adaptive must be 'ema', 'cost', the path of"):
         EngineConfig(adaptive=3)

@@ -19,6 +19,7 @@ from specpool.assets import corpus, resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.models import TargetModel
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
 from specpool.sim import Arrival, Settings
@@ -190,7 +191,7 @@ def request(number: int, *, prompt_len: int = 5, max_len: int = 30, shape: int =
 def scheduler_of(**options: Any) -> Scheduler:
     settings = {"page_sizes": (4,), "num_pages": (10,), "max_context_len": 32, "max_batch": 2}
     built = Settings(**{**settings, **options})
-    return Scheduler(built.ledger(), max_batch=built.max_batch, prefill_tokens=64)
+    return Scheduler(built.ledger(), SchedulerConfig(max_batch=built.max_batch, prefill_tokens=64))
 
 
 def run(scheduler: Scheduler, most_turns: int = 200) -> None:

@@ -27,9 +27,9 @@ from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels import launch
 from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
 from specpool.memory.kv_cache import KVCache
-from specpool.worker.graphs import graphs as runtime_state
+from specpool.worker.graphs import graphs as round_graphs
 from specpool.worker.graphs.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
-from specpool.worker.graphs.graphs import RuntimeStates
+from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundGraph
 from specpool.worker.results import Outcome
 
@@ -78,9 +78,9 @@ BAD_PLANS = {
 def graph_and_replays() -> tuple[RoundGraph, HostCapture]:
     """Of two lanes, whose roots are at 64 at most."""
     with pytest.MonkeyPatch.context() as patch, graphs_run() as capture:
-        patch.setattr(runtime_state, "LEAST_BOUND", 64)
+        patch.setattr(round_graphs, "LEAST_BOUND", 64)
         with make(Shape.eagle(3, 3, 4), graph_sizes=(2,)) as engine:
-            return engine.core.worker.states._states[1, True].graph_for(2, 64), capture
+            return engine.core.worker.graphs._sets[1, True].graph_for(2, 64), capture
 
 
 @pytest.mark.parametrize("why", BAD_PLANS)
@@ -102,11 +102,11 @@ def test_a_round_beside_another_step_is_not_replayed_alone():
         plan = plan_of(rows=[1], lo=[5], hi=[5], allocated_after=[[32], [32]])
         plan.shapes, plan.writes_draft = np.ones(1, np.int32), True
         step = SimpleNamespace(is_decode=True, plan=plan, requests=[request])
-        states = engine.core.worker.states
-        assert states.replay([step, SimpleNamespace(is_decode=False)], len) is None
-        assert capture.replays == 0 and states.stats().eager_ct == 1
+        graphs = engine.core.worker.graphs
+        assert graphs.replay([step, SimpleNamespace(is_decode=False)], len) is None
+        assert capture.replays == 0 and graphs.stats().eager_ct == 1
         with torch.inference_mode():
-            assert states.replay([step], len) is not None and capture.replays == 1
+            assert graphs.replay([step], len) is not None and capture.replays == 1
 
 
 # --- what a capture refuses, and the double with it ---------------------------------------------
@@ -264,7 +264,7 @@ def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
 @pytest.mark.parametrize(("at", "num_graphs"), [(1, 10), (2, 11), (3, 10), (8, 11)])
 def test_what_reads_too_far_leaves_room_for_what_reads_less(monkeypatch, at, num_graphs):
     """Law: many lanes that read far may find no memory, and as many that read less still do."""
-    monkeypatch.setattr(runtime_state, "LEAST_BOUND", 64)  # 2 sizes, 3 bounds, 2 kinds
+    monkeypatch.setattr(round_graphs, "LEAST_BOUND", 64)  # 2 sizes, 3 bounds, 2 kinds
     full = graphs_run(lambda number: number == at)
     with full as capture, make(CHAIN, graph_sizes=(2, 4)) as engine:
         assert engine.stats().graphs.num_graphs == capture.recordings == num_graphs
@@ -321,10 +321,8 @@ def test_a_warm_up_that_fails_leaves_its_rounds_eager(caplog):
 
 def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
     seen = []
-    restart = RuntimeStates.restart
-    monkeypatch.setattr(
-        RuntimeStates, "restart", lambda self: (seen.append(self.stats()), restart(self))
-    )
+    restart = Graphs.restart
+    monkeypatch.setattr(Graphs, "restart", lambda self: (seen.append(self.stats()), restart(self)))
     with graphs_run(), make(None, adaptive="cost", max_batch=2, graph_sizes=(1, 2)) as engine:
         graphs = engine.stats().graphs
         assert (graphs.replay_ct, graphs.eager_ct) == (0, 0)

@@ -13,7 +13,7 @@ import pytest
 
 from specpool.assets import resolve
 from specpool.engine.session import Turn
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 from test_cli import call
 
 TEMPLATE = (
@@ -183,7 +183,7 @@ def test_ctrl_c_in_a_forward_loses_the_kv_and_no_token(capsys, monkeypatch, outp
     """The second Ctrl-C: nothing is known of what ran, so the next turn computes it anew."""
     chat(capsys, "seq: 2, 4, ", " and")
     expected = outputs[-1]
-    original, calls = EagleWorker.run, []
+    original, calls = Worker.run, []
 
     def interrupting(self, steps):
         calls.append(steps[0].requests[0])
@@ -191,7 +191,7 @@ def test_ctrl_c_in_a_forward_loses_the_kv_and_no_token(capsys, monkeypatch, outp
             raise KeyboardInterrupt
         return original(self, steps)
 
-    monkeypatch.setattr(EagleWorker, "run", interrupting)
+    monkeypatch.setattr(Worker, "run", interrupting)
     out = chat(capsys, "seq: 2, 4, ", "never mind", " and")
     assert out.count("\naborted: the session is as before\n") == 1 and len(set(calls)) == 3
     after = outputs[-1]

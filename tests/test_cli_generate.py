@@ -9,7 +9,7 @@ import pytest
 
 from specpool.assets import corpus, resolve
 from specpool.cli.generate import generate
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 from test_cli import call
 
 PROMPT = "seq: 1, 2, 3,"
@@ -124,7 +124,7 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
 
 def test_a_fault_is_told_and_exits_with_1(capsys, monkeypatch):
     """Here accepted KV stays where the tree had it."""
-    monkeypatch.setattr(EagleWorker, "_compact", lambda *args: None)
+    monkeypatch.setattr(Worker, "_compact", lambda *args: None)
     options = ["-n", "48", "-p", PROMPT, "--shape", "3x2x6", "--dtype", "bfloat16"]
     code, out, err = call(capsys, "generate", *options)
     assert code == 1

@@ -71,7 +71,7 @@ def test_an_abort_that_is_refused_takes_the_row_out_of_use():
         pass
     assert sorted(told) == numbers
     assert {item.finish_reason for item in told.values()} <= {"abort", "length"}
-    assert engine.core.scheduler.is_quarantined(2)
+    assert engine.core.scheduler.rows.is_quarantined(2)
     assert [o.finish_reason for o in engine.generate([[1, 2]] * 4, PARAMS)] == ["length"] * 4
     engine.close()
     assert engine.target.closed

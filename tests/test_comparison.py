@@ -101,19 +101,19 @@ def hide_ancestors(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def forget_compaction(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Accepted KV stays where the tree had it."""
-    monkeypatch.setattr(worker.EagleWorker, "_compact", lambda *args: None)
+    monkeypatch.setattr(worker.Worker, "_compact", lambda *args: None)
     yield
 
 
 def shift_positions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verified nodes stand 24 positions too far."""
-    tree_pass = worker.EagleWorker._tree_pass
+    tree_pass = worker.Worker._tree_pass
 
     def planted(self, *args):
         one = tree_pass(self, *args)
         return dataclasses.replace(one, positions=one.positions + 24)
 
-    monkeypatch.setattr(worker.EagleWorker, "_tree_pass", planted)
+    monkeypatch.setattr(worker.Worker, "_tree_pass", planted)
     yield
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import assert_no_page_leaked
+from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
@@ -90,7 +91,7 @@ VERBS = ("admit", "prepare_extend", "prepare_decode", "launch", "take_delta", "a
 def test_ctrl_c_at_any_verb_leaves_a_working_engine(target, texts, verb, when, countdown):
     engine = Engine(target, eagle(target), config=CONFIG)
     ledger = engine.ledger
-    callers = (engine.core.scheduler, engine.core.scheduler._prefills, engine.cache)
+    callers = (*parts_with_ledger(engine.core.scheduler), engine.cache)
     engine.ledger = InterruptedLedger(ledger, verb, when, countdown)
     for caller in callers:
         caller._ledger = engine.ledger

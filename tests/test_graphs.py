@@ -23,7 +23,7 @@ from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, graphs_run
 from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape
 from specpool.memory.kv_cache import KVCache
-from specpool.worker.graphs import graphs as runtime_state
+from specpool.worker.graphs import graphs as round_graphs
 from specpool.worker.graphs.round_graph import RoundGraph
 from window_kit import VOCAB, config_of
 
@@ -36,8 +36,8 @@ class Ended:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.kv: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        scheduler = engine.core.scheduler
-        self._release, scheduler._before_release = scheduler._before_release, self._note
+        rows = engine.core.scheduler.rows
+        self._release, rows.before_release = rows.before_release, self._note
 
     def _note(self, request: Any) -> None:
         ledger, cache, row = self.engine.ledger, self.engine.cache, request.row
@@ -157,7 +157,7 @@ def tight(options: dict[str, Any]) -> dict[str, Any]:
     "seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed >= 12)) for seed in range(100)]
 )
 def test_random_shapes_and_batches(seed, monkeypatch):
-    monkeypatch.setattr(runtime_state, "LEAST_BOUND", random.Random(seed).choice([16, 40, 1024]))
+    monkeypatch.setattr(round_graphs, "LEAST_BOUND", random.Random(seed).choice([16, 40, 1024]))
     options, prompts, params, sizes = random_case(seed)
     if seed % 3 == 0:
         options = tight({**options, "max_context_len": 100})
@@ -167,7 +167,7 @@ def test_random_shapes_and_batches(seed, monkeypatch):
 
 def test_a_round_takes_the_least_graph_that_holds_it(monkeypatch):
     """By batch size, and by how far its roots can be: a graph's reads do not grow."""
-    monkeypatch.setattr(runtime_state, "LEAST_BOUND", 16)
+    monkeypatch.setattr(round_graphs, "LEAST_BOUND", 16)
     taken = []
     replay = RoundGraph.replay
 

@@ -139,7 +139,8 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
         wanted = [output.token_ids for output in engine.generate(prompts, params)]
         tier = HostTier(engine.ledger, HostMemory(engine.ledger, engine.cache, 1 << 24))
         scheduler, away, kept = engine.core.scheduler, {}, []
-        start = scheduler._start
+        running = scheduler._running
+        start = running.start
 
         def start_where_it_was(request, row, prefilled_len):
             handle = away.pop(request, None)
@@ -149,7 +150,7 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
                 kept.append(prefilled_len)
             start(request, row, prefilled_len)
 
-        monkeypatch.setattr(scheduler, "_start", start_where_it_was)
+        monkeypatch.setattr(running, "start", start_where_it_was)
         outputs = {}
         for prompt in prompts:
             engine.submit(
@@ -158,13 +159,13 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
         for turn in range(400):
             if not engine.turn():
                 break
-            running = list(scheduler._running)
-            if turn % 4 == 2 and len(running) > 1:
-                for request in running[turn // 4 % 2 : 2]:
+            requests = scheduler.running
+            if turn % 4 == 2 and len(requests) > 1:
+                for request in requests[turn // 4 % 2 : 2]:
                     handle = tier.offload(request.row)
                     assert handle is not None and handle.length == len(request.tokens) - 1
                     away[request] = handle
-                    scheduler._requeue(request)
+                    scheduler._room.requeue(request)
                 for group, spec in enumerate(engine.ledger.groups):
                     free = np.flatnonzero(engine.ledger.ownership_map(group)[0] == 0)
                     layers = [i for i, g in enumerate(engine.cache.layer_groups) if g == group]

@@ -209,7 +209,7 @@ def test_scenario_47_the_host_holds_a_whole_generation(monkeypatch, guarded):
     prompt_len, context = 12, 48
     if not guarded:
         monkeypatch.setattr(
-            "specpool.memory.host.copies.row_pages",
+            "specpool.memory.host.copies.whole_row_pages",
             lambda ledger: [-(-prompt_len // group.page_size) for group in ledger.groups],
         )
     rows = prompt_len / context

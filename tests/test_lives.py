@@ -16,6 +16,7 @@ import pytest
 
 from conftest import assert_no_page_leaked
 from lossless import Comparison, Reference
+from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
@@ -105,7 +106,7 @@ class Life:
         self._owners = [(target, "forward")]
         scheduler = self.engine.core.scheduler
         ledger = _Ledger(self.engine.ledger, self)
-        for holder in (scheduler, scheduler._prefills, scheduler.pins, scheduler.conversations):
+        for holder in parts_with_ledger(scheduler):
             holder._ledger = ledger
         self.engine.core.loop.busy_check._ledger = ledger
 

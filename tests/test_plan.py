@@ -14,12 +14,11 @@ import pytest
 import transformers
 
 from families import FAMILIES, make_config, make_model
-from specpool import ConfigError, Engine, Ledger, OutOfPages, Shape
-from specpool import Plan as StepPlan
+from specpool import ConfigError, Engine, Ledger, OutOfPages, Plan, Shape
 from specpool.assets import resolve
 from specpool.cli import main
 from specpool.config import EngineConfig
-from specpool.memory.capacity import Fit, Plan
+from specpool.memory.capacity import Capacity, Fit
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.memory.page_needs import row_pages, step_pages
 from specpool.models import TargetModel
@@ -29,6 +28,7 @@ from specpool.models.files.plain_config import PlainConfig
 from specpool.models.gate import max_context_len
 from specpool.models.outline import stated_layers
 from specpool.num_bytes import parse_bytes, show_bytes
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.sim import Arrival, Settings, SimDevice, Text
 
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        return Plan(self.sizes, reads_tokens=self.reads_tokens, headroom=self.headroom)
+        return Capacity(self.sizes, reads_tokens=self.reads_tokens, headroom=self.headroom)
 
     def at_once(self) -> Fit:
         return self.plan.at_once(self.num_tokens, self.shape)
@@ -132,13 +132,13 @@ class Watched:
     def __getattr__(self, name: str):
         return getattr(self._ledger, name)
 
-    def prepare_decode(self, *args, **options) -> StepPlan:
+    def prepare_decode(self, *args, **options) -> Plan:
         return self._counting(self._ledger.prepare_decode, *args, **options)
 
-    def prepare_extend(self, *args, **options) -> StepPlan:
+    def prepare_extend(self, *args, **options) -> Plan:
         return self._counting(self._ledger.prepare_extend, *args, **options)
 
-    def _counting(self, verb, *args, **options) -> StepPlan:
+    def _counting(self, verb, *args, **options) -> Plan:
         try:
             return verb(*args, **options)
         except OutOfPages:
@@ -160,11 +160,13 @@ class Server:
         self.device = SimDevice(self.ledger, settings, random.Random(0), has_memory=False)
         self.scheduler = Scheduler(
             self.ledger,
-            max_batch=max_batch or sizes.num_rows,
-            prefill_tokens=case.prefill_tokens,
-            keeps_draft_kv=sizes.keeps_draft_kv,
-            reads_tokens=case.reads_tokens,
-            headroom=case.headroom,
+            SchedulerConfig(
+                max_batch=max_batch or sizes.num_rows,
+                prefill_tokens=case.prefill_tokens,
+                keeps_draft_kv=sizes.keeps_draft_kv,
+                reads_tokens=case.reads_tokens,
+                headroom=case.headroom,
+            ),
         )
         self.peak = [0] * len(sizes.groups)  # pages held, most at once
         self.rounds = self.most_running = 0

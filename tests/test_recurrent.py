@@ -313,8 +313,8 @@ def test_a_row_that_was_cut_is_not_gone_on_from(reference):
         assert engine.ledger.trim(row, length - 2) == length - 2
         request.epoch = int(engine.ledger.epoch[row])
         request.prefilled_len, request.prefill_len = length - 2, len(request.tokens)
-        engine.core.scheduler._prefills.add(request)
-        engine.core.scheduler._limits[row] = 0
+        running = engine.core.scheduler._running
+        running.prefilling[row], running.limits[row] = request, 0
         while engine.turn():
             pass
         (output,) = outputs.values()
@@ -369,7 +369,7 @@ def tiny():
 def test_it_runs_on_v1_with_a_warning_that_says_why(tiny, caplog):
     with caplog.at_level(logging.WARNING, "specpool"):
         with Engine.from_pretrained(tiny, max_context_len=96) as engine:
-            assert engine.core.scheduler._trims_rounds
+            assert engine.core.scheduler.config.trims_rounds
     assert "'bamba' has recurrent layers" in caplog.text
     assert "saved before each round and replayed" in caplog.text
     caplog.clear()

@@ -19,6 +19,8 @@ from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, S
 from specpool.assets import corpus
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.request import Request
+from specpool.scheduler.room import Room
+from specpool.scheduler.running import Running
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.sim import (
@@ -205,7 +207,7 @@ def test_scenario_28_a_retraction_frees_enough_for_the_real_next_round(monkeypat
     Law: Retraction goes on until the next round really has its pages; one victim is not enough.
     """
     calls: list[int] = []
-    schedule, make_room = Scheduler.schedule, Scheduler._make_room
+    schedule, make_room = Scheduler.schedule, Room.make
 
     def counted(self):
         calls.append(0)
@@ -216,7 +218,7 @@ def test_scenario_28_a_retraction_frees_enough_for_the_real_next_round(monkeypat
         make_room(self)
 
     monkeypatch.setattr(Scheduler, "schedule", counted)
-    monkeypatch.setattr(Scheduler, "_make_room", room)
+    monkeypatch.setattr(Room, "make", room)
     for more in range(9):
         settings = Settings(
             page_sizes=(16,), num_pages=(26 + more,), placement="shared", layout="holey",
@@ -243,7 +245,7 @@ def test_scenario_30_a_step_that_is_not_launched_is_taken_back(guarded):
             loop.scheduler.cancel(step)
         else:
             loop.ledger.cancel(step.plan.step)
-            loop.scheduler._in_flight -= 1
+            loop.scheduler._room.in_flight -= 1
         assert loop.ledger.free_pages(0) > before
         assert (loop.ledger.resolved_len[1], loop.ledger.steps()) == (start, [])
         if not guarded:
@@ -384,8 +386,7 @@ def test_scenario_64_a_round_that_is_never_launched_fences_nothing():
     assert (loop.ledger.free_pages(0), loop.ledger.fenced_pages(0)) == (20, 0)
     loop.scheduler.submit(arrival(2).request())
     with pytest.raises(NotReady, match="stale"):  # not before it is cancelled
-        loop.scheduler._admit()
-        loop.scheduler._prefills.chunk()
+        loop.scheduler.schedule()
     loop.scheduler.cancel(decode)
     loop.requests = loop.scheduler.requests()
     loop.texts[2] = Text(arrival(2))
@@ -427,13 +428,13 @@ def test_scenario_66_no_chunk_over_a_round_in_flight(monkeypatch, guarded):
 
     lie(monkeypatch, prepare_extend=prepare_extend)
     if not guarded:
-        start = Scheduler._start
+        start = Running.start
 
         def hasty(self, request, row, prefilled_len):
             start(self, request, row, prefilled_len)
-            self._limits[row] = request.max_len
+            self.limits[row] = request.max_len
 
-        monkeypatch.setattr(Scheduler, "_start", hasty)
+        monkeypatch.setattr(Running, "start", hasty)
     settings = Settings(
         page_sizes=(4,), num_pages=(40,), overlap_depth=1, prefill_tokens=4, max_context_len=40
     )

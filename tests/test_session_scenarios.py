@@ -33,11 +33,11 @@ from specpool.draft import EagleDrafter
 from specpool.loop.loop import Loop
 from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
-from specpool.scheduler import conversations as conversation
+from specpool.scheduler import request
 from specpool.scheduler.conversations import Conversations
 from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from specpool.worker.row_state import RowState
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 
 HEADS = {"eagle": "specpool/tiny-eagle", "eagle3": "specpool/tiny-eagle3"}
 PROMPTS = corpus.prompts(6, 60)
@@ -340,7 +340,7 @@ def test_several_turns_with_pages_of_512(target, heads, reference, monkeypatch):
     speaks_as_alone(reference, outputs)
     keep = Conversations.keep
     monkeypatch.setattr(Conversations, "keep", lambda self, c, row, n: keep(self, c, row, 512))
-    monkeypatch.setattr(conversation, "common_len", lambda a, b: len(b))
+    monkeypatch.setattr(request, "common_len", lambda a, b: len(b))
     with pytest.raises((AssertionError, SpecpoolError)):
         speaks_as_alone(reference, talk())
 
@@ -411,6 +411,6 @@ def test_eagle_3_with_pages_of_64_and_8_branches(target, heads, reference, monke
     outputs = talk()
     speaks_as_alone(reference, outputs)
     assert sum(o.accept_len for o in outputs) / len(outputs) > 1.2
-    monkeypatch.setattr(EagleWorker, "_compact", lambda self, part, verdict: None)
+    monkeypatch.setattr(Worker, "_compact", lambda self, part, verdict: None)
     with pytest.raises(AssertionError):
         speaks_as_alone(reference, talk())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from conftest import assert_no_page_leaked
+from scheduler_loop import parts_with_ledger
 from specpool import Engine, SamplingParams, Shape
 from specpool.errors import OutOfMemory
 
@@ -55,7 +56,7 @@ def short(
 ) -> ShortLedger:
     ledger = ShortLedger(engine.ledger, verb, refuses, error)
     scheduler = engine.core.scheduler
-    for owner in (scheduler, scheduler._prefills, scheduler.pins, scheduler.conversations):
+    for owner in parts_with_ledger(scheduler):
         owner._ledger = ledger
     return ledger
 

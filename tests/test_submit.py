@@ -83,12 +83,12 @@ def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):
     assert asyncio.run(both()) == "length"
 
 
-@pytest.mark.parametrize("at", ["_start", "add"])
+@pytest.mark.parametrize("at", ["start", "add"])
 def test_ctrl_c_between_the_queues_loses_no_request(at, monkeypatch):
     """Admission and retraction move a request from one queue to the other: it is in neither."""
     with Engine.from_pretrained(max_context_len=256, num_pages=16, headroom=0) as engine:
         scheduler, told = engine.core.scheduler, []
-        owner = scheduler if at == "_start" else scheduler._waiting
+        owner = scheduler._running if at == "start" else scheduler._waiting
         for prompt in ("a" * 40, "b" * 40):
             params = SamplingParams(max_new_tokens=120, ignore_eos=True)
             engine.submit(prompt, params, on_item=lambda number, item: told.append(item))

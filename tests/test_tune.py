@@ -32,12 +32,14 @@ def test_the_file_holds_what_the_figures_imply(capsys, tmp_path):
     assert len(values) == 2 * 2 * 3
     config = AdaptiveConfig.from_file(path)
     assert config == AdaptiveConfig.from_dict(found["configuration"])
-    assert config.policy == "cost" and [*config.slots] == [1, 2]
-    for size, slot in config.slots.items():
+    assert config.policy == "cost" and [*config.ranges] == [1, 2]
+    for size, batch_range in config.ranges.items():
         for shape in (Shape.none(), chain(3), TREE):
-            ends = {size, 2}  # a slot holds up to the next one's batch size
+            ends = {size, 2}  # a range holds up to the next one's batch size
             ratios = [values[f"batch {at}, {name_of(shape)}"]["ratio"] for at in ends]
-            assert (shape in slot.candidates) == (not shape.num_steps or max(ratios) >= REACH)
+            assert (shape in batch_range.candidates) == (
+                not shape.num_steps or max(ratios) >= REACH
+            )
             assert max(ratios) <= 1
         accept_len = values[f"batch {size}, chain:3: accept length"]
         assert 2 < accept_len["value"] <= 4 and accept_len["reference_value"] == 1
@@ -86,8 +88,8 @@ CELLS = {
         ("ema", ["none", "chain:1", "tree:3x4x12"], ["none", "chain:1", "chain:3"]),
     ],
 )
-def test_who_is_within_reach_at_either_end_of_a_slot_is_a_candidate(policy, few, many):
-    """Law: >= 0.8 of the best at the slot's size or the next; of each depth the best for `ema`."""
+def test_who_is_within_reach_at_either_end_of_a_range_is_a_candidate(policy, few, many):
+    """Law: >= 0.8 of the best at the range's size or the next; of each depth the best for `ema`."""
     content = configuration(CELLS, policy)
     assert content == {"policy": policy, "1": {"candidates": few}, "8": {"candidates": many}}
     AdaptiveConfig.from_dict(content)
@@ -113,7 +115,7 @@ def test_nothing_is_written_over_unless_asked(capsys, tmp_path):
     assert path.read_text() == "mine"
     code, out, err = call(capsys, *words, "--force")
     assert (code, err) == (0, "")
-    assert f"written: {path}" in out and [*AdaptiveConfig.from_file(path).slots] == [1]
+    assert f"written: {path}" in out and [*AdaptiveConfig.from_file(path).ranges] == [1]
     assert [*tmp_path.iterdir()] == [path]
 
 

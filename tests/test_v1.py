@@ -119,7 +119,8 @@ def test_eagle1_on_pages_of_4_with_8_branches_runs_on_v1(
 def test_without_its_trim_a_row_keeps_what_a_round_reserved(target, heads, slots):
     """The guard of the test above."""
     engine = Engine(target, EagleDrafter(heads["specpool/tiny-eagle"]), config=TREE_ON_PAGES)
-    engine.core.scheduler._trims_rounds = False
+    scheduler = engine.core.scheduler
+    scheduler.config = dataclasses.replace(scheduler.config, trims_rounds=False)
     with pytest.raises(AssertionError, match="not equal"):
         engine.generate(corpus.prompts(1, 21), SamplingParams(max_new_tokens=20))
 

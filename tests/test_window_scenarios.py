@@ -16,7 +16,7 @@ from specpool.memory import group_sizes as plan_groups
 from specpool.memory import page_needs
 from specpool.memory.kv_cache import KVCache
 from specpool.models import TargetModel
-from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.admission import Admission
 from test_plan import Case as Plans
 from test_plan import Server
 from window_kit import (
@@ -210,25 +210,25 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
 
     assert generated() == (reference.text(text[:50], 20), 50)
 
-    def insists(self: Scheduler, request: Any) -> tuple[int, int]:
+    def insists(self: Admission, request: Any) -> tuple[int, int]:
         """On the pinned text, at whatever length."""
-        for pin, length in self.pins.shared_with(request.tokens):
+        for pin, length in self._pins.shared_with(request.tokens):
             return self._ledger.admit(prefix=pin.prefix, length=length), length
         return self._ledger.admit(), 0
 
-    monkeypatch.setattr(Scheduler, "_take_row", insists)
+    monkeypatch.setattr(Admission, "_take_row", insists)
     with pytest.raises(NotReady, match=r"the window below 49 needs the slots from 40 on, held are"):
         generated()
 
-    def believes(self: Scheduler, request: Any) -> tuple[int, int]:
+    def believes(self: Admission, request: Any) -> tuple[int, int]:
         """That a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
-        for pin, _ in self.pins.shared_with(request.tokens):
+        for pin, _ in self._pins.shared_with(request.tokens):
             row = self._ledger.admit(prefix=pin.prefix)
             assert self._ledger.trim(row, length) == 0
             return row, length
         return self._ledger.admit(), 0
 
-    monkeypatch.setattr(Scheduler, "_take_row", believes)
+    monkeypatch.setattr(Admission, "_take_row", believes)
     with pytest.raises(ShapeError, match="an extend from 0 to 50 is longer than max_chunk 32"):
         generated()

@@ -19,7 +19,7 @@ Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 Ancestry = Literal["exact", "branch"]
-Worker = Literal["auto", "v1", "v2"]
+WorkerName = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
 
@@ -121,7 +121,7 @@ class EngineConfig:
     max_sessions: int = 16
     session_pages: int | None = None
     overlap_depth: int = 0
-    worker: Worker = "auto"
+    worker: WorkerName = "auto"
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
     mixed_chunks: bool = False
@@ -158,7 +158,7 @@ class EngineConfig:
         if self.session_pages is not None:
             check_int("session_pages", self.session_pages, 0, 1 << 31)
         check_int("overlap_depth", self.overlap_depth, 0, 1)
-        check_choice("worker", self.worker, get_args(Worker))
+        check_choice("worker", self.worker, get_args(WorkerName))
         if self.worker == "v1" and self.overlap_depth:
             raise ConfigError(
                 f"worker 'v1' is synchronous: it needs overlap_depth 0, got {self.overlap_depth}"

@@ -1,10 +1,10 @@
 """Which shape each decode round drafts, from what the rounds before it gave."""
 
 from specpool.adaptive.base import Controller
-from specpool.adaptive.config import AdaptiveConfig, SlotConfig, config_of
+from specpool.adaptive.config import AdaptiveConfig, RangeConfig, config_of
 from specpool.adaptive.controller import AdaptiveController
 from specpool.adaptive.cost import CostController
-from specpool.adaptive.ema import StepSlot
+from specpool.adaptive.ema import StepRange
 from specpool.adaptive.policy import controller_of
 from specpool.adaptive.router import StepRouter
 
@@ -13,9 +13,9 @@ __all__ = [
     "AdaptiveController",
     "Controller",
     "CostController",
-    "SlotConfig",
+    "RangeConfig",
+    "StepRange",
     "StepRouter",
-    "StepSlot",
     "config_of",
     "controller_of",
 ]

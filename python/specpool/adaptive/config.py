@@ -35,14 +35,14 @@ _FORM = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotConfig:
+class RangeConfig:
     """What a range of batch sizes may use.
 
     Attributes:
         candidates: the shapes, no duplicates.
         up_hysteresis: added to the mean of correct drafts above which a deeper shape is tried.
         down_hysteresis: added to the mean at or below which a shallower one is enough.
-        ceiling_coeff: a slot that does not deepen keeps at most this many times the mean as its
+        ceiling_coeff: a range that does not deepen keeps at most this many times the mean as its
             depth; 0 = no such ceiling.
         ema_alpha: weight of the newest round.
         update_interval: rounds between two decisions.
@@ -72,14 +72,14 @@ class SlotConfig:
         _check_number("ceiling_coeff", self.ceiling_coeff, least=0.0)
         _check_number("ema_alpha", self.ema_alpha, least=0.0, most=1.0)
         if self.ema_alpha == 0:
-            raise ConfigError("ema_alpha must be above 0, or the slot would never move; got 0")
+            raise ConfigError("ema_alpha must be above 0, or the range would never move; got 0")
         check_int("update_interval", self.update_interval, 1, 1 << 30)
         check_int("warmup_batches", self.warmup_batches, 0, 1 << 30)
 
     def check_ema(self) -> None:
         """Raise `ConfigError` where the rule on the EMA cannot work with these candidates.
 
-        That is where two of them have one depth, or where no mean would leave the slot at a
+        That is where two of them have one depth, or where no mean would leave the range at a
         candidate: it would move up and down for ever.
         """
         shapes = sorted(self.candidates, key=depth_order)
@@ -101,47 +101,50 @@ class SlotConfig:
             if high < 0 or low >= min(high, shape.num_steps):
                 raise ConfigError(
                     f"up_hysteresis {self.up_hysteresis:g} and down_hysteresis "
-                    f"{self.down_hysteresis:g} contradict each other: the slot would leave "
+                    f"{self.down_hysteresis:g} contradict each other: the range would leave "
                     f"{name_of(shape)} at every mean of correct drafts; take down_hysteresis "
                     "at or below up_hysteresis, both near 0"
                 )
 
 
-_SLOT_DEFAULTS = tuple(f.name for f in fields(SlotConfig) if f.name != "candidates")
+_RANGE_DEFAULTS = tuple(f.name for f in fields(RangeConfig) if f.name != "candidates")
 _TOP = ("policy", "threshold_rounds")
 _LISTS = ("candidates", "candidate_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveConfig:
-    """Slots by the smallest batch size that they are for.
+    """Ranges by the smallest batch size that they are for.
 
     Attributes:
-        slots: by key; a batch belongs to the greatest key that is not above it, or to the smallest.
+        ranges: by key; a batch belongs to the greatest key that is not above it, or to the
+            smallest.
         policy: `ema` = SGLang's rule on the mean of correct drafts; `cost` = the most expected
             tokens per second, from measured times.
-        threshold_rounds: the slot changes once so many rounds in a row belong to another one; 0 =
+        threshold_rounds: the range changes once so many rounds in a row belong to another one; 0 =
             at once.
     """
 
-    slots: Mapping[int, SlotConfig]
+    ranges: Mapping[int, RangeConfig]
     policy: PolicyName = "ema"
     threshold_rounds: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.slots, Mapping):
-            raise ConfigError(f"slots must map batch sizes to SlotConfig, got {self.slots!r:.80}")
-        if not self.slots:
+        if not isinstance(self.ranges, Mapping):
+            raise ConfigError(
+                f"ranges must map batch sizes to RangeConfig, got {self.ranges!r:.80}"
+            )
+        if not self.ranges:
             raise ConfigError(f"there is no batch size in it; {_FORM}")
         check_choice("policy", self.policy, get_args(PolicyName))
         check_int("threshold_rounds", self.threshold_rounds, 0, 1 << 30)
-        for key, slot in self.slots.items():
+        for key, batch_range in self.ranges.items():
             check_int("a batch size", key, 1, 1 << 16)
-            if not isinstance(slot, SlotConfig):
-                raise ConfigError(f"slots[{key}] must be a SlotConfig, got {slot!r:.80}")
+            if not isinstance(batch_range, RangeConfig):
+                raise ConfigError(f"ranges[{key}] must be a RangeConfig, got {batch_range!r:.80}")
             if self.policy == "ema":
                 try:
-                    slot.check_ema()
+                    batch_range.check_ema()
                 except ConfigError as error:
                     raise ConfigError(f'"{key}": {error}') from None
 
@@ -191,15 +194,15 @@ class AdaptiveConfig:
 
     @property
     def candidates(self) -> tuple[Shape, ...]:
-        """Every shape of every slot once, the shallowest first."""
-        shapes = {shape for slot in self.slots.values() for shape in slot.candidates}
+        """Every shape of every range once, the shallowest first."""
+        shapes = {shape for batch_range in self.ranges.values() for shape in batch_range.candidates}
         return tuple(sorted(shapes, key=depth_order))
 
     def initial_shape(self, initial: Shape | int | None) -> Shape | None:
         """The candidate that `initial`, a shape or a chain's depth, stands for; None stays None.
 
         Raises:
-            ConfigError: no slot has it.
+            ConfigError: no range has it.
         """
         if initial is None:
             return None
@@ -208,7 +211,7 @@ class AdaptiveConfig:
             initial = chain(initial)
         if initial not in self.candidates:
             raise ConfigError(
-                f"the initial shape {name_of(initial)} is in no slot; the slots have "
+                f"the initial shape {name_of(initial)} is in no range; the ranges have "
                 f"{', '.join(name_of(shape) for shape in self.candidates)}"
             )
         return initial
@@ -239,15 +242,15 @@ def _parse(content: object) -> dict[str, Any]:
             )
         if key in _TOP:
             top[key] = value
-        elif key in _SLOT_DEFAULTS:
+        elif key in _RANGE_DEFAULTS:
             defaults[key] = value
         else:
             size = _batch_size(key)
             if size in entries:
                 raise ConfigError(f"batch size {size} stands there twice")
             entries[size] = value
-    slots = {size: _slot(size, entries[size], defaults) for size in sorted(entries)}
-    return {"slots": slots, **top}
+    ranges = {size: _range(size, entries[size], defaults) for size in sorted(entries)}
+    return {"ranges": ranges, **top}
 
 
 def _batch_size(key: object) -> int:
@@ -257,7 +260,7 @@ def _batch_size(key: object) -> int:
     if not 1 <= size <= 1 << 16 or (is_text and str(size) != key):
         raise ConfigError(
             f"key {key!r:.80} is neither a batch size from 1 to {1 << 16} nor one of "
-            f"{', '.join((*_TOP, *_SLOT_DEFAULTS))}; {_FORM}"
+            f"{', '.join((*_TOP, *_RANGE_DEFAULTS))}; {_FORM}"
         )
     return int(size)
 
@@ -272,15 +275,15 @@ def _candidate(key: str, value: object) -> Shape:
     return parse_shape(key, value)
 
 
-def _slot(size: int, entry: object, defaults: Mapping[str, Any]) -> SlotConfig:
+def _range(size: int, entry: object, defaults: Mapping[str, Any]) -> RangeConfig:
     try:
         if not isinstance(entry, Mapping):
             raise ConfigError(f"must be an object, got {entry!r:.80}; {_FORM}")
         for key in entry:
-            if key not in (*_LISTS, *_SLOT_DEFAULTS):
+            if key not in (*_LISTS, *_RANGE_DEFAULTS):
                 raise ConfigError(
                     f"key {key!r:.80}: {entry[key]!r:.80} is none of "
-                    f"{', '.join((*_LISTS, *_SLOT_DEFAULTS))}"
+                    f"{', '.join((*_LISTS, *_RANGE_DEFAULTS))}"
                 )
         given = [name for name in _LISTS if name in entry]
         if len(given) != 1:
@@ -293,7 +296,7 @@ def _slot(size: int, entry: object, defaults: Mapping[str, Any]) -> SlotConfig:
             raise ConfigError(f"{given[0]} must be a list, got {values!r:.80}; {_FORM}")
         shapes = tuple(_candidate(given[0], value) for value in values)
         settings = {k: v for k, v in {**defaults, **entry}.items() if k not in _LISTS}
-        return SlotConfig(candidates=shapes, **settings)
+        return RangeConfig(candidates=shapes, **settings)
     except ConfigError as error:
         raise ConfigError(f'"{size}": {error}') from None
 

@@ -1,4 +1,4 @@
-"""`AdaptiveController`: upstream's policy, a slot with its EMA for each range of batch sizes."""
+"""`AdaptiveController`: upstream's policy, an EMA for each range of batch sizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from specpool._core import Shape
 from specpool.adaptive.base import NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
-from specpool.adaptive.ema import StepSlot
+from specpool.adaptive.ema import StepRange
 from specpool.adaptive.router import StepRouter
 
 
 class AdaptiveController:
-    """Slots by batch size, each moved by the results of its own rounds."""
+    """Ranges by batch size, each moved by the results of its own rounds."""
 
     def __init__(
         self,
@@ -23,45 +23,47 @@ class AdaptiveController:
         initial: Shape | int | None = None,
         graph_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Build the slots.
+        """Build the ranges.
 
         Args:
             config: candidates and thresholds; its policy must be `ema`.
-            initial: the shape (or depth) that the slots which have it begin with; the others begin
+            initial: the shape (or depth) that the ranges which have it begin with; the others begin
                 with their middle candidate. None = all of them.
             graph_sizes: batch sizes for which graphs are captured, None where there are none.
 
         Raises:
-            ConfigError: no slot has `initial`.
+            ConfigError: no range has `initial`.
         """
         shape = config.initial_shape(initial)
         steps = None if shape is None else shape.num_steps
         self.candidates = config.candidates
-        self._slots = {key: StepSlot(slot, steps) for key, slot in config.slots.items()}
-        self._keys: dict[tuple[Shape, int], int] = {}  # of the slot that chose it last
+        self._ranges = {
+            key: StepRange(batch_range, steps) for key, batch_range in config.ranges.items()
+        }
+        self._keys: dict[tuple[Shape, int], int] = {}  # of the range that chose it last
         self._router = StepRouter(
-            config.slots, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
+            config.ranges, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
         )
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """The shape of the decode round to come, of `batch_size` rows."""
         key = self._router.activate(batch_size)
-        shape = self._slots[key].current
+        shape = self._ranges[key].current
         self._keys[shape, batch_size] = key
         return shape
 
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
-        """Take over a round's result; returns the shape that its slot has switched to, or None."""
+        """Take over a round's result; returns the shape that its range has switched to, or None."""
         key = self._keys.get((shape, batch_size))
-        slot = self._slots[self._router.key_of(batch_size) if key is None else key]
+        batch_range = self._ranges[self._router.key_of(batch_size) if key is None else key]
         num_lanes = len(num_correct_drafts) if shape.num_steps else 0
         if not num_lanes:
-            return slot.update(None)
+            return batch_range.update(None)
         if isinstance(num_correct_drafts, np.ndarray):
-            return slot.update(int(num_correct_drafts.sum()) / num_lanes)
-        return slot.update(sum(num_correct_drafts) / num_lanes)
+            return batch_range.update(int(num_correct_drafts.sum()) / num_lanes)
+        return batch_range.update(sum(num_correct_drafts) / num_lanes)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Nothing: this policy does not ask what a round costs."""
@@ -69,5 +71,5 @@ class AdaptiveController:
     def graph_sizes_of_candidates(self) -> dict[Shape, list[int] | None]:
         """The graph sizes that can reach each candidate; None where no graphs are captured."""
         return self._router.graph_sizes_of(
-            {key: slot.candidates for key, slot in self._slots.items()}
+            {key: batch_range.candidates for key, batch_range in self._ranges.items()}
         )

@@ -42,15 +42,15 @@ class CostController:
             graph_sizes: batch sizes for which graphs are captured, None where there are none.
 
         Raises:
-            ConfigError: no slot has `initial`.
+            ConfigError: no range has `initial`.
         """
         self.candidates = config.candidates
-        self._slots = {
-            key: tuple(sorted(slot.candidates, key=depth_order))
-            for key, slot in config.slots.items()
+        self._ranges = {
+            key: tuple(sorted(batch_range.candidates, key=depth_order))
+            for key, batch_range in config.ranges.items()
         }
         self._router = StepRouter(
-            config.slots, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
+            config.ranges, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
         )
         self._acceptance = Acceptance(self.candidates)
         self._seconds = RoundSeconds(self.candidates)
@@ -67,16 +67,16 @@ class CostController:
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """The shape of the decode round to come, of `batch_size` rows."""
         key = self._router.activate(batch_size)
-        slot = self._slots[key]
+        batch_range = self._ranges[key]
         self._round += 1
         if self._current is None:
             self._current = self._choice(key, batch_size)
         self._spare = min(self._spare + _PROBE_SHARE, _MOST_SPARE)
         if not self._probes_left and self._round >= self._next_probe:
-            self._plan_probe(slot, batch_size)
+            self._plan_probe(batch_range, batch_size)
         if self._probes_left:
             self._probes_left -= 1
-            if self._probe in slot:
+            if self._probe in batch_range:
                 return self._probe
         self._current = self._choice(key, batch_size)
         return self._current
@@ -105,9 +105,9 @@ class CostController:
         """The shape of the most tokens per second, a while old at most."""
         since, shape = self._chosen.get((key, batch_size), (-_CHOICE_ROUNDS, None))
         if shape is None or self._round - since >= _CHOICE_ROUNDS:
-            slot = self._slots[key]
-            rates = {shape: self._rate(shape, batch_size) for shape in slot}
-            shape = max(slot, key=rates.__getitem__)
+            batch_range = self._ranges[key]
+            rates = {shape: self._rate(shape, batch_size) for shape in batch_range}
+            shape = max(batch_range, key=rates.__getitem__)
             gain = _GAIN if shape.num_steps else 1.0  # plain decoding need not promise more
             if self._current in rates and rates[shape] < gain * rates[self._current]:
                 shape = self._current
@@ -118,10 +118,10 @@ class CostController:
         """Expected tokens of a lane per second."""
         return self._acceptance.expected(shape) / self._seconds.of(shape, batch_size)
 
-    def _plan_probe(self, slot: tuple[Shape, ...], batch_size: int) -> None:
+    def _plan_probe(self, batch_range: tuple[Shape, ...], batch_size: int) -> None:
         """Begin a probe where there is something to learn and time to spare for it."""
         self._next_probe = self._round + _PROBE_ROUNDS // 2
-        for shape in slot if self._untried else ():
+        for shape in batch_range if self._untried else ():
             if shape not in self._untried:
                 continue
             self._untried.remove(shape)
@@ -129,8 +129,8 @@ class CostController:
                 self._probe, self._probes_left, self._next_probe = shape, 2, self._round
                 return
         current = self._current
-        others = [shape for shape in slot if shape != current]
-        if current not in slot or not others:
+        others = [shape for shape in batch_range if shape != current]
+        if current not in batch_range or not others:
             return
         if not current.num_steps:
             others = others[:1]  # plain rounds show nothing: the shallowest draft shows the most

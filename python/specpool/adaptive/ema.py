@@ -1,4 +1,4 @@
-"""`StepSlot`: which draft depth a range of batch sizes uses, from the acceptance it has seen.
+"""`StepRange`: which draft depth a range of batch sizes uses, from the acceptance it has seen.
 
 Bit for bit SGLang's rule (sgl#21599), floating point included: `tests/vectors/adaptive.json`.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 
 from specpool._core import Shape
-from specpool.adaptive.config import SlotConfig
+from specpool.adaptive.config import RangeConfig
 
 
-class StepSlot:
+class StepRange:
     """An EMA of `num_correct_drafts`, and the candidate that fits it."""
 
-    def __init__(self, config: SlotConfig, initial_steps: int | None = None) -> None:
+    def __init__(self, config: RangeConfig, initial_steps: int | None = None) -> None:
         """Begin at the initial depth where that is a candidate, else at the middle one."""
         self._config = config
         self.candidates = tuple(sorted(config.candidates, key=lambda shape: shape.num_steps))
@@ -29,13 +29,13 @@ class StepSlot:
 
     @property
     def current(self) -> Shape:
-        """The shape of the slot's next round."""
+        """The shape of the range's next round."""
         return self.candidates[self._at]
 
     def update(self, mean: float | None) -> Shape | None:
         """Take over a round's mean `num_correct_drafts`; None = it drafted nothing.
 
-        Returns the shape that the slot has switched to, or None.
+        Returns the shape that the range has switched to, or None.
         """
         config = self._config
         if mean is not None and self._steps[self._at] > 0:

@@ -21,7 +21,7 @@ def controller_of(
     """The controller of a configuration; the other arguments are `AdaptiveController`'s.
 
     Raises:
-        ConfigError: no slot has `initial`.
+        ConfigError: no range has `initial`.
     """
     if config is None:
         return None

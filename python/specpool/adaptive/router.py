@@ -1,4 +1,4 @@
-"""`StepRouter`: which slot a batch size belongs to, by lower bounds and captured graph sizes."""
+"""`StepRouter`: which range a batch size belongs to, by lower bounds and captured graph sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specpool._core import Shape
 
 
 class StepRouter:
-    """The slots' keys, and the slot in use.
+    """The ranges' keys, and the range in use.
 
     A batch runs in the smallest captured graph that holds it, so that graph's size decides. Near a
-    key the batch size may come and go: the slot in use stays until `threshold_rounds` rounds in a
+    key the batch size may come and go: the range in use stays until `threshold_rounds` rounds in a
     row belong elsewhere. With 0 it changes at once, as upstream's does.
     """
 
@@ -28,7 +28,7 @@ class StepRouter:
         self._graph_sizes = None if graph_sizes is None else sorted(graph_sizes)
         self._threshold_rounds = threshold_rounds
         self._in_use: int | None = None
-        self._num_elsewhere = 0  # rounds in a row that belong to other slots
+        self._num_elsewhere = 0  # rounds in a row that belong to other ranges
 
     def key_of(self, batch_size: int) -> int:
         """The key that the batch size belongs to: the greatest that is not above it."""
@@ -38,7 +38,7 @@ class StepRouter:
         return self._keys[max(bisect.bisect_right(self._keys, batch_size) - 1, 0)]
 
     def activate(self, batch_size: int) -> int:
-        """The key of the slot to use for the next round, which counts towards a change of slot."""
+        """The key of the range for the next round, which counts towards a change of range."""
         key = self.key_of(batch_size)
         self._num_elsewhere = 0 if key == self._in_use else self._num_elsewhere + 1
         if self._in_use is None or self._num_elsewhere >= self._threshold_rounds:
@@ -46,7 +46,7 @@ class StepRouter:
         return self._in_use
 
     def key_of_result(self, batch_size: int) -> int:
-        """The key of the slot that a round's result counts for."""
+        """The key of the range that a round's result counts for."""
         if self._threshold_rounds and self._in_use is not None:
             return self._in_use
         return self.key_of(batch_size)
@@ -54,16 +54,16 @@ class StepRouter:
     def graph_sizes_of(
         self, candidates: Mapping[int, Iterable[Shape]]
     ) -> dict[Shape, list[int] | None]:
-        """The graph sizes that can reach each shape of `candidates`, the slots' by key.
+        """The graph sizes that can reach each shape of `candidates`, the ranges' by key.
 
         None for each = which graphs are captured is not known.
         """
         shapes = sorted(
-            {shape for slot in candidates.values() for shape in slot},
+            {shape for batch_range in candidates.values() for shape in batch_range},
             key=lambda shape: (shape.num_steps, shape.topk, shape.num_draft_tokens),
         )
         sizes = self._graph_sizes
         if sizes is None:
             return dict.fromkeys(shapes)
-        slots = {size: set(candidates[self.key_of(size)]) for size in sizes}
-        return {shape: [size for size in sizes if shape in slots[size]] for shape in shapes}
+        ranges = {size: set(candidates[self.key_of(size)]) for size in sizes}
+        return {shape: [size for size in sizes if shape in ranges[size]] for shape in shapes}

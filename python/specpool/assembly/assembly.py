@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from specpool._core import Ledger, Shape
 from specpool.adaptive import Controller, CostController, controller_of
@@ -12,7 +11,7 @@ from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, back_end, check_trees
-from specpool.config import EngineConfig, Worker
+from specpool.config import EngineConfig, WorkerName
 from specpool.draft import Drafter
 from specpool.errors import ConfigError
 from specpool.loop.busy_check import BusyCheck
@@ -22,9 +21,10 @@ from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
 from specpool.memory.pools import plan_pools
 from specpool.models import TargetModel
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.worker.graphs.capture import capture_on
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,24 @@ class Assembly:
     max_context_len: int
     ledger: Ledger
     cache: KVCache
-    kind: Worker  # which worker it is
-    worker: EagleWorker
+    kind: WorkerName  # which worker it is
+    worker: Worker
     host: HostTier | None
     controller: Controller | None
 
-    def scheduler(self, controller: Controller | None, **options: Any) -> Scheduler:
-        """A scheduler of the ledger's rows; `options` are further ones of `Scheduler`."""
+    def scheduler_config(self) -> SchedulerConfig:
+        """The options of a scheduler of the ledger's rows."""
         config, drafter = self.config, self.drafter
-        return Scheduler(
-            self.ledger,
+        return SchedulerConfig(
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=drafter is not None and bool(drafter.layers),
-            headroom=config.headroom,
             reads_tokens=drafter is not None and drafter.reads_tokens,
             trims_rounds=self.kind == "v1",
             shares_prompts=not self.target.keeps_state,
-            controller=controller,
-            **options,
+            headroom=config.headroom,
+            max_idle=0 if self.target.keeps_state else config.max_sessions,
+            idle_pages=config.session_pages,
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int) -> Loop:
@@ -83,11 +82,13 @@ class Assembly:
             self.controller,
             tour,
             self.ledger,
-            lambda: self.loop(self.scheduler(tour), busy_check=0),
+            lambda: self.loop(
+                Scheduler(self.ledger, self.scheduler_config(), controller=tour), busy_check=0
+            ),
             max_batch=self.config.max_batch,
         )
-        if self.worker.states is not None:
-            self.worker.states.restart()
+        if self.worker.graphs is not None:
+            self.worker.graphs.restart()
 
 
 def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> Assembly:
@@ -138,7 +139,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         target.capture(drafter.feature_layers)
         layout = ledger.groups[pools.draft_group].layout
         drafter.attach(cache, len(target.layer_kv), pools.draft_group, layout, shapes)
-    worker = EagleWorker(
+    worker = Worker(
         target,
         drafter,
         cache,

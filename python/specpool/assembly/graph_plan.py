@@ -57,9 +57,11 @@ def round_kinds(
     if config.adaptive is None:
         named.append(shape)
     else:
-        slots = config_of(config.adaptive).slots
-        router = StepRouter(slots, graph_sizes=sizes)
-        reach = router.graph_sizes_of({key: slot.candidates for key, slot in slots.items()})
+        ranges = config_of(config.adaptive).ranges
+        router = StepRouter(ranges, graph_sizes=sizes)
+        reach = router.graph_sizes_of(
+            {key: batch_range.candidates for key, batch_range in ranges.items()}
+        )
         found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
     found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
     found[RoundKind(Shape.none(), False)] = list(sizes)  # whoever opts out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specpool._core import Shape
-from specpool.config import EngineConfig, Worker
+from specpool.config import EngineConfig, WorkerName
 from specpool.draft.base import Drafter
 from specpool.errors import ConfigError
 from specpool.models.target import TargetModel
@@ -14,7 +14,7 @@ from specpool.worker.worker import _log
 
 def routed(
     config: EngineConfig, target: TargetModel, drafter: Drafter | None, shapes: Sequence[Shape]
-) -> Worker:
+) -> WorkerName:
     """The worker that runs: v2, but v1 for a target that keeps a state, and a warning why.
 
     Raises:

@@ -1,6 +1,6 @@
 """`specpool tune`: which shapes are worth it on a model and its prompts, written as a file.
 
-The file is what `EngineConfig.adaptive` takes: a slot for each batch size that was measured.
+The file is what `EngineConfig.adaptive` takes: a range for each batch size that was measured.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def best_of(cells: Mapping[Shape, Cell]) -> Shape:
 def configuration(cells: Cells, policy: str) -> dict[str, Any]:
     """The file's content: for each batch size the shapes within reach of the best.
 
-    A slot holds up to the next one's batch size, so within reach is also who is so there; plain
+    A range holds up to the next one's batch size, so within reach is also who is so there; plain
     decoding always stays, for texts that are harder to guess. Policy `ema` tells shapes by their
     depth: the best of each depth stays.
     """

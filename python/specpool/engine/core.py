@@ -54,11 +54,11 @@ class EngineCore:
         target, drafter, config = parts.target, parts.drafter, parts.config
         self.lock = threading.RLock()
         self.tokenizer, self.worker, self.host = tokenizer, parts.worker, parts.host
-        self.scheduler: Scheduler = parts.scheduler(
-            parts.controller,
-            max_idle=0 if target.keeps_state else config.max_sessions,
-            idle_pages=config.session_pages,
+        self.scheduler: Scheduler = Scheduler(
+            parts.ledger,
+            parts.scheduler_config(),
             host=parts.host,
+            controller=parts.controller,
             is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
             before_release=partial(scrub_request, parts.ledger, parts.cache),
         )

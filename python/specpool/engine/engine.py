@@ -354,14 +354,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now and has done since it was built."""
-        states = self.core.worker.states
+        graphs = self.core.worker.graphs
         return engine_stats(
             self.ledger,
             self.core.scheduler,
             self.core.loop.busy_check,
             self.core.loop.clock,
             self.core.host,
-            None if states is None else states.stats(),
+            None if graphs is None else graphs.stats(),
         )
 
     @property

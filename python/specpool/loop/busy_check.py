@@ -109,7 +109,7 @@ class BusyCheck:
     @property
     def rows(self) -> list[int]:
         """The rows that are out of use."""
-        return [row for row in self._taken_out if self._scheduler.is_quarantined(row)]
+        return [row for row in self._taken_out if self._scheduler.rows.is_quarantined(row)]
 
     @property
     def num_pages(self) -> list[int]:

@@ -27,7 +27,7 @@ from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
 from specpool.worker.graphs.capture import is_out_of_memory
 from specpool.worker.results import PendingStep
-from specpool.worker.worker import EagleWorker
+from specpool.worker.worker import Worker
 
 # Prefills that an average of their seconds reaches back to, about.
 _OBSERVED = 8
@@ -57,7 +57,7 @@ class Loop:
         self,
         ledger: Ledger,
         scheduler: Scheduler,
-        worker: EagleWorker,
+        worker: Worker,
         cache: KVCache,
         busy_check: BusyCheck,
         *,
@@ -270,9 +270,9 @@ class Loop:
         plan = steps[0].plan
         if len(steps) == 1 and plan.kind == "extend" and steps[0].handles is None:
             latest = seconds / int((plan.new_len - plan.start).sum())
-            conversations = self.scheduler.conversations
-            known = conversations.token_seconds or latest
-            conversations.token_seconds = known + (latest - known) / _OBSERVED
+            handles = self.scheduler.handles
+            known = handles.token_seconds or latest
+            handles.token_seconds = known + (latest - known) / _OBSERVED
 
     def _observe_round(self, before: list[Step], steps: list[Step], seconds: float) -> None:
         """Learn what a round takes, from a turn of nothing else.

@@ -30,11 +30,11 @@ class Fit:
     limit: str  # what keeps one more out
 
 
-class Plan:
+class Capacity:
     """What a ledger of these sizes has room for."""
 
     def __init__(self, sizes: GroupSizes, *, reads_tokens: bool = False, headroom: int = 0) -> None:
-        """Plan for `sizes`.
+        """Reckon with `sizes`.
 
         Args:
             sizes: the groups and their pages.

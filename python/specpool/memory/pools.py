@@ -18,7 +18,7 @@ from specpool.num_bytes import show_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPlan:
+class Pools:
     """The ledger to build, and where each layer's KV lies.
 
     Attributes:
@@ -92,7 +92,7 @@ def plan_pools(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> PoolPlan:
+) -> Pools:
     """Size the groups and build the ledger.
 
     Args:
@@ -128,4 +128,4 @@ def plan_pools(
         )
     target_groups = [sizes.group_of(layer.window) for layer in target_layers]
     layer_groups = target_groups + [sizes.draft_group] * len(draft_layers)
-    return PoolPlan(ledger, layer_groups, target_groups, sizes.draft_group)
+    return Pools(ledger, layer_groups, target_groups, sizes.draft_group)

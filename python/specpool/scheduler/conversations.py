@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from specpool._core import Ledger
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows, SpecpoolError
-from specpool.scheduler.conversation import Conversation, Said, common_len
-
-if TYPE_CHECKING:
-    from specpool.memory.host.tier import Handle, HostTier
-    from specpool.scheduler.request import Request
+from specpool.scheduler.config import SchedulerConfig
+from specpool.scheduler.conversation import Conversation, Said
+from specpool.scheduler.host_handles import HostHandles
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import Rows
 
 
 class Conversations:
@@ -25,30 +24,25 @@ class Conversations:
     def __init__(
         self,
         ledger: Ledger,
-        *,
-        max_idle: int,
-        max_pages: int | None,
-        keeps_draft_kv: bool,
-        host: HostTier | None = None,
+        config: SchedulerConfig,
+        rows: Rows,
+        handles: HostHandles,
     ) -> None:
         """No conversation is open.
 
         Args:
             ledger: of the rows.
-            max_idle: idle rows at most.
-            max_pages: of each group that idle rows may keep for themselves; None = all.
-            keeps_draft_kv: a turn that drafts needs the draft's KV too.
-            host: where KV goes that is worth it; None = nowhere.
+            config: says how many rows and pages may be idle, and whether turns need draft KV.
+            rows: gives idle rows back.
+            handles: keeps KV of idle rows on the host.
         """
-        self._ledger, self._host = ledger, host
-        self._max_idle, self._max_pages = max_idle, max_pages
-        self._keeps_draft_kv = keeps_draft_kv
+        self._ledger, self._config = ledger, config
+        self._rows, self._handles = rows, handles
         self._idle: dict[int, Conversation] = {}  # by row
         self._numbers = itertools.count(1)
         self.open: dict[int, Conversation] = {}  # by number
         self._turns: dict[int, Request] = {}  # the latest of each open conversation, by its number
         self.drop_ct = 0  # of all that were ever open
-        self.token_seconds = 0.0  # what the prefill of a token takes; whoever times it writes it
 
     def new(self, tokens: list[int]) -> Conversation:
         """A further conversation, with what has been said in it."""
@@ -89,7 +83,7 @@ class Conversations:
             self._forget(conversation)
             raise
         finally:
-            self.drop_handle(conversation)
+            self._handles.drop(conversation)
         self._turns.pop(conversation.number, None)
         self.open.pop(conversation.number, None)  # last: Ctrl-C may come before
 
@@ -123,11 +117,11 @@ class Conversations:
 
     def keep(self, conversation: Conversation, row: int, num_tokens: int) -> None:
         """A turn is over: the row stays idle, with KV of that many tokens at most."""
-        self._ledger.end_turn(row, num_tokens)
+        self._rows.end_turn(row, num_tokens)
         conversation.row, conversation.epoch = row, int(self._ledger.epoch[row])
         self._idle.pop(row, None)  # a rewind is use too
         self._idle[row] = conversation
-        while len(self._idle) > self._max_idle or self._is_over():
+        while len(self._idle) > self._config.max_idle or self._is_over():
             self._drop_oldest()
 
     def fall_back(self, request: Request) -> bool:
@@ -140,7 +134,7 @@ class Conversations:
         if conversation is None:
             return False
         if request.handle is not None:  # on its way back
-            self.return_handle(request)
+            self._handles.return_handle(request)
             return False
         if not checkpoint or request.tainted:
             return False
@@ -167,52 +161,18 @@ class Conversations:
             From where the request is to be prefilled; an aborted turn falls back to it.
         """
         conversation, kept_len = request.conversation, int(self._ledger.resolved_len[row])
-        length = self._useful_len(request, kept_len, int(self._ledger.drafted_len[row]))
+        drafted_len = self._ledger.drafted_len[row] if self._config.keeps_draft_kv else kept_len
+        length = request.useful_len(kept_len, int(drafted_len))
         if conversation is None:
             return length if length == kept_len else self._ledger.trim(row, length)
         if length < kept_len or self._ledger.checkpoint_len(row) is None:
-            return self._ledger.end_turn(row, length)
+            return self._rows.end_turn(row, length)
         return length
-
-    def take_handle(self, request: Request) -> None:
-        """What the request has on the host, or its conversation, as far as it is of use."""
-        conversation, handle = request.conversation, request.handle
-        if conversation is not None and handle is None:
-            handle, conversation.handle = conversation.handle, None
-        if handle is not None and self._host is not None:
-            length = self._useful_len(request, handle.length, handle.drafted_len)
-            request.handle = self._host.trim(handle, length)
-
-    def release(self, row: int) -> Handle | None:
-        """Give a row back whose KV would be of use again: to the host, if that is worth it."""
-        host = self._host
-        if host is not None and host.pays(row, self.token_seconds):
-            with contextlib.suppress(NotReady):  # a step of it is under way
-                if (handle := host.offload(row)) is not None:
-                    return handle
-        self._ledger.retract(row)
-        return None
-
-    def return_handle(self, request: Request) -> None:
-        """A request gives up what it has on the host: its conversation keeps it."""
-        handle, conversation = request.handle, request.conversation
-        if conversation is None:
-            self.drop_handle(request)
-        elif handle is not None and self._host is not None and self._host.holds(handle):
-            conversation.handle, request.handle = handle, None
-
-    def drop_handle(self, owner: Conversation | Request) -> None:
-        """Keep nothing for it on the host."""
-        handle, owner.handle = owner.handle, None
-        if handle is not None and self._host is not None and self._host.holds(handle):
-            self._host.drop(handle)
 
     def cut(self, conversation: Conversation, num_tokens: int) -> int:
         """Leave that many tokens; returns how many of them have KV."""
         conversation.cut(num_tokens)
-        handle = conversation.handle
-        if handle is not None and self._host is not None:
-            conversation.handle = self._host.trim(handle, min(num_tokens, handle.length))
+        self._handles.cut(conversation, num_tokens)
         if not conversation.row:
             return 0
         if num_tokens == 0:
@@ -264,26 +224,18 @@ class Conversations:
             if self._idle.get(conversation.row) is not conversation:
                 conversation.row = 0
 
-    def _useful_len(self, request: Request, kept_len: int, drafted_len: int) -> int:
-        """How many of the request's tokens need no prefill, where so many of a row have KV."""
-        length = min(kept_len, len(request.tokens) - 1)  # the last one gives the first root
-        if self._keeps_draft_kv and request.shape_index:
-            length = min(length, drafted_len)
-        if request.conversation is not None:
-            length = min(length, common_len(request.conversation.tokens, request.tokens))
-        return length
-
     def _is_over(self) -> bool:
         """Whether idle rows keep more pages than they may."""
-        if self._max_pages is None or not self._idle:
+        most = self._config.idle_pages
+        if most is None or not self._idle:
             return False
         groups = range(len(self._ledger.groups))
-        return any(self._ledger.reclaimable_pages(g) > self._max_pages for g in groups)
+        return any(self._ledger.reclaimable_pages(g) > most for g in groups)
 
     def _drop_oldest(self) -> None:
         conversation = next(iter(self._idle.values()))
         if self.owns(conversation.row):
-            conversation.handle = self.release(conversation.row)
+            conversation.handle = self._rows.release(conversation.row)
         self._forget(conversation)
         if conversation.handle is None:
             self.count_drop(conversation)
@@ -296,7 +248,7 @@ class Conversations:
     def _give_back(self, conversation: Conversation) -> None:
         row = conversation.row
         if row and self.owns(row):
-            self._ledger.retract(row)
+            self._rows.retract(row)
         self._forget(conversation)
 
     def _forget(self, conversation: Conversation) -> None:

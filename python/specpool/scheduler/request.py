@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specpool._core import Shape
 from specpool.sampling_params import SamplingParams
+from specpool.scheduler.conversation import common_len
 from specpool.scheduler.latency import Times
 from specpool.text.stream import TextStream
 
@@ -84,6 +85,20 @@ class Request:
         """Say that there may be news of it, though it runs no more."""
         if self.mailbox is not None:
             self.mailbox[self.request_id] = self
+
+    def useful_len(self, kept_len: int, drafted_len: int) -> int:
+        """Return how many of its tokens need no prefill, where its row has KV already.
+
+        Args:
+            kept_len: tokens of the row that have KV.
+            drafted_len: tokens of the row that have draft KV; a request without drafts needs none.
+        """
+        length = min(kept_len, len(self.tokens) - 1)  # the last one gives the first root
+        if self.shape_index:
+            length = min(length, drafted_len)
+        if self.conversation is not None:
+            length = min(length, common_len(self.conversation.tokens, self.tokens))
+        return length
 
     @property
     def num_output_tokens(self) -> int:

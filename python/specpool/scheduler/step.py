@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
 
 from specpool._core import Plan
 from specpool.arrays import Int32
@@ -34,3 +38,13 @@ class StepResult:
     accept_len: Int32  # [B], of a decode step
     not_finite: list[bool]
     logprobs: list[list[TokenLogprob] | None] | None = None
+
+    def of(self, lives: npt.NDArray[np.bool_]) -> StepResult:
+        """Return what the lanes got that are set in `lives`, bool [B]."""
+        chosen = lives.tolist()
+        return StepResult(
+            [*compress(self.tokens, chosen)],
+            self.accept_len[lives],
+            [*compress(self.not_finite, chosen)],
+            None if self.logprobs is None else [*compress(self.logprobs, chosen)],
+        )

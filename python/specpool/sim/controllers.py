@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from specpool._core import Shape
-from specpool.adaptive import AdaptiveConfig, AdaptiveController, Controller, SlotConfig
+from specpool.adaptive import AdaptiveConfig, AdaptiveController, Controller, RangeConfig
 from specpool.adaptive.base import NumCorrectDrafts
 from specpool.sim.settings import Settings
 
@@ -44,8 +44,8 @@ def simulated_controller(settings: Settings, seed: int) -> Controller | None:
     if settings.adapts == "dice":
         return Dice(shapes, rng)
     by_depth = list({shape.num_steps: shape for shape in shapes}.values())
-    slots = {
-        size: SlotConfig(
+    ranges = {
+        size: RangeConfig(
             candidates=tuple(rng.sample(by_depth, rng.randint(1, len(by_depth)))),
             update_interval=rng.choice([1, 1, 5]),
             warmup_batches=rng.choice([0, 3]),
@@ -54,5 +54,5 @@ def simulated_controller(settings: Settings, seed: int) -> Controller | None:
         for size in sorted({1, *rng.sample(range(2, 9), 2)})
     }
     return AdaptiveController(
-        AdaptiveConfig(slots=slots, threshold_rounds=settings.threshold_rounds)
+        AdaptiveConfig(ranges=ranges, threshold_rounds=settings.threshold_rounds)
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specpool._core import Shape
 from specpool.errors import StalePlan
 from specpool.memory.host.tier import Handle, HostTier
+from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
@@ -56,20 +57,22 @@ class Simulation:
         controller = simulated_controller(settings, scenario.seed)
         self._scheduler = Scheduler(
             self._ledger,
-            max_batch=settings.max_batch,
-            prefill_tokens=settings.prefill_tokens,
-            keeps_draft_kv=settings.keeps_draft_kv,
-            reads_tokens=settings.reads_tokens,
-            headroom=settings.headroom,
-            max_idle=settings.max_sessions,
-            idle_pages=settings.session_pages,
+            SchedulerConfig(
+                max_batch=settings.max_batch,
+                prefill_tokens=settings.prefill_tokens,
+                keeps_draft_kv=settings.keeps_draft_kv,
+                reads_tokens=settings.reads_tokens,
+                headroom=settings.headroom,
+                max_idle=settings.max_sessions,
+                idle_pages=settings.session_pages,
+            ),
             host=self._host,
             controller=controller,
             before_release=lambda victim: self._laws.check_need(
                 victim, is_flying=bool(self._flying)
             ),
         )
-        self._scheduler.conversations.token_seconds = 0.3
+        self._scheduler.handles.token_seconds = 0.3
         self.tally = Tally(scenarios=1)
         self._turn = 0
         self._flying: deque[_Flying] = deque()

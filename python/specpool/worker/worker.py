@@ -31,7 +31,7 @@ from specpool.scheduler.request import NO_TREE, Request
 from specpool.scheduler.step import Step
 from specpool.worker.forward import Forward, Pass
 from specpool.worker.graphs.capture import Capture
-from specpool.worker.graphs.graphs import RuntimeStates
+from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundKind
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
@@ -54,11 +54,11 @@ class _Part:
     is_broken: Tensor | None  # bool [B], lanes whose tree is none; None = the host has looked
 
 
-class EagleWorker:
+class Worker:
     """Runs the target, and a drafter beside it, on the rows of a plan (v2).
 
     Attributes:
-        states: the rounds that it has graphs of; None = there are none.
+        graphs: the rounds that it has graphs of; None = there are none.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EagleWorker:
             max_context_len: positions beyond it are clamped.
             attention: the back end, which says whether rounds wait for their lengths.
         """
-        self.states: RuntimeStates | None = None
+        self.graphs: Graphs | None = None
         self._drafter, self._cache = drafter, cache
         self._vocab_size = target.vocab_size
         self._keeps_state = target.keeps_state
@@ -119,11 +119,11 @@ class EagleWorker:
 
     def capture(
         self, capture: Capture, ledger: Ledger, sizes: Mapping[RoundKind, Sequence[int]]
-    ) -> RuntimeStates:
+    ) -> Graphs:
         """Build `states` for these kinds of rounds, each with its batch sizes; nothing runs yet."""
-        self.states = RuntimeStates(capture, ledger, self._cache, self._state)
-        self.states.build(sizes, self.steps_of)
-        return self.states
+        self.graphs = Graphs(capture, ledger, self._cache, self._state)
+        self.graphs.build(sizes, self.steps_of)
+        return self.graphs
 
     @torch.inference_mode()
     def run(self, steps: Sequence[Step]) -> list[PendingStep]:
@@ -132,7 +132,7 @@ class EagleWorker:
         A prefill step runs the next chunk of each prompt; the lanes whose prompt ends get their
         first token. A round is draft, verify, compact, draft-extend; a graph's, if it has one.
         """
-        replayed = None if self.states is None else self.states.replay(steps, self._catch_up)
+        replayed = None if self.graphs is None else self.graphs.replay(steps, self._catch_up)
         if replayed is not None:
             pending = [replayed]
         else:

@@ -17,7 +17,7 @@ from specpool.cli.options.checks import warn
 from specpool.cli.plan.model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
-from specpool.memory.capacity import Fit, Plan
+from specpool.memory.capacity import Capacity, Fit
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.num_bytes import parse_bytes, show_bytes
 from specpool.shape_names import parse_shape
@@ -114,7 +114,7 @@ def answered(question: Question) -> Answer:
         )
     kv_bytes -= logits
     sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, most)
-    asked = Plan(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
+    asked = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
     lines = []
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:
@@ -187,7 +187,7 @@ def _most_rows(
         left = kv_bytes - num_rows * row_logits
         try:
             sizes = _sizes(question, model, shapes, max_context_len, left, num_rows)
-            asked = Plan(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
+            asked = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
         except ConfigError:
             return False
         return asked.at_once(shortest).num_requests >= num_rows
@@ -204,7 +204,7 @@ def _named(question: Question, fit: Fit, most: int | None) -> Fit:
 
 
 def _fits(
-    question: Question, asked: Plan, max_context_len: int, shape: int
+    question: Question, asked: Capacity, max_context_len: int, shape: int
 ) -> list[tuple[str, Fit]]:
     """What was asked about requests of one shape."""
     prompt, output = question.prompt, question.output

@@ -31,7 +31,7 @@ _TIMED_BYTES = 4 << 20
 _NUM_TIMED = 4
 
 
-def row_pages(ledger: Ledger) -> list[int]:
+def whole_row_pages(ledger: Ledger) -> list[int]:
     """Pages of each group that a row of the whole context holds at most."""
     last = ledger.max_context_len - 1
     needs = ledger.pages_needed(last, last, 0).tolist()
@@ -64,7 +64,7 @@ class HostMemory:
             for g, group in enumerate(ledger.groups)
         ]
         self.page_bytes = [sum(b[0].numel() * b.itemsize for b in of) for of in pages]
-        needs = row_pages(ledger)
+        needs = whole_row_pages(ledger)
         row_bytes = self._num_bytes(needs)
         if host_bytes < row_bytes:
             raise ConfigError(

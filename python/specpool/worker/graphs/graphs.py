@@ -1,4 +1,4 @@
-"""`RuntimeState`: what the rounds of one shape have, built at the start; and all of them together.
+"""`GraphSet`: what the rounds of one shape have, built at the start; and all of them together.
 
 Nothing is captured, compiled or allocated while requests run. A round whose shape, batch size and
 lengths have a graph replays it; any other runs eagerly, with the same text.
@@ -33,7 +33,7 @@ Rounds = Callable[[RoundKind, Lanes], Iterator[Outcome]]
 Place = tuple[RoundKind, int, int]  # of a graph: its lanes, and the bound of their roots
 
 
-class RuntimeState:
+class GraphSet:
     """The graphs of one kind of round, by batch size and bound."""
 
     def __init__(self, graphs: Iterable[RoundGraph], bounds: Sequence[int]) -> None:
@@ -58,8 +58,8 @@ class RuntimeState:
         return self._by_batch[place][batch_size]
 
 
-class RuntimeStates:
-    """One `RuntimeState` for each kind of round that has graphs; counts what replays."""
+class Graphs:
+    """One `GraphSet` for each kind of round that has graphs; counts what replays."""
 
     def __init__(self, capture: Capture, ledger: Ledger, cache: KVCache, rows: RowState) -> None:
         """No graphs yet.
@@ -75,7 +75,7 @@ class RuntimeStates:
         # No round's root is beyond: whoever is at the end of the context is not prepared.
         last = ledger.max_context_len - 1 + ledger.overlap_depth * most
         self._bounds = [LEAST_BOUND << i for i in range(32) if LEAST_BOUND << i < last] + [last]
-        self._states: dict[tuple[int, bool], RuntimeState] = {}
+        self._sets: dict[tuple[int, bool], GraphSet] = {}
         self._num_bytes = self._replay_ct = self._eager_ct = 0
 
     @torch.inference_mode()
@@ -132,7 +132,7 @@ class RuntimeStates:
         self._num_bytes = max(self._capture.used_bytes() - before, 0)
         for kind, mine in graphs.items():
             if mine:
-                self._states[self._key(kind)] = RuntimeState(mine, self._bounds)
+                self._sets[self._key(kind)] = GraphSet(mine, self._bounds)
         if len(tried) < len(places):
             _log.warning(
                 "out of memory while capturing CUDA graphs: there are %d of %d, with %d bytes, for "
@@ -155,7 +155,9 @@ class RuntimeStates:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Batch sizes with a graph of whatever kind, ascending."""
-        return tuple(sorted({size for state in self._states.values() for size in state.sizes}))
+        return tuple(
+            sorted({size for graph_set in self._sets.values() for size in graph_set.sizes})
+        )
 
     def replay(self, steps: Sequence[Step], before: Callable[[Plan], None]) -> PendingStep | None:
         """The results of a turn that is one round, if that has a graph; else None.
@@ -177,10 +179,12 @@ class RuntimeStates:
         plan = step.plan
         if not step.is_decode or plan.shapes[0] != plan.shapes[-1]:  # equal ones side by side
             return None
-        state = self._states.get((int(plan.shapes[0]), plan.writes_draft))
-        if state is None or any(request.params.logprobs is not None for request in step.requests):
+        graph_set = self._sets.get((int(plan.shapes[0]), plan.writes_draft))
+        if graph_set is None or any(
+            request.params.logprobs is not None for request in step.requests
+        ):
             return None
-        return state.graph_for(len(plan), int(plan.hi.max()))
+        return graph_set.graph_for(len(plan), int(plan.hi.max()))
 
     def restart(self) -> None:
         """What ran so far does not count: nobody had asked for it."""
@@ -189,12 +193,12 @@ class RuntimeStates:
     def stats(self) -> GraphStats:
         """What there is, and was replayed so far."""
         sizes: dict[Shape, tuple[int, ...]] = {}
-        for (index, _), state in self._states.items():
+        for (index, _), graph_set in self._sets.items():
             shape = self._ledger.shapes[index]
-            sizes[shape] = tuple(sorted({*sizes.get(shape, ()), *state.sizes}))
+            sizes[shape] = tuple(sorted({*sizes.get(shape, ()), *graph_set.sizes}))
         return GraphStats(
             sizes=sizes,
-            num_graphs=sum(state.num_graphs for state in self._states.values()),
+            num_graphs=sum(graph_set.num_graphs for graph_set in self._sets.values()),
             num_bytes=self._num_bytes,
             replay_ct=self._replay_ct,
             eager_ct=self._eager_ct,

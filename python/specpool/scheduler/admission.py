@@ -1,0 +1,121 @@
+"""`Admission`: who gets a row next."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from specpool._core import Ledger
+from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
+from specpool.memory.page_needs import PageNeeds
+from specpool.scheduler.config import SchedulerConfig
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.ends import Ends
+from specpool.scheduler.host_handles import HostHandles
+from specpool.scheduler.pins import Pins
+from specpool.scheduler.request import Request
+from specpool.scheduler.room import Room
+from specpool.scheduler.running import Running
+from specpool.scheduler.waiting import Waiting
+
+
+class Admission:
+    """Gives rows to requests that wait, in their order, and to samples of a prompt that runs."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        config: SchedulerConfig,
+        running: Running,
+        waiting: Waiting,
+        conversations: Conversations,
+        pins: Pins,
+        handles: HostHandles,
+        needs: PageNeeds,
+        room: Room,
+        ends: Ends,
+    ) -> None:
+        """Move requests from `waiting` to `running`.
+
+        Args:
+            ledger: of the rows.
+            config: says how many run at once.
+            running: the requests that have a row.
+            waiting: the requests that have none.
+            conversations: a turn takes its conversation's idle row.
+            pins: a request begins with the longest text that it shares with one.
+            handles: what a request has on the host comes first.
+            needs: pages that each request needs next.
+            room: makes pages free that a row lacks.
+            ends: ends a request that the ledger has no memory for.
+        """
+        self._ledger, self._config, self._running, self._waiting = ledger, config, running, waiting
+        self._conversations, self._pins, self._handles = conversations, pins, handles
+        self._needs, self._room, self._ends = needs, room, ends
+        self._num_pages = np.array([group.num_pages for group in ledger.groups])
+
+    def admit(self) -> None:
+        """Take rows for who is next, while what every row needs next fits beside them."""
+        claimed = None
+        while self._waiting and len(self._running) < self._config.max_batch:
+            request = self._waiting.first
+            need = self._needs.of(len(request.tokens), request.shape_index)
+            if claimed is None:
+                free = [
+                    self._ledger.free_pages(g) + self._ledger.reclaimable_pages(g)
+                    for g in range(len(self._num_pages))
+                ]
+                lens = self._running.lens
+                rows = np.flatnonzero(lens)
+                claimed = self._needs.of_all(lens[rows], self._running.shapes[rows])
+            claimed = claimed + need
+            if self._running and ((need > free) | (claimed > self._num_pages)).any():
+                return
+            place = self._conversations.take(request) or self._take_row(request)
+            if place is None:
+                return
+            row, length = place
+            self._running.start(request, row, length)
+            self._waiting.remove(request)
+            if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
+                self._waiting.part(request)
+
+    def _take_row(self, request: Request) -> tuple[int, int] | None:
+        """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
+        self._handles.take(request)
+        pins = self._pins.shared_with(request.tokens) if request.handle is None else []
+        while True:
+            pin, length = pins[0] if pins else (None, 0)
+            try:
+                row = self._ledger.admit(
+                    str(request.request_id),
+                    prefix=None if pin is None else pin.prefix,
+                    length=None if pin is None else length,
+                )
+            except NotReady:  # a window below the length is not held
+                del pins[0]
+            except OutOfRows:  # they are fenced
+                return None
+            except OutOfPages as shortage:
+                if not self._room.reclaim(shortage):
+                    return None
+            except OutOfMemory as shortage:
+                if not self._running:  # nobody will give any back
+                    self._ends.give_up([request], shortage)
+                return None
+            else:
+                return row, length
+
+    def fork(self, request: Request) -> None:
+        """All but the prompt's last token is there: the siblings share it, as far as rows go."""
+        while request.siblings:
+            sibling, row = request.siblings[0], 0
+            if sibling.finish_reason is None and len(self._running) < self._config.max_batch:
+                with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory):
+                    row = self._ledger.fork(request.row, str(sibling.request_id))
+            if row:
+                self._running.start(sibling, row, request.prefilled_len)
+            else:
+                self._waiting.add(sibling)
+            del request.siblings[0]

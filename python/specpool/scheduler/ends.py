@@ -1,0 +1,86 @@
+"""`Ends`: how a request ends, and what becomes of its row."""
+
+from __future__ import annotations
+
+import time
+
+from specpool._core import Ledger
+from specpool.errors import OutOfMemory, SpecpoolError
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.counts import Counts
+from specpool.scheduler.host_handles import HostHandles
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import Rows
+from specpool.scheduler.running import Running
+from specpool.scheduler.waiting import Waiting
+
+
+class Ends:
+    """Ends requests, wherever they are."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        running: Running,
+        waiting: Waiting,
+        conversations: Conversations,
+        rows: Rows,
+        handles: HostHandles,
+        counts: Counts,
+    ) -> None:
+        """End requests of `running` and `waiting`; the others are told of it."""
+        self._ledger, self._running, self._waiting = ledger, running, waiting
+        self._conversations, self._rows = conversations, rows
+        self._handles, self._counts = handles, counts
+
+    def end(self, request: Request, reason: str) -> None:
+        """End a request that runs or waits.
+
+        Raises:
+            SpecpoolError: the ledger refuses to take its row back, which is out of use then.
+        """
+        request.post()  # first: Ctrl-C may come between
+        request.finish_reason = reason
+        request.times.ended = time.perf_counter()
+        is_whole = reason in ("stop", "length")
+        if is_whole:
+            self._conversations.end(request)
+        self._waiting.part(request)
+        is_running, is_waiting = request in self._running, request in self._waiting
+        if not (is_running or is_waiting):  # Ctrl-C came before it was queued
+            return
+        self._counts.end(reason, None if request.wants_pin else request.times)
+        self._handles.return_handle(request)
+        if is_waiting:  # in both lists if Ctrl-C has stopped it between them
+            self._waiting.remove(request)
+        if not is_running:
+            return
+        if request.row and not self._rows.is_quarantined(request.row):
+            self._rows.before_release(request)
+            if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
+                try:
+                    self._give_back(request, is_whole)
+                except SpecpoolError:
+                    self._rows.quarantine(request.row)
+                    self._conversations.forget(request.row)
+                    self._running.leave(request)
+                    self._running.remove(request)
+                    raise
+        self._running.leave(request)
+        self._running.remove(request)
+
+    def give_up(self, requests: list[Request], shortage: OutOfMemory) -> None:
+        """End the requests of a call that the ledger has no memory for; it has changed nothing."""
+        for request in requests:
+            request.error = f"a step was not prepared: {type(shortage).__name__}: {shortage}"
+            self.end(request, "error")
+
+    def _give_back(self, request: Request, is_whole: bool) -> None:
+        """Give the row back to the request's conversation, or to the ledger."""
+        # What is tainted has been scrubbed.
+        if is_whole and request.conversation is not None and not request.tainted:
+            self._conversations.keep(request.conversation, request.row, len(request.tokens))
+        elif is_whole:
+            self._rows.finish(request.row)
+        elif not self._conversations.fall_back(request):
+            self._rows.abort(request.row)

@@ -1,0 +1,96 @@
+"""`Room`: who gives way when pages are short: idle rows, then pins, then running requests."""
+
+from __future__ import annotations
+
+from specpool._core import Ledger
+from specpool.errors import OutOfPages
+from specpool.memory.page_needs import PageNeeds
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.ends import Ends
+from specpool.scheduler.pins import Pins
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import Rows
+from specpool.scheduler.running import Running
+from specpool.scheduler.waiting import Waiting
+
+
+class Room:
+    """Makes pages free.
+
+    Attributes:
+        in_flight: steps prepared and not finished: pages that they fence come back by themselves.
+        num_retracted: retractions so far.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        running: Running,
+        waiting: Waiting,
+        conversations: Conversations,
+        pins: Pins,
+        rows: Rows,
+        needs: PageNeeds,
+        ends: Ends,
+    ) -> None:
+        """Take pages from `conversations`, `pins` and `running`; who is retracted waits again."""
+        self._ledger, self._running, self._waiting = ledger, running, waiting
+        self._conversations, self._pins, self._rows = conversations, pins, rows
+        self._needs, self._ends = needs, ends
+        self.in_flight = self.num_retracted = 0
+
+    def reclaim(self, shortage: OutOfPages) -> bool:
+        """Take an idle row's pages, unless enough of them are on their way back anyway."""
+        if self.in_flight and shortage.need <= shortage.free + shortage.fenced:
+            return False
+        return self._conversations.reclaim(shortage)
+
+    def make(self) -> None:
+        """Drop a pin, or retract a request: nothing is in flight and no step finds its pages.
+
+        The request is the last admitted of the least priority. One that runs alone and shares
+        nothing ends with an error.
+        """
+        if self._pins:
+            self._pins.drop_oldest()
+            return
+        victim = min(reversed(self._running.requests), key=lambda request: request.priority)
+        is_alone = len(self._running) == 1
+        if is_alone and not victim.shared_len:
+            needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
+            victim.error = (
+                f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
+                f"{[group.num_pages for group in self._ledger.groups]}"
+            )
+            self._ends.end(victim, "error")
+            return
+        self._rows.before_release(victim)
+        self._give_way(victim, is_alone)
+        self.requeue(victim)
+
+    def requeue(self, request: Request) -> None:
+        """Let a request wait again whose row is gone; its text goes on where it was."""
+        self._running.leave(request)
+        request.post()
+        request.num_retractions += 1
+        self.num_retracted += 1
+        if request.conversation is not None:
+            request.conversation.retraction_ct += 1
+        self._waiting.add(request)  # first: who is in neither when Ctrl-C comes would be lost
+        self._running.remove(request)
+
+    def _give_way(self, victim: Request, is_alone: bool) -> None:
+        """Take the row of who is retracted; what can come back without a prefill is kept."""
+        conversation = victim.conversation
+        # At its checkpoint it would give nothing back, and come again for the same. Alone, a copy
+        # of what it shares may wait for its next step, and hold a page that this step needs.
+        checkpoint = self._ledger.checkpoint_len(victim.row) or 0
+        is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
+        if is_ahead and not is_alone and self._conversations.fall_back(victim):
+            return
+        if conversation is not None or is_alone or victim.handle is not None or victim.tainted:
+            self._rows.retract(victim.row)
+        else:
+            victim.handle = self._rows.release(victim.row)
+        if conversation is not None:
+            self._conversations.count_drop(conversation)

@@ -1,0 +1,134 @@
+"""`Running`: the requests that have a row, and what is known of each row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from specpool._core import Ledger
+from specpool.arrays import Int32, Int64
+from specpool.scheduler.request import Request
+from specpool.scheduler.round_shapes import RoundShapes
+
+
+class Running:
+    """Requests that have a row. `start`, `leave` and `remove` alone change who they are.
+
+    Attributes:
+        requests: all of them, in the order of admission.
+        prefilling: those that cannot decode yet, by row, in the order of admission.
+        by_row: object [num_rows + 1], the request of each row, or None.
+        lens: int32 [num_rows + 1], tokens that the host knows; 0 = the row is free.
+        limits: int32 [num_rows + 1], tokens at most; 0 = the row cannot decode yet, or is free.
+        shapes: int32 [num_rows + 1], `Request.shape_index`.
+        accept_len: int32 [num_rows + 1], of the row's latest round; kept under overlap only.
+    """
+
+    def __init__(self, ledger: Ledger, round_shapes: RoundShapes, *, reads_tokens: bool) -> None:
+        """No request has a row; see `SchedulerConfig` for the option."""
+        self._ledger, self._round_shapes = ledger, round_shapes
+        self._reads_tokens = reads_tokens
+        self._num_admitted = 0
+        self.requests: list[Request] = []
+        self.prefilling: dict[int, Request] = {}
+        num_rows = ledger.num_rows + 1
+        self.by_row = np.full(num_rows, None, object)
+        self.accept_len: Int32 = np.ones(num_rows, np.int32)
+        self.lens: Int32
+        self.limits: Int32
+        self.shapes: Int32
+        self.lens, self.limits, self.shapes = np.zeros((3, num_rows), np.int32)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.requests
+
+    def start(self, request: Request, row: int, prefilled_len: int) -> None:
+        """Give the request a row that has KV of its first `prefilled_len` tokens."""
+        if request.times.started is None:
+            request.times.started = time.perf_counter()
+        request.row, request.epoch = row, int(self._ledger.epoch[row])
+        request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
+        request.shared_len = prefilled_len
+        if request.handle is None:
+            _count_start(request)
+        self.by_row[row] = request
+        self.lens[row], self.accept_len[row] = len(request.tokens), 1
+        self.shapes[row] = request.shape_index
+        shapes = request.choices or request.shape_index
+        self._round_shapes.admit(row, shapes, self._num_admitted)
+        self.prefilling[row] = request
+        self._num_admitted += 1
+        self.requests.append(request)
+
+    def go_on(self, request: Request, prefilled_len: int) -> None:
+        """Prefill the rest of a request whose KV has come back from the host."""
+        request.prefilled_len = prefilled_len
+        request.epoch = int(self._ledger.epoch[request.row])
+        _count_start(request)
+
+    def decode(self, request: Request) -> None:
+        """Let the request decode: its last prefill step is launched."""
+        self.limits[request.row] = request.max_len
+        self.prefilling.pop(request.row, None)
+
+    def ready(self, shape_of: Int32, order: Int64) -> Int64:
+        """Return the rows that are ready for a round, int64 [B], in their order as lanes.
+
+        Args:
+            shape_of: int32 [num_rows + 1], the shape that each row's round would have.
+            order: int64 [num_rows + 1], each row's place among the lanes.
+        """
+        in_flight = self._ledger.in_flight
+        # Skip a row whose rounds in flight will probably finish it. If the guess is wrong, the row
+        # waits one round.
+        if self._ledger.overlap_depth:
+            wanted = self.lens + in_flight * self.accept_len < self.limits
+            wanted &= in_flight <= self._ledger.overlap_depth
+        else:
+            wanted = (self.lens < self.limits) & (in_flight == 0)
+        if self._reads_tokens:  # only where the host knows the root
+            known = self.lens == self._ledger.resolved_len + 1
+            wanted &= (in_flight == 0) & known | (shape_of == 0)
+        (rows,) = wanted.nonzero()
+        return rows[order[rows].argsort()]
+
+    def grow(self, rows: Int32, num_new: Int32) -> list[bool]:
+        """Add new tokens to the rows' lengths; return which rows are at their limit, [B]."""
+        lens = self.lens[rows] + num_new
+        self.lens[rows] = lens
+        at_limit: list[bool] = (lens >= self.limits[rows]).tolist()
+        return at_limit
+
+    def leave(self, request: Request) -> None:
+        """Forget the request's row, which has been given back; `remove` comes last."""
+        self.by_row[request.row] = None
+        self.prefilling.pop(request.row, None)
+        self.lens[request.row] = self.limits[request.row] = request.row = 0
+
+    def remove(self, request: Request) -> None:
+        """Drop a request that has left its row."""
+        self.requests.remove(request)
+
+    def clear_rows(self) -> None:
+        """Forget every row: all have been given back."""
+        self.lens[:] = self.limits[:] = 0
+        self.by_row[:] = None
+        self.prefilling.clear()
+
+
+def _count_start(request: Request) -> None:
+    """Count what the request reuses: its prefill begins behind that."""
+    if not request.num_retractions:
+        request.num_reused = request.prefilled_len
+    if request.conversation is not None:
+        request.conversation.reused_token_ct += request.prefilled_len
+        num_computed = request.prefill_len - request.prefilled_len
+        request.conversation.computed_token_ct += num_computed
