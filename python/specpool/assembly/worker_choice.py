@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from specpool._core import Shape
@@ -9,7 +10,8 @@ from specpool.config import EngineConfig, WorkerName
 from specpool.draft.base import Drafter
 from specpool.errors import ConfigError
 from specpool.models.target import TargetModel
-from specpool.worker.worker import _log
+
+_log = logging.getLogger("specpool")
 
 
 def routed(

@@ -7,9 +7,7 @@ copied to it right after verify, while draft-extend still runs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,25 +31,11 @@ from specpool.worker.forward import Forward, Pass
 from specpool.worker.graphs.capture import Capture
 from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundKind
+from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, features_of, not_finite
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
 from specpool.worker.verify import Verdict, verify
-
-_log = logging.getLogger("specpool")
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The lanes of a round that share a shape, and their trees."""
-
-    lanes: Lanes
-    tree: DraftTree
-    positions: Tensor  # int32 [B, N], of each node
-    num_steps: int
-    greedy: bool  # every lane takes the likeliest token
-    first: int  # of its tokens, among all of the round
-    is_broken: Tensor | None  # bool [B], lanes whose tree is none; None = the host has looked
 
 
 class Worker:
@@ -166,23 +150,23 @@ class Worker:
         lens = SeqLens(starts, plan.start, plan.start)
         lanes = Lanes(rows, lens, plan.new_len - plan.start)
         self._state.put_params(lanes, requests)
-        drafts = self._drafter if _drafts(requests) else None
+        drafts = self._drafter if draft_any(requests) else None
         if drafts is not None and drafts.reads_tokens:
             drafts = None
-        greedy = _greedy(requests)
+        greedy = are_greedy(requests)
 
         def finish(output: TargetOutput) -> Iterator[Outcome]:
             positions = new_lens.unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             if self._has_windows:  # the last token need not see what is no number
-                spoiled = _not_finite(lanes, output.hidden)
+                spoiled = not_finite(lanes, output.hidden)
                 drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
             self._state.put(lanes, new_lens, drawn[:, 0])
             yield Outcome(drawn, False, output.logits)
             if drafts is not None:
                 shifted = tokens.roll(-1)
                 shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
-                drafts.extend(lanes, shifted, _features(output))
+                drafts.extend(lanes, shifted, features_of(output))
                 self._late[plan.rows] = False
 
         return self._causal_pass(
@@ -191,7 +175,7 @@ class Worker:
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
-        greedy = _greedy(requests)
+        greedy = are_greedy(requests)
         if self._drafter is None or not plan.shapes.any():
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
@@ -212,7 +196,7 @@ class Worker:
         yield from self._forward.steps(one)
 
     def _draft_round(
-        self, lanes: Lanes, parts: Sequence[_Part], requests: Sequence[Request]
+        self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
     ) -> Pass:
         """Verify the parts' trees, keep what agrees, and have the drafter follow."""
         assert self._drafter is not None
@@ -237,7 +221,7 @@ class Worker:
             if drafter.reads_tokens:  # it has all that it needs
                 return
             accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
-            features = _features(output).index_select(0, nodes)
+            features = features_of(output).index_select(0, nodes)
             if accepted_lanes.padding is not None:
                 # A NaN of some other lane must not reach the sink, which all lanes read (masked).
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
@@ -260,7 +244,7 @@ class Worker:
             yield Outcome(drawn, False, output.logits)
             if drafter is not None:
                 follow = drafter.extend if self._patient is None else self._patient.write
-                follow(lanes, drawn[:, 0].clamp(min=0), _features(output))
+                follow(lanes, drawn[:, 0].clamp(min=0), features_of(output))
 
         return self._causal_pass(requests, lanes, roots, None, drafter is not None, finish)
 
@@ -282,15 +266,15 @@ class Worker:
         elif plan.writes_draft:
             self._late[plan.rows] = True
 
-    def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[_Part]:
+    def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[Part]:
         """The runs of lanes that share a shape, each with its trees."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
-        parts: list[_Part] = []
+        parts: list[Part] = []
         start = first = 0
         for end in ends:
             mine, shape = requests[start:end], self._shapes[shapes[start]]
-            part = self._part(lanes, start, end, shape, mine, greedy=_greedy(mine), first=first)
+            part = self._part(lanes, start, end, shape, mine, greedy=are_greedy(mine), first=first)
             parts.append(part)
             first += (end - start) * shape.num_draft_tokens
             start = end
@@ -306,19 +290,19 @@ class Worker:
         *,
         greedy: bool,
         first: int = 0,
-    ) -> _Part:
+    ) -> Part:
         """The lanes `[start, end)` with trees of one shape; `requests` are theirs, if known."""
         assert self._drafter is not None
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
         if shape.num_draft_tokens == 1:
-            tree = _bare(roots)
+            tree = bare_tree(roots)
         else:
             tree, is_broken = self._propose(self._drafter, part, shape, roots, requests)
         positions = part.starts.unsqueeze(1) + tree.depths
-        return _Part(part, tree, positions, shape.num_steps, greedy, first, is_broken)
+        return Part(part, tree, positions, shape.num_steps, greedy, first, is_broken)
 
-    def _compact(self, part: _Part, verdict: Verdict) -> None:
+    def _compact(self, part: Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV right behind the prefix, in every target layer."""
         num_nodes = part.positions.shape[1]
         for group, fields in self._fields.items() if num_nodes > 1 else ():
@@ -410,7 +394,7 @@ class Worker:
         self,
         requests: Sequence[Request],
         lanes: Lanes,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         wants_features: bool,
         finish: Callable[[TargetOutput], Iterator[Outcome]],
     ) -> Pass:
@@ -441,31 +425,3 @@ class Worker:
         flat = torch.cat([positions.view(-1) for positions in of_parts])
         wants = None, wants_features, True
         return Pass(requests, lanes, tokens, flat.long(), views, *wants, finish)
-
-
-def _bare(roots: Tensor) -> DraftTree:
-    """Trees of int64 [B] roots alone."""
-    size = len(roots), 1
-    depths = torch.zeros(size, dtype=torch.int32, device=roots.device)
-    alone = torch.ones(*size, 1, dtype=torch.bool, device=roots.device)
-    return DraftTree(roots.unsqueeze(1), depths, alone, depths - 1, depths - 1)
-
-
-def _features(output: TargetOutput) -> Tensor:
-    """What a head reads: the captured layers' inputs, or the last hidden state."""
-    return output.hidden if output.features is None else output.features
-
-
-def _not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:
-    """Bool [B]: lanes with a hidden state, [T, h], that is not finite, and so with such KV."""
-    spoiled = (~hidden.isfinite().all(1)).cumsum(0).index_select(0, lanes.lasts)
-    return spoiled.diff(prepend=spoiled.new_zeros(1)) > 0
-
-
-def _greedy(requests: Sequence[Request]) -> bool:
-    return all(request.params.temperature == 0 for request in requests)
-
-
-def _drafts(requests: Sequence[Request]) -> bool:
-    """Whether the lanes draft at all: a request that opted out keeps no draft KV."""
-    return any(request.shape.num_draft_tokens > 1 for request in requests)
