@@ -68,7 +68,7 @@ def test_the_sdist_has_all_that_a_build_needs(sdist):
     kernels = {f"cuda/{path.name}" for path in (ROOT / "cuda").iterdir()}
     crates = {
         str(path.relative_to(ROOT))
-        for pattern in ("rust/*/Cargo.toml", "rust/*/src/**/*.rs")
+        for pattern in ("rust/*/Cargo.toml", "rust/*/build.rs", "rust/*/src/**/*.rs")
         for path in ROOT.glob(pattern)
     }
     files = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}

@@ -120,9 +120,14 @@ fn the_map_says_who_touched_a_page_last_in_the_ledgers_words() {
         (Verb::Finish, "finish"),
         (Verb::Abort, "abort"),
         (Verb::Complete, "complete"),
+        (Verb::Resolve, "resolve"),
+        (Verb::TakeDelta, "take_delta"),
+        (Verb::AckDelta, "ack_delta"),
+        (Verb::Snapshot, "snapshot"),
+        (Verb::Restore, "restore"),
     ];
     for (verb, name) in verbs {
-        assert_eq!(verb.name(), name);
+        assert_eq!((verb.name(), verb.to_string().as_str()), (name, name));
     }
     let states = [PageState::Free, PageState::Owned, PageState::Shared, PageState::Fenced];
     assert_eq!(states.map(|state| state.to_string()), ["free", "owned", "shared", "fenced"]);
