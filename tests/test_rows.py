@@ -1,0 +1,94 @@
+"""`Rows`: rows are given back in one place, and what the ledger refuses is out of use."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import specpool.scheduler
+from scheduler_loop import Loop, arrival, parts_with_ledger
+from sim_plants import Lying
+from specpool import SpecpoolError
+from specpool.scheduler.request import TokenLogprob
+from specpool.scheduler.rows import Rows
+from specpool.scheduler.step import StepResult
+
+FOLDER = Path(specpool.scheduler.__file__).parent
+VERBS = {"finish", "abort", "retract", "end_turn", "offload"}
+OWNERS = {"_ledger", "_host"}
+
+
+def calls(path: Path) -> set[str]:
+    """The verbs that give a row back, as far as a file calls them on a ledger or a host tier."""
+    return {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Attribute)
+        and node.func.value.attr in OWNERS
+        and node.func.attr in VERBS
+    }
+
+
+def test_a_row_is_given_back_in_one_place():
+    """Law: only `Rows` gives rows back; what the host takes over goes through it too."""
+    found = {path.stem: verbs for path in FOLDER.glob("*.py") if (verbs := calls(path))}
+    assert found == {"rows": VERBS - {"offload"}, "host_handles": {"offload"}}
+
+
+class Refusing(Lying):
+    """A ledger that takes no row back."""
+
+    def abort(self, row):
+        raise SpecpoolError(f"row {row} is damaged")
+
+
+def running() -> tuple[Loop, Rows]:
+    loop = Loop(arrival(1), arrival(2), num_pages=(20,))
+    loop.turn()
+    loop.take()
+    return loop, loop.scheduler.rows
+
+
+def test_what_nobody_owns_is_given_back_or_is_out_of_use():
+    loop, rows = running()
+    first, second = (request.row for request in loop.requests)
+    free = loop.ledger.free_pages(0)
+    rows.abort_all(is_owned=lambda row: row == second)
+    assert not loop.ledger.is_live(first) and loop.ledger.is_live(second)
+    assert loop.ledger.free_pages(0) > free and not rows.is_quarantined(first)
+    for part in parts_with_ledger(loop.scheduler):
+        part._ledger = Refusing(loop.ledger)
+    rows.abort_all(is_owned=lambda row: False)
+    assert loop.ledger.is_live(second) and rows.is_quarantined(second)
+
+
+def test_a_row_out_of_use_takes_no_results():
+    """Until the ledger has given it to somebody else."""
+    loop, rows = running()
+    loop.turn()
+    plan = loop.flying[0].plan
+    assert rows.alive(plan).all()
+    rows.quarantine(int(plan.rows[1]))
+    assert rows.alive(plan).tolist() == [True, False]
+    loop.ledger.abort(int(plan.rows[1]))
+    assert not rows.is_quarantined(int(plan.rows[1]))
+    assert rows.alive(plan).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("lives", [[True, False, True], [False, False, False]])
+def test_the_results_of_some_lanes(lives):
+    tokens, not_finite = [[1], [2, 3], [4, 5, 6]], [False, True, True]
+    logprobs = [None, [], [TokenLogprob(6, -1.0, {})]]
+    result = StepResult(tokens, np.array([1, 2, 3], np.int32), not_finite, logprobs)
+    kept, wanted = result.of(np.array(lives)), np.flatnonzero(lives).tolist()
+    assert kept.tokens == [tokens[lane] for lane in wanted]
+    assert kept.accept_len.tolist() == [lane + 1 for lane in wanted]
+    assert kept.not_finite == [not_finite[lane] for lane in wanted]
+    assert kept.logprobs == [logprobs[lane] for lane in wanted]
+    plain = StepResult(tokens, result.accept_len, not_finite).of(np.array(lives))
+    assert plain.logprobs is None
