@@ -14,7 +14,7 @@ from kernel_kit import array, backend, i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape, ShapeError
 from specpool import kernels as device
 from specpool.draft import DraftTree
-from specpool.kernels import launch
+from specpool.kernels import launch, with_twin
 
 PARENTS = i32([[-1, 0, 0, 1]])
 SHAPE = Shape(2, 2, 4)
@@ -179,7 +179,7 @@ def test_whole_trees_pass_and_one_changed_cell_never_does(kit):
                 vocab_size=9,
                 out=[kit.out(s, k) for s, k in zip(shapes, kinds, strict=True)],
             )
-            twin = device.twins.check_tree(
+            twin = with_twin.check_tree(
                 *(field.numpy() for field in (tokens, depths, mask, child, sibling, roots)),
                 vocab_size=9,
             )
