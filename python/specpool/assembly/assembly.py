@@ -111,12 +111,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     layers = [*target.layer_kv, *draft_layers]
     attend_with = attention.start(target.device, target.dtype, layers, target.config.model_type)
     kind = routed(config, target, drafter, shapes)
-    limit = target.max_context_len
-    max_context_len = config.max_context_len or limit
-    if max_context_len > limit:
-        raise ConfigError(
-            f"max_context_len {max_context_len} is above the model's {limit} positions"
-        )
+    max_context_len = _context_len(config, target)
     pools = plan_pools(
         config,
         target.layer_kv,
@@ -154,10 +149,6 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         if captured != sizes:  # whichever are left decide where a batch size belongs
             left = captured or None
             controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)
-    host = None
-    if config.host_bytes:
-        memory = HostMemory(ledger, cache, config.host_bytes)
-        host = HostTier(ledger, memory, policy=config.offload)
     return Assembly(
         target=target,
         drafter=drafter,
@@ -168,7 +159,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         cache=cache,
         kind=kind,
         worker=worker,
-        host=host,
+        host=_host_tier(config, ledger, cache),
         controller=controller,
     )
 
@@ -187,3 +178,22 @@ def _check(
             f"mixed_chunks while drafting needs a back end that reads ragged masks "
             f"({', '.join(able)}), attention is {attention.name!r}"
         )
+
+
+def _context_len(config: EngineConfig, target: TargetModel) -> int:
+    """Tokens of a sequence at most."""
+    limit = target.max_context_len
+    max_context_len = config.max_context_len or limit
+    if max_context_len > limit:
+        raise ConfigError(
+            f"max_context_len {max_context_len} is above the model's {limit} positions"
+        )
+    return max_context_len
+
+
+def _host_tier(config: EngineConfig, ledger: Ledger, cache: KVCache) -> HostTier | None:
+    """What keeps KV on the host, where the configuration gives it memory."""
+    if not config.host_bytes:
+        return None
+    memory = HostMemory(ledger, cache, config.host_bytes)
+    return HostTier(ledger, memory, policy=config.offload)
