@@ -10,32 +10,67 @@ themselves never leave the tables and buffers, and lead what is no place to the 
 `hi` stands for lengths that only the device knows: upper bounds of them, on the host.
 """
 
-from specpool.kernels.fields import Fields
-from specpool.kernels.launch import prepare
-from specpool.kernels.masks import attention_bias, draft_visibility
-from specpool.kernels.moves import (
-    compact_accepted,
-    copy_parent_drafts,
-    duplicate_prefix_tail,
-    gather_kv,
-    move_kv,
-    scatter_kv,
-)
-from specpool.kernels.reads import (
-    advance_ancestors,
-    branch_pages,
-    draft_read_indices,
-    read_capacity,
-)
-from specpool.kernels.sample import sample_tokens, uniform
-from specpool.kernels.tables import (
-    apply_table_delta,
-    draft_write_slots,
-    page_csr,
-    slot_ranges,
-    slots_at,
-)
-from specpool.kernels.tree import build_tree, check_tree, select_topk, verify_tree
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specpool.kernels.fields import Fields
+    from specpool.kernels.launch import prepare
+    from specpool.kernels.masks import attention_bias, draft_visibility
+    from specpool.kernels.moves import (
+        compact_accepted,
+        copy_parent_drafts,
+        duplicate_prefix_tail,
+        gather_kv,
+        move_kv,
+        scatter_kv,
+    )
+    from specpool.kernels.reads import (
+        advance_ancestors,
+        branch_pages,
+        draft_read_indices,
+        read_capacity,
+    )
+    from specpool.kernels.sample import sample_tokens, uniform
+    from specpool.kernels.tables import (
+        apply_table_delta,
+        draft_write_slots,
+        page_csr,
+        slot_ranges,
+        slots_at,
+    )
+    from specpool.kernels.tree import build_tree, check_tree, select_topk, verify_tree
+
+# At first use: they take torch, and the twins beside them do not.
+_LAZY = {
+    "Fields": "specpool.kernels.fields",
+    "advance_ancestors": "specpool.kernels.reads",
+    "apply_table_delta": "specpool.kernels.tables",
+    "attention_bias": "specpool.kernels.masks",
+    "branch_pages": "specpool.kernels.reads",
+    "build_tree": "specpool.kernels.tree",
+    "check_tree": "specpool.kernels.tree",
+    "compact_accepted": "specpool.kernels.moves",
+    "copy_parent_drafts": "specpool.kernels.moves",
+    "draft_read_indices": "specpool.kernels.reads",
+    "draft_visibility": "specpool.kernels.masks",
+    "draft_write_slots": "specpool.kernels.tables",
+    "duplicate_prefix_tail": "specpool.kernels.moves",
+    "gather_kv": "specpool.kernels.moves",
+    "move_kv": "specpool.kernels.moves",
+    "page_csr": "specpool.kernels.tables",
+    "prepare": "specpool.kernels.launch",
+    "read_capacity": "specpool.kernels.reads",
+    "sample_tokens": "specpool.kernels.sample",
+    "scatter_kv": "specpool.kernels.moves",
+    "select_topk": "specpool.kernels.tree",
+    "slot_ranges": "specpool.kernels.tables",
+    "slots_at": "specpool.kernels.tables",
+    "uniform": "specpool.kernels.sample",
+    "verify_tree": "specpool.kernels.tree",
+}
 
 __all__ = [
     "Fields",
@@ -64,3 +99,10 @@ __all__ = [
     "uniform",
     "verify_tree",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return found

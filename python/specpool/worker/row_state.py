@@ -12,6 +12,7 @@ from specpool import kernels
 from specpool.arrays import Int32
 from specpool.attention.lanes import Lanes
 from specpool.attention.seq_lens import SeqLens
+from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import Download, upload
 from specpool.scheduler.request import Request
 
@@ -48,8 +49,8 @@ class RowState:
 
         self.device = device
         self.seq_lens, self.root_tokens = state(torch.int32), state(torch.int64)
-        # On a CPU the host reads the lengths themselves.
-        late = needs_host_lengths and device.type != "cpu"
+        # Where no kernel runs, the host reads the lengths themselves.
+        late = needs_host_lengths and runs_kernels(device)
         self._needs_host_lengths = needs_host_lengths
         self._copy = Download(self.seq_lens) if late else None
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
