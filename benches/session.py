@@ -101,7 +101,7 @@ def session(
     if plot is not None:
         check_plot(plot)
     parsed, name = shape_of(shape), None if draft == "none" else draft
-    checks.engine_config(parsed, name, {})
+    checks.check_engine_config(parsed, name, {})
     checks.check_models(target, name)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine

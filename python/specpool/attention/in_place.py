@@ -32,7 +32,7 @@ class _Reads:
     window: int | None  # of causal queries
 
 
-def serves(view: AttentionView, q: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> bool:
+def serves_in_place(view: AttentionView, q: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> bool:
     """Whether `attend_in_place` can attend for these queries."""
     return (
         view.max_q_len <= MOST_QUERIES
@@ -55,7 +55,7 @@ def attend_in_place(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend where `serves` says so; see `specpool.attention.attend`.
+    """Attend where `serves_in_place` says so; see `specpool.attention.attend`.
 
     Raises:
         ShapeError: a mask, pages or lengths that do not fit; nothing is written.

@@ -26,7 +26,7 @@ class _Lane:
     prefix: Reads | None  # what lies before the chunk; None = nothing
 
 
-def serves(view: AttentionView, q: Tensor, values: Tensor, window: int | None) -> bool:
+def serves_prompts(view: AttentionView, q: Tensor, values: Tensor, window: int | None) -> bool:
     """Whether `attend_prompts` can attend for a layer without soft cap and sinks.
 
     Args:
@@ -57,7 +57,7 @@ def attend_prompts(
     v: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Attend where `serves` says so; the chunk's keys and values are in their pages already.
+    """Attend where `serves_prompts` says so; the chunk's KV is in its pages already.
 
     Args:
         view: of the forward.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specpool.attention import in_place
-from specpool.attention.prompts import attend_prompts, serves
+from specpool.attention.prompts import attend_prompts, serves_prompts
 from specpool.attention.view import AttentionView, Reads
 
 # Up to this many queries per lane, query heads are folded into the query axis (each K and V head
@@ -34,7 +34,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `specpool.attention.attend`."""
-    if in_place.serves(view, q, k_buffer, v_buffer):
+    if in_place.serves_in_place(view, q, k_buffer, v_buffer):
         return in_place.attend_in_place(
             view,
             k_buffer,
@@ -49,7 +49,7 @@ def attend(
         )
     lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
     explicit = softcap is not None or sinks is not None
-    by_lane = not explicit and serves(view, q, v_buffer, window)
+    by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
     # Refuses a bad mask before anything is written.
     reads = None if by_lane else view.reads(window, dtype)
     if k.dtype != k_buffer.dtype:

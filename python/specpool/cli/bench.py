@@ -74,7 +74,7 @@ def generate(
     if plot is not None:
         check_plot(plot)
     for name in drafts:
-        checks.engine_config(parsed, name, {"adaptive": adaptive})
+        checks.check_engine_config(parsed, name, {"adaptive": adaptive})
         checks.check_models(target, name)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine

@@ -65,7 +65,7 @@ def run(job: Job) -> None:
     )
     shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
     draft = draft_of(job.target, job.draft)
-    checks.engine_config(shape, draft, job.options)
+    checks.check_engine_config(shape, draft, job.options)
     checks.check_models(job.target, draft)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine

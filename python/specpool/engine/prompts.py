@@ -242,7 +242,7 @@ class Prompts:
             )
 
     def _encode(self, index: int, prompt: Prompt, *, goes_on: bool = False) -> list[int]:
-        """The prompt's tokens; of one that goes on, without those that begin a text."""
+        """Return the prompt's token ids; if `goes_on`, without those that begin a text."""
         if _is_chat(prompt):
             messages = self._messages(index, cast("Sequence[Message]", prompt))
             return self._ids_of(self._render(index, messages))
@@ -314,11 +314,11 @@ class Prompts:
     def _go_on(
         self, conversation: Conversation, new: tuple[Message, ...]
     ) -> tuple[list[int], list[Said]]:
-        """The tokens of a chat's next turn, and the turns before as they lie in them.
+        """Tokenize the next turn of a chat; also return where each earlier turn ends now.
 
-        The session's own tokens stay where the template says what they say: cut anew, an answer
-        could have others, and its KV would be lost. A template may also render what has been said
-        otherwise, such as without an answer's thoughts: then all is cut anew.
+        If the rendered chat begins with the text of the session's tokens, they are kept:
+        tokenizing an answer again could give other ids, and its KV would be lost. Otherwise, as
+        where a template leaves out an answer's thoughts, the whole chat is tokenized again.
         """
         said, start = conversation.said, 0
         old: list[Message] = []

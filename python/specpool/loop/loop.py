@@ -149,9 +149,10 @@ class Loop:
     def _run_turn(self) -> None:
         """Launch what can run now, and take over the oldest results when more are not allowed.
 
-        A forward that fails ends the requests in it; anything else that goes wrong, all that run.
-        Where that is a lack of memory, their outputs say so; those that wait go on. It is raised
-        where it has ended nobody: the next turn would meet it again.
+        If a forward fails, only its requests end. If anything else fails, all running requests
+        end. Lack of memory is then not raised: the outputs that ended carry it, and waiting
+        requests go on. If it ended no request, it is raised, because the next turn would meet it
+        again.
         """
         scheduler = self.scheduler
         num_requests = scheduler.num_running + scheduler.num_waiting

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specpool.errors import ConfigError
 from specpool.models.files.plain_config import longest_context
 from specpool.models.torch_attention import CALLS_TORCH
-
-if TYPE_CHECKING:
-    pass
-
 
 # Config keys of layers that carry a state from token to token, and what the layers are called.
 _RECURRENT_KEYS = (
@@ -192,8 +188,3 @@ def max_context_len(config: Any) -> int:
     if length is None:
         raise refusal(config.model_type, "its config has no max_position_embeddings")
     return longest_context(int(length), text)
-
-
-# --- The probe --------------------------------------------------------------------------------
-
-_TOLERANCE_16_BIT = 0.2

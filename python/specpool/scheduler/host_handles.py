@@ -24,7 +24,7 @@ class HostHandles:
         self.token_seconds = 0.0
 
     def offload(self, row: int) -> Handle | None:
-        """Take over the row if that is worth it; None = the row is as it was."""
+        """Move the row's KV to the host if that pays; return None if nothing was moved."""
         if self._host is not None and self._host.pays(row, self.token_seconds):
             with contextlib.suppress(NotReady):  # a step of it is under way
                 return self._host.offload(row)

@@ -82,8 +82,8 @@ class Room:
     def _give_way(self, victim: Request, is_alone: bool) -> None:
         """Take the row of who is retracted; what can come back without a prefill is kept."""
         conversation = victim.conversation
-        # At its checkpoint it would give nothing back, and come again for the same. Alone, a copy
-        # of what it shares may wait for its next step, and hold a page that this step needs.
+        # A row at its checkpoint frees nothing by falling back to it, and would be retracted again.
+        # If the request runs alone, a page copy that waits may hold a page that the request needs.
         checkpoint = self._ledger.checkpoint_len(victim.row) or 0
         is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
         if is_ahead and not is_alone and self._conversations.fall_back(victim):

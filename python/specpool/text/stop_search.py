@@ -20,7 +20,7 @@ class StopHit:
     num_tokens: int
 
 
-class _StopSearch:
+class StopSearch:
     """Finds the earliest of several strings in a text that comes in pieces (Aho-Corasick).
 
     A state is a node of the strings' trie: the longest end of the text that may begin one of them.

@@ -17,7 +17,7 @@ from specpool.errors import (
     OrderError,
 )
 from specpool.sampling_params import check_stop
-from specpool.text.stop_search import StopHit, _StopSearch
+from specpool.text.stop_search import StopHit, StopSearch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class TextStream:
         self.hit: StopHit | None = None
         self._tokenizer = tokenizer
         self._kinds = {} if tokenizer is None else _KINDS.setdefault(tokenizer, {})
-        self._stops = _StopSearch(stop) if stop else None
+        self._stops = StopSearch(stop) if stop else None
         self._window: list[int] = []  # the last tokens, decoded again with each new one
         self._given_len = 0  # characters of the window's text that were taken
         self._run: list[int] = []  # byte tokens that nothing has ended yet

@@ -111,7 +111,11 @@ class Forward:
         return one.finish(self._alone(one))
 
     def keep(self, accept_len: Tensor) -> None:
-        """Of each lane of a round so many tokens stay, int32 [B]; of KV that is all there is."""
+        """Keep the first `accept_len` tokens of each lane, int32 [B].
+
+        KV needs nothing here, because compaction moves it. A forward of recurrent layers cuts its
+        states.
+        """
 
     def _choose_features(self, passes: Sequence[Pass]) -> None:
         """Features cost hooks in every forward: have them only while somebody drafts."""

@@ -50,7 +50,8 @@ class PendingStep:
         Args:
             requests: the lanes.
             outcome: theirs.
-            done: lanes whose tokens count, but for a -1, which always does; None = all.
+            done: whether each lane's token is kept; None = all are. A token of -1 (logits not
+                finite) is always kept, so that the request ends.
         """
         packed, logits = outcome.packed, outcome.logits
         self._done, self._counted = done, outcome.is_verify

@@ -26,7 +26,9 @@ class Verdict:
 
     @classmethod
     def joined(cls, verdicts: Sequence[Verdict], firsts: Sequence[int]) -> Verdict:
-        """One of all lanes, `nodes` counted through the round, places padded to the most.
+        """Join verdicts into one of all lanes.
+
+        The first node of each verdict is added to its `nodes`. All are padded to the longest.
 
         Args:
             verdicts: of lanes that stand one after the other; `accept_index` is the first's.

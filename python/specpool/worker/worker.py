@@ -104,7 +104,10 @@ class Worker:
     def capture(
         self, capture: Capture, ledger: Ledger, sizes: Mapping[RoundKind, Sequence[int]]
     ) -> Graphs:
-        """Build `states` for these kinds of rounds, each with its batch sizes; nothing runs yet."""
+        """Capture CUDA graphs of these kinds of rounds, at these batch sizes.
+
+        Call it before any request runs.
+        """
         self.graphs = Graphs(capture, ledger, self._cache, self._state)
         self.graphs.build(sizes, self.steps_of)
         return self.graphs

@@ -132,7 +132,7 @@ def run(job: Job) -> None:
     draft = draft_of(job.target, job.draft)
     if job.compare_ancestry:
         _check_ancestry(job, shape, draft)
-    checks.engine_config(shape, draft, job.options)
+    checks.check_engine_config(shape, draft, job.options)
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
     checks.start_torch(job.threads)

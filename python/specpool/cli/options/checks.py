@@ -55,7 +55,7 @@ def check_models(target: str, draft: str | None) -> None:
             raise ConfigError(f"{option}: {error}") from None
 
 
-def engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, Any]) -> None:
+def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, Any]) -> None:
     """Build the configuration as an engine will, and check what goes together.
 
     Args:

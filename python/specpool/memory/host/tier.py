@@ -1,8 +1,9 @@
 """`HostTier`: the KV of retracted requests and idle sessions on the host (docs/host.md).
 
 A request's KV is in a row of the ledger or behind a `Handle` here; only while a reload's steps run
-is it on its way. Target and draft travel together: a handle has pages in every group. Where the
-pages lie and how they are copied is the `Copies`' affair: memory (`host_memory.py`), or dice.
+is it on its way. Target and draft travel together: a handle has pages in every group. `Copies`
+decides where the pages lie and how they are copied. `copies.py` copies real memory; the simulator
+has a stand-in whose copies fail at random.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Handle:
         tag: of the row that it was.
         length: tokens; `resolved_len` of the row that it will be.
         drafted_len: draft KV is valid below it.
-        last_start: where a reload's last extend begins at the earliest: from there on it evicts all
+        last_start: the earliest start of a reload's last extend. An extend from there evicts all
             that is not on the host.
         columns: of each group, the first column of the page table that is held.
         pages: of each group, the host pages of the columns from there on.
@@ -362,7 +363,10 @@ class HostTier:
         return tuple(firsts), tuple(b - a for a, b in zip(firsts, ends, strict=True))
 
     def _last_start(self, row: int) -> int:
-        """From where an extend evicts all that the row has evicted; see `Handle`."""
+        """Return the earliest start for the last extend of a reload.
+
+        An extend from there evicts at least every page that the row had evicted already.
+        """
         starts = [0]
         for g, window in enumerate(self._windows):
             evicted = int(self.ledger.evicted_len(g)[row])

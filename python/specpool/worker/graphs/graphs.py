@@ -206,9 +206,10 @@ class Graphs:
 
 
 def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> list[Place]:
-    """Those that were run: what finds no memory is left out, and what has no fewer lanes or cells.
+    """Run each place, and return those that succeeded.
 
-    A graph of many lanes that reads far may fail where more lanes that read less find room.
+    A place that runs out of memory is skipped. So is every later place that has at least as many
+    lanes and reads at least as far: a graph of more lanes that reads less may still find room.
     """
     found: list[Place] = []
     failed: list[tuple[int, int]] = []  # sizes and bounds

@@ -1,8 +1,8 @@
 """`RoundGraph`: one captured decode round, of one shape and so many lanes, and what it reads.
 
-A replay repeats launches, with all that the host reckoned at the capture. So its lanes are read
-from the device (`LaneBuffer`), and the host looks at them before. Lanes that nobody has
-are row 0 from position 0 on: they write the sink alone.
+A replay repeats the captured launches, with every number that the host computed at the capture. So
+its lanes are read from the device (`LaneBuffer`), and the host checks them before. Unused lanes are
+row 0 from position 0 on: they write the sink alone.
 """
 
 from __future__ import annotations
