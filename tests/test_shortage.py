@@ -156,6 +156,45 @@ def test_samples_that_cannot_be_forked_run_by_themselves(engine: Engine) -> None
     assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
 
 
+@pytest.mark.parametrize("verb", ["prepare_extend", "admit"])
+def test_samples_of_who_ends_for_lack_of_memory_run_by_themselves(
+    engine: Engine, verb: str
+) -> None:
+    """More wait after that end than before, though nothing was prepared."""
+    params = SamplingParams(max_new_tokens=8, n=3, seed=1, temperature=1.0, ignore_eos=True)
+    wanted = engine.generate([PROMPTS[0]], params)
+    ledger = short(engine, verb, lambda: ledger.num_refused == 0)
+    outputs = engine.generate([PROMPTS[0]], params)
+    assert ledger.num_refused == 1
+    check(dict(enumerate(outputs)), [0, 1, 2], wanted, {0})
+    assert_no_page_leaked(engine)
+
+
+def test_a_shortage_that_ends_who_has_samples_is_not_raised(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended the first sample, though as many are there as before."""
+    params = SamplingParams(max_new_tokens=8, n=2, seed=1, temperature=1.0, ignore_eos=True)
+    wanted = engine.generate([PROMPTS[0]], params)
+    num_failed = 0
+    schedule = engine.core.scheduler.schedule
+
+    def without_memory() -> Any:
+        nonlocal num_failed
+        steps = schedule()
+        num_failed += 1
+        if num_failed == 1:
+            raise MemoryError("numpy has none")
+        return steps
+
+    monkeypatch.setattr(engine.core.scheduler, "schedule", without_memory)
+    outputs = engine.generate([PROMPTS[0]], params)
+    assert outputs[0].finish_reason == "error"
+    assert outputs[0].error == "a step was stopped: MemoryError: numpy has none"
+    assert (outputs[1].finish_reason, outputs[1].token_ids) == ("length", wanted[1].token_ids)
+    assert_no_page_leaked(engine)
+
+
 def test_a_pin_without_memory_is_one_error_and_hurts_nobody(engine: Engine) -> None:
     (wanted,) = engine.generate([PROMPTS[0]], PARAMS)
     told: dict[int, Any] = {}

@@ -154,14 +154,12 @@ class Loop:
         requests go on. If it ended no request, it is raised, because the next turn would meet it
         again.
         """
-        scheduler = self.scheduler
-        num_requests = scheduler.num_running + scheduler.num_waiting
+        num_ended = self.scheduler.num_ended
         try:
             with self.recovering():
                 self._run_steps()
         except (MemoryError, RuntimeError) as error:
-            is_none_ended = scheduler.num_running + scheduler.num_waiting == num_requests
-            if is_none_ended or not is_out_of_memory(error):
+            if self.scheduler.num_ended == num_ended or not is_out_of_memory(error):
                 raise
 
     def _run_steps(self) -> None:

@@ -182,6 +182,11 @@ class Scheduler:
         return self._room.num_retracted
 
     @property
+    def num_ended(self) -> int:
+        """Requests that have ended so far; the end of one may queue its siblings."""
+        return self.counts.end_cts.total()
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have none."""
         return len(self._waiting)
@@ -198,7 +203,7 @@ class Scheduler:
             ConfigError: the controller chose what it may not; nothing has been prepared.
         """
         while True:
-            was_starved, num_requests = self._is_starved, self.num_running + self.num_waiting
+            was_starved, num_ended = self._is_starved, self.num_ended
             if not was_starved:
                 self._admission.admit()
             chosen = self.round_shapes.choose(self._running.limits)  # it may raise: before all else
@@ -210,7 +215,7 @@ class Scheduler:
                 return steps
             if was_starved and not self._is_starved:
                 continue  # whoever the pages were kept for has ended
-            if self.num_running + self.num_waiting < num_requests:
+            if self.num_ended > num_ended:
                 continue  # some have ended for lack of memory
             if not self._running and not (self._waiting and self.pins):
                 return steps
