@@ -17,6 +17,7 @@ from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams
 from specpool.draft import NgramDrafter
 from specpool.engine.output import Chunk
+from specpool.scheduler.ends import Ends
 from specpool.worker.results import PendingStep
 
 FOLDER = Path(specpool.__file__).parent
@@ -24,10 +25,11 @@ FILES = tuple(
     str(FOLDER / f"{name}.py")
     for name in (
         "engine/core", "engine/engine", "engine/output", "engine/session", "loop/loop",
-        "memory/host/pages", "memory/host/tier", "scheduler/admission", "scheduler/conversations",
-        "scheduler/ends", "scheduler/host_handles", "scheduler/pins", "scheduler/prefills",
-        "scheduler/request", "scheduler/room", "scheduler/rows", "scheduler/running",
-        "scheduler/scheduler", "scheduler/waiting",
+        "loop/scrub", "memory/host/pages", "memory/host/tier", "scheduler/admission",
+        "scheduler/conversation", "scheduler/conversations", "scheduler/ends",
+        "scheduler/host_handles", "scheduler/pins", "scheduler/prefills", "scheduler/request",
+        "scheduler/room", "scheduler/rows", "scheduler/running", "scheduler/scheduler",
+        "scheduler/waiting",
     )
 )  # fmt: skip
 PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -275,6 +277,56 @@ def test_ctrl_c_at_every_line_of_the_news_loses_no_output(engines):
         at += 1
     assert total > 20
     assert_no_page_leaked(engine)
+
+
+def ask(kept):
+    kept.submit(1)
+
+
+def begin(kept):
+    kept.sessions[0].append([65], PARAMS)
+
+
+@pytest.mark.parametrize(("prepare", "call"), [(len, ask), (with_session, begin)])
+def test_ctrl_c_at_every_line_of_an_order_takes_it_back(engines, prepare, call):
+    """Also where the lock is given back behind it: nobody would know of it."""
+    engine, files = engines["device"], (str(FOLDER / "engine" / "engine.py"),)
+    files += (str(FOLDER / "engine" / "session.py"), str(FOLDER / "engine" / "core.py"))
+    at, total = 0, 1
+    while at <= total:
+        kept = Kept(engine)
+        if prepare is not len:
+            prepare(kept)
+        with Interrupter(at or None, files=files) as lines, contextlib.suppress(KeyboardInterrupt):
+            call(kept)
+        assert bool(engine.core.scheduler.requests()) == (not at), lines.place
+        assert bool(engine.core._submitted) == (not at and call is ask), lines.place
+        tidied(kept, lines.place)
+        total = max(total, lines.count) if not at else total
+        at += 1
+    assert total > 10
+
+
+def test_who_was_over_when_ctrl_c_came_has_no_error(engines, monkeypatch):
+    engine, end, reasons = engines["device"], Ends.end, []
+    (wanted,) = engine.generate([[*TEXT, 1]], PARAMS)
+
+    def late(self, request, reason):
+        reasons.append(reason)
+        if len(reasons) == 1:
+            raise KeyboardInterrupt
+        end(self, request, reason)
+
+    monkeypatch.setattr(Ends, "end", late)
+    kept = Kept(engine)
+    number = kept.submit(1)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.turn():
+            pass
+    tidied(kept, "an end")
+    output = kept.told[number]
+    assert (output.finish_reason, output.error) == ("length", None)
+    assert output.token_ids == wanted.token_ids and reasons[:2] == ["length", "length"]
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

@@ -100,20 +100,23 @@ class EngineCore:
                 run.close()
 
     def submit(self, request: Request, on_item: OnItem | None) -> int:
-        """Queue a request for `turn`; returns its number. Hold the lock."""
-        number = request.request_id
+        """Queue a request for `turn`; returns its number. Hold the lock.
+
+        Whatever stops this: call `take_back`.
+        """
         request.mailbox = self._mailbox
         report = Report(request, self.tokenizer)
-        try:
-            self._submitted[number] = _Submitted(request, report, on_item)
-            self.scheduler.submit(request)
-            return number
-        except BaseException:  # Ctrl-C: its number would be known to nobody
+        self._submitted[request.request_id] = _Submitted(request, report, on_item)
+        self.scheduler.submit(request)
+        return request.request_id
+
+    def take_back(self, request: Request) -> None:
+        """Forget a request that nobody knows of, however far its submit came."""
+        with self.lock:
             with self.loop.recovering():
                 self.scheduler.abort(request)
-            self._submitted.pop(number, None)
-            self._mailbox.pop(number, None)
-            raise
+            self._submitted.pop(request.request_id, None)
+            self._mailbox.pop(request.request_id, None)
 
     def abort(self, number: int) -> None:
         """End a submitted request.

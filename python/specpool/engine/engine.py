@@ -253,12 +253,18 @@ class Engine:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
             raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
-        with self.core.lock:
-            if session is None:
-                (request,) = self.core.prompts.requests([prompt], params, shape, priority)
-            else:
-                request = session.next_turn(prompt, params, shape, priority)
-            return self.core.submit(request, on_item)
+        request = None
+        try:
+            with self.core.lock:
+                if session is None:
+                    (request,) = self.core.prompts.requests([prompt], params, shape, priority)
+                else:
+                    request = session.next_turn(prompt, params, shape, priority)
+                return self.core.submit(request, on_item)
+        except BaseException:  # Ctrl-C: its number would be known to nobody
+            if request is not None:
+                self.core.take_back(request)
+            raise
 
     def pin(self, prompt: Prompt) -> Pin:
         """Keep the KV of a text, such as a system prompt, for prompts that begin with it.

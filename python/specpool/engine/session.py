@@ -158,16 +158,16 @@ class Session:
         Raises:
             ConfigError: the session is closed or busy, or the prompt or a parameter cannot work.
         """
-        core = self._core
-        with core.lock:
-            request = self.next_turn(prompt, params, shape, priority)
-            try:
+        core, request = self._core, None
+        try:
+            with core.lock:
+                request = self.next_turn(prompt, params, shape, priority)
                 core.scheduler.submit(request)
                 return Turn(core, request)
-            except BaseException:  # Ctrl-C: nobody would run it
-                with core.loop.recovering():
-                    core.scheduler.abort(request)
-                raise
+        except BaseException:  # Ctrl-C: nobody would run it
+            if request is not None:
+                core.take_back(request)
+            raise
 
     async def append_async(
         self,

@@ -350,7 +350,9 @@ class Scheduler:
         """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
         over = [request for request in self._waiting if request.finish_reason is not None]
         for request in [*self._running, *over]:
-            request.error, request.tainted = why, True
+            request.tainted = True
+            if request.finish_reason is None or request.wants_pin:
+                request.error = why
             with contextlib.suppress(SpecpoolError):  # its row is out of use
                 self._ends.end(request, request.finish_reason or reason)
         self.rows.abort_all(is_owned=self.conversations.owns)
