@@ -21,9 +21,11 @@ def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:
     return end.value.code, *capsys.readouterr()
 
 
-def test_every_figure_stands_beside_transformers(monkeypatch, capsys) -> None:
-    options = "--size tiny --batch 2 --context 40 --prompt 90 --requests 4 --repeats 1 --json"
-    code, out, err = bench(monkeypatch, capsys, options)
+# Transformers' continuous batching takes most of a minute to start.
+@pytest.mark.parametrize("requests", [0, pytest.param(4, marks=pytest.mark.full)])
+def test_every_figure_stands_beside_transformers(monkeypatch, capsys, requests) -> None:
+    options = "--size tiny --batch 2 --context 40 --prompt 90 --repeats 1 --json --requests"
+    code, out, err = bench(monkeypatch, capsys, f"{options} {requests}")
     assert (code, err) == (0, "")
     found = json.loads(out)
     names = [row["name"] for row in found["results"]]

@@ -97,7 +97,14 @@ def test_json_blocks_are_what_the_text_says(document):
         AdaptiveConfig.from_dict(json.loads(text))
 
 
-@pytest.mark.parametrize("document", having("sh"))
+# Its commands record whole runs, which takes most of a minute.
+SLOW = {"docs/event_log.md"}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(each, marks=[pytest.mark.full] if each in SLOW else []) for each in having("sh")],
+)
 def test_shell_blocks_run(document, monkeypatch, tmp_path, capsys):
     """In the page's order, in one folder; a command's comment says an exit code other than 0."""
     monkeypatch.chdir(tmp_path)
