@@ -102,7 +102,7 @@ class EngineCore:
     def submit(self, request: Request, on_item: OnItem | None) -> int:
         """Queue a request for `turn`; returns its number. Hold the lock.
 
-        Whatever stops this: call `take_back`.
+        If an exception stops this, call `take_back`.
         """
         request.mailbox = self._mailbox
         report = Report(request, self.tokenizer)

@@ -1,7 +1,7 @@
 """Which requests run: admission, chunked prefill, decode rounds, retraction, and their ends.
 
-The scheduler knows no model and no device. It prepares steps, whoever runs them launches them in
-order and brings back what they gave; under overlap (D = 1) the next step is prepared before that.
+The scheduler knows no model and no device. It prepares steps. The loop launches them in order and
+brings back their results; under overlap (D = 1) the next step is prepared before that.
 """
 
 from __future__ import annotations

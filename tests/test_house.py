@@ -1,0 +1,20 @@
+"""The package stays small: `python tests/house.py` prints the measures, which have limits here."""
+
+from __future__ import annotations
+
+import statistics
+
+import house
+
+
+def test_no_file_grows_beyond_a_few_hundred_lines():
+    lines = house.file_lines()
+    assert max(lines.values()) <= 450, max(lines, key=lines.__getitem__)
+    assert statistics.median(lines.values()) <= 120
+
+
+def test_no_function_grows_further():
+    """The aim is 60 lines without the docstring; options of commands are counted too."""
+    lines = house.function_lines()
+    assert max(lines.values()) <= 87, max(lines, key=lines.__getitem__)
+    assert sum(count > 60 for count in lines.values()) <= 7
