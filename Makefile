@@ -48,7 +48,7 @@ build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and look throug
 	rm -f dist/specpool-*
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/maturin build --release --locked $(OLD_GLIBC) --out dist
 	$(BIN)/maturin sdist --out dist
-	$(BIN)/pytest --quiet tests/test_package.py
+	$(BIN)/pytest --quiet tests/project/test_package.py
 
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
@@ -78,8 +78,8 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	$(BIN)/pytest -n 2
 
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
-	$(BIN)/pytest -k cuda tests/test_device_*.py tests/test_flashinfer.py
-	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/test_lossless.py
+	$(BIN)/pytest -k cuda tests/device tests/attention/test_flashinfer.py
+	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/engine/test_lossless.py
 
 # Without torch's cache every tensor is an allocation of its own, whose ends memcheck knows.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
@@ -87,11 +87,11 @@ sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, th
 	@command -v compute-sanitizer > /dev/null || \
 	{ echo "make sanitize needs compute-sanitizer, which comes with the CUDA toolkit: it is not in PATH" >&2; exit 1; }
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck \
-	$(BIN)/python -m pytest -k "cuda and not test_device_graphs" --timeout 0 tests/test_device_*.py
-	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest -k cuda --timeout 0 tests/test_device_*.py
+	$(BIN)/python -m pytest -k "cuda and not test_device_graphs" --timeout 0 tests/device
+	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest -k cuda --timeout 0 tests/device
 
 guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (11 minutes)
-	$(BIN)/python tests/run_guards.py
+	$(BIN)/python tests/scenarios/run_guards.py
 
 prove: ## enumerate every interleaving of small ledgers (6 minutes; CASE=text for some of them)
 	cargo run --release --quiet -p specpool-check --bin prove -- $(if $(CASE),--case "$(CASE)",)
@@ -115,7 +115,7 @@ mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mu
 	--output target/mutants --jobs 2 --timeout 120 -- --lib --tests
 
 models: $(VENV)/.dev ## write docs/models.md: which models of transformers run (10 minutes)
-	cd tests && $(abspath $(BIN))/python -m survey > $(abspath docs/models.md)
+	cd tests/kits && $(abspath $(BIN))/python -m survey > $(abspath docs/models.md)
 
 bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
 	$(BIN)/python -m benches reserve

@@ -3,7 +3,7 @@
     python fuzz/regressions.py NAME
 
 Many of them once ended the process, hung it, or wrote half of what they should. Each ends in one of
-`REFUSALS` or with an answer, within 2 GiB and some seconds; `tests/test_fuzz.py` runs them all.
+`REFUSALS` or with an answer, within 2 GiB and some seconds. `tests/project/test_fuzz.py` runs all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many requests fit, and what keeps one more out: what the scheduler will do, said in advance.
 
-Two questions, each with the scheduler's own answer (tests/test_plan.py asks both):
+Two questions, each with the scheduler's own answer (tests/memory/test_plan.py asks both):
 
 - *at once*: so many requests, each with so many tokens, are admitted together to an empty pool.
   The scheduler admits while what each needs for its next round fits. They grow: some may be

@@ -1,0 +1,392 @@
+"""Laws of the command line: what it prints, and that an error is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import specpool
+from cli_kit import call
+from specpool.cli.generate.printer import MARKS
+from specpool.cli.options.shapes import shape_of
+
+
+def test_generate_with_nothing_else_given(capsys):
+    """The README's first command: text, marked drafts, the table, and the proof."""
+    code, out, err = call(capsys, "generate")
+    assert code == 0, err
+    assert "prompt 1" in out and "prompt 3" in out
+    assert MARKS[0] in out  # accepted drafts are marked where there is no colour
+    for row in ("rounds", "accept length", "tokens/s", "plain decoding", "0 leaked"):
+        assert row in out
+    (proof,) = [line for line in out.splitlines() if "identical to plain decoding" in line]
+    assert "yes" in proof
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--shape", "4x4x16", "--page-size", "3", "--placement", "shared"],
+        ["--draft", "specpool/tiny-eagle", "--layout", "holey", "--shape", "3x8x20"],
+        ["--policy", "double_buffer", "--temperature", "0.9", "--top-p", "0.9", "--top-k", "50"],
+        ["--draft", "none"],
+        ["--draft", "ngram"],
+        ["--draft", "ngram:6", "--shape", "4x4x16", "--page-size", "3", "--temperature", "0.9"],
+        ["--dtype", "bfloat16"],
+    ],
+)
+def test_generate_json_is_one_object(capsys, options):
+    code, out, err = call(capsys, "generate", "--json", "-n", "40", "-p", "seq: 1, 2, 3,", *options)
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["tokens"] == 40 == len(report["outputs"][0]["token_ids"])
+    assert not err
+    least, most = report["tokens_per_second_range"]
+    assert 0 < least <= report["tokens_per_second"] <= most and 1 <= report["runs"] <= 5
+    assert sum(int(n) * c for n, c in report["accept_histogram"].items()) >= 39
+    assert all(pool["leaked"] == 0 and pool["free"] == pool["pages"] for pool in report["pools"])
+    assert all(0 < pool["peak_used"] <= pool["pages"] for pool in report["pools"])
+    if "none" in options:  # there is nothing to compare it with
+        names = ("plain_tokens_per_second", "speedup", "identical_to_plain", "same_as_plain")
+        assert [report[name] for name in names] == [None] * 4
+        return
+    assert report["plain_tokens_per_second"] > 0 and report["same_as_plain"]
+    if "bfloat16" not in options:
+        assert report["identical_to_plain"]
+
+
+def test_without_drafts_nothing_is_said_of_drafting(capsys):
+    code, out, err = call(capsys, "generate", "-n", "8", "-p", "seq: 1,", "--draft", "none")
+    assert code == 0, err
+    assert "nothing is drafted" in out and "tokens/s" in out
+    assert "drafting" not in out and "identical" not in out and "accept length" not in out
+
+
+def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("seq: 1, 2, 3,\n\n[min]\n")
+    _, out, _ = call(capsys, "generate", "--json", "-n", "5", "--prompt-file", str(path))
+    outputs = json.loads(out)["outputs"]
+    assert [bytes(o["prompt_ids"]).decode() for o in outputs] == ["seq: 1, 2, 3,", "[min]"]
+    _, out, _ = call(capsys, "generate", "--json", "-n", "5", "--prompt-file", "-", stdin="a\nb")
+    assert [bytes(o["prompt_ids"]).decode() for o in json.loads(out)["outputs"]] == ["a\nb"]
+
+
+def test_exact_ancestry_pays_or_costs_nothing(capsys):
+    """The accept length with the true ancestors is at least that of upstream's reading."""
+    code, out, err = call(capsys, "generate", "--compare-ancestry", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["exact"]["accept_len"] >= result["branch"]["accept_len"] > 2
+
+
+def test_accept_length_of_the_shipped_pair():
+    """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
+    from specpool import Engine, SamplingParams, Shape
+    from specpool.assets import corpus
+    from specpool.cli.generate.report import mean_accept_len
+
+    prompts = corpus.prompts(24)
+    for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
+        for shape, least in ((Shape.eagle(3, 1, 4), 3.4), (Shape.eagle(4, 4, 16), 4.5)):
+            with Engine.from_pretrained(draft=draft, shape=shape, max_context_len=512) as engine:
+                outputs = engine.generate(
+                    prompts, SamplingParams(max_new_tokens=96, ignore_eos=True)
+                )
+                assert mean_accept_len(outputs) >= least, (draft, shape)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "/no/such/folder", "-p", "a"], "/no/such/folder"),
+        (["--draft", "/no/such/folder"], "/no/such/folder"),
+        (["--draft", "specpool/tiny"], "specpool|head"),
+        (["--shape", "3x1x9"], "got 9"),
+        (["--shape", "banana"], "banana"),
+        (["--page-size", "0"], "error: --page-size must be an integer in .1, 1048576., got 0"),
+        (["--num-pages", "2"], "2"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file"),
+        (["-p", ""], "prompt 0 is empty"),
+        (["--max-new-tokens", "0"], "error: --max-new-tokens must be"),
+        (["--temperature", "-1"], "error: --temperature must be a number in .0, 10000., got -1"),
+        (["--top-p", "2"], "error: --top-p must be"),
+        (["--dtype", "int3"], "int3"),
+        (["--device", "abacus"], "abacus"),
+        (["--batch", "0"], "error: --batch must be an integer in .1, 65536., got 0"),
+        (["--max-context-len", "64"], "64"),
+        (["--draft", "none", "--compare-ancestry"], "needs a draft model"),
+        (["--draft", "ngram", "--compare-ancestry"], "needs a draft model"),
+        (["--draft", "ngram:0"], "must be an integer in .1, 32., got 0"),
+        (["--draft", "ngram:x"], "needs a number n in .1, 32., got 'ngram:x'"),
+        (["--placement", "nowhere"], "nowhere"),
+        (["--no-such-option"], "no-such-option"),
+        (["--threads", "0"], "error: --threads must be"),
+    ],
+)
+def test_bad_options_give_one_message_and_exit_code_2(capsys, args, message):
+    import re
+
+    code, out, err = call(capsys, "generate", *args)
+    assert code == 2
+    assert re.search(message, err), err
+    assert "Traceback" not in out + err
+
+
+def test_a_head_for_another_target_is_refused(capsys, tmp_path):
+    """The message names both sizes."""
+    import shutil
+
+    from specpool.assets import resolve
+
+    shutil.copytree(resolve("specpool/tiny-eagle3"), tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"vocab_size": 300}))
+    code, _, err = call(capsys, "generate", "--draft", str(tmp_path / "head"))
+    assert code == 2
+    assert "300" in err and "259" in err
+
+
+def test_ctrl_c_ends_cleanly(tmp_path):
+    """SIGINT in the middle of the text: exit code 130, one line, no traceback."""
+    command = [sys.executable, "-m", "specpool", "generate", "-n", "1900"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "prompt 1" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted: requests aborted, pages returned" in out
+    assert "Traceback" not in out + err
+
+
+def test_version_and_info(capsys):
+    assert call(capsys, "--version")[1].strip() == f"specpool {specpool.__version__}"
+    _, out, _ = call(capsys, "info", "--json")
+    found = json.loads(out)
+    assert found["versions"]["specpool"] == specpool.__version__
+    assert found["back ends"]["torch, cpu"].startswith("works")
+    assert "transformers" in call(capsys, "info")[1]
+
+
+def test_bench_generate_prints_the_agreed_object(capsys, tmp_path):
+    picture = tmp_path / "bench.png"
+    args = ("--tokens", "8", "--batch", "1", "--repeats", "1", "--requests", "3")
+    args += ("--plot", str(picture))
+    code, out, err = call(capsys, "bench", "generate", "--json", *args)
+    assert code == 0, err
+    report = json.loads(out)
+    assert {"date", "cpu", "torch", "threads"} <= set(report["machine"])
+    for result in report["results"]:
+        assert set(result) == {"name", "value", "unit", "reference", "reference_value", "ratio"}
+        assert result["ratio"] == pytest.approx(result["value"] / result["reference_value"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    names = [result["name"] for result in report["results"]]
+    assert sum("3 requests of about 8 tokens, 1 rows" in name for name in names) == 4
+    assert call(capsys, "bench", "generate", "--repeats", "0")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "/no/such/folder", "--draft", "x"], "/no/such/folder"),
+        (["--target", "no/such-hub-name", "--draft", "x"], "no/such-hub-name"),
+        (["--device", "abacus"], "abacus"),
+        (["--tokens", "1921"], "prompts of 128 tokens and 1921 new ones .* 2048"),
+        (["--plot", "/no/such/folder/x.png"], "/no/such/folder"),
+        (["--plot", "picture.nope"], "nope"),
+        (["--shape", "none"], "shape none drafts nothing"),
+    ],
+)
+def test_bad_bench_options_are_refused_before_anything_is_measured(capsys, args, message):
+    import re
+
+    code, out, err = call(capsys, "bench", "generate", "--batch", "1", "--repeats", "1", *args)
+    assert code == 2
+    assert re.search(message, err), err
+    assert out == ""
+
+
+def run_raw(*args: bytes | str, stdin: bytes = b"", **environment: str):
+    """The command in a process of its own; bytes in, bytes out."""
+    command = [sys.executable, "-m", "specpool", "generate", "-n", "6", *args]
+    environment = {**os.environ, "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, input=stdin, capture_output=True, env=environment, check=False)
+
+
+def test_a_terminal_without_unicode_gets_what_it_can_show():
+    run = run_raw("-p", "a", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0, run.stderr
+    assert b"identical to plain decoding" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin"), [(["-p", b"ab\xff"], b""), (["--prompt-file", "-"], b"ab\xff")]
+)
+def test_bytes_that_are_no_text_are_refused(args, stdin):
+    run = run_raw(*args, stdin=stdin, PYTHONIOENCODING="utf-8", LC_ALL="C.UTF-8")
+    assert run.returncode == 2
+    assert b"error: " in run.stderr and b"Traceback" not in run.stderr
+
+
+def test_text_is_printed_as_it_is(capsys):
+    """Neither markup nor names of emoji are read into it."""
+    prompt = "[bold]x[/bold] :smile: [/] \\"
+    _, out, _ = call(capsys, "generate", "-n", "4", "-p", prompt)
+    assert prompt in out
+
+
+def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
+    """The others' text and the table are still printed, and the error names the position."""
+    import torch
+
+    from specpool.models import TargetModel
+
+    forward = TargetModel.forward
+
+    def failing(self, token_ids, positions, batch, logits_index=None):
+        output = forward(self, token_ids, positions, batch, logits_index)
+        if logits_index is None:
+            output.logits = output.logits.clone()
+            output.logits[positions == 9] = torch.nan
+        return output
+
+    monkeypatch.setattr(TargetModel, "forward", failing)
+    code, out, err = call(capsys, "generate", "-n", "30", "-p", "a", "--draft", "none")
+    assert code == 2
+    assert "position 9" in err
+    assert "0 leaked" in out
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("3", (3, 1, 4)), ("chain:3", (3, 1, 4)), ("4x4x16", (4, 4, 16)),
+        ("tree:4x4x16", (4, 4, 16)), ("none", (0, 1, 1)), ("0", (0, 1, 1)),
+    ],
+)  # fmt: skip
+def test_shape_text(text, numbers):
+    assert shape_of(text) == specpool.Shape(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4x4", "a shape is chain:S .*, got '4x4'"),
+        ("-1", "a shape is .*, got '-1'"),
+        ("3_0", "a shape is .*, got '3_0'"),
+        ("tree:2x2x99", "'tree:2x2x99' cannot be built: .*99"),
+        ("9999999", "'9999999' cannot be built: .*9999999"),
+    ],
+)
+def test_a_shape_that_cannot_be_names_the_option(text, says):
+    with pytest.raises(specpool.ConfigError, match=f"^--shape: {says}"):
+        shape_of(text)
+
+
+def test_import_is_light():
+    """`import specpool` loads neither torch nor transformers nor CuPy."""
+    code = (
+        "import sys, specpool; "
+        "print([m for m in ('torch', 'transformers', 'cupy', 'rich', 'typer') if m in sys.modules])"
+    )
+    run = [sys.executable, "-c", code]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_without_the_extra_the_message_says_what_to_install(tmp_path):
+    """A bare wheel: `Engine` and the command name the missing package and the extra."""
+    for name in ("torch", "typer"):
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError('no {name}', name='{name}')"
+        )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "specpool"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "the command line needs typer: pip install 'specpool[cli]'" in run.stderr
+    code = "import specpool; specpool.Engine"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "specpool.Engine needs torch: pip install 'specpool[hf]'" in run.stderr
+
+
+def test_the_package_works_from_any_folder(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "specpool", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.startswith("specpool ")
+    assert not list(Path(tmp_path).iterdir())
+
+
+@pytest.fixture(scope="module")
+def long_log(tmp_path_factory) -> Path:
+    """Its events fill more than one buffer of standard output."""
+    path = tmp_path_factory.mktemp("log") / "long.log"
+    group = specpool.Group("kv", page_size=4, num_pages=9)
+    ledger = specpool.Ledger([group], [], num_rows=1, max_context_len=16, record=path)
+    for _ in range(1000):
+        ledger.finish(ledger.admit("a tag"))
+    ledger.close()
+    return path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["replay", "LOG"],
+        ["replay", "LOG", "--quiet"],
+        ["inspect", "LOG"],
+        ["generate", "-n", "4", "-p", "a"],
+        ["--help"],
+    ],
+)
+def test_output_to_a_full_disk_is_one_line_and_exit_code_2(long_log, args):
+    command = [sys.executable, "-m", "specpool"]
+    command += [str(long_log) if arg == "LOG" else arg for arg in args]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == "error: cannot write the output: No space left on device\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error(long_log):
+    command = [sys.executable, "-m", "specpool", "replay", str(long_log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_closed_standard_output_is_no_error():
+    command = f"'{sys.executable}' -m specpool --version >&-"
+    run = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -1,0 +1,428 @@
+"""Laws of the command line's options: refused at once, named as typed, each with help."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specpool
+from benches.__main__ import app as benches_app
+from cli_kit import call
+from paths import ROOT
+from specpool import ConfigError
+from specpool.assets import resolve
+from specpool.cli.commands import app
+from specpool.cli.options.groups import PlaceOptions, grouped
+from specpool.cli.options.names import with_option_names
+from specpool.cli.options.prompts import Given, read_prompts
+
+# Runs commands one after the other in one process: [code, stdout, stderr, heavy modules] of each.
+RUNNER = """
+import contextlib, importlib.abc, io, json, sys
+
+blocked = json.loads(sys.argv[2])
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"no {name}", name=name)
+
+sys.meta_path.insert(0, Block())
+from benches.__main__ import main as run_bench
+from specpool.cli import main
+
+found = []
+for args in json.loads(sys.argv[1]):
+    run = run_bench if args[:1] == ["benches"] else main
+    sys.argv = args if run is run_bench else ["specpool", *args]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run()
+        except SystemExit as end:
+            code = end.code or 0
+    heavy = [name for name in ("torch", "transformers") if name in sys.modules]
+    found.append([code, out.getvalue(), err.getvalue(), heavy])
+print(json.dumps(found))
+"""
+HEAVY = ["torch", "transformers", "safetensors", "huggingface_hub"]
+
+
+def run_all(commands: list[list[str]], blocked: list[str]) -> list[tuple[int, str, str, list[str]]]:
+    run = subprocess.run(
+        [sys.executable, "-c", RUNNER, json.dumps(commands), json.dumps(blocked)],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        cwd=ROOT,  # where `benches` is
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+MODEL = [
+    (["--target", "/no/such"], "--target: no model at '/no/such': there is no such folder"),
+    (
+        ["--target", "specpool/tony"],
+        "--target: no model at 'specpool/tony': there is no such folder",
+    ),
+    (["--target", "a b"], "--target: no model at 'a b': there is no such folder"),
+    (["--draft", "/no/such"], "--draft: no model at '/no/such': there is no such folder"),
+    (["--draft", "ngram:99"], "the n of ngram:n must be an integer in [1, 32], got 99"),
+    (["--shape", "3x1x9"], "--shape: '3x1x9' cannot be built"),
+    (["--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+    (["--threads", "0"], "--threads must be an integer in [1, 1024], got 0"),
+    (["--page-syze", "3"], "No such option: --page-syze"),
+]
+ENGINE = [
+    *MODEL,
+    (["--dtype", "int3"], "--dtype must be one of float32, bfloat16, float16, auto, got 'int3'"),
+    (["--page-size", "0"], "--page-size must be an integer in [1, 1048576], got 0"),
+    (["--page-size", "x"], "Invalid value for '--page-size': must be of type integer"),
+    (["--placement", "x"], "Invalid value for '--placement': 'x' is not one of 'split', 'shared'"),
+    (["--overlap-depth", "2"], "--overlap-depth must be an integer in [0, 1], got 2"),
+    (["--prefill-tokens", "0"], "--prefill-tokens must be an integer in [1, "),
+    (["--max-context-len", "1"], "--max-context-len must be an integer in [2, "),
+    (["--num-pages", "0"], "--num-pages must be an integer in [1, "),
+    (["--kv-bytes", "lots"], "--kv-bytes must be bytes, such as 80GiB (2^30)"),
+    (["--host-bytes", "-1"], "--host-bytes must be bytes, such as 80GiB (2^30)"),
+    (["--num-pages", "9", "--kv-bytes", "1GiB"], "--num-pages and --kv-bytes both say"),
+    (["--offload", "always"], "--offload says who goes to host memory: give --host-bytes too"),
+    (["--attention", "flash"], "--attention must be one of torch, flashinfer, got 'flash'"),
+    (["--graph-sizes", "1;2"], "--graph-sizes must be batch sizes with commas between"),
+    (["--graph-sizes", "1,2"], "--graph-sizes [1, 2] are of CUDA graphs: give --device cuda"),
+    (["--headroom", "-1"], "--headroom must be an integer in [0, "),
+    (["--busy-check", "3"], "--busy-check must be an integer in [0, 2], got 3"),
+    (["--on-finding", "quarantine"], "--on-finding says what a busy check does: give --busy-check"),
+    (["--max-new-tokens", "0"], "--max-new-tokens must be an integer in [1, "),
+    (["--temperature", "nan"], "--temperature must be a number in [0, 10000], got nan"),
+    (["--top-k", "5"], "--top-k 5 does nothing at temperature 0"),
+    (["--top-p", "0.5"], "--top-p 0.5 does nothing at temperature 0"),
+    (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round, --shape"),
+    (["--adaptive", "/no/such.json"], "/no/such.json"),
+    (["--draft", "none", "--shape", "3"], "--shape drafts, but there is no draft model"),
+    (["--draft", "none", "--adaptive", "cost"], "--adaptive chooses what to draft: give --draft"),
+]
+GENERATE = [
+    (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
+    (["--samples", "0"], "--samples must be an integer in [1, 65536], got 0"),
+    (["--worker", "v3"], "--worker must be one of auto, v1, v2, got 'v3'"),
+    (["--worker", "v1", "--overlap-depth", "1"], "it needs --overlap-depth 0, got 1"),
+    (["--prompt-ids", "1,x"], "--prompt-ids must be token ids with commas between"),
+    (["--prompt-file", "/no/such"], "cannot read the prompt file /no/such"),
+    (["--prompt-format", "jsonl"], "--prompt-format jsonl is of a file: give --prompt-file"),
+    (["--compare-ancestry", "--draft", "ngram"], "--compare-ancestry needs a draft model"),
+    (["--compare-ancestry", "--shape", "3"], "--compare-ancestry needs a tree, topk above 1"),
+    (["--compare-ancestry", "--adaptive", "ema"], "--compare-ancestry takes one shape"),
+]
+TUNE = [
+    (["--candidates", "tree:1"], "--candidates: a shape is"),
+    (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
+    (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
+    (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
+    (["--policy", "best"], "--policy must be one of"),
+    (["--force"], "--force says to write over a file: give --out too"),
+    (["--out", "/no/such/x.json"], "cannot write /no/such/x.json: there is no folder /no/such"),
+    (["--draft", "none"], "tune needs a draft model: give --draft"),
+    *(case for case in MODEL if case[0][0] != "--shape"),
+]
+BENCH_GENERATE = [
+    *MODEL,
+    (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
+    (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
+    (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
+    (["--requests", "-1"], "--requests must be an integer in [0, 1024], got -1"),
+    (["--draft", "none"], "bench generate needs a draft model"),
+    (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round"),
+    (["--plot", "/no/such/x.png"], "there is no folder /no/such"),
+]
+BENCHES = {
+    "host": [
+        *MODEL,
+        (["--repeats", "0"], "--repeats must be"),
+        (["--draft", "none", "--shape", "3"], "--shape drafts, but there is no draft model"),
+    ],
+    "session": [
+        *MODEL,
+        (["--history", "3"], "--history must be"),
+        (["--new", "0"], "--new must be"),
+    ],
+    "adaptive": [
+        (["--rounds", "-1"], "--rounds must be"),
+        (["--rounds", "0", "--repeats", "0"], "there is nothing to measure"),
+        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N"),
+    ],
+    "windows": [
+        (["--family", "lama"], "--family must be one of mistral"),
+        (["--window", "0"], "--window must be"),
+    ],
+    "reserve": [
+        (["--page-size", "0"], "--page-size must be"),
+        (["--seed", "1"], "only --trace takes"),
+    ],
+    "ledger": [(["--batch", "0"], "--batch must be"), (["--layout", "x"], "--layout must be")],
+    "scheduler": [(["--shape", "x"], "--shape: a shape is"), (["--depth", "2"], "--depth must be")],
+}
+NUMBERS = ["--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--max-context-len", "64"]
+OTHERS = [
+    (["generat"], "No such command 'generat'"),
+    (["plan"], "Missing option '--memory'"),
+    (
+        ["plan", "--memory", "1GiB", *NUMBERS, "--depth", "2"],
+        "--depth must be an integer in [0, 1]",
+    ),
+    (["plan", "--memory", "1GiB", "--target", "/no"], "no model at '/no': there is no such folder"),
+    (["replay", "/no/such"], "/no/such"),
+    (["replay", "x", "--at", "1", "--against", "y"], "--against and --at are two questions"),
+    (["replay", "x", "--at", "1", "--quiet"], "--quiet is of the whole log's summary"),
+    (["inspect", "x", "--frames", "9"], "--frames is of a page: give --html too"),
+    (["inspect", "x", "--html", "y", "--frames", "1"], "--frames must be an integer in [2, "),
+    (["sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns are two ways"),
+    (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
+]
+REFUSED = [
+    *((["generate", *args], text) for args, text in [*ENGINE, *GENERATE]),
+    *((["chat", *args], text) for args, text in ENGINE),
+    *(
+        (["chat", *args], text)
+        for args, text in [(["--max-sessions", "-1"], "--max-sessions must")]
+    ),
+    *((["tune", *args], text) for args, text in TUNE),
+    *((["bench", "generate", *args], text) for args, text in BENCH_GENERATE),
+    *((["benches", name, *args], text) for name, cases in BENCHES.items() for args, text in cases),
+    *OTHERS,
+]
+
+
+def test_a_refusal_is_one_line_before_any_heavy_import():
+    """Torch is not even imported: it may not be installed."""
+    for (args, text), (code, out, err, heavy) in zip(
+        REFUSED, run_all([args for args, _ in REFUSED], blocked=[]), strict=True
+    ):
+        assert (code, out) == (2, ""), (args, err)
+        assert err.startswith("error: ") and err.count("\n") == 1, (args, err)
+        assert text in err, (args, err)
+        assert heavy == [], args
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "short.log"
+    ledger = specpool.Ledger(
+        [specpool.Group("kv", page_size=4, num_pages=9)],
+        [],
+        num_rows=1,
+        max_context_len=16,
+        record=path,
+    )
+    for _ in range(5):
+        ledger.finish(ledger.admit("a tag"))
+    ledger.close()
+    return path
+
+
+def test_commands_that_need_no_model_need_no_torch(log, tmp_path):
+    plan = ["plan", "--memory", "1GiB", "--json"]
+    commands = [
+        [*plan, *NUMBERS],
+        [*plan, "--target", "specpool/tiny"],
+        [*plan, "--target", resolve("specpool/tiny"), "--draft", "specpool/tiny-eagle3"],
+        ["replay", str(log)],
+        ["inspect", str(log)],
+        ["inspect", str(log), "--html", str(tmp_path / "page.html")],
+        ["sim", "--rounds", "50"],
+        ["info"],
+        ["benches", "reserve", "--json"],
+        ["--help"],
+        ["generate", "--help"],
+    ]
+    for args, (code, out, err, heavy) in zip(commands, run_all(commands, HEAVY), strict=True):
+        assert (code, heavy) == (0, []), (args, err)
+        assert out, args
+
+
+def test_what_a_plan_lacks_without_transformers_is_said(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    plan = ["plan", "--memory", "1GiB", "--target"]
+    by_folder, by_name = run_all([[*plan, str(tmp_path)], [*plan, "owner/model"]], HEAVY)
+    assert (
+        by_folder[0] == 2
+        and "takes transformers to read: pip install 'specpool[hf]', or give" in (by_folder[2])
+    )
+    assert by_name[0] == 2 and "a hub name needs huggingface_hub: pip install" in by_name[2]
+
+
+def test_the_engines_import_leaves_transformers_alone():
+    code = (
+        "import sys\nfrom specpool import ConfigError, Engine\n"
+        "from specpool.models import TargetModel\n"
+        "for wrong in (None, 5):\n"
+        "    try:\n"
+        "        Engine.from_pretrained(wrong)\n"
+        "    except ConfigError as error:\n"
+        "        assert 'the target is a folder' in str(error)\n"
+        "print([name for name in ('transformers', 'tokenizers') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def commands_of(group, name: str):
+    """Every command below the group, with its name."""
+    yield name, group
+    for each, command in getattr(group, "commands", {}).items():
+        yield from commands_of(command, f"{name} {each}")
+
+
+def test_every_option_has_help(capsys):
+    """And no word of it is cut, however narrow the terminal."""
+    import typer
+
+    ours, benches = map(typer.main.get_command, (app, benches_app))
+    num_options = 0
+    for name, command in [*commands_of(ours, ""), *commands_of(benches, "benches")]:
+        _, out, _ = call(capsys, *name.split(), "--help")
+        for param in command.params:
+            if param.name == "help":
+                continue
+            text = getattr(param, "help", None)
+            assert text, f"{name} {param.name}"
+            # What stands in brackets may be put together with a range or a default.
+            words = "".join(text.split("[default")[0].split())
+            assert words in "".join(out.split()), f"{name} {param.name}"
+            num_options += 1
+    assert num_options > 150
+
+
+def test_the_list_of_commands_is_not_cut(capsys):
+    """Each first sentence stands in it whole, also on a narrow terminal."""
+    import typer
+
+    for name, command in commands_of(typer.main.get_command(app), ""):
+        if not getattr(command, "commands", {}):
+            continue
+        for width in ("60", "80"):
+            run = subprocess.run(
+                [sys.executable, "-m", "specpool", *name.split(), "--help"],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "COLUMNS": width},
+                check=True,
+            )
+            words = "".join(run.stdout.split())
+            for each, listed in command.commands.items():
+                first = listed.help.split("\n")[0].split(". ")[0].rstrip(".")
+                assert "".join(first.split()) in words, f"{name} {each} at {width}: {first}"
+
+
+def test_a_group_of_options_stands_where_its_parameter_is():
+    seen = []
+
+    def command(*, first: int = 1, place: PlaceOptions, last: str = "x") -> None:
+        seen.append((first, place, last))
+
+    names = ["first", "dtype", "device", "threads", "trust_remote_code", "last"]
+    assert [*inspect.signature(grouped(command)).parameters] == names
+    grouped(command)(first=2, dtype=None, device="cuda", threads=3, trust_remote_code=True, last="")
+    place = PlaceOptions(device="cuda", threads=3, trust_remote_code=True)
+    assert seen == [(2, place, "")]
+
+
+def test_no_command_prints_the_help():
+    for args in ([], ["bench"], ["benches"]):
+        ((code, out, err, _),) = run_all([args], [])
+        assert (code, out) == (2, "") and err.startswith("Usage: ")
+
+
+def test_messages_name_options():
+    options = {"page_size": "--page-size", "shape": "--shape", "batch": "--batch", "n": "-n"}
+    for text, named in {
+        "page_size must be 3": "--page-size must be 3",
+        "x: page_size 3, max_batch 4": "x: --page-size 3, --batch 4",
+        "shape must be a shape": "--shape must be a shape",
+        "shape of a batch": "shape of a batch",
+        "/tmp/page_size/x 'max_batch'": "/tmp/page_size/x 'max_batch'",
+    }.items():
+        assert with_option_names(text, options) == named
+
+
+@pytest.mark.parametrize(
+    ("args", "warning"),
+    [
+        (["--seed", "3"], "--seed changes nothing at --temperature 0"),
+        (["--samples", "2"], "--samples 2 are all the same at --temperature 0"),
+        (["--layout", "holey"], "--layout holey changes nothing without a tree"),
+        (
+            ["--draft", "none", "--placement", "shared"],
+            "--placement shared changes nothing without",
+        ),
+    ],
+)
+def test_what_changes_nothing_is_said(capsys, args, warning):
+    code, out, err = call(capsys, "generate", "--json", "-n", "4", "-p", "a", *args)
+    assert code == 0, err
+    assert json.loads(out)["outputs"]
+    assert f"warning: {warning}" in err
+
+
+def test_memory_is_given_in_bytes(capsys):
+    how = ("generate", "--json", "-n", "4", "-p", "a", "--kv-bytes", "1MiB", "--batch", "2")
+    code, out, err = call(capsys, *how, "--host-bytes", "1MiB", "--max-context-len", "256")
+    assert code == 0, err
+    pages = {pool["group"]: pool["pages"] for pool in json.loads(out)["pools"]}
+    assert pages["target"] == (1 << 20) // (2 * (16384 + 4096)) - 1  # page 0 is beside them
+
+
+def test_prompts_of_every_form(capsys, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        "two\nlines",
+        [97, 98],
+        {"prompt": "c\u2028d"},
+        {"prompt": [99]},
+        {"id": 3, "prompt": "e"},
+    ]
+    path.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    how = ("generate", "--json", "-n", "3", "--prompt-file", str(path), "--prompt-format", "jsonl")
+    code, out, err = call(capsys, *how, "-p", "x", "--prompt-ids", "104, 105")
+    assert code == 0, err
+    prompts = [bytes(o["prompt_ids"]).decode() for o in json.loads(out)["outputs"]]
+    assert prompts == ["x", "hi", "two\nlines", "ab", "c\u2028d", "c", "e"]
+    code, out, err = call(capsys, *how[:-1], "whole")
+    assert bytes(json.loads(out)["outputs"][0]["prompt_ids"]).decode() == path.read_text()
+    code, out, err = call(capsys, "generate", "-n", "3", "--prompt-ids", "104,105")
+    assert code == 0 and "[104, 105]" in out
+
+
+def test_messages_of_a_file_are_a_chat():
+    chat = [{"role": "user", "content": "hi"}]
+    path = Path("chat.jsonl")
+    given = Given([], [], str(path), "jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *args, **options: json.dumps({"messages": chat}))
+        assert read_prompts(given, "specpool/tiny", 1) == [chat]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"prompt": "a"', "line 1 is no JSON"),
+        ('"a"\n3', "line 2 must be a text, a list of token ids, or an object with 'prompt'"),
+        ("[]", "line 1 must be a text"),
+        ("[1, true]", "line 1 must be a text"),
+        ('{"prompt": "a", "messages": []}', "line 1 must be a text"),
+        ("[" * 100_000, "line 1 is no JSON"),
+        (" \n", "holds no prompt"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_refused_with_its_number(tmp_path, text, says):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_prompts(Given([], [], str(path), "jsonl"), "specpool/tiny", 1)

@@ -1,0 +1,108 @@
+"""`docs/architecture.md` names every folder of the packages, and only functions that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import pairwise
+
+import pytest
+
+from paths import ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CELLS = re.compile(r"^\|(.*)\|$", re.MULTILINE)
+NAME, FILE = re.compile(r"`([\w.:]+)`"), re.compile(r"`((?:python|rust|cuda)/[\w/.-]+\.\w+)`")
+
+
+def steps() -> list[tuple[str, str]]:
+    """Each line of a table that names a function and its file: (name, file)."""
+    found = []
+    for line in CELLS.findall(PAGE):
+        cells = [cell.strip() for cell in line.split("|")]
+        for name, file in pairwise(cells):
+            if NAME.fullmatch(name) and FILE.fullmatch(file):
+                found.append((name.strip("`"), file.strip("`")))
+    return found
+
+
+def python_functions(text: str) -> set[str]:
+    """The functions of a module, and the methods of its classes as `Class.name`."""
+    found, functions = set(), (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.parse(text).body:
+        if isinstance(node, functions):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{each.name}" for each in node.body if isinstance(each, functions)
+            }
+    return found
+
+
+def rust_functions(text: str) -> set[str]:
+    """The functions of a file, and those of its impl blocks as `Type::name`."""
+    found = set(re.findall(r"^(?:pub(?:\([a-z]+\))? )?fn (\w+)", text, re.MULTILINE))
+    for kind, body in re.findall(r"^impl(?:<[^>]*>)? (\w+).*?\{\n(.*?)^\}", text, re.M | re.S):
+        names = re.findall(r"^    (?:pub(?:\([a-z]+\))? )?(?:const )?fn (\w+)", body, re.MULTILINE)
+        found |= {f"{kind}::{name}" for name in names}
+    return found
+
+
+def folders() -> set[str]:
+    """The folders that hold the sources of the packages."""
+    roots = {"python/specpool": "py", "rust/specpool-core/src": "rs"}
+    found = {"rust/specpool-py", "rust/specpool-check", "cuda"}
+    for root, ending in roots.items():
+        for path in (ROOT / root).rglob(f"*.{ending}"):
+            found.add(path.parent.relative_to(ROOT).as_posix())
+    return found | {"tests", "benches", "fuzz", "examples", "docs"}
+
+
+@pytest.mark.parametrize(("name", "file"), sorted(set(steps())))
+def test_every_step_of_a_walk_is_a_function_of_its_file(name, file):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = python_functions(text) if file.endswith(".py") else rust_functions(text)
+    assert name in found, f"docs/architecture.md: {file} has no {name}"
+
+
+def test_the_walks_are_whole():
+    """A table in another form would be skipped, not checked."""
+    walks = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    for walk in (part for part in walks if part.startswith(("Walk", "Where is it"))):
+        rows = [line for line in CELLS.findall(walk) if "---" not in line][1:]
+        named = [line for line in rows if len(NAME.findall(line)) >= 1 and FILE.search(line)]
+        assert len(rows) >= 10 and named == rows, walk.splitlines()[0]
+    assert len(steps()) >= 60
+
+
+@pytest.mark.parametrize("folder", sorted(folders()))
+def test_every_folder_has_its_sentence(folder):
+    sentences = re.findall(rf"^\| `{re.escape(folder)}` \| (.+) \|$", PAGE, re.MULTILINE)
+    assert len(sentences) == 1 and sentences[0].endswith(".")
+
+
+def test_no_folder_that_is_gone_is_named():
+    for folder in re.findall(r"^\| `([\w/-]+)` \| [^|]+ \|$", PAGE, re.MULTILINE):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def test_a_wrong_name_is_noticed():
+    text = "class A:\n    def f(self): ...\n\ndef g(): ...\n"
+    assert python_functions(text) == {"A.f", "g"}
+    text = (
+        "impl A {\n    pub(crate) fn f() {\n    }\n}\n\nimpl B {\n    fn h() {}\n}\n\nfn g() {}\n"
+    )
+    assert rust_functions(text) == {"A::f", "B::h", "g"}
+
+
+def test_the_layers_are_those_that_lint_checks():
+    """The list in the page has the folders of `[tool.importlinter]` in its order."""
+    block = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert block is not None
+    rows = re.findall(r'"([^"]+)"', block[1])
+    expected = [
+        {part.strip().removeprefix("specpool.") for part in row.split(" : ")} for row in rows
+    ]
+    (text,) = re.findall(r"^```text\n(cli -> .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    shown = [{part.strip() for part in row.split(",")} for row in text.split("->")]
+    assert shown == expected

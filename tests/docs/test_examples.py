@@ -1,0 +1,87 @@
+"""The examples run, and print what they promise."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from paths import ROOT, VECTORS
+
+
+def run(name: str, *args: str) -> str:
+    """The output of an example, run as a reader would."""
+    command = [sys.executable, str(ROOT / "examples" / name), *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_scheduler_serves_everybody_and_leaks_nothing():
+    numbers = [int(number) for number in re.findall(r"\d+", run("scheduler.py"))]
+    requests, rounds, retractions, free, pages, fenced, free_rows, rows = numbers
+    assert (free, fenced, free_rows) == (pages, 0, rows)
+    assert rounds > requests and retractions > 0
+
+
+@pytest.mark.skipif(shutil.which("cargo") is None, reason="needs cargo")
+def test_the_schedulers_in_rust_and_python_are_twins():
+    command = ["cargo", "run", "--quiet", "--package", "specpool-core", "--example", "scheduler"]
+    rust = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert run("scheduler.py") == rust
+
+
+def test_the_scheduler_needs_numpy_alone():
+    code = (
+        "import sys, runpy; runpy.run_path(sys.argv[1], run_name='__main__'); "
+        "print([name for name in ('torch', 'transformers', 'rich') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "examples" / "scheduler.py")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_prompt_lookup_is_accepted():
+    tokens, rounds, accept_len = re.findall(r"[\d.]+", run("prompt_lookup.py").splitlines()[-1])
+    assert int(tokens) == 96 and int(rounds) < 48
+    assert float(accept_len) > 2
+
+
+def test_the_adapter_gives_sglangs_figures():
+    cases = json.loads((VECTORS / "sizing.json").read_text())["cases"]
+    out = run("sglang_adapter.py", str(VECTORS / "sizing.json"))
+    num_cases, num_run, num_recorded = (int(number) for number in re.findall(r"\d+", out))
+    assert (num_cases, num_recorded) == (len(cases), sum(len(case["committed"]) for case in cases))
+    if "SPECPOOL_VECTORS" not in os.environ:
+        assert num_run > num_recorded / 3
+
+
+@pytest.mark.parametrize(
+    "field", ["alloc_len_per_decode", "reserve_per_decode", "next_allocated", "tokens_required"]
+)
+def test_the_adapters_comparison_can_fail(monkeypatch, tmp_path, field):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    adapter = importlib.import_module("sglang_adapter")
+    case = {
+        "page_size": 4,
+        "topk": 2,
+        "num_steps": 2,
+        "num_draft_tokens": 4,
+        "alloc_len_per_decode": 16,
+        "reserve_per_decode": 32,
+        "committed": [9, 12],
+        "allocated": [12, 40],
+        "next_allocated": [44, 44],
+        "tokens_required": 36,
+    }
+    path = tmp_path / "sizing.json"
+    path.write_text(json.dumps({"cases": [case]}))
+    assert adapter.compare(path) == (1, 2, 2)
+    worse = [44, 48] if field == "next_allocated" else case[field] + 4
+    path.write_text(json.dumps({"cases": [case | {field: worse}]}))
+    with pytest.raises(AssertionError):
+        adapter.compare(path)

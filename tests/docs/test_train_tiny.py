@@ -1,0 +1,103 @@
+"""The training example runs, and what it writes is what the package reads."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paths import ROOT
+from specpool.models.eagle.head import EagleHead
+
+EXAMPLE = ROOT / "examples" / "train_tiny"
+MODULES = ("corpus", "byte_tokenizer", "train_target", "train_head")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The example's modules, with windows short enough for a test."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    modules = {name: importlib.import_module(name) for name in MODULES}
+    monkeypatch.setattr(modules["train_target"], "LENGTH", 24)
+    monkeypatch.setattr(modules["train_head"], "LENGTH", 24)
+    yield modules
+    for name in MODULES:
+        sys.modules.pop(name)
+
+
+def load(folder: Path, target: torch.nn.Module) -> EagleHead:
+    config = target.config
+    return EagleHead.from_pretrained(
+        folder,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        embedding_weight=target.model.embed_tokens.weight,
+        lm_head_weight=target.lm_head.weight,
+    )
+
+
+def test_target_and_heads_train_in_a_second_and_load(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    train_head, kinds = example["train_head"], example["train_head"].Kind
+    example["train_target"].main(tmp_path / "target", minutes=0.01, hidden_size=64, num_layers=4)
+    target = LlamaForCausalLM.from_pretrained(tmp_path / "target").float()
+    for kind in kinds:
+        train_head.main(tmp_path / "target", tmp_path / kind.value, kind=kind, minutes=0.01)
+        assert load(tmp_path / kind.value, target).kind == kind.value
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_the_shipped_heads_are_heads_of_the_example(
+    name: str, example: dict[str, ModuleType]
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    tiny = Path(str(resources.files("specpool") / "assets" / "tiny"))
+    target = LlamaForCausalLM.from_pretrained(tiny / "target").float().eval()
+    train_head = example["train_head"]
+    kind = train_head.Kind(name.removesuffix("1"))
+    layers = (1, 2, 3) if name == "eagle3" else ()
+    config = train_head.head_config(target, kind, layers)
+    shipped = json.loads((tiny / name / "config.json").read_text())
+    assert config == shipped
+    head = train_head.Head(config, kind, target)
+    state = load_file(tiny / name / "model.safetensors")
+    missing, unexpected = head.load_state_dict(state, strict=False)
+    assert missing == []
+    assert set(unexpected) <= {"embed_tokens.weight"}
+    tokens = next(example["corpus"].batches(example["corpus"].validation_tokens(), 2, 64, seed=9))
+    with torch.no_grad():
+        inputs = train_head.run_target(target, tokens, layers)
+        agreement = train_head.unroll(head, tokens, *inputs)[1]
+    # Trained to 0.9 in every step of the unroll.
+    assert agreement.min() > 0.75
+
+
+def test_the_shipped_tokenizer_is_the_examples(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """Its ids are bytes, and any bytes survive the way there and back."""
+    from transformers import AutoTokenizer
+
+    example["byte_tokenizer"].save_tokenizer(tmp_path, 2048)
+    shipped = Path(str(resources.files("specpool") / "assets" / "tiny" / "target"))
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert made == json.loads((shipped / "tokenizer.json").read_text())
+    for folder in (tmp_path, shipped):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = 'def f(x):\n    return "\u00e9\u2603"  \n'
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+        assert (tokenizer.eos_token_id, len(tokenizer)) == (257, 259)

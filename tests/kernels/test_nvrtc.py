@@ -1,0 +1,139 @@
+"""Every kernel through NVRTC, for the GPUs of three generations and both CUDA majors."""
+
+from pathlib import Path
+
+import pytest
+
+import cuda_host
+import nvrtc
+from cuda_host import source
+from paths import ROOT
+from specpool.kernels import launch
+
+PLANTED = Path(cuda_host.__file__).parent / "planted"
+LAWS = PLANTED / "laws.cu"
+KERNELS = [
+    *sorted((ROOT / "cuda").glob("*.cu")),
+    PLANTED / "move_rows.cu",
+    PLANTED / "prefix_sum.cu",
+]
+# Kernels that move KV: all their bytes must go 16 at a time where alignment allows.
+MOVES = [
+    (PLANTED / "move_rows.cu", "move_rows_kernel"),
+    *(
+        (ROOT / "cuda" / "moves.cu", entry.name)
+        for entry in source.entries((ROOT / "cuda" / "moves.cu").read_text())
+    ),
+]
+
+archs = pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+
+
+@pytest.fixture(params=[12, 13], ids=["cuda12", "cuda13"])
+def compiler(request):
+    if request.param not in nvrtc.installed():
+        wheel = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}[request.param]
+        pytest.skip(f"no NVRTC of CUDA {request.param}: pip install {wheel}")
+    return nvrtc.installed()[request.param]
+
+
+@pytest.fixture
+def disassembler():
+    if not nvrtc.nvdisasm():
+        pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+
+
+def compiled(compiler, file, arch, **options):
+    return compiler.compile(source.read(source.with_headers(file)), arch, **options)
+
+
+@archs
+@pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
+def test_every_kernel_fits_in_its_registers(compiler, file, arch):
+    program = compiled(compiler, file, arch)
+    names = [entry.name for entry in source.entries(file.read_text())]
+    assert sorted(program.usage) == sorted(names) and names
+    for name, usage in program.usage.items():
+        assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), (name, usage)
+        assert usage.shared <= 48 << 10
+
+
+@archs
+def test_the_module_that_is_shipped_has_every_kernel(compiler, arch):
+    assert sorted(compiler.compile(launch.source(), arch).usage) == sorted(launch.entries())
+
+
+@archs
+@pytest.mark.parametrize(("file", "kernel"), MOVES, ids=lambda value: getattr(value, "stem", value))
+def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
+    accesses = compiled(compiler, file, arch).accesses(kernel)
+    assert accesses["LDG", 128] and accesses["STG", 128], accesses
+    assert not any(name in ("LD", "ST") for name, _ in accesses), "the address space is not known"
+
+
+# --- the reading of what NVRTC says -------------------------------------------------------------
+
+
+@archs
+def test_the_host_runner_offers_nothing_that_cuda_has_not(compiler, arch):
+    expression = "copy_kernel<long long, 3>"
+    program = compiled(compiler, LAWS, arch, name_expressions=(expression,))
+    names = {entry.name for entry in source.entries(LAWS.read_text())}
+    assert set(program.usage) == {*names, expression}
+
+
+def test_stack_shared_memory_and_barriers_are_read(compiler):
+    laws = compiled(compiler, LAWS, "sm_90").usage
+    assert laws["local_kernel"].stack >= 16
+    assert laws["shared_counter_kernel"].barriers == 1
+    assert laws["shared_counter_kernel"].shared >= 4
+    assert laws["store_kernel"] == nvrtc.Usage(
+        laws["store_kernel"].registers, stack=0, spill_stores=0, spill_loads=0, shared=0, barriers=0
+    )
+    assert laws["store_kernel"].registers > 0
+
+
+def test_spills_are_read(compiler):
+    text = (
+        'extern "C" __global__ void __launch_bounds__(1024, 2) spill(float* x, int n) {\n'
+        "  float v[48];\n"
+        "#pragma unroll\n"
+        "  for (int i = 0; i < 48; i++) v[i] = x[i * n + threadIdx.x];\n"
+        "  for (int k = 0; k < n; k++)\n"
+        "#pragma unroll\n"
+        "    for (int i = 0; i < 48; i++) v[i] = v[i] * v[(i + 7) % 48] + x[k];\n"
+        "#pragma unroll\n"
+        "  for (int i = 0; i < 48; i++) x[i * n + threadIdx.x] = v[i];\n"
+        "}\n"
+    )
+    usage = compiler.compile(text, "sm_80").usage["spill"]
+    assert usage.spill_stores > 0 and usage.spill_loads > 0
+    assert usage.registers <= 32
+
+
+@archs
+def test_narrow_and_generic_accesses_are_told_apart(compiler, disassembler, arch):
+    expression = "copy_kernel<long long, 3>"
+    laws = compiled(compiler, LAWS, arch, name_expressions=(expression,))
+    assert laws.accesses(expression)["LDG", 64] == laws.accesses(expression)["STG", 64] == 3
+    assert laws.accesses("store_kernel") == {("STG", 32): 1}
+    text = (
+        'extern "C" __global__ void generic(const long long* table, int n) {\n'
+        "  int4* p = reinterpret_cast<int4*>(table[0]);\n"
+        "  p[1] = p[n];\n"
+        "}\n"
+    )
+    assert compiler.compile(text, "sm_80").accesses("generic")["LDG", 64] == 1
+    program = compiler.compile(text, "sm_100").accesses("generic")
+    assert program["LD", 128] + program["LDG", 128] == 1
+
+
+def test_an_error_names_file_and_line(compiler):
+    text = source.read('extern "C" __global__ void f() {\n  nonsense;\n}\n', "own.cu")
+    with pytest.raises(nvrtc.CompileError, match=r"own\.cu\(2\)"):
+        compiler.compile(text, "sm_90")
+
+
+def test_an_unknown_architecture(compiler):
+    with pytest.raises(nvrtc.CompileError, match="arch"):
+        compiler.compile("\n", "sm_1")

@@ -1,0 +1,56 @@
+"""An error raised at a chosen line of the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import specpool
+
+FOLDER = Path(specpool.__file__).parent
+
+
+FILES = tuple(
+    str(FOLDER / f"{name}.py")
+    for name in (
+        "engine/core", "engine/engine", "engine/output", "engine/session", "loop/loop",
+        "loop/scrub", "memory/host/pages", "memory/host/tier", "scheduler/admission",
+        "scheduler/conversation", "scheduler/conversations", "scheduler/ends",
+        "scheduler/host_handles", "scheduler/pins", "scheduler/prefills", "scheduler/request",
+        "scheduler/room", "scheduler/rows", "scheduler/running", "scheduler/scheduler",
+        "scheduler/waiting",
+    )
+)  # fmt: skip
+
+
+class Interrupter:
+    """Raises at the nth line of these files that runs; `count` says how many did."""
+
+    def __init__(
+        self,
+        at: int | None,
+        error: type[BaseException] = KeyboardInterrupt,
+        files: tuple[str, ...] = FILES,
+    ) -> None:
+        self.at, self.count, self.error, self.files = at, 0, error, files
+        self.place = ""
+
+    def __enter__(self) -> Interrupter:
+        sys.settrace(self._frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _frame(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename in self.files else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                self.place = f"{frame.f_code.co_filename.split('/')[-1]}:{frame.f_lineno}"
+                raise self.error(f"at {self.place}")
+        return self._line

@@ -1,0 +1,87 @@
+"""A slice of the fuzzers (fuzz/README.md): the corpus, the regressions, and fresh inputs.
+
+Each target runs in a process of its own, since what a fuzzer looks for is the end of the process.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from paths import ROOT
+
+FUZZ = ROOT / "fuzz"
+
+
+def run(script: str, *options: str, expected: int = 0) -> str:
+    command = [sys.executable, str(FUZZ / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def regressions() -> list[str]:
+    return re.findall(
+        r'^    "(.*)": ', (FUZZ / "regressions.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "runs"), [("border", 4000), ("ledger", 800), ("event_log", 2000)]
+)
+def test_no_input_breaks_a_law(target, runs):
+    numbers = [
+        int(number) for number in re.findall(r"\d+", run("run.py", target, "--runs", str(runs)))
+    ]
+    assert numbers[0] == runs + len(list((FUZZ / "corpus" / target).iterdir()))
+    assert numbers[1] > runs / 20  # most inputs may be refused, not nearly all
+    if target == "border":
+        assert numbers[2] > 30  # functions that have accepted a call
+
+
+@pytest.mark.parametrize("case", regressions())
+def test_a_hostile_call_ends_in_an_answer_or_one_error(case):
+    assert re.match(r"done|refused: ", run("regressions.py", case))
+
+
+def test_the_border_fuzzer_knows_every_function_of_the_extension():
+    sys.path.insert(0, str(FUZZ))
+    try:
+        import border
+
+        from specpool import _core
+
+        functions = {name for name in _core.__all__ if name.islower() and not name.startswith("_")}
+        assert set(border.NAMES) == functions - {"decode_op", "kernel_source"}
+    finally:
+        sys.path.remove(str(FUZZ))
+
+
+@pytest.mark.parametrize("target", ["border", "ledger", "event_log"])
+def test_a_broken_law_is_found_and_its_input_kept(target, tmp_path):
+    """The same driver on a target whose law no input keeps."""
+    for path in ("run.py", "source.py"):
+        (tmp_path / path).write_text((FUZZ / path).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / f"{target}.py").write_text(
+        "def one_input(data):\n    assert len(data) < 9\n    return 1\n"
+    )
+    (tmp_path / "corpus" / target).mkdir(parents=True)
+    (tmp_path / "corpus" / target / "short").write_bytes(b"1234")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py"), target, "--runs", "300"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "finding: " in done.stderr
+    (found,) = (tmp_path / "findings").iterdir()
+    assert len(found.read_bytes()) >= 9
+
+
+@pytest.mark.skipif(find_spec("atheris") is None, reason="needs atheris: pip install '.[fuzz]'")
+@pytest.mark.parametrize("target", ["border", "ledger", "event_log"])
+def test_atheris_runs_the_targets(target):
+    assert "Done 300 runs" in run("run.py", target, "--atheris", "--runs", "300")

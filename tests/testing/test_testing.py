@@ -1,0 +1,577 @@
+"""`specpool.testing` finds what it says it finds; the example of `docs/testing.md` runs."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from ledger_kit import CHAIN, make, prefill
+from paths import ROOT
+from specpool import ConfigError, Group, Ledger, OutOfPages, Shape, SpecpoolError
+from specpool.testing import (
+    DeviceFault,
+    FakeDevice,
+    LedgerConfig,
+    LedgerMachine,
+    accept_lens,
+    apply,
+    assert_no_page_leaked,
+    decode_op,
+    ledger_configs,
+    no_page_leaks,  # noqa: F401 - a fixture
+    operation_sequences,
+)
+
+DOC = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+QUICK = settings(
+    max_examples=100,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    phases=(Phase.generate, Phase.shrink),
+)
+
+
+# --- The documented example ---
+
+
+@pytest.fixture(scope="module")
+def example() -> dict:
+    names: dict = {"__name__": "example"}
+    for code in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL):
+        exec(compile(code, "docs/testing.md", "exec"), names)
+    return names
+
+
+def test_the_documented_scheduler_is_as_short_as_the_heading_says():
+    code = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)[0]
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert f"## A leak in {len(lines)} lines" in DOC
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_documented_machine_finds_the_planted_leak(example):
+    assert example["TestLeaks"].settings == example["QUICK"]  # what pytest would run it with
+    quick = settings(example["QUICK"], derandomize=True, database=None)
+    with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
+        run_state_machine_as_test(example["LeakMachine"], settings=quick)
+
+
+def test_the_documented_machine_passes_the_mended_scheduler(example):
+    run_state_machine_as_test(example["MendedMachine"], settings=QUICK)
+
+
+def test_one_row_at_a_time_in_a_tight_pool_comes_to_rest(example):
+    """The last admitted row gives way, not the row of the round: else no round ever runs."""
+    group = Group("kv", page_size=2, num_pages=6, hosts_drafts=True)
+    ledger = Ledger([group], [Shape(1, 1, 2)], num_rows=3, max_context_len=8, max_batch=1)
+    device = FakeDevice(ledger)
+    scheduler = example["MendedScheduler"](ledger, device)
+    for request in (1, 2, 3):
+        scheduler.submit(request, 3, 5)
+    turns = 0
+    while scheduler.step():
+        turns += 1
+        assert turns < 100, (scheduler.running, scheduler.waiting)
+    assert_no_page_leaked(ledger)
+
+
+def test_a_scheduler_that_never_comes_to_rest_is_found(example):
+    class Stuck(example["MendedScheduler"]):
+        def step(self):
+            super().step()
+            return True
+
+    class Machine(example["LeakMachine"]):
+        max_turns = 50
+
+        def make_scheduler(self, ledger, device):
+            return Stuck(ledger, device)
+
+    with pytest.raises(AssertionError, match="not at rest after 50 turns"):
+        run_state_machine_as_test(Machine, settings=QUICK)
+
+
+def machine_of(example, scheduler: type) -> type[LedgerMachine]:
+    class Machine(example["LeakMachine"]):
+        def make_scheduler(self, ledger, device):
+            return scheduler(ledger, device)
+
+    return Machine
+
+
+def test_a_scheduler_that_never_uses_the_device_is_found(example):
+    class NoDevice(example["MendedScheduler"]):
+        def launch(self, prepare, rows, what):
+            try:
+                self.plans.append(prepare(rows, what))
+            except OutOfPages:
+                return False
+            self.ledger.launch(self.plans[-1].step)
+            return True
+
+        def take_results(self):
+            for plan in self.plans:
+                if plan.kind == "decode":
+                    self.ledger.resolve(plan.step, [1] * len(plan))
+                self.ledger.complete(plan.step)
+            self.plans, resolved = [], self.ledger.resolved_len
+            for row in [row for row, one in self.running.items() if resolved[row] >= one[2]]:
+                del self.running[row]
+                self.ledger.finish(row)
+
+    message = r"step 1 was launched on the ledger, not on the device: call device\.launch\(plan\)"
+    with pytest.raises(AssertionError, match=message):
+        run_state_machine_as_test(machine_of(example, NoDevice), settings=QUICK)
+
+
+def test_steps_that_were_cancelled_need_no_device(example):
+    class Canceller(example["MendedScheduler"]):
+        def launch(self, prepare, rows, what):
+            try:
+                self.ledger.cancel(prepare(rows, what).step)
+            except OutOfPages:
+                return False
+            return super().launch(prepare, rows, what)
+
+    run_state_machine_as_test(machine_of(example, Canceller), settings=QUICK)
+
+
+def test_a_machine_without_a_scheduler_says_so():
+    with pytest.raises(NotImplementedError):
+        run_state_machine_as_test(LedgerMachine, settings=QUICK)
+
+
+def test_importing_specpool_needs_no_test_library():
+    code = "import sys, specpool; sys.exit(bool({'hypothesis', 'pytest'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- Leaks ---
+
+
+def test_the_report_names_page_owner_and_step():
+    ledger = make(num_pages=51)
+    prefill(ledger, 9, tag="request-7")
+    with pytest.raises(AssertionError) as caught:
+        assert_no_page_leaked(ledger)
+    report = str(caught.value)
+    assert "group kv: 3 of 51 pages are not free, 0 of them fenced" in report
+    assert "page 2: owned, row 1 (request-7), taken by step 1, last prepare_extend" in report
+    assert "1 of 3 rows are out" in report
+
+
+def test_prefixes_fences_and_steps_are_leaks_too():
+    ledger = make()
+    row = prefill(ledger, 9)
+    ledger.pin_prefix(row, 8)
+    step = ledger.prepare_decode([row], [1]).step
+    ledger.launch(step)
+    ledger.finish(row)
+    with pytest.raises(AssertionError) as caught:
+        assert_no_page_leaked(ledger)
+    for part in ("prefix 1 is not released", f"step {step} (decode) is launched", "fenced, "):
+        assert part in str(caught.value)
+    ledger.release_prefix(1)
+    ledger.resolve(step, [1])
+    ledger.complete(step)
+    assert_no_page_leaked(ledger)
+
+
+def test_a_prefix_that_is_kept_on_purpose_is_no_leak():
+    ledger = make()
+    row = prefill(ledger, 9)
+    prefix = ledger.pin_prefix(row, 8)
+    with pytest.raises(AssertionError, match="rows are out"):
+        assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+    ledger.finish(row)
+    with pytest.raises(AssertionError, match=rf"prefix {prefix} is not released: .* kept_prefixes"):
+        assert_no_page_leaked(ledger)
+    assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+
+
+def test_a_page_that_leaks_beside_a_kept_prefix_is_found():
+    ledger = make()
+    row, other = prefill(ledger, 9), prefill(ledger, 5, tag="lost")
+    prefix = ledger.pin_prefix(row, 8)
+    ledger.finish(row)
+    with pytest.raises(AssertionError, match=rf"row {other} \(lost\)"):
+        assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+
+
+def test_a_prefix_that_should_have_been_kept_is_missed():
+    ledger = make()
+    row = prefill(ledger, 9)
+    prefix = ledger.pin_prefix(row, 8)
+    ledger.finish(row)
+    ledger.release_prefix(prefix)
+    with pytest.raises(AssertionError, match=rf"prefix {prefix} was to be kept, and is gone"):
+        assert_no_page_leaked(ledger, kept_prefixes=[prefix])
+
+
+def test_the_fixture_knows_what_is_kept(no_page_leaks):  # noqa: F811
+    ledger = make()
+    row = prefill(ledger, 9)
+    no_page_leaks.keep(ledger, ledger.pin_prefix(row, 8))
+    ledger.finish(row)
+
+
+def test_a_machine_knows_what_its_scheduler_keeps(example):
+    class Keeper(example["MendedScheduler"]):
+        """Keeps the first prompt that fills a page, as a prefix cache would."""
+
+        prefix = None
+
+        def take_results(self):
+            super().take_results()
+            if self.prefix is None:
+                for row in self.running:
+                    if self.ledger.resolved_len[row] >= 16 and not self.ledger.in_flight[row]:
+                        self.prefix = self.ledger.pin_prefix(row, 16)
+                        return
+
+    class Forgetful(example["LeakMachine"]):
+        # Room for the prefix beside both rows.
+        group = Group("kv", page_size=4, num_pages=60, hosts_drafts=True)
+        configs = st.just(LedgerConfig((group,), (CHAIN,), num_rows=2, max_context_len=40))
+
+        def make_scheduler(self, ledger, device):
+            return Keeper(ledger, device)
+
+    class Machine(Forgetful):
+        def kept_prefixes(self):
+            return [] if self.scheduler.prefix is None else [self.scheduler.prefix]
+
+    few = settings(QUICK, max_examples=20, phases=(Phase.generate,))
+    with pytest.raises(AssertionError, match="is not released"):
+        run_state_machine_as_test(Forgetful, settings=few)
+    run_state_machine_as_test(Machine, settings=few)
+
+
+def test_the_fixture_sees_every_ledger_of_its_test(no_page_leaks):  # noqa: F811
+    one, two = make(), make()
+    assert no_page_leaks == [one, two]
+    two.finish(prefill(two, 5))
+
+
+def test_the_fixture_fails_a_test_that_leaks(pytester):
+    pytester.makepyfile(
+        """
+        from specpool import Group, Ledger, Shape
+
+        def make():
+            group = Group("kv", page_size=4, num_pages=8)
+            return Ledger([group], [Shape.none()], num_rows=1, max_context_len=16)
+
+        def test_leaks(no_page_leaks):
+            ledger = make()
+            ledger.launch(ledger.prepare_extend([ledger.admit("one")], [5]).step)
+
+        def test_gives_back(no_page_leaks):
+            ledger = make()
+            ledger.finish(ledger.admit())
+
+        def test_does_not_ask():
+            make().admit()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "specpool.testing.leaks", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["*group kv: 2 of 8 pages are not free*", "*row 1 (one)*"])
+
+
+# --- The device ---
+
+
+def launch(ledger: Ledger, device: FakeDevice, plan) -> int:
+    ledger.launch(plan.step)
+    device.launch(plan)
+    return plan.step
+
+
+def crowded(**options) -> tuple[Ledger, FakeDevice, int, int]:
+    """Two rows, one of them with a prefill that has been launched but has not run."""
+    ledger = make(num_rows=2, num_pages=17, **options)
+    device = FakeDevice(ledger, in_order=False)
+    row, other = ledger.admit(), ledger.admit()
+    late = launch(ledger, device, ledger.prepare_extend([row], [40]))
+    return ledger, device, late, other
+
+
+def overrun(ledger: Ledger, device: FakeDevice, late: int, other: int) -> None:
+    """The other row runs on the pages that the late prefill still writes, then reads them."""
+    step = launch(ledger, device, ledger.prepare_extend([other], [40]))
+    device.accept_lens(step)
+    device.finish(late)
+    device.finish(launch(ledger, device, ledger.prepare_decode([other], [1])))
+
+
+def test_without_page_fencing_several_streams_meet_foreign_tokens():
+    ledger, device, late, other = crowded(page_fencing=False)
+    ledger.finish(1)
+    with pytest.raises(DeviceFault, match=r"row 2: target KV at position .* not of token"):
+        overrun(ledger, device, late, other)
+
+
+def test_a_complete_before_its_time_is_found():
+    ledger, device, late, other = crowded()
+    ledger.finish(1)
+    ledger.complete(late)  # The device has not finished it.
+    with pytest.raises(DeviceFault, match=r"row 2: target KV at position .* not of token"):
+        overrun(ledger, device, late, other)
+
+
+def test_a_wrong_result_is_found():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    launch(ledger, device, ledger.prepare_extend([row], [6]))
+    step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    accepted = device.accept_lens(step, wish=[2])
+    assert accepted == [2]
+    ledger.resolve(step, [3])
+    step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    with pytest.raises(DeviceFault, match=r"true root 8 is not in \[9, 9\]"):
+        device.finish(step)
+
+
+def test_draft_kv_that_was_not_written_is_found():
+    """A ledger that is told a lie about draft KV lets a drafting round read what is not there."""
+    ledger = make(draft_kv=True)
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    plan = ledger.prepare_extend([row], [6])
+    launch(ledger, device, plan)
+    device.finish(plan.step)
+    device._draft[0].clear()
+    with pytest.raises(DeviceFault, match=r"draft KV at position 0, .* is of nothing"):
+        device.finish(launch(ledger, device, ledger.prepare_decode([row], [1])))
+
+
+def test_a_forgotten_page_copy_is_found():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    step = launch(ledger, device, ledger.prepare_extend([row], [6]))
+    device.finish(step)
+    ledger.complete(step)
+    fork = ledger.fork(row)
+    device.begin(fork, device.tokens(row))
+    ledger.cancel(ledger.prepare_extend([fork], [9]).step)
+    plan = ledger.prepare_extend([fork], [9])
+    assert plan.page_copies.tolist() == [[0, 2, 3, 2]]
+    ledger.launch(plan.step)
+    device.launch(plan)
+    del device._queue[0]
+    with pytest.raises(DeviceFault, match=r"row 2: target KV at position 4, .* is of nothing"):
+        device.finish(plan.step)
+
+
+def prefill_on(ledger: Ledger, device: FakeDevice, row: int, length: int) -> int:
+    step = launch(ledger, device, ledger.prepare_extend([row], [length]))
+    device.finish(step)
+    ledger.complete(step)
+    return step
+
+
+def serve_on(ledger: Ledger, device: FakeDevice, row: int, rounds: int) -> None:
+    """Rounds that are over; the row is as long as before."""
+    for _ in range(rounds):
+        step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+        ledger.resolve(step, device.accept_lens(step))
+        device.finish(step)
+        ledger.complete(step)
+        ledger.trim(row, 5)
+        prefill_on(ledger, device, row, 6)
+
+
+def test_the_device_forgets_a_step_that_is_over():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    prefill_on(ledger, device, row, 6)
+    tracemalloc.start()
+    serve_on(ledger, device, row, 20)
+    before, _ = tracemalloc.get_traced_memory()
+    serve_on(ledger, device, row, 200)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 40_000  # Of 400 steps, whose records are more than 500 bytes each.
+
+
+def test_a_step_that_is_complete_before_its_forward_has_run_is_found():
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    step = launch(ledger, device, ledger.prepare_extend([row], [6]))
+    device.check_complete()
+    ledger.complete(step)
+    with pytest.raises(DeviceFault, match=r"its forward has not run: call device\.finish\(step\)"):
+        device.check_complete()
+    device.finish(step)
+    device.check_complete()
+    ledger.cancel(ledger.prepare_decode([row], [1]).step)
+    failed = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    device.fail(failed)
+    ledger.abandon(failed)
+    ledger.complete(failed)
+    device.check_complete()
+
+
+def test_results_can_be_asked_for_until_the_ledger_has_them():
+    """Twice, and after the device has finished; then the step is over."""
+    ledger = make(overlap_depth=1)
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    launch(ledger, device, ledger.prepare_extend([row], [6]))
+    step = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    device.finish(step)
+    ledger.complete(step)
+    after = launch(ledger, device, ledger.prepare_decode([row], [1]))
+    accepted = device.accept_lens(step)
+    assert accepted == device.accept_lens(step)
+    ledger.resolve(step, accepted)
+    device.finish(after)
+    ledger.complete(after)
+    ledger.resolve(after, device.accept_lens(after))
+    launch(ledger, device, ledger.prepare_decode([row], [1]))
+    for over in (step, after):
+        with pytest.raises(DeviceFault, match=f"step {over} is not one of those in flight"):
+            device.accept_lens(over)
+
+
+@pytest.mark.parametrize("call", ["accept_lens", "finish", "fail"])
+def test_a_step_that_the_device_never_saw_is_named(call):
+    ledger = make()
+    device = FakeDevice(ledger)
+    row = ledger.admit()
+    late = launch(ledger, device, ledger.prepare_extend([row], [6]))
+    with pytest.raises(DeviceFault, match="step 7 was not launched on this device"):
+        getattr(device, call)(7)
+    device.finish(late)
+    device.finish(late)
+
+
+# --- Strategies ---
+
+GROUP_FACTS = ("page_size", "num_pages", "hosts_drafts", "layout", "window")
+
+
+@settings(QUICK, max_examples=200)
+@given(config=ledger_configs(), codes=operation_sequences(max_size=20))
+def test_every_config_can_be_built_and_operated_on(config: LedgerConfig, codes: list[bytes]):
+    ledger = config.build()
+    for code in codes:
+        operation = decode_op(ledger, code)
+        assert operation == decode_op(ledger, code)
+        try:
+            apply(ledger, operation)
+        except SpecpoolError:
+            pass
+        ledger.check()
+
+
+@settings(QUICK, max_examples=20)
+@given(config=ledger_configs(max_shapes=0))
+def test_a_ledger_may_have_no_drafting_shape(config: LedgerConfig):
+    assert config.shapes == ()
+    assert config.build().shapes == [Shape.none()]
+
+
+@pytest.mark.parametrize("name", ["max_shapes", "max_rows", "max_groups", "max_context_len"])
+def test_a_limit_that_cannot_be_is_named(name):
+    with pytest.raises(ConfigError, match=rf"{name} must be .*got -1"):
+        ledger_configs(**{name: -1})
+
+
+def test_pools_are_tight_enough_to_run_out():
+    """Among small ledgers many cannot hold all their rows at once."""
+    tight = 0
+
+    @settings(QUICK, max_examples=100)
+    @given(ledger_configs())
+    def count(config: LedgerConfig) -> None:
+        nonlocal tight
+        ledger = config.build()
+        tight += any(
+            group.num_pages < config.num_rows * ledger.pages_per_row(at)
+            for at, group in enumerate(config.groups)
+        )
+
+    count()
+    assert tight > 30
+
+
+@settings(QUICK, max_examples=300)
+@given(st.data())
+def test_without_spare_pages_a_pool_is_the_smallest_there_is(data: st.DataObject):
+    config = data.draw(ledger_configs(max_groups=1, spare_pages=0))
+    config.build()
+    (group,) = config.groups
+    smaller = {name: getattr(group, name) for name in GROUP_FACTS} | {
+        "num_pages": group.num_pages - 1
+    }
+    with pytest.raises(ConfigError, match="num_pages must be at least"):
+        replace(config, groups=(Group(group.name, **smaller),)).build()
+
+
+def test_drawing_a_config_records_nothing(tmp_path, monkeypatch):
+    """SPECPOOL_RECORD is for the ledgers that the user's test builds."""
+    monkeypatch.setenv("SPECPOOL_RECORD", str(tmp_path / "log"))
+
+    @settings(QUICK, max_examples=20)
+    @given(ledger_configs())
+    def draw(config: LedgerConfig) -> None:
+        assert config.groups
+
+    draw()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_accept_lens_are_those_of_the_shapes():
+    shapes = [Shape.none(), CHAIN, Shape(2, 2, 2)]
+    seen = set()
+
+    @settings(QUICK, max_examples=200)
+    @given(accept_lens(shapes))
+    def collect(lens: list[int]) -> None:
+        seen.add(tuple(lens))
+
+    collect()
+    assert {lens[0] for lens in seen} == {1}
+    assert {lens[1] for lens in seen} == {1, 2, 3, 4}
+    assert {lens[2] for lens in seen} == {1, 2}
+
+
+def test_a_config_builds_what_it_says():
+    group = Group("kv", page_size=4, num_pages=40)
+    config = LedgerConfig((group,), (CHAIN,), num_rows=2, max_context_len=20, overlap_depth=1)
+    ledger = config.build(digest=True)
+    assert (ledger.groups, ledger.num_rows, ledger.overlap_depth) == ([group], 2, 1)
+    assert ledger.digest is not None
+
+
+def test_the_device_runs_in_any_order_that_streams_allow():
+    """Seeds differ in which of two rows' forwards runs first."""
+    first = set()
+    for seed in range(20):
+        ledger = make()
+        device = FakeDevice(ledger, choose=random.Random(seed).randrange)
+        rows = [ledger.admit(), ledger.admit()]
+        for row in rows:
+            launch(ledger, device, ledger.prepare_extend([row], [6]))
+        device.run_some()
+        first |= {row for row in rows if device.tokens(row)}
+    assert first == set(rows)
