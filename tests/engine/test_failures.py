@@ -10,7 +10,6 @@ import json
 import random
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import specpool
 from conftest import assert_no_page_leaked
+from interrupter import FOLDER, Interrupter
 from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
@@ -384,31 +383,8 @@ def test_a_device_that_cannot_even_scrub_gives_every_row_back(monkeypatch):
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
-class Interrupter:
-    """Ctrl-C at the nth line that the scheduler and the loop run."""
-
-    FOLDERS = tuple(str(Path(specpool.__file__).parent / name) for name in ("scheduler", "loop"))
-
-    def __init__(self, at: int | None) -> None:
-        self.at, self.count = at, 0
-
-    def __enter__(self) -> Interrupter:
-        sys.settrace(self._frame)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _frame(self, frame: Any, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(self.FOLDERS) else None
-
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
+# The scheduler and the loop, whatever their files are called.
+FOLDERS = tuple(str(FOLDER / name) for name in ("scheduler", "loop"))
 
 
 def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
@@ -421,7 +397,7 @@ def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     told: dict[int, Any] = {}
     prompts = corpus.prompts(4, 10)
-    with Interrupter(at) as lines, contextlib.suppress(KeyboardInterrupt):
+    with Interrupter(at, files=FOLDERS) as lines, contextlib.suppress(KeyboardInterrupt):
         numbers = [
             engine.submit(prompt, params, on_item=lambda n, item: told.__setitem__(n, item))
             for prompt in prompts
