@@ -98,25 +98,41 @@ def test_json_blocks_are_what_the_text_says(document):
         AdaptiveConfig.from_dict(json.loads(text))
 
 
-# Its commands record whole runs, which takes most of a minute.
-SLOW = {"docs/event_log.md"}
-
-
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(each, marks=[pytest.mark.full] if each in SLOW else []) for each in having("sh")],
+# Commands that take most of a minute; their own tests run them at smaller sizes.
+SLOW = (
+    "specpool generate\nspecpool replay run.log",
+    "specpool generate\nspecpool inspect engine.log",
+    "specpool tune --candidates none",
+    "benches reserve --trace",
 )
-def test_shell_blocks_run(document, monkeypatch, tmp_path, capsys):
-    """In the page's order, in one folder; a command's comment says an exit code other than 0."""
+
+
+def shell_blocks() -> list[Any]:
+    """Each block of shell commands, with its page; the slow ones are marked."""
+    found = []
+    for document in having("sh"):
+        for number, block in enumerate(blocks(document, "sh"), 1):
+            marks = [pytest.mark.full] if any(line in block for line in SLOW) else []
+            found.append(pytest.param(document, block, marks=marks, id=f"{document}-{number}"))
+    return found
+
+
+def test_the_slow_blocks_are_there():
+    texts = [block for document in having("sh") for block in blocks(document, "sh")]
+    assert all(sum(line in block for block in texts) == 1 for line in SLOW)
+
+
+@pytest.mark.parametrize(("document", "block"), shell_blocks())
+def test_shell_blocks_run(document, block, monkeypatch, tmp_path, capsys):
+    """In a folder of its own; a command's comment says an exit code other than 0."""
     monkeypatch.chdir(tmp_path)
-    for block in blocks(document, "sh"):
-        if (needs := needs_of(block)) is not None:
-            assert re.search(NEEDS[needs], block), f"{document}: does not need {needs}\n{block}"
-        for words, comment in commands(block):
-            for code in run(words, document) if needs is None else parse(words):
-                expected = re.search(r"exit code (\d)", comment)
-                wanted = int(expected[1]) if expected else 0
-                assert code == wanted, f"{document}: {words}\n{capsys.readouterr().err}"
+    if (needs := needs_of(block)) is not None:
+        assert re.search(NEEDS[needs], block), f"{document}: does not need {needs}\n{block}"
+    for words, comment in commands(block):
+        for code in run(words, document) if needs is None else parse(words):
+            expected = re.search(r"exit code (\d)", comment)
+            wanted = int(expected[1]) if expected else 0
+            assert code == wanted, f"{document}: {words}\n{capsys.readouterr().err}"
 
 
 def run(words: list[str], document: str) -> Iterator[int]:
