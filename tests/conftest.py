@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,19 @@ def assert_no_page_leaked(engine: Engine) -> None:
     for pool in engine.pool_stats():
         assert pool.free_pages == pool.num_pages, f"leaked: {pool}"
     assert engine.ledger.num_free_rows == engine.ledger.num_rows
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the cases beyond a `sample` to `make test-full`: the same ones in every run."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, found in cases.items():
+        (size,) = next(found[0].iter_markers("sample")).args
+        for item in random.Random(name).sample(found, max(len(found) - size, 0)):
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -142,6 +142,7 @@ def shares(
     return best, [reached[i, size] / found[PLAIN] for i, found in enumerate(rates)]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("size", [1, 8, 32])
 @pytest.mark.parametrize("name", COSTS)
@@ -179,6 +180,7 @@ def test_on_mixed_batch_sizes_it_beats_every_single_shape(name, batch_sizes):
         assert ours < seconds(static), shape
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("name", COSTS)
 def test_who_else_is_at_work_changes_no_choice(name, size):

@@ -61,6 +61,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("worker", ["v1", "v2", "D = 1"])
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize(("draft", "script", "options"), SCRIPTS)

@@ -47,6 +47,7 @@ def test_the_json_has_both_parts(capsys):
     assert pairs[f"{OURS}, a round's calls", "target, at most"]["reference_value"] == 20
 
 
+@pytest.mark.full
 def test_either_part_alone_and_a_picture(capsys, tmp_path):
     plot = tmp_path / "bars.svg"
     words = ("benches", "adaptive", "--batch", "1")

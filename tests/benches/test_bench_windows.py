@@ -21,6 +21,7 @@ def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     return end.value.code, *capsys.readouterr()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", ["0", "1"])
 def test_rows_hold_their_windows(monkeypatch, capsys, depth):
     code, out, err = bench(monkeypatch, capsys, *SMALL, "--depth", depth, "--json")

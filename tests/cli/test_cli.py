@@ -356,6 +356,7 @@ def long_log(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.parametrize(
     "args",

@@ -63,6 +63,7 @@ def make(case: str, **more: object) -> Engine:
     )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_text_is_the_twins(case, kind, reference):
@@ -109,6 +110,7 @@ def test_no_order_of_threads_changes_the_text(order):
         assert [o.accept_lens for o in outputs] == [o.accept_lens for o in expected]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypatch):
@@ -284,6 +286,7 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
         assert [o.accept_lens for o in outputs] == [o.accept_lens for o in wanted]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):

@@ -45,6 +45,7 @@ def test_the_scheduler_needs_numpy_alone():
     assert out.splitlines()[-1] == "[]"
 
 
+@pytest.mark.full
 def test_prompt_lookup_is_accepted():
     tokens, rounds, accept_len = re.findall(r"[\d.]+", run("prompt_lookup.py").splitlines()[-1])
     assert int(tokens) == 96 and int(rounds) < 48

@@ -164,6 +164,7 @@ def two_layers(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("draft", [*HEADS, "two layers"])
 @pytest.mark.parametrize(
     "options",
@@ -204,6 +205,7 @@ def test_a_proposal_after_plain_rounds_is_that_of_a_head_that_ran_in_all_of_them
     assert min(ran["write"], ran["catch_up"]) >= 4
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("draft", HEADS)
 @pytest.mark.parametrize("ancestry", ["exact", "branch"])
 @pytest.mark.parametrize(("page_size", "topk"), list(itertools.product((3, 4, 16, 64), (2, 4, 8))))

@@ -48,6 +48,7 @@ def pairs(
     return [*zip(drafted, engine.generate(prompts, params, shape=Shape.none()), strict=True)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN, CUT], ids=["greedy", "drawn", "cut"])
 def test_what_rounding_changes_is_said_to_be_the_same(engine_of, dtype, params):
@@ -131,6 +132,7 @@ def shift_draws(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 Plant = Callable[[Engine, pytest.MonkeyPatch], Iterator[None]]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def tokens_of(outputs):
 # --- sampling ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

@@ -47,6 +47,7 @@ def compiled(compiler, file, arch, **options):
     return compiler.compile(source.read(source.with_headers(file)), arch, **options)
 
 
+@pytest.mark.sample(14)
 @archs
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
 def test_every_kernel_fits_in_its_registers(compiler, file, arch):
@@ -58,11 +59,13 @@ def test_every_kernel_fits_in_its_registers(compiler, file, arch):
         assert usage.shared <= 48 << 10
 
 
+@pytest.mark.sample(3)
 @archs
 def test_the_module_that_is_shipped_has_every_kernel(compiler, arch):
     assert sorted(compiler.compile(launch.source(), arch).usage) == sorted(launch.entries())
 
 
+@pytest.mark.sample(12)
 @archs
 @pytest.mark.parametrize(("file", "kernel"), MOVES, ids=lambda value: getattr(value, "stem", value))
 def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):

@@ -155,6 +155,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 CASES = [(f.name, level) for f in FAULTS for level in (1, 2) if level >= f.level]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name, level, depth):
@@ -202,6 +203,7 @@ def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name
     assert [output.token_ids for output in again] == texts[:3]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_stray_write_raises_where_that_is_asked_for(target, heads, texts, name, depth):
@@ -334,6 +336,7 @@ def test_the_level_comes_from_the_environment(monkeypatch):
 # --- never a false alarm -------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_random_workloads_raise_no_alarm(seed, target, heads):
     """All drafters, tight pools, aborts, samples, pins: an alarm would raise here."""
@@ -354,6 +357,7 @@ def test_random_workloads_raise_no_alarm(seed, target, heads):
     assert not engine.findings and engine.stats().round_ct
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(12))
 def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch):
     rng = random.Random(seed)

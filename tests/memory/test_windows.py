@@ -109,6 +109,7 @@ def cases(num_in_ci: int, num_all: int) -> list[object]:
     return [pytest.param(s, marks=() if s < num_in_ci else marks) for s in range(num_all)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", cases(32, 400))
 def test_the_text_is_transformers_own(targets, seed):
     """Any worker, page size, depth, chunk; with retraction and mixed chunks."""
@@ -121,6 +122,7 @@ def test_the_cases_are_of_every_kind(targets):
     assert sum(each["accepted"] > 0 for each in seen) >= 4
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((3, 2, 6), "holey")])
@@ -152,6 +154,7 @@ def test_an_eagle_head_beside_windows(targets, monkeypatch, tmp_path, family, de
     assert_speaks(reference_of(family), texts, outputs)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_read_the_same(targets, family, page_size):
@@ -221,6 +224,7 @@ def test_samples_share_a_window(targets):
         assert len({str(each) for each in texts[1]}) == 4
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
