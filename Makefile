@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint test test-full test-gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install build fmt lint check test coverage test-full test-gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -65,7 +65,18 @@ lint: $(VENV)/.dev ## rustfmt, clippy, ruff, the layers of imports, mypy, stubte
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
 
-test: $(VENV)/.dev ## install from nothing and pass the tests
+# The laws of the core, of the kernels' twins and of the house: no model, no compiler.
+CHECKED := tests/core tests/scenarios tests/kernels tests/project/test_house.py tests/docs/test_architecture.py
+check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the core's laws (under a minute)
+	cargo fmt --all --check
+	$(BIN)/ruff format --check --quiet python tests examples benches fuzz docs
+	$(BIN)/ruff check --quiet python tests examples benches fuzz docs
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+	cargo test --quiet -p specpool-core --lib
+	$(BIN)/pytest -m "not full" -k "not nvrtc and not agrees_with_the_oracle" -n 2 -q $(CHECKED)
+
+test: $(VENV)/.dev ## install from nothing and pass the tests (8 minutes on two quiet cores)
 	cargo test --quiet
 	cargo test --quiet -p specpool-check
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
@@ -76,6 +87,12 @@ test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
 	cargo test --quiet -p specpool-check
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -n 2
+
+# Python: what the tests run of the package. Rust: what the core's own tests run of the core.
+coverage: $(VENV)/.dev ## print which lines of Python and Rust the tests run (half an hour; cargo install cargo-tarpaulin first)
+	$(BIN)/pytest -m "not full" -n 2 -q --cov=specpool --cov-report=term:skip-covered
+	cargo tarpaulin --packages specpool-core --lib --tests --include-files 'rust/specpool-core/src/*' \
+	--target-dir target/coverage --skip-clean --timeout 600 --out Stdout
 
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
 	$(BIN)/pytest -k cuda tests/device tests/attention/test_flashinfer.py
