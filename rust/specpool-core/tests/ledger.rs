@@ -4,7 +4,7 @@
 #![allow(unreachable_pub, reason = "the decoder is public where it lives")]
 
 // The model and the decoder live with the proof and the soak run, which use them too. They are compiled in here, not
-// depended on, so that a mutant of this crate costs one small build.
+// linked as a dependency, so that testing a mutant of this crate needs only one small build.
 #[path = "../../specpool-check/src/decode.rs"]
 mod decode;
 #[path = "../../specpool-check/src/model/mod.rs"]
