@@ -247,7 +247,7 @@ class State:
         return length // self.groups[at].page_size * self.groups[at].page_size
 
     def _evict_to(self, at: int, length: int) -> int:
-        """Slots below the window of a row of `length` tokens, whole pages only (spec 9)."""
+        """Slots below the window of a row of `length` tokens, whole pages only."""
         window = self.groups[at].window
         return 0 if window is None else self._floor(at, max(0, length - window + 1))
 

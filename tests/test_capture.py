@@ -85,7 +85,7 @@ def graph_and_replays() -> tuple[RoundGraph, HostCapture]:
 
 @pytest.mark.parametrize("why", BAD_PLANS)
 def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
-    """Spec 7: host checks do not run on a replay, so the wrapper runs them, by upper bounds."""
+    """Host checks do not run on a replay, so the wrapper runs them with upper bounds."""
     graph, capture = graph_and_replays
     changes, text = BAD_PLANS[why]
     cells, replays = graph._buffer._cells.clone(), capture.replays

@@ -126,7 +126,7 @@ READS = ["numpy", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypatch):
-    """Spec 8: what the host must know comes in one copy, and only when it asks for it."""
+    """The host gets a round's lengths in one copy, and only when it asks for them."""
     running, steps, copies = [False], [0], [0]
     with kernels_run(), make(case) as engine:
         worker = engine.core.worker
@@ -356,7 +356,7 @@ def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
 
 
 def test_lengths_are_clamped_into_what_the_ledger_reserved():
-    """Spec 8: under overlap the device knows the length, the host its bounds."""
+    """Under overlap the device knows the length, and the host knows its bounds."""
     state = RowState(4, 3, torch.device("cpu"))
     state.seq_lens.copy_(torch.tensor([0, 7, 30, 2, 9]))
     rows = np.array([4, 2, 1, 3], np.int32)

@@ -1,4 +1,4 @@
-"""Slots, draft cells and masks (spec 2, 6, 9): recorded figures, slow twins, scenarios 13 to 22."""
+"""Slots, draft cells and masks: recorded figures, slow twins, scenarios 13 to 22."""
 
 import json
 import os

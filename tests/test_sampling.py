@@ -1,4 +1,4 @@
-"""The seeded draw and the sampling law (spec 5.5)."""
+"""The seeded draw and the law of sampling (docs/contract.md, The draft tree)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Laws of the lengths' pair (spec 8, sgl#25818): the host's copy and its sum."""
+"""Laws of the lengths on host and device (sgl#25818): the host's copy and its sum."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_common_length_is_what_the_host_knows():
 
 
 def test_a_length_beyond_what_was_reserved_is_clamped():
-    """A step behind a failed one must not stray (spec 4)."""
+    """A step behind a failed one stays inside its plan's bounds (docs/contract.md)."""
     lens = late([90, 0], [4, 9], [7, 12])
     lens.refresh_seq_lens_cpu(sync=True)
     assert lens.seq_lens_cpu.tolist() == [7, 9]

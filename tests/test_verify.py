@@ -1,4 +1,4 @@
-"""Verify (spec 5.4): the walk along the target's tokens."""
+"""Verify: the walk along the target's tokens (docs/contract.md, The draft tree)."""
 
 import numpy as np
 import pytest

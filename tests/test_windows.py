@@ -179,7 +179,7 @@ def test_kernels_read_the_same(targets, family, page_size):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_found_without_asking_the_device(targets, family, monkeypatch):
-    """Spec 8: where each row's reads begin follows from the host's bounds."""
+    """The host's bounds decide where each row's reads begin (docs/contract.md, Window groups)."""
     running, steps = [False], [0]
     rng = random.Random(8)
     texts = [prompt(rng, n) for n in (2, 30, 17)]
