@@ -109,7 +109,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one type."""
+    """The result for one type."""
 
     model_type: str
     class_name: str
@@ -117,7 +117,7 @@ class Row:
     note: str = ""  # the reason; of one that runs, what its layers keep
 
     def line(self) -> str:
-        """As the page has it."""
+        """The row as the page has it."""
         note = self.note.replace("|", "\\|")
         return f"| `{self.model_type}` | `{self.class_name}` | {self.verdict} | {note} |"
 
@@ -190,7 +190,7 @@ def survey(model_type: str) -> Row:
         reference = Reference(model)
         prompts = _prompts(model)
         texts = [[*prompt, *reference.text(prompt, NUM_TOKENS)] for prompt in prompts]
-    except Exception as error:  # whatever transformers makes of a config that we have guessed
+    except Exception as error:  # transformers may raise anything for a config that we guessed
         try:
             with TargetModel.from_pretrained(model):  # type: ignore[possibly-undefined]
                 pass
@@ -247,7 +247,7 @@ def _compare(
 
 
 def _kept(target: TargetModel) -> str:
-    """What its layers keep, in words."""
+    """What the model's layers keep, in words."""
     kinds: Counter[str] = Counter()
     for layer in target.layer_kv:
         kind = "full" if layer.window is None else "chunk" if layer.is_chunked else "window"
@@ -273,7 +273,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Without what transformers says of configs that nobody would ship."""
+    """Silence what transformers says about configs that nobody would ship."""
     transformers.logging.set_verbosity(logging.CRITICAL)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

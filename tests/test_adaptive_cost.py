@@ -135,7 +135,7 @@ def statics(costs: Costs, size: int, rate: Rate) -> dict[Shape, float]:
 def shares(
     controller: CostController | AdaptiveController, costs: Costs, size: int, **how: Any
 ) -> tuple[list[float], list[float]]:
-    """By phase: what it reaches of the best static shape of the phase, and of plain decoding."""
+    """By phase: the share of the best static shape's speed, and of plain decoding's."""
     reached = run(controller, costs, [size], **how)
     rates = [statics(costs, size, rate) for rate in PHASES]
     best = [reached[i, size] / max(found.values()) for i, found in enumerate(rates)]
@@ -204,14 +204,14 @@ def test_a_stall_moves_the_seconds_of_a_round_little():
 
 
 def test_a_shape_that_has_become_slower_is_told_from_a_busy_machine():
-    """Law: what all of a batch size take longer is nobody's; what one of them does is its own."""
+    """Law: a slowdown of a whole batch size is load; a slowdown of one shape is its own."""
     seconds = RoundSeconds(SHAPES)
     others = [shape for shape in SHAPES if shape != PLAIN]
     for _ in range(10):
         for shape in SHAPES:
             seconds.add(shape, 4, 1.0)
     for _ in range(20):
-        seconds.add(PLAIN, 4, 2.0)  # alone, so who knows
+        seconds.add(PLAIN, 4, 2.0)  # it runs alone, so this may be load
     assert seconds.of(PLAIN, 4) == seconds.of(TREE, 4) == 1.0
     for _ in range(10):
         for shape in SHAPES:  # now all do
@@ -252,7 +252,7 @@ def test_a_single_stall_at_a_new_batch_size_is_not_believed():
 
 
 def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
-    """Law: what runs in long stretches is told from the load as soon as others run beside it."""
+    """Law: a figure taken under load is corrected as soon as other shapes run beside it."""
     seconds = RoundSeconds(SHAPES)
     for shape in SHAPES:
         for _ in range(3):
@@ -310,7 +310,7 @@ def test_a_stall_at_a_new_batch_size_is_nobodys_load():
 
 
 def test_the_first_rounds_try_a_draft():
-    """Law: where plain decoding promises more than what nobody has seen, a draft is seen soon."""
+    """Law: if plain decoding promises more than an unseen draft, a draft is still tried soon."""
     controller = by_cost()
     for shape in SHAPES:
         for _ in range(3):

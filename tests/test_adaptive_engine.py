@@ -81,7 +81,7 @@ def test_switches_in_the_middle_of_rounds_change_no_text(
     stats = engine.stats()
     assert stats.adaptive.switch_ct > 4 and set(stats.adaptive.round_cts) == set(script)
     assert sum(stats.adaptive.round_cts.values()) == stats.round_ct
-    # What is chosen stays until a round has run with it, whatever was in its way.
+    # A chosen shape stays until a round has run with it, whatever delays that round.
     assert len(controller.given) - stats.round_ct in (0, 1)
     assert (stats.retracted_ct > 0) >= is_tight
     for group in stats.groups:
@@ -220,7 +220,7 @@ def test_the_engines_own_policies_change_no_text(build, reference, policy, depth
     check(reference, engine.generate(PROMPTS, PARAMS))
     stats = engine.stats()
     assert stats.adaptive.round_cts and stats.finding_ct == 0
-    # What measures the rounds at the start is nobody's request.
+    # The rounds that are measured at the start belong to no request.
     assert stats.finished_ct == len(PROMPTS) and stats.aborted_ct == 0
 
 
@@ -243,7 +243,7 @@ def test_what_cannot_adapt_is_said_at_the_start(target, build, tmp_path):
 
 
 def test_a_round_that_failed_took_no_time(build, monkeypatch):
-    """What fails at once would else be the fastest shape of all."""
+    """A round that fails at once must not look like the fastest shape."""
     script = Scripted([NONE, SEVEN], rounds=3)
     engine = build(script)
     propose = engine.drafter.propose
@@ -284,7 +284,7 @@ def test_the_start_measures_the_batch_sizes_that_it_tells(build, monkeypatch, nu
 
 
 def test_the_start_stops_measuring_when_rounds_take_long(build, monkeypatch):
-    """On a large model the smallest batch alone is measured, each shape often enough to count."""
+    """On a large model only the smallest batch is measured, each shape often enough to count."""
     told: Counter[tuple[Shape, int]] = Counter()
     take = CostController.on_round_seconds
 
@@ -332,7 +332,7 @@ def test_behind_a_round_that_failed_no_older_rounds_seconds_are_told(build, monk
     script = Scripted([SEVEN])
     engine = build(script, overlap_depth=1)
     loop, propose = engine.core.loop, engine.drafter.propose
-    told = []  # turns whose seconds were told
+    told = []  # turns whose seconds were reported
     observe = loop._observe_round
 
     def observing(*args):

@@ -1,4 +1,4 @@
-"""Laws of chats: a list of messages is a prompt wherever a text is one, and a session's turn."""
+"""Laws of chats: a list of messages is a prompt like a text, and can be a session's turn."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_chat_that_is_none_is_refused(engine, chat, message):
 
 
 def test_parts_of_text_are_one_text(engine):
-    """As OpenAI's interface has them; what is no text is refused with its place and its type."""
+    """Parts as OpenAI's interface has them; a part that is not text is refused with its place."""
     parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
     params = SamplingParams(max_new_tokens=4)
     chats = [[{"role": "user", "content": each}] for each in (parts, "one, two")]
@@ -245,7 +245,7 @@ def test_a_template_that_tells_the_history_otherwise_is_followed(engine, templat
 
 
 def test_a_rewind_takes_the_messages_along(engine):
-    """Law: a turn that is cut, at whatever place, has said nothing."""
+    """Law: a turn that is cut anywhere leaves no message behind."""
     with engine.open_session() as session:
         first, second = talk(session, "seq: 2, 4, ", "and then?")
         ends, tokens = session.turn_ends, session.tokens

@@ -1,4 +1,4 @@
-"""Laws of `specpool chat`: what it prints of a turn is what the engine did, and nothing is lost."""
+"""Laws of `specpool chat`: it prints of each turn what the engine did, and loses nothing."""
 
 from __future__ import annotations
 

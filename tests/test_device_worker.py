@@ -337,7 +337,7 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
-    """As under overlap: bounds on the host, lengths on the device alone. Same text, same drafts."""
+    """As under overlap, only the device knows the lengths. Text and drafts are the same."""
     params = dataclasses.replace(PARAMS[kind], max_new_tokens=20)
     with kernels_run():
         with make(case) as engine:

@@ -68,7 +68,7 @@ def test_what_nobody_owns_is_given_back_or_is_out_of_use():
 
 
 def test_a_row_out_of_use_takes_no_results():
-    """Until the ledger has given it to somebody else."""
+    """It stays so until the ledger has given the row to another request."""
     loop, rows = running()
     loop.turn()
     plan = loop.flying[0].plan

@@ -351,7 +351,7 @@ def test_scenario_61_a_failed_forward_takes_its_requests_and_no_other(depth, gua
         loop.run()
         assert (first.finish_reason, len(first.tokens)) == ("length", 20)
         return
-    step = loop.flying.popleft()  # dropped, and nobody is told
+    step = loop.flying.popleft()  # dropped without notice
     loop.device.fail(step.plan.step)
     with pytest.raises(AssertionError):
         loop.run()

@@ -122,7 +122,7 @@ def test_the_copy_is_sent_before_draft_extend():
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_round_waits_once_where_the_back_end_needs_lengths(monkeypatch, needs, depth):
-    """And never where it does not: the text is the same."""
+    """It never waits if the back end needs no lengths: the text is the same."""
     monkeypatch.setitem(BACK_ENDS, "torch", BackEnd("torch", True, True, needs))
     waits = [0]
     refresh = SeqLens.refresh_seq_lens_cpu

@@ -321,7 +321,7 @@ def several_turns(session: Session, *, num_turns: int, new: int, seed: int = 0, 
 
 
 def test_several_turns_with_pages_of_512(target, heads, reference, monkeypatch):
-    """What is kept is counted in tokens, not in pages: overshoot is none of it."""
+    """KV is kept by tokens, not by pages, and overshoot is not kept."""
 
     def talk() -> list[RequestOutput]:
         engine = build(

@@ -211,7 +211,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
     assert generated() == (reference.text(text[:50], 20), 50)
 
     def insists(self: Admission, request: Any) -> tuple[int, int]:
-        """On the pinned text, at whatever length."""
+        """Start on the pinned text at any length."""
         for pin, length in self._pins.shared_with(request.tokens):
             return self._ledger.admit(prefix=pin.prefix, length=length), length
         return self._ledger.admit(), 0
@@ -221,7 +221,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
         generated()
 
     def believes(self: Admission, request: Any) -> tuple[int, int]:
-        """That a row of all the text was cut to where the prompt ends."""
+        """Pretend that a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
         for pin, _ in self._pins.shared_with(request.tokens):
             row = self._ledger.admit(prefix=pin.prefix)
