@@ -266,7 +266,7 @@ def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
 
 @pytest.mark.parametrize("factor", [2.0, 3.0])
 def test_a_shape_that_grows_dear_while_it_runs_is_left(factor):
-    """Law: it looks like load, which the others need not share: a probe tells."""
+    """Law: a slower shape looks like load; others may be unaffected, and a probe shows it."""
     controller, rng, seconds, tokens = by_cost(), np.random.default_rng(0), 0.0, 0.0
     took = {shape: 1.0 + 0.15 * shape.num_steps for shape in SHAPES}
     for shape in SHAPES:
@@ -285,7 +285,7 @@ def test_a_shape_that_grows_dear_while_it_runs_is_left(factor):
 
 @pytest.mark.parametrize("factor", [0.5, 1.15, 1.5, 3.0])
 def test_a_figure_comes_to_rest(factor):
-    """Law: a difference is learned once, by the probe, not by who returns from it again."""
+    """Law: a difference is learned once, by the probe, and not again on the way back from it."""
     seconds, found = RoundSeconds(SHAPES), []
     for probe in range(60):
         took = factor if probe >= 20 else 1.0
@@ -378,7 +378,7 @@ def test_a_tree_is_never_expected_to_do_worse_than_the_chain_in_it():
 
 
 def test_a_tree_that_turns_out_well_makes_a_chain_worth_a_look():
-    """Law: a probe of a tree that meets a jump says what the chains have not shown yet."""
+    """Law: a probe of a tree after a jump shows what the chains have not shown yet."""
     acceptance = Acceptance([chain(3), TREE])
     for _ in range(100):
         acceptance.observe(chain(3), [0, 1, 0, 0, 0])
@@ -409,7 +409,7 @@ def test_results_of_shapes_that_say_nothing_change_nothing():
 
 
 def test_what_ctrl_c_left_of_a_round_is_reckoned_with(monkeypatch):
-    """Law: what is expected follows from the counts, wherever the last round was stopped."""
+    """Law: expected tokens follow from the counts, at whatever line the last round stopped."""
     shape = chain(3)
     acceptance, whole = Acceptance([shape]), Acceptance([shape])
     for each in (acceptance, whole):

@@ -140,8 +140,8 @@ def test_a_cap_holds_without_a_controller(build):
 def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, policy):
     """Scenarios 9 and 10: down from 7 to 1, and up again, with the other round in flight.
 
-    Law: a round needs max(0, ...) more pages; what a row has only a trim or its end takes; what is
-    reserved covers the round in flight at its own width and the next at the new one.
+    Law: a round never needs a negative number of pages; only a trim or its end takes pages from a
+    row; the reserve covers the round in flight at its old width and the next at the new width.
     """
     script = Scripted([SEVEN, ONE], rounds=1)
     engine = build(script, overlap_depth=1, page_size=1, policy=policy)
@@ -190,9 +190,9 @@ def test_scenario_10_a_retraction_between_switches_gives_everything_back(build, 
 
 
 def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypatch):
-    """Scenario 11: shape 0 for 20 rounds, then drafting. Law: who may draft again keeps draft KV.
+    """Scenario 11: shape 0 for 20 rounds, then drafting. Law: adaptive rows keep draft KV.
 
-    Where a plain round of rows that adapt writes none, the ledger refuses the first draft.
+    If a plain round of such rows wrote none, the ledger would refuse the first draft.
     """
     script = Scripted([NONE] * 20 + [SEVEN] * 3)
     engine = build(script)
@@ -328,7 +328,7 @@ def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch
 
 
 def test_behind_a_round_that_failed_no_older_rounds_seconds_are_told(build, monkeypatch):
-    """Law: on a device under overlap a turn tells of what was on its way; of a prompt, nothing."""
+    """Law: on a device under overlap, a turn reports the round in flight, and no prefill."""
     script = Scripted([SEVEN])
     engine = build(script, overlap_depth=1)
     loop, propose = engine.core.loop, engine.drafter.propose

@@ -35,7 +35,7 @@ def calls(path: Path) -> set[str]:
 
 
 def test_a_row_is_given_back_in_one_place():
-    """Law: only `Rows` gives rows back; what the host takes over goes through it too."""
+    """Law: only `Rows` gives rows back, also those that go to the host."""
     found = {path.stem: verbs for path in FOLDER.glob("*.py") if (verbs := calls(path))}
     assert found == {"rows": VERBS - {"offload"}, "host_handles": {"offload"}}
 

@@ -1,9 +1,9 @@
 """Regression scenarios through the scheduler: what upstream engines lost, with requests that run.
 
-Each test is named after its number in the regression list and says which law it holds. Where a
-guard can be taken away from outside, the same test runs without it and must reach the failing
-state: a ledger that says a step is complete when it is launched, a planted bug of the scheduler.
-The ledger's own tests of these numbers are in the other `test_scenarios_*.py`.
+Each test is named after its row in docs/failures.md and says which law it checks. If a guard can be
+removed from outside, the same test also runs without it and must reach the failing state. Examples
+are a ledger that reports a step as complete when it is launched, and a planted bug of the
+scheduler. The ledger's own tests of these numbers are in the other `test_scenarios_*.py`.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def test_scenario_59_a_prefill_in_flight_fences_without_a_round():
 def test_scenario_25_the_device_is_one_verify_ahead_at_a_page_edge():
     """trt#16280, prompts around a page edge.
 
-    Law: A round's plan has room from every root that the rounds before it may leave; from the
-    host's own alone it would not.
+    Law: A round's plan has room for every root that the rounds before it may leave. The host's own
+    length would not be enough.
     """
     num_beyond = 0
     for prompt_len in range(4 * 4 - 1, 4 * 4 + 5):
@@ -156,8 +156,8 @@ def test_scenario_26_late_results_are_dropped_by_epoch(monkeypatch, depth, num_s
 def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
     """sgl#28034.
 
-    Law: Each step's delta is applied in step order, behind the forwards before it and before its
-    own; applied behind its own, the forward reads and writes other slots.
+    Law: Each step's delta is applied in step order, after earlier forwards and before its own.
+    Applied after its own forward, that forward reads and writes wrong slots.
     """
     prompts, params = corpus.prompts(3, 20), SamplingParams(max_new_tokens=20, ignore_eos=True)
     options = {"overlap_depth": 1, "max_context_len": 64, "page_size": 4, "draft": "ngram"}
@@ -293,8 +293,8 @@ def crowd(depth: int = 1) -> Scenario:
 def test_scenario_51_only_one_victim_goes_where_its_pages_are_fenced(monkeypatch):
     """vllm#49674.
 
-    Law: What is in flight is drained before anybody is retracted, so that the pages of one victim
-    are free at once, and the next one stays.
+    Law: What is in flight is drained before a request is retracted, so the pages of one victim are
+    free at once and the next request stays.
     """
     guarded = Simulation(crowd()).run().retractions
     assert guarded > 0

@@ -84,8 +84,8 @@ def test_scenario_55_a_rewind_below_a_window_goes_further_back(page_size, length
 def test_a_checkpoints_own_pages_come_back_below_shared_ones(shares):
     """Found by `make soak`: the audit took the cut row for corrupt.
 
-    Law: a pin or fork shares what the window holds; what a checkpoint has kept below is the row's
-    own, below p, once a cut has brought it back.
+    Law: a pin or fork shares only what the window holds. Pages that a checkpoint keeps below the
+    window are the row's own, also below p, after a cut has brought them back.
     """
     ledger = make(window=9, page_size=4, sessions=True, max_context_len=24)
     row = ledger.admit()
