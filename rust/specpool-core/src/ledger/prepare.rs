@@ -159,8 +159,8 @@ impl Ledger {
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, unknown shapes, more than
     /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; no root: after admit, or after a cut that took
-    /// tokens or rounds, no extend has launched yet), [`Error::ContextEnd`] (lists every row with `resolved_len >=
-    /// L`), [`Error::Order`] (D + 1 rounds in flight), [`Error::DraftLag`], [`Error::RowOverflow`],
+    /// tokens or rounds, no extend has launched yet), [`Error::ContextEnd`] (lists every row with
+    /// `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in flight), [`Error::DraftLag`], [`Error::RowOverflow`],
     /// [`Error::OutOfPages`], [`Error::OutOfMemory`].
     ///
     /// # Examples
