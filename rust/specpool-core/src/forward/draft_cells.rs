@@ -242,8 +242,9 @@ impl Drafts {
         Ok((Grid { width: self.topk * width, cells: mask }, Grid { width, cells: positions }))
     }
 
-    /// The pages that each branch reads, for readers of whole pages: `[n * K, width]`. Branch b of a lane reads `root
-    /// + step + 1` slots: first the prefix's pages below `base`, then the branch's own pages. Unused columns are 0.
+    /// The pages that each branch reads, for readers of whole pages: `[n * K, width]`. Of these, branch b of a lane
+    /// reads the first `root + step + 1` slots: first the prefix's pages below `base`, then the branch's own pages.
+    /// Unused columns are 0.
     ///
     /// # Errors
     /// [`Error::Shape`] when the layout is dense and K > 1, lengths differ, or a position is outside its row.
