@@ -63,7 +63,7 @@ class Build:
 
 
 def unavailable() -> str:
-    """Why kernels cannot run here; None if they can."""
+    """Why kernels cannot run here; empty if they can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"kernels run on Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     missing = [tool for tool in (CXX, "nm", "c++filt", "addr2line") if not shutil.which(tool)]
