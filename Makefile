@@ -21,7 +21,7 @@ $(UV):
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
-# What the compiled core is made from; its docstrings are those of the stub.
+# The sources of the compiled core; its docstrings come from the stub.
 CORE := $(wildcard cuda/* rust/*/Cargo.toml rust/*/build.rs rust/*/src/*.rs rust/*/src/*/*.rs) python/specpool/_core.pyi
 
 # Runtime dependencies and the wheel (release build).
@@ -29,7 +29,7 @@ $(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(CORE)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[hf]'
 	@touch $@
 
-# The same with the tests' dependencies.
+# The same, and the tests' dependencies.
 $(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(CORE)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
@@ -43,7 +43,7 @@ install: $(VENV)/.dev ## create .venv with everything that development needs
 ifeq ($(shell uname -s),Linux)
 OLD_GLIBC := --zig --compatibility manylinux2014
 endif
-build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and look through both
+build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and check their contents
 	$(if $(OLD_GLIBC),$(UV) pip install --quiet --python $(BIN)/python ziglang,)
 	rm -f dist/specpool-*
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/maturin build --release --locked $(OLD_GLIBC) --out dist
@@ -55,7 +55,7 @@ fmt: $(VENV)/.dev ## format Rust and Python
 	$(BIN)/ruff format python tests examples benches fuzz docs
 	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz docs
 
-lint: $(VENV)/.dev ## rustfmt, clippy, ruff, the layers of imports, mypy, stubtest
+lint: $(VENV)/.dev ## run rustfmt, clippy, ruff, the check of imports between folders, mypy, stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
@@ -76,13 +76,13 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	cargo test --quiet -p specpool-core --lib
 	$(BIN)/pytest -m "not full" -k "not nvrtc and not agrees_with_the_oracle" -n 2 -q $(CHECKED)
 
-test: $(VENV)/.dev ## install from nothing and pass the tests (8 minutes on two quiet cores)
+test: $(VENV)/.dev ## install if needed, and run the tests (8 minutes on two quiet cores)
 	cargo test --quiet
 	cargo test --quiet -p specpool-check
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -m "not full" -n 2
 
-test-full: $(VENV)/.dev ## the tests and the whole losslessness grid
+test-full: $(VENV)/.dev ## run the tests and the whole losslessness grid
 	cargo test --quiet
 	cargo test --quiet -p specpool-check
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
@@ -98,7 +98,7 @@ test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests 
 	$(BIN)/pytest -k cuda tests/device tests/attention/test_flashinfer.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/engine/test_lossless.py
 
-# Without torch's cache every tensor is an allocation of its own, whose ends memcheck knows.
+# Without torch's cache every tensor is its own allocation, so memcheck knows where each one ends.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
 sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, then racecheck
 	@command -v compute-sanitizer > /dev/null || \
@@ -107,7 +107,7 @@ sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, th
 	$(BIN)/python -m pytest -k "cuda and not test_device_graphs" --timeout 0 tests/device
 	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest -k cuda --timeout 0 tests/device
 
-guards: $(VENV)/.dev ## take the guard of each scenario away: its test must fail (11 minutes)
+guards: $(VENV)/.dev ## remove the guard of each scenario: its test must fail (11 minutes)
 	$(BIN)/python tests/scenarios/run_guards.py
 
 prove: ## enumerate every interleaving of small ledgers (6 minutes; CASE=text for some of them)
@@ -118,13 +118,13 @@ soak: $(VENV)/.dev ## 1e8 random operations on the ledger, 1e6 simulated rounds 
 	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/specpool sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
 
-# Each target so long; 3600 and more by hand. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
+# Seconds for each target; set 3600 or more for a long run. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.dev ## hostile calls and logs, FUZZ_SECONDS of each target (SEED=n)
 	set -e; for target in border ledger event_log; do \
 	$(BIN)/python fuzz/run.py $$target --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED),); done
 
-# Without debug information a mutant builds in a third of the time; a failing property need not be shrunk.
+# Without debug information a mutant builds in a third of the time. A failing property need not be shrunk.
 MUTATED := 'state/*' ledger 'ledger/*'
 mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mutants first; FILE=rust/... for one file)
 	CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_TEST_DEBUG=0 PROPTEST_MAX_SHRINK_ITERS=0 \
@@ -134,7 +134,7 @@ mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mu
 models: $(VENV)/.dev ## write docs/models.md: which models of transformers run (10 minutes)
 	cd tests/kits && $(abspath $(BIN))/python -m survey > $(abspath docs/models.md)
 
-bench: $(VENV)/.dev ## speed on this machine, beside a reference in the same run
+bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the same run
 	$(BIN)/python -m benches reserve
 	$(BIN)/python -m benches ledger
 	$(BIN)/python -m benches scheduler
@@ -152,7 +152,7 @@ bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, r
 	$(BIN)/python benches/kernels.py --device cuda --write benches/results
 	$(BIN)/python benches/graphs.py --write benches/results
 
-# What builds the site, and nothing else. The package itself is read, not imported.
+# Only what builds the site. The package itself is read, not imported.
 $(VENV)/.docs: $(VENV)/.run
 	$(UV) pip install --quiet --python $(BIN)/python --requirements pyproject.toml --extra docs
 	@touch $@

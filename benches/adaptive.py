@@ -1,7 +1,7 @@
 """`python -m benches adaptive`: policies that choose a shape for each round.
 
-Once on a model of text that changes (`adaptive_model`), with the times of rounds measured first,
-and once in engines, all of them on the shipped pair.
+It runs them once on a model of text that changes (`adaptive_model`), with the times of rounds
+measured first, and once in engines. All runs use the embedded pair.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ POLICIES = {
     "SGLang's rule": dataclasses.replace(AdaptiveConfig.default(), threshold_rounds=0),
 }
 OURS, THEIRS = POLICIES
-#: It drafts as little as plain decoding, but may draft again: its rows keep draft KV.
+#: A policy that drafts as little as plain decoding, but may draft again: its rows keep draft KV.
 READY = AdaptiveConfig.from_dict({"1": {"candidates": [0, 1], "warmup_batches": 1 << 30}})
-#: Two plain rounds, two that draft, and again: from 0 the rule goes up, and here always down.
+#: Two plain rounds and two that draft, in turn: from 0 the rule goes up, and here always down.
 BY_TURNS = AdaptiveConfig.from_dict(
     {"1": {"candidates": [0, 1], "warmup_batches": 0, "update_interval": 2, "down_hysteresis": 99}}
 )
 #: Back and forth over the thresholds of a table, then up to 32 rows and down.
 MIXED = [*[4, 5] * 40, *[7, 9] * 40, *range(1, 33), *range(32, 0, -1)]
 NUM_SEEDS = 3
-NUM_PASSES = 7  # over the rounds that are measured for the model
-NUM_ROUNDS = 15  # of each shape and batch size, in each of them
+NUM_PASSES = 7  # passes over the rounds that are measured for the model
+NUM_ROUNDS = 15  # rounds of each shape and batch size in a pass
 PROMPT_LEN = 128
 
 BEST_SHARE, REAL_BEST_SHARE, PLAIN_SHARE, MOST_US = 0.95, 0.93, 0.95, 20.0
@@ -61,7 +61,7 @@ BEST_SHARE, REAL_BEST_SHARE, PLAIN_SHARE, MOST_US = 0.95, 0.93, 0.95, 20.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, and what is asked of it."""
+    """A figure and its target."""
 
     result: Result
     least: float | None = None  # of its ratio
@@ -69,7 +69,7 @@ class Line:
 
     @property
     def target(self) -> str:
-        """As the table says it."""
+        """The target as the table shows it."""
         if self.least is not None:
             met = self.result.ratio >= self.least
             return f">= {self.least:g} {'met' if met else '[bold]missed[/bold]'}"
@@ -88,10 +88,10 @@ class Line:
 
 
 class Engines:
-    """The shipped pair: an engine for each way to choose, all on one target."""
+    """The embedded pair: an engine for each policy and each shape, all on one target."""
 
     def __init__(self, stack: ExitStack, device: str, max_batch: int) -> None:
-        """Load the pair, with room for so many rows in each engine."""
+        """Load the pair, with room for `num_rows` rows in each engine."""
         from specpool.engine.engine import Engine
 
         self._stack = stack
@@ -104,7 +104,8 @@ class Engines:
                 max_batch=max_batch,
             )
         )
-        # One each: as who knows the shape would have it, without room for others.
+        # One engine for each shape, as a user who knows the shape would build it, without other
+        # shapes.
         self.static = {
             shape: self._another(shape=shape) if shape.num_steps else self._first
             for shape in CANDIDATES
@@ -169,15 +170,14 @@ def measured_costs(
     engines: Engines, max_batch: int, num_passes: int, advance: Callable[[], None]
 ) -> tuple[model.Costs, dict[int, float]]:
     """What rounds of rows that may change their shape take; and of rows that never draft.
-
-    The least of all: whoever else runs on the machine only adds to it.
+    The least time counts, because other work on the machine can only add to it.
     """
     sizes = sorted({1 << i for i in range(max_batch.bit_length())} | {max_batch})
     seconds: dict[tuple[Shape | None, int], float] = {}
-    by_turns: dict[tuple[bool, int], float] = {}  # of rounds that draft: after a plain one or not
+    by_turns: dict[tuple[bool, int], float] = {}  # rounds that draft: after a plain one or not
     for _ in range(num_passes):
         for size in reversed(sizes):  # or a few rows would have a fresh engine's one run of pages
-            for shape in (*CANDIDATES, None):  # None = plain, and may draft again
+            for shape in (*CANDIDATES, None):  # None = plain rounds that may draft again
                 engine = engines.ready if shape is None else engines.static[shape]
                 least = min(seconds for _, seconds in round_seconds(engine, size, NUM_ROUNDS))
                 seconds[shape, size] = min(least, seconds.get((shape, size), least))
@@ -227,7 +227,7 @@ def simulated(
 
 
 class _Case:
-    """One workload: what static shapes make of it, and what each policy does."""
+    """One workload: the static shapes, then each policy."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class _Case:
         }
         never = model.Costs({PLAIN: plain})
         self._plain = model.static(PLAIN, never, batch_sizes, rounds)
-        # What engines of one shape can do: the plain one never has to draft.
+        # Engines of one shape can do this: the plain one never has to draft.
         self._static = {**self._ready, name_of(PLAIN): self._plain}
 
     def lines(self, ours: list[model.Run]) -> list[Line]:
@@ -316,7 +316,7 @@ def real(
     for name, config in POLICIES.items():
         contenders[name], starts[name] = engines.adaptive(config)
     lines = [Line(Result(f"{OURS}, an engine's start", starts[OURS], "s", THEIRS, starts[THEIRS]))]
-    # Rows of a fresh engine lie in one run of pages, which is read faster: nobody has that here.
+    # Rows of a fresh engine lie in one run of pages, which is read faster. No engine here is fresh.
     texts = _Texts(max(batch_sizes), num_tokens)
     for name, engine in contenders.items():
         texts.tokens_per_second(name, engine)
@@ -345,7 +345,7 @@ def real(
 
 
 def _real_lines(rates: dict[str, float]) -> Iterator[Line]:
-    """Everyone's tokens per second beside plain decoding's, a policy's beside the best shape's."""
+    """Compare tokens per second with plain decoding, and a policy's with the best shape's."""
     best = max((name for name in rates if name not in POLICIES), key=rates.__getitem__)
     plain = name_of(PLAIN)
     for name, rate in rates.items():
@@ -359,17 +359,17 @@ def _real_lines(rates: dict[str, float]) -> Iterator[Line]:
 
 
 class _Texts:
-    """Prompts in groups, and what plain decoding makes of them."""
+    """Prompts in groups, and the texts of plain decoding for them."""
 
     def __init__(self, batch_size: int, num_tokens: int) -> None:
-        num_groups = max(1, min(4, 16 // batch_size))  # few rows are done soon
+        num_groups = max(1, min(4, 16 // batch_size))  # few rows are done sooner
         self.prompts = corpus.prompts(num_groups * batch_size, PROMPT_LEN)
         self._batch_size = batch_size
         self._params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         self._plain: list[list[int]] | None = None
 
     def tokens_per_second(self, name: str, engine: Engine) -> float:
-        """Run them; the first to come is plain decoding."""
+        """Run the engines; the first is plain decoding."""
         found: list[list[int]] = []
         start = time.perf_counter()
         for at in range(0, len(self.prompts), self._batch_size):
@@ -447,7 +447,7 @@ def adaptive(
     if json:
         print_json(machine(device, threads, ("torch", "transformers")), results)
     else:
-        # Wide enough for every column also where the output is no terminal.
+        # Wide enough for every column, also if the output is not a terminal.
         console = Console()
         Console(width=max(console.width, 164)).print(_table(lines))
     if plot is not None:

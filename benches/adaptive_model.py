@@ -1,7 +1,7 @@
-"""What a policy makes of text that changes: rounds with measured times, and drafts drawn by a seed.
+"""Run policies on text that changes: rounds have measured times, and a seed draws the drafts.
 
-Tokens are counted by their expectation, so that a figure is the policy's own doing; what the policy
-is told of a round is drawn.
+Tokens are counted by their expectation, so that a figure depends on the policy alone. The results
+that the policy sees are drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specpool.assembly.calibration import TOLD
 from specpool.scheduler.round_shapes import RoundShapes
 
 Float64 = npt.NDArray[np.float64]
-#: How likely a draft is right, by its depth and by how much of the phase is over, in [0, 1].
+#: How likely a draft is right, by its depth and by the elapsed share of the phase, in [0, 1].
 Rate = Callable[[int, float], float]
 
 PHASES: dict[str, Rate] = {
@@ -32,7 +32,7 @@ PHASES: dict[str, Rate] = {
     "drifts from 0.9 to 0.3": lambda depth, at: 0.9 - 0.6 * at,
     "jumps to 0.8, half of it with each depth": lambda depth, at: 0.8 * 0.5**depth,
 }
-#: Drafts of a depth that a tree's branches are worth: one that is wrong alone has another chance.
+#: A tree counts as so many drafts per depth: if one is wrong, another branch may be right.
 TREE_TRIES = 1.7
 _NOISE = 0.03  # standard deviation of a measured round
 _STALL_RATE, _STALL = 0.005, 10.0  # so many rounds take so many times as long
@@ -44,7 +44,7 @@ class Costs:
 
     Attributes:
         seconds: of a round among others of its shape.
-        catch_up: what one that drafts takes longer after a plain round, by batch size.
+        catch_up: what a drafting round takes longer after a plain round, by batch size.
     """
 
     seconds: Mapping[Shape, Mapping[int, float]]
@@ -83,7 +83,7 @@ Cells = dict[tuple[str, int], Cell]
 
 @dataclass(slots=True)
 class Run:
-    """What one policy made of a workload."""
+    """What one policy did on a workload."""
 
     cells: Cells = field(default_factory=dict)
     switch_ct: int = 0
@@ -104,7 +104,7 @@ def expected(shape: Shape, rate: Rate, at: float) -> float:
 
 
 def static(shape: Shape, costs: Costs, batch_sizes: Sequence[int], rounds: int) -> Cells:
-    """A workload with one shape alone; `batch_sizes` are gone through again and again."""
+    """Run a workload with one shape alone; `batch_sizes` are repeated."""
     cells: Cells = {}
     for name, rate in PHASES.items():
         for i in range(rounds):
@@ -122,7 +122,7 @@ def replay(
     *,
     seed: int,
 ) -> Run:
-    """A workload with what a policy chooses, through the scheduler's own `RoundShapes`."""
+    """Run a workload with a policy's choices, through the scheduler's own `RoundShapes`."""
     rng = np.random.default_rng(seed)
     for shape, cells in costs.seconds.items():  # as an engine measures at its start
         for size, seconds in cells.items():
@@ -165,7 +165,7 @@ def replay(
 
 
 def tokens_per_second(cells: Cells, phase: str | None = None) -> float:
-    """Of the same work for everyone: each batch size's lanes give as many tokens as its rounds."""
+    """Scale to the same work for all: each batch size's lanes give as many tokens as its rounds."""
     work = seconds = 0.0
     for (name, size), cell in cells.items():
         if phase in (None, name):

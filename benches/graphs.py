@@ -1,7 +1,7 @@
 """A decode round of the embedded pair with its CUDA graph and without, on a CUDA device.
 
-A figure is the wall time of a turn of an engine that is one round, results on the host: the median
-of turns that both engines take one after the other.
+A figure is the wall time of an engine's turn that consists of one round, until the results are on
+the host: the median of turns that both engines take in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM_UP = 8  # turns: the prompts are among them
 
 
 def rounds_of(engine: Engine, batch: int) -> Callable[[], float]:
-    """What measures one more round of so many requests, in microseconds."""
+    """Return a function that measures one more round of so many requests, in microseconds."""
     params = SamplingParams(max_new_tokens=CONTEXT, ignore_eos=True)
     prompts = corpus.prompts(batch, 40)
 
@@ -61,7 +61,7 @@ def results(
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
 ) -> Iterator[Result]:
-    """Each shape at each batch size, and what the graphs take of the memory."""
+    """Measure each shape at each batch size, and the memory that the graphs take."""
     for shape in shapes:
         for batch in batches:
             with contextlib.ExitStack() as stack:

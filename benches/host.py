@@ -1,7 +1,7 @@
 """`python -m benches host`: a request comes back from the host, beside prefilling it again.
 
-Both ways end with the request's next token: a reload leaves the last token to be fed, which has no
-KV, and a prefill feeds them all. The token must be the same.
+Both ways end with the request's next token. A reload leaves the last token, which has no KV, to be
+fed; a prefill feeds all tokens. The token must be the same.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Return:
         return seconds
 
     def offload(self) -> float:
-        """Seconds of the way to the host."""
+        """Seconds of the copy to the host."""
         handle, seconds = self._offloaded()
         self._tier.drop(handle)
         return seconds
 
     def _offloaded(self) -> tuple[Handle, float]:
-        """A new row on the host, and the seconds of its way there."""
+        """A new row on the host, and the seconds of its copy there."""
         ledger = self._engine.ledger
         row = ledger.admit()
         self._feed(row, 0)
@@ -89,7 +89,7 @@ class Return:
         return seconds
 
     def check(self) -> None:
-        """Both ways have given the same token.
+        """Check that both ways have given the same token.
 
         Raises:
             CorruptState: they have not.

@@ -1,7 +1,7 @@
 """One launch of each kernel on the device, with inputs as a round of a served model has them.
 
-Every `Case` runs without allocating, so that it can be captured in a CUDA graph. Bytes are what a
-kernel must read and write, each once.
+Every `Case` runs without allocating, so that it can be captured in a CUDA graph. Its bytes are
+those that a kernel must read and write, each counted once.
 """
 
 from __future__ import annotations

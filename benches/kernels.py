@@ -1,9 +1,9 @@
 """Speed of the kernels beside a copy of the same bytes in the same run: `--device cuda` or `cpu`.
 
 On a GPU (`make bench-gpu`) a figure is the device's time of one launch among several in a CUDA
-graph, the median of turns that the kernel, the copy and an empty launch take one after the other;
-"a call" is a whole one from Python, back to back. Bytes are read and written together. Data smaller
-than the L2 stay in it, the copy's as well. On the CPU it is the twins beside torch.
+graph. It is the median of turns that the kernel, the copy and an empty launch take in turn. "A
+call" is a whole call from Python, back to back. Bytes read and written are added. Data smaller than
+the L2 cache stays in it, the copy's data too. On a CPU the twins are measured beside torch.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bench = Bench(device, CudaClock(), limit, options.repeats)
             results = []
             for result in device_results(bench, MODELS):
-                # As it comes, so that a failure later on does not take it away.
+                # Print each figure as it comes, so that a later failure does not lose it.
                 print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
                 results.append(result)
     except (SpecpoolError, ImportError) as error:

@@ -34,7 +34,7 @@ SETTINGS = (
 BATCHES = (1, 32, 256, 1024, 4096)
 PLAIN = "plain Python"
 
-# What the project asks for: microseconds a step, by batch; and the rest.
+# The project's targets: microseconds a step, by batch; and the rest.
 MOST_US = {1: 4.0, 32: 6.0, 256: 12.0, 1024: 40.0}
 LEAST_SPEEDUP = {256: 30.0}
 MOST_PER_ROW_GROWTH = 1.1  # from 256 to 4,096 rows: "flat"
@@ -49,7 +49,7 @@ POOL_ROWS, POOL_CONTEXT = 2_048, 32_768
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure that must not pass its limit."""
+    """A figure that must not exceed its limit."""
 
     name: str
     value: float
@@ -59,19 +59,19 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Whether it does not."""
+        """Whether it stays within the limit."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     @property
     def result(self) -> Result:
-        """As the JSON has it."""
+        """The figure as the JSON has it."""
         reference = "target, at least" if self.at_least else "target, at most"
         return Result(self.name, self.value, self.unit, reference, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one part of the benchmark found."""
+    """The result of one part of the benchmark."""
 
     results: list[Result]
     targets: list[Target]
@@ -187,7 +187,7 @@ def _recording(setting: Setting, repeats: int) -> Report:
 
 
 def _pools(setting: Setting, repeats: int) -> Report:
-    """A pool of a million pages, all of which were in use and came back in disorder."""
+    """Measure a pool of a million pages, all of which were in use and came back in disorder."""
     loads = [
         LedgerLoad(setting, POOL_BATCH, _used_ledger(setting, num_pages)) for num_pages in POOLS
     ]

@@ -1,8 +1,8 @@
 """The load of `bench ledger`: a batch whose requests come, grow and end, on either side.
 
-`step` is what is timed: all calls that an engine makes for one decode step. `refill` is not: it
-replaces the requests that have reached their end, so that pages are taken now and then and come
-back, and rows are no longer in order.
+`step` is timed: all calls that an engine makes for one decode step. `refill` is not timed: it
+replaces the requests that have reached their end, so that pages are taken and given back now and
+then, and rows are no longer in order.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Setting:
 
     @property
     def pages_per_row(self) -> int:
-        """Pages of a row at its end, enough for either side."""
+        """Pages of a row at its end, enough for both sides."""
         return (END + self.shape.max_accept_len + self.reserve) // self.page_size + 1
 
     def ledger(self, batch: int, num_pages: int | None = None, **options: Any) -> Ledger:
-        """A ledger with rows and pages for the batch and for what is still fenced behind it."""
+        """A ledger with rows and pages for the batch and for the fenced pages behind it."""
         num_pages = num_pages or 2 * batch * self.pages_per_row
         target = Group("target", page_size=self.page_size, num_pages=num_pages)
         draft = Group(
@@ -73,13 +73,13 @@ class Setting:
 
 
 class Load(Protocol):
-    """A batch at work."""
+    """A batch that decodes."""
 
     def step(self) -> None:
         """One decode step of the batch."""
 
     def refill(self) -> None:
-        """Replace the requests that are at their end."""
+        """Replace the requests that have reached their end."""
 
 
 class LedgerLoad:
@@ -137,7 +137,7 @@ class LedgerLoad:
             self._admit(lanes)
 
     def drain(self) -> None:
-        """End everything: nothing is held afterwards."""
+        """End everything, and check that nothing is held afterwards."""
         last = self._launch()
         for row in self.rows.tolist():
             self.ledger.finish(row)

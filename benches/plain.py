@@ -1,6 +1,6 @@
 """`python -m benches plain`: decoding without drafts, and prefill, beside transformers on a CPU.
 
-Random Llamas, beside the shipped one: what they write does not matter here, and both sides must
+The models are random Llamas and the embedded one. Their texts do not matter, but both sides must
 write the same. `plain_runs` measures; options are checked before it is imported.
 """
 

@@ -1,10 +1,10 @@
 """The usual bookkeeping of a speculative engine in plain Python: the other side of `bench ledger`.
 
-An object per request, a free list of pages, and a loop over the requests for the estimate, for
-prepare and for resolve, as SGLang's scheduler does it in its overlap mode: the functions bear the
-names that they have there. It counts a few things per request that the ledger leaves to the
-scheduler; what it lacks, the ledger has: fences, epochs, who owns a page, a plan that outlives the
-call, and refusals that change nothing.
+It has an object per request, a free list of pages, and a loop over the requests for the estimate,
+for prepare and for resolve, as SGLang's scheduler does in its overlap mode. The functions have
+SGLang's names. It counts a few things per request that the ledger leaves to the scheduler. It lacks
+what the ledger has: fences, epochs, page owners, a plan that outlives the call, and refusals that
+change nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Req:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a prepared round hands to the forward: one entry for each lane, or each new page."""
+    """What a prepared round gives to the forward: one entry for each lane, or each new page."""
 
     cur_kv_lens: Ints  # [b]
     nxt_kv_lens: Ints  # [b]
@@ -116,7 +116,7 @@ class PlainLedger:
             req.spec_accept_tokens += accept_len
 
     def release(self, req: Req) -> None:
-        """Gives the request's pages and its row back."""
+        """Gives the request's pages and row back."""
         pages = self.page_table[req.req_pool_idx, : req.kv_allocated_len // self.page_size]
         self.free_pages.extend(reversed(pages.tolist()))
         pages[:] = 0

@@ -64,13 +64,13 @@ def rows_of(
 
 
 def _silence() -> None:
-    """Have transformers write nothing: what runs here, and how well, the figures say."""
+    """Keep transformers from writing: the figures already say what runs here, and how well."""
     for quieten in (
         transformers.logging.set_verbosity_error,
         transformers.logging.disable_progress_bar,
     ):
         quieten()  # type: ignore[no-untyped-call]
-    # It has a level of its own, and says as an error that psutil is missing.
+    # It has a level of its own, and logs as an error that psutil is missing.
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
 
@@ -146,7 +146,7 @@ def _decoding(
     """Turns of a few tokens each, over random keys and values on both sides."""
     prompts = _tokens(batch, context, ours.config.vocab_size, ragged=ragged)
     length = context + (repeats + 3) * WINDOW
-    # All rows begin in one turn: none is ahead of the others.
+    # All rows begin in one turn, so that none is ahead of the others.
     options: dict[str, Any] = {"scattered": pool == "used", "prefill_tokens": batch * context}
     with _engine(ours, batch, length, **options) as engine:
         running = _Running(engine, prompts, (repeats + 2) * WINDOW)
@@ -169,7 +169,7 @@ class _Running:
         def count(number: int, item: Any) -> None:
             self._counts[number] = self._counts.get(number, 0) + len(item.token_ids)
 
-        # As on the other side, what the pages hold is random: a prefill would take minutes.
+        # As on the other side, the pages hold random numbers: a prefill would take minutes.
         for buffer in (*engine.cache.keys, *engine.cache.values):
             buffer.uniform_(-1, 1)
         target: Any = engine.target
@@ -225,7 +225,7 @@ class _Cached:
             self._cache.update(torch.randn(shape), torch.randn(shape), layer)
 
     def window(self) -> Times:
-        """The time from the first token of a call on."""
+        """Note the time from the first token of a call on."""
         marks = _Marks()
         self._model.generate(
             input_ids=self._ids,
@@ -255,7 +255,7 @@ class _Marks:
         self.times.append(_now())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Return at once: nothing is held back."""
 
 
 def _prefill(size: str, ours: Any, theirs: Any, length: int, repeats: int) -> Row:
@@ -298,11 +298,11 @@ def _generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
 def _requests(
     size: str, ours: Any, theirs: Any, count: int, most: int, repeats: int
 ) -> Iterator[Row]:
-    """Requests of unlike lengths that come at once, beside transformers' continuous batching."""
+    """Requests of different lengths that come at once, beside transformers' continuous batching."""
     prompts = _tokens(count, most, ours.config.vocab_size, ragged=True)
     random.Random(0).shuffle(prompts)
     new = 32
-    make_config: Any = transformers.GenerationConfig  # which has types in some versions only
+    make_config: Any = transformers.GenerationConfig  # only some versions have types for it
     greedy = make_config(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     texts: list[Any] = [[], []]
 
@@ -314,7 +314,7 @@ def _requests(
 
     try:
         run_theirs()
-    except Exception as error:  # which versions of transformers run it on a CPU is theirs to say
+    except Exception as error:  # only some versions of transformers run it on a CPU
         Console(stderr=True).print(f"continuous batching does not run here: {error!r:.200}")
         return
     if len(texts[1]) != count:

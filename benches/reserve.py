@@ -1,10 +1,10 @@
 """`python -m benches reserve`: slots that a round reserves, by closed form and enumeration.
 
 A figure is `next_allocated - resolved_len` of a row that has `D = overlap_depth` rounds in flight,
-for the next round's claim alone: its true root lies in `[lo, hi] = [r + D, r + D * A]`. Worst and
-mean go over the P offsets of r in its page. *Held* is the mean of a row that has come to r token by
-token: it keeps what earlier roots claimed, and holey claims are not monotone (the worst is the
-same).
+for the claim of the next round alone. The row's true root lies in `[lo, hi] = [r + D, r + D * A]`.
+Worst and mean are over the P offsets of r in its page. *Held* is the mean of a row that has reached
+r token by token: it keeps what earlier roots claimed, and holey claims are not monotone. Its worst
+is the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reserve:
 
     @property
     def held(self) -> list[int]:
-        """[P]: what a row holds there that has claimed a round at every offset before."""
+        """[P]: what a row holds that has claimed a round at every offset before."""
         size = len(self.closed)
         return [max(self.closed[at - back] - back for back in range(size)) for at in range(size)]
 
@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As the table and the JSON call it."""
+        """The name in the table and the JSON."""
         return f"{self.policy}, {self.placement}, {self.layout}"
 
     def layer_slots(self, of: Callable[[list[int]], float]) -> float:
@@ -109,13 +109,13 @@ def closed_form(setting: Setting, policy: Policy, hosts_drafts: bool, layout: st
 
 
 def enumerated(setting: Setting, policy: Policy, hosts_drafts: bool, layout: str) -> list[int]:
-    """[P]: the same from the cells that a round writes; shares no arithmetic with the core."""
+    """[P]: the same from the cells that a round writes; it shares no arithmetic with the core."""
     shape, P, depth = setting.shape, setting.page_size, setting.overlap_depth
     S, K, N = shape.num_steps, shape.topk, shape.num_draft_tokens
     holey = layout == "holey" and P > 1 and K > 1
 
     def draft_cells(root: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Positions that are the branches' own."""
+        """Positions of the branches."""
         if not holey:
             return root + np.arange(K * S)
         # Every branch has whole pages of its own, as many as the tail and S drafts touch.
@@ -127,7 +127,7 @@ def enumerated(setting: Setting, policy: Policy, hosts_drafts: bool, layout: str
         verified = root + N - 1
         return max(verified, int(draft_cells(root).max())) if hosts_drafts else verified
 
-    # The widest window of any root: double_buffer does not ask where the roots are.
+    # The widest window of any root, because double_buffer does not depend on the root.
     widest = max(len(draft_cells(root)) for root in range(P)) if hosts_drafts else 0
     window = max(N, widest)
 
@@ -144,7 +144,7 @@ def enumerated(setting: Setting, policy: Policy, hosts_drafts: bool, layout: str
 
 
 def choices(setting: Setting) -> Iterator[Choice]:
-    """Every policy, placement and layout; the first is what SGLang does.
+    """Return every policy, placement and layout; the first is SGLang's.
 
     Raises:
         CorruptState: the closed form and the enumeration disagree.
@@ -204,7 +204,7 @@ def reserve(
     if json:
         print_json(machine(), _results(found))
     else:
-        # Wide enough for every column also where the output is no terminal.
+        # Wide enough for every column, also if the output is not a terminal.
         console = Console()
         Console(width=max(console.width, 124)).print(_table(setting, found))
     if plot is not None:

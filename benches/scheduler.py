@@ -1,9 +1,9 @@
 """`python -m benches scheduler`: the host's time for a round of scheduler and ledger.
 
 The simulated device gives the results; its own time does not count. A turn has three parts:
-`schedule`; `launch`, with the table delta that goes to the device; `finish`. Requests come as
+`schedule`; `launch`, with the table delta that goes to the device; `finish`. New requests come as
 others end, so most turns of a large batch also admit and prefill some. Figures are medians over
-turns; growth is linear where a row costs as much in a large batch as in a small one.
+turns. If growth is linear, a row costs as much in a large batch as in a small one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specpool.sim import Arrival, Settings, SimDevice, Text
 BATCHES = (1, 32, 256, 1024)
 PARTS = ("schedule", "launch", "finish", "all")
 
-# What the project asks for: microseconds a round, by batch.
+# The project's targets: microseconds a round, by batch.
 MOST_US = {32: 60.0, 256: 300.0}
 
 PROMPT, OUTPUT = (64, 512), (128, 384)  # tokens of a request, at least and at most

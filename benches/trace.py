@@ -1,9 +1,9 @@
 """`python -m benches reserve --trace`: one trace of requests, upstream's way and ours.
 
-The scheduler and the ledger are the real ones, the device is simulated and has no memory. Upstream:
-placement shared, policy double_buffer, layout holey where P > 1 and K > 1; its requests are
-admitted and retracted as ours are. All get the same requests, bytes (page 0 included), context
-limit, prefill chunk and limit on running rows, which is set so high that it never binds.
+The scheduler and the ledger are real; the device is simulated and has no memory. Upstream's way is
+placement shared, policy double_buffer, and layout holey if P > 1 and K > 1. Its requests are
+admitted and retracted as ours are. All ways get the same requests, bytes (page 0 included), context
+limit, prefill chunk, and limit on running rows, which is so high that it never binds.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ KV_BYTES = 8 << 30
 
 MAX_BATCH = 1024
 PREFILL_TOKENS = 8192
-ARRIVALS_PER_TURN = 4  # on average: more than anybody can serve, so that memory decides
+ARRIVALS_PER_TURN = 4  # on average: more than any way can serve, so that memory decides
 TREE, CHAIN = Shape.eagle(5, 8, 64), Shape.eagle(3, 1, 4)
 MEAN_PROMPT_LEN, MEAN_OUTPUT_LEN, NUM_REQUESTS = 384, 256, 512
-LIVE_LENS = (2048, 8192)  # mean tokens of a running request that are measured besides
+LIVE_LENS = (2048, 8192)  # mean tokens of a running request; these are measured too
 
-MORE = 3.0  # times the requests at once, on the default trace: what the project asks for
+MORE = 3.0  # the project's target: times the requests at once, on the default trace
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests to come, a function of a seed; lengths are uniform in half to 1.5 of their mean."""
+    """Requests to come, a function of a seed; lengths are uniform in 0.5 to 1.5 of their mean."""
 
     name: str
     shape: Shape
@@ -64,7 +64,7 @@ class Traffic:
 
     @property
     def max_context_len(self) -> int:
-        """Tokens that none of the requests exceeds."""
+        """The most tokens that a request may have."""
         return sum(_most(mean) for mean in (self.mean_prompt_len, self.mean_output_len))
 
     def arrivals(self) -> list[Arrival]:
@@ -118,7 +118,7 @@ def ways(page_size: int, shape: Shape) -> list[Way]:
 
 @dataclass(slots=True)
 class Run:
-    """What happened to a trace, in one way."""
+    """What happened to a trace in one way."""
 
     sizes: GroupSizes
     running: list[int] = field(default_factory=list)  # requests with a row, by round
@@ -154,7 +154,7 @@ class Machinery:
     headroom: int  # of the scheduler's admission, in tokens
 
     def sizes(self, way: Way, traffic: Traffic) -> GroupSizes:
-        """The pools: as an engine would size them, but for the limit on rows, which must not bind.
+        """The pools as an engine would size them, but without a limit on rows that binds.
 
         Raises:
             ConfigError: the bytes do not hold one full row.
@@ -245,7 +245,7 @@ class Comparison:
 
     traffic: Traffic
     runs: list[tuple[Way, Run]]
-    has_target: bool  # the trace that the project asks for
+    has_target: bool  # the trace for which the project has a target
 
 
 def trace(
@@ -324,7 +324,7 @@ def trace(
 
 
 def is_asked_for(machinery: Machinery, traffic: Traffic) -> bool:
-    """Whether the project names a target for it; few requests do not fill the memory."""
+    """Whether the project has a target for it; few requests do not fill the memory."""
     means = traffic.mean_prompt_len, traffic.mean_output_len
     layers = machinery.target_layers, machinery.draft_layers
     return (

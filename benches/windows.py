@@ -1,9 +1,9 @@
 """`python -m benches windows`: memory held per row, window groups on against off.
 
-A tiny random model of each family, its layers in the order of the published ones, generates the
-same texts twice: with its sliding layers in window groups, and with all layers in full groups, as
-if it had no windows. Held is what rows hold of all groups, pages times their bytes, most at any
-turn of the run; the texts must be the same.
+A tiny random model of each family, with its layers in the order of the published models, generates
+the same texts twice: with its sliding layers in window groups, and with all layers in full groups,
+as if it had no windows. A row's memory is its pages of all groups times their bytes, at the turn of
+the run at which that is most. The texts must be the same.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Load:
 
     @property
     def most_window_slots(self) -> int:
-        """Of a row that decodes: window + reserve + 2 pages."""
+        """Pages of a decoding row at most: window + reserve + 2 pages."""
         reserve = SHAPE.num_draft_tokens + self.overlap_depth * SHAPE.max_accept_len
         return self.window + reserve + 2 * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a run's rows held, each on average, at the turn when that was most."""
+    """What a run's rows held on average, at the turn when that was most."""
 
     row_bytes: float
     window_slots: int  # of the row that held most, in a round
@@ -110,7 +110,7 @@ def windows(
     if json:
         print_json(machine(packages=("torch", "transformers")), _results(load, found))
     else:
-        # Wide enough for the title also where the output is no terminal.
+        # Wide enough for the title, also if the output is not a terminal.
         console = Console()
         Console(width=max(console.width, 100)).print(_table(load, found))
     if plot is not None:

@@ -1,9 +1,9 @@
 // Moves of KV by bytes, all layers in one launch.
 //
-// A field is what one slot stores in one buffer: a layer's keys, its values, the scales of a page-blocked side buffer.
-// Slot s of a field starts at base + s / P * page_stride + s % P * width, so plain buffers (page_stride = P * width) and
-// page-blocked ones (sgl#31218) are one case. A block works on one field (blockIdx.y), a thread on columns of `vec`
-// bytes of it. Slots outside [0, num_slots), the sink's included where a lane or a draft leads there, are left.
+// A field is what one slot stores in one buffer: a layer's keys, its values, or the scales of a page-blocked side
+// buffer. Slot s of a field starts at base + s / P * page_stride + s % P * width. So plain buffers (page_stride = P *
+// width) and page-blocked ones (sgl#31218) are one case. A block works on one field (blockIdx.y), a thread on columns
+// of `vec` bytes of it. Slots outside [0, num_slots) are skipped, and so is the sink if a lane or a draft leads there.
 
 struct Field {
     long long base;         // address of slot 0
@@ -34,8 +34,9 @@ __device__ __forceinline__ void with_unit(int vec, Move move) {
 
 __device__ __forceinline__ bool is_slot(long long slot, long long num_slots) { return slot >= 0 && slot < num_slots; }
 
-// dst_fields[f] slot dst[i] = src_fields[f] slot src[i]; a null list stands for 0, 1, 2, ... No slot may be both read
-// and written, and each is written once: whoever calls knows. Gather, scatter, copies of pages.
+// Copies slot src[i] of src_fields[f] to slot dst[i] of dst_fields[f]. A null list means 0, 1, 2, ... The caller must
+// make sure that no slot is both read and written, and that each is written at most once. Used for gather, scatter and
+// page copies.
 //
 // grid (any, num_fields), block (columns, slots).
 extern "C" __global__ void copy_slots_kernel(
@@ -62,8 +63,8 @@ extern "C" __global__ void copy_slots_kernel(
     });
 }
 
-// Moves `n` slots of a field, from source(i) to target(i), of one column for each threadIdx.x: the block holds all that
-// it reads before it writes, so slots may be both read and written. `held` is shared, int4 [n, blockDim.x].
+// Moves `n` slots of a field, from source(i) to target(i), one column for each threadIdx.x. The block reads everything
+// before it writes, so slots may be both read and written. `held` is shared, int4 [n, blockDim.x].
 template <typename Source, typename Target>
 __device__ __forceinline__ void move_held(
     const Field& field, int page_size, int num_slots, int n, int column, int4* held, Source source, Target target) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void move_held(
     });
 }
 
-// Slot dst[i] of every field takes what slot src[i] held before the launch; each slot is written once.
+// Moves slot src[i] of every field to slot dst[i], as gather, then scatter. Each slot is written at most once.
 //
 // grid (tiles, num_fields), block (columns of a tile, slots); shared: 16 bytes for each slot and column of a tile.
 extern "C" __global__ void move_slots_kernel(
@@ -105,12 +106,12 @@ extern "C" __global__ void move_slots_kernel(
         [&](int i) { return src[i]; }, [&](int i) { return dst[i]; });
 }
 
-// Moves the accepted nodes, written at roots[b] + node, to roots[b] + 0, 1, ... in the order of the walk. Reads exactly
-// batch * width entries of accept_index (sgl#26866). Padded lanes (row 0), nodes in their place, and ids that are no
-// later node of the lane move nothing.
+// Moves the accepted nodes from roots[b] + node to roots[b] + 0, 1, ... in the order of the walk. Reads exactly batch
+// * width entries of accept_index (sgl#26866). Nothing is moved for padded lanes (row 0), for nodes that are in their
+// place, and for ids that are not a later node of the lane.
 //
-// A node's place never passes its number, so in ascending order no source is overwritten before it is read; the block
-// moves eight places at a time, for the loads to overlap (sgl#40734).
+// A node's target is never behind its source, so in ascending order no source is overwritten before it is read. The
+// block moves eight nodes at a time, so that their loads overlap (sgl#40734).
 //
 // grid (batch, num_fields), block (columns), 8 threads or more.
 extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
     int width,                // S + 1
     int num_draft_tokens) {   // N
     constexpr int PLACES = 8;
-    __shared__ int read[PLACES], written[PLACES];  // slots; read is -1 where nothing moves
+    __shared__ int read[PLACES], written[PLACES];  // slots; read is -1 if nothing moves
     const int lane = blockIdx.x, row = rows[lane];
     const long long root = roots[lane];
     if (row == 0 || root < 0) return;
@@ -164,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
     }
 }
 
-// Copies the prefix's partial tail page before the drafts of branches 1 .. K - 1, holey layout (sgl#7725).
-// Nothing for branch 0, for a root at a page's start, for padded lanes.
+// Copies the prefix's partial tail page in front of the drafts of branches 1 .. K - 1, holey layout (sgl#7725). Copies
+// nothing for branch 0, for a root at the start of a page, and for padded lanes.
 //
 // grid (batch * (K - 1), num_fields), block (columns, slots).
 extern "C" __global__ void duplicate_prefix_tail_kernel(

@@ -1,9 +1,9 @@
-// What the branches of a draft step read: slots for readers of tokens, pages for readers of whole pages,
-// and whose drafts are whose ancestors.
+// What the branches of a draft step read: slots for readers of single tokens, pages for readers of whole pages, and
+// which drafts are whose ancestors.
 
-// CSR of the slots that each branch reads at `step`: its prefix, then step + 1 drafts: those of its ancestors, or
-// (ancestors null) its own cells, as upstream. Lane b's branches start at K * (sum of roots before + b * (step + 1)).
-// Of what passes the capacity (sgl#27338), nothing is written, and kv_indptr stops there.
+// Writes the slots that each branch reads at `step` as CSR: its prefix, then step + 1 drafts. The drafts are those of
+// its ancestors, or (ancestors null) its own cells, as upstream. Lane b's branches start at K * (sum of roots before +
+// b * (step + 1)). Nothing is written beyond the capacity (sgl#27338), and kv_indptr stops there.
 //
 // grid (batch * K, tiles), block of whole warps.
 extern "C" __global__ void draft_read_indices_kernel(
@@ -47,8 +47,8 @@ extern "C" __global__ void draft_read_indices_kernel(
     }
 }
 
-// The pages that each branch reads at `step` in the holey layout: the prefix's full pages, then the branch's own, then
-// zeros. One thread for each cell.
+// Writes the pages that each branch reads at `step` in the holey layout: the prefix's full pages, then the branch's
+// own, then zeros. One thread for each cell.
 extern "C" __global__ void branch_pages_kernel(
     const int* cells,
     int num_rows,
@@ -73,8 +73,9 @@ extern "C" __global__ void branch_pages_kernel(
     out[at] = column < end ? table.page(rows[lane], column + shift) : 0;
 }
 
-// Brings ancestors to `step`, in place: each branch takes the line of its parent and adds itself. ancestors[b, k, j] is
-// the branch whose cell of step j holds the j-th draft on branch k's path. A parent that is no branch leaves the line.
+// Advances ancestors to `step`, in place: each branch takes the line of its parent and adds itself. ancestors[b, k, j]
+// is the branch whose cell of step j holds the j-th draft on branch k's path. An invalid parent leaves the line as it
+// is.
 //
 // grid batch, block any; shared: K * step ints.
 extern "C" __global__ void advance_ancestors_kernel(

@@ -1,10 +1,11 @@
 // The seeded draw: argmax, or inverse CDF over token ids after temperature, top-k and top-p.
 //
-// Bit for bit what the CPU twin draws (rust/specpool-core/src/tree/sample.rs), in any order of summation: a token's weight is
-// a whole number, exp((logit - max) / temperature) * 2^34 rounded to even, in single steps that nothing contracts; at
-// most 2^19 of them add up below 2^53. Logits are compared as integers, since the GPU takes tiny ones for 0.
+// Equals the CPU twin's draw (rust/specpool-core/src/tree/sample.rs) bit for bit, in any order of summation. A token's
+// weight is a whole number: exp((logit - max) / temperature) * 2^34, rounded to even, in single steps that the
+// compiler must not contract. At most 2^19 weights add up to below 2^53. Logits are compared as integers, because the
+// GPU takes tiny ones for 0.
 
-constexpr float MIN_TEMPERATURE = 7.888609e-31f;  // 2^-100; below it is argmax
+constexpr float MIN_TEMPERATURE = 7.888609e-31f;  // 2^-100; below it the draw is the argmax
 
 // Philox4x32 with ten rounds; the two upper words of the counter are 0 (Salmon et al., SC 2011).
 __device__ __forceinline__ unsigned long long philox(unsigned long long key, unsigned long long counter) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ float exp_of(float x) {
     return x < -87.0f ? 0.0f : __fmul_rn(mantissa, scale);
 }
 
-// The distribution of one row: what top-k and top-p left of it.
+// The distribution of one row, after top-k and top-p.
 struct Row {
     const void* logits;  // [vocab]
     int dtype;           // 0 = float32, 1 = float16, 2 = bfloat16
@@ -70,7 +71,7 @@ struct Row {
         return sign | __float_as_uint(__fmul_rn((float)(int)fraction, 5.9604645e-8f));  // fraction * 2^-24
     }
 
-    // Greater for likelier tokens, of equal ones for the lower id; 56 bits.
+    // A rank: greater for more likely tokens; among equal ones greater for the lower id; 56 bits.
     __device__ __forceinline__ unsigned long long rank(int id) const {
         unsigned key = bits(id);
         if (key << 1 == 0) key = 0;  // -0 equals 0
@@ -86,7 +87,7 @@ struct Row {
     }
 };
 
-// What a block shares while it works on one row.
+// Memory that a block shares while it works on one row.
 struct Scratch {
     unsigned long long bins[256];
     long long sums[32];  // one for each warp
@@ -94,7 +95,7 @@ struct Scratch {
     unsigned long long above;
 };
 
-// The greatest rank, and in *is_bad whether a logit is NaN or +inf. In every thread.
+// Returns the greatest rank, and sets *is_bad if a logit is NaN or +inf. In every thread.
 __device__ unsigned long long greatest(const Row& row, Scratch& scratch, bool* is_bad) {
     unsigned long long best = 0;
     bool bad = false;
@@ -111,7 +112,7 @@ __device__ unsigned long long greatest(const Row& row, Scratch& scratch, bool* i
     return best;
 }
 
-// By the first warp: the highest bin at which `above` and the bins from the top on reach `need`.
+// Returns, in the first warp, the highest bin at which `above` and the bins from the top on reach `need`.
 __device__ void find_bin(Scratch& scratch, unsigned long long above, double need) {
     const int lane = threadIdx.x, top = 255 - 8 * lane;
     unsigned long long own = 0;
@@ -130,8 +131,8 @@ __device__ void find_bin(Scratch& scratch, unsigned long long above, double need
     scratch.above = above;
 }
 
-// The rank of the last token of the smallest likeliest-first set that reaches `need`: in tokens (top-k) or in weight
-// (top-p). Finds it eight bits at a time from the top. In every thread.
+// Takes tokens, most likely first, until they reach `need`, counted in tokens (top-k) or in weight (top-p), and
+// returns the rank of the last one. It finds the rank eight bits at a time, from the top. In every thread.
 __device__ unsigned long long last_kept(const Row& row, Scratch& scratch, bool by_weight, double need) {
     unsigned long long prefix = 0, above = 0;
     for (int shift = 48; shift >= 0; shift -= 8) {
@@ -162,15 +163,15 @@ __device__ unsigned long long last_kept(const Row& row, Scratch& scratch, bool b
     return prefix;
 }
 
-// The sum of the weights, in every thread.
+// Returns the sum of the weights, in every thread.
 __device__ long long total_of(const Row& row, Scratch& scratch) {
     long long sum = 0;
     for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) sum += row.weight(id);
     return block_sum(sum, scratch.sums);
 }
 
-// The least id whose cumulative weight exceeds u times the total. Each of two or more warps adds up a run of ids; the
-// run that holds the id is divided in turn.
+// Returns the least id whose cumulative weight exceeds u times the total. Each warp (two or more) adds up a run of
+// ids. The run that holds the id is then divided in the same way.
 __device__ int draw(const Row& row, Scratch& scratch, double u) {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     int begin = 0, end = row.vocab;
@@ -198,7 +199,8 @@ __device__ int draw(const Row& row, Scratch& scratch, double u) {
     return begin;
 }
 
-// One token for each row; -1 where the logits hold a NaN, +inf or nothing but -inf, or a parameter is out of range.
+// Draws one token for each row; -1 if the logits hold a NaN, +inf or nothing but -inf, or if a parameter is out of
+// range.
 //
 // grid n, block of whole warps, two or more.
 extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(

@@ -1,6 +1,6 @@
 // Page tables on the device: changes to them, and the slots of rows and positions.
 
-// Writes pages[i] into cell (rows[i], columns[i]). Entries outside the table, or in row 0, are left. The ledger gives
+// Writes pages[i] into cell (rows[i], columns[i]). Entries outside the table or in row 0 are skipped. The ledger gives
 // at most one entry for each cell. One thread for each entry.
 extern "C" __global__ void apply_table_delta_kernel(
     int* cells,  // int32 [num_rows, pages_per_row]
@@ -33,8 +33,8 @@ extern "C" __global__ void slots_at_kernel(
     out[at] = table.slot(rows[at], positions[at]);
 }
 
-// The slots of [starts[b], starts[b] + lens[b]) of each row, one lane after the other; of what passes the capacity,
-// nothing is written.
+// Writes the slots of [starts[b], starts[b] + lens[b]) of each row, one lane after the other. Nothing is written
+// beyond the capacity.
 //
 // grid (batch, tiles), block of whole warps.
 extern "C" __global__ void slot_ranges_kernel(
@@ -80,7 +80,7 @@ extern "C" __global__ void draft_write_slots_kernel(
     out[at] = table.slot(rows[lane], drafts.position(roots[lane], branch, step));
 }
 
-// The pages of [0, lens[b]) of each row as CSR; of what passes the capacity, nothing is written, and kv_indptr stops
+// Writes the pages of [0, lens[b]) of each row as CSR. Nothing is written beyond the capacity, and kv_indptr stops
 // there.
 //
 // grid batch, block of whole warps.

@@ -1,19 +1,19 @@
 // The draft tree on the device: select, build, check, verify (docs/contract.md, The draft tree). One block for each lane.
 //
-// Candidates are numbered level by level: K of step 0, then K * K of each later step. Which are the best is found by
-// counting, for each, those that are better (ties: lower number first): no sort, and the CPU twin's result bit for bit.
-// Links that lead nowhere, a parent that is not chosen: the node hangs on the root, the walk ends.
+// Candidates are numbered level by level: K of step 0, then K * K of each later step. To find the best, each candidate
+// counts the better ones (ties: the lower number first). This needs no sort and gives the CPU twin's result bit for
+// bit. If a candidate's parent is not chosen, its node hangs on the root. If a link leads nowhere, the walk ends.
 
 // M = K + (S - 1) * K * K
 __device__ __forceinline__ int num_candidates(int num_steps, int topk) { return topk + (num_steps - 1) * topk * topk; }
 
-// A probability that cannot lift a child above its parent: NaN counts as 0.
+// A probability that cannot raise a child above its parent: NaN counts as 0.
 __device__ __forceinline__ float probability(float p) { return p >= 0.0f ? (p <= 1.0f ? p : 1.0f) : 0.0f; }
 
-// A score below 2^-126 counts as 0, since the compiler may flush it; NaN likewise.
+// A score below 2^-126 counts as 0, because the compiler may flush it; NaN likewise.
 __device__ __forceinline__ float score(float p) { return p >= 1.17549435e-38f ? p : 0.0f; }
 
-// How many of scores[0 .. count) go before `at`.
+// How many of scores[0 .. count) come before `at` in the order.
 __device__ __forceinline__ int rank_of(const float* scores, int count, int at) {
     const float mine = scores[at];
     int rank = 0;
@@ -54,7 +54,7 @@ extern "C" __global__ void select_topk_kernel(
     if (step == 0 && threadIdx.x == 0) parents[0] = -1;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        // The model's own order is kept at step 0: its top K come sorted.
+        // Keep the model's own order at step 0: its top K come sorted.
         const int branch = step == 0 ? i : rank_of(level, count, i);
         if (branch >= topk) continue;
         input_ids[lane * topk + branch] = tokens[i];
@@ -129,7 +129,7 @@ extern "C" __global__ void build_tree_kernel(
     }
 }
 
-// Whether nodes a < b see the same others: a's child b sees a too, its sibling does not, and a never sees b.
+// Whether nodes a < b see the same others: a's child b also sees a, its sibling does not, and a never sees b.
 __device__ __forceinline__ bool sees_alike(const unsigned char* mask, int n, int a, int b, bool is_child) {
     const unsigned char *of_a = mask + (long long)a * n, *of_b = mask + (long long)b * n;
     if (of_a[b] || (of_b[a] != 0) != is_child) return false;
@@ -139,8 +139,8 @@ __device__ __forceinline__ bool sees_alike(const unsigned char* mask, int n, int
     return true;
 }
 
-// Finds the lanes whose arrays are no tree of this root: a walk over them would give another text than the target's.
-// Such a lane gets the root's token and depth 0 in every node, so that nothing behind reads out of bounds.
+// Finds the lanes whose arrays are not a tree of this root. A walk over them could give another text than the
+// target's. Such a lane gets the root's token and depth 0 in every node, so that no later kernel reads out of bounds.
 //
 // grid batch, block any.
 extern "C" __global__ void check_tree_kernel(
@@ -180,7 +180,7 @@ extern "C" __global__ void check_tree_kernel(
     if (threadIdx.x == 0) is_broken[lane] = broken != 0;
 }
 
-// Walks each lane's tree from the root: to the first child whose token is the target's, until there is none.
+// Walks each lane's tree from the root: goes to the first child whose token is the target's, until there is none.
 //
 // grid batch, block any; shared: 2 * N long longs, then 2 * N ints.
 extern "C" __global__ void verify_tree_kernel(
@@ -211,7 +211,7 @@ extern "C" __global__ void verify_tree_kernel(
     __syncthreads();
     if (threadIdx.x > 0) return;
     int node = 0, len = 0;
-    // Links lead forwards only, so the walk ends whatever they hold.
+    // Links only lead forward, so the walk ends whatever they hold.
     while (true) {
         accept_index[(long long)blockIdx.x * width + len++] = (int)(first + node);
         predict[first + node] = target[node];

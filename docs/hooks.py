@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages that lie outside docs/, links that leave it, and a recorded run.
 
 README, CHANGELOG and CONTRIBUTING stay at the root, where people look for them; the site shows them
-as pages of its own. A link to any other file of the repository leads to the file on the web. The
-page of the recorded run is made by the commands that a user would type.
+as pages. A link to any other file of the repository leads to the file on the web. The page of the
+recorded run is made with the commands that a user would type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
 }
 RUN = "recorded_run.html"
-#: Where a page wants the recorded run; nothing is seen of it outside the site.
+#: The mark in a page where the recorded run goes; it is invisible outside the site.
 MARK = "<!-- the recorded run -->"
 LINK = re.compile(r"(?<=\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def target_of(link: str, root: str, page: str, config: Any) -> str:
-    """Where a link of a file leads on the site.
+    """Return the target on the site for a link of a file.
 
     Args:
         link: as it stands in the file, without its anchor.

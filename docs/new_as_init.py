@@ -1,6 +1,6 @@
-"""A griffe extension: a class of the extension module shows how it is called.
+"""A griffe extension: shows how a class of the extension module is called.
 
-The stub says so with `__new__`, since PyO3 has no `__init__`; griffe looks at `__init__` alone.
+The stub declares `__new__`, because PyO3 has no `__init__`, but griffe looks only at `__init__`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from griffe import Class, Extension, Function
 
 
 class NewAsInit(Extension):
-    """Let `__new__` of a class in a stub stand in the place of `__init__`."""
+    """Show `__new__` of a class in a stub as its `__init__`."""
 
     def on_class_members(self, *, cls: Class, **_others: Any) -> None:
         """Move it, under the other name."""

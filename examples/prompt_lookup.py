@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts without a draft model, out of the text itself."""
+"""Prompt lookup: drafts without a draft model, taken from the text itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RECORD = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n"
 
 
 def main() -> None:
-    """Continue text that repeats itself, with a tree of what followed its end before."""
+    """Continue text that repeats itself, with a tree of what followed its last tokens before."""
     drafter = NgramDrafter(max_ngram=6)  # or draft="ngram:6"
     shape = Shape.eagle(4, 4, 16)  # 4 tokens deep, 4 different continuations, 16 nodes verified
     with Engine.from_pretrained("specpool/tiny", draft=drafter, shape=shape) as engine:

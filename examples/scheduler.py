@@ -1,8 +1,9 @@
 """A continuous-batching loop over the ledger: admission, prefill, decode with overlap, retraction.
 
-The device is fake: steps queue up on it, and when one is waited for it draws how many tokens each
-lane accepts. While it works on a round, the next is prepared and launched (`overlap_depth=1`).
-rust/specpool-core/examples/scheduler.rs is the same in Rust and prints the same.
+The device is fake. Steps queue up on it, and when the loop waits for one, the device draws how many
+tokens each lane accepts. While it works on a round, the next one is prepared and launched
+(`overlap_depth=1`). rust/specpool-core/examples/scheduler.rs is the same in Rust and prints the
+same.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Scheduler:
         self.ledger = ledger
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of their admission
-        # After a retraction nobody is admitted until somebody is done.
+        # After a retraction no request is admitted until one is done.
         self.is_crowded = False
         # Launched and not waited for, oldest first: the step, and its lanes (0 for a prefill).
         self.on_device: deque[tuple[int, int]] = deque()
@@ -43,7 +44,7 @@ class Scheduler:
         return 1 + (self.seed >> 33) % most
 
     def admit(self) -> None:
-        """Admits while there are pages for the next prompt and its first round; one prefill."""
+        """Admits while there are pages for a prompt and its first round; one prefill."""
         rows, lens, free = [], [], self.ledger.free_pages(0)
         while self.waiting:
             length = self.waiting[0].len
@@ -59,7 +60,7 @@ class Scheduler:
             self.launch(self.ledger.prepare_extend(rows, lens).step, 0)
 
     def decode(self) -> None:
-        """One round of all who run. Out of pages: wait for what is under way, then retract."""
+        """Runs a round of all. Out of pages: waits for steps in flight, then retracts."""
         while self.running:
             rows = np.array([request.row for request in self.running], np.int32)
             try:
@@ -83,7 +84,7 @@ class Scheduler:
         self.ledger.ack_delta(step)
 
     def wait(self) -> None:
-        """Waits for the oldest step. Who is done leaves, also while its next round is under way."""
+        """Waits for the oldest step. Finished requests leave, also with a round in flight."""
         step, num_lanes = self.on_device.popleft()
         if num_lanes:
             most = self.ledger.shapes[SHAPE].max_accept_len
@@ -98,7 +99,7 @@ class Scheduler:
                 self.is_crowded = False
 
     def retract_newest(self) -> None:
-        """Last in, first out; it comes back with the tokens that it has."""
+        """Retracts the last admitted request. It comes back later with the tokens that it has."""
         request = self.running.pop()
         request.len = int(self.ledger.resolved_len[request.row])
         self.ledger.retract(request.row)
@@ -107,7 +108,7 @@ class Scheduler:
         self.num_retractions += 1
 
     def serve(self) -> str:
-        """Serves everybody; the balance."""
+        """Serves all requests, and returns the balance."""
         for _ in range(NUM_REQUESTS):
             length = self.draw(24)
             self.waiting.append(Request(length, length + 8 + self.draw(56)))

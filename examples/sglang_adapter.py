@@ -1,7 +1,7 @@
 """SGLang's bookkeeping calls for a speculative decode batch, served by a specpool ledger.
 
-For an engineer who knows that scheduler. Its calls (EAGLE, overlap mode) keep their names and their
-meaning; who keeps the books changes:
+This is for an engineer who knows that scheduler. Its calls (EAGLE, overlap mode) keep their names
+and their meaning, but the ledger keeps the books:
 
     SGLang                                     here
     req.kv_committed_len, kv_allocated_len     read-only views of the ledger; nobody sets them
@@ -126,7 +126,7 @@ class KVCache:
         return plan
 
     def new_tokens_required_next_decode(self, reqs: Sequence[Req]) -> int:
-        """Slots that `prepare_for_decode` of the same requests will take, to the slot."""
+        """Slots that `prepare_for_decode` of the same requests will take, exactly."""
         return int(self.ledger.tokens_required(_rows(reqs), np.ones(len(reqs), np.int32))[0])
 
     def prepare_for_decode(self, reqs: Sequence[Req]) -> Plan:
@@ -160,7 +160,7 @@ class KVCache:
         return (pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)).ravel()
 
     def release_kv_cache(self, req: Req) -> None:
-        """Ends the request; what a round in flight may still write stays out of use until then."""
+        """Ends the request; slots that a round in flight may write stay out of use."""
         self.ledger.finish(req.req_pool_idx)
 
 
@@ -172,7 +172,7 @@ def _rows(reqs: Sequence[Req]) -> Ints:
 
 
 def past(committed: int, allocated: int, page_size: int, reserve: int) -> int | None:
-    """A first prompt length from which these calls lead a request to the two lengths, if any do.
+    """A first prompt length from which these calls lead a request to the two lengths, or None.
 
     Equal to `committed`: a prefill alone. Else: a prefill of that length, a round that accepts one
     token, and the rest as a further chunk, which finds its slots allocated.
@@ -252,7 +252,7 @@ def _compare_batch(kv: KVCache, rows: list[tuple[int, int, int, int]], required:
 
 
 def main() -> None:
-    """Compare, and say how much was compared."""
+    """Compare with the recording, and print how much was compared."""
     vectors = Path(__file__).parent.parent / "tests" / "vectors" / "sizing.json"
     num_cases, num_run, num_recorded = compare(Path(sys.argv[1]) if sys.argv[1:] else vectors)
     print(f"{num_cases} recorded cases: the window and the reserve of a round are SGLang's.")

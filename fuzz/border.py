@@ -1,8 +1,8 @@
-"""Every function of `specpool._core` with arguments that nearly fit.
+"""Call every function of `specpool._core` with arguments that nearly fit.
 
 Shapes, dtypes, strides, aliases and sizes are odd now and then. Names and types come from
-`_core.pyi`, so a new function is fuzzed from its first day. The law: a call gives its answer or one
-of `REFUSALS`; a refused call has written nothing; a wrong array is never an abort.
+`_core.pyi`, so a new function is fuzzed at once. The law: a call answers or raises one of
+`REFUSALS`; a refused call writes nothing; a wrong array never aborts the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from source import EDGES, STRANGERS, Source, array, overlapping, spoiled
 import specpool
 from specpool import SpecpoolError, _core
 
-#: What a call may raise: our errors; for a wrong kind, number or text, and no memory, Python's own.
+#: The errors that a call may raise: ours, and Python's own for a wrong kind, number or text, or no
+#: memory.
 REFUSALS = (SpecpoolError, TypeError, OverflowError, MemoryError, UnicodeEncodeError)
 DTYPES = {
     "_I32": "i4",
@@ -151,7 +152,7 @@ def buffer_of(source: Source) -> tuple[Any, Any]:
 
 
 def writable(given: dict[str, Any]) -> list[Any]:
-    """The arrays that a call could write, those in lists too."""
+    """The arrays that a call could write, including those in lists."""
     flat = [
         part for value in given.values() for part in (value if isinstance(value, list) else [value])
     ]
@@ -160,7 +161,7 @@ def writable(given: dict[str, Any]) -> list[Any]:
 
 
 def one_input(data: bytes) -> str | None:
-    """Make one call out of the bytes.
+    """Make one call from the bytes.
 
     Returns:
         The function's name where the call was accepted.

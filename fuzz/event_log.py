@@ -1,8 +1,8 @@
 """The bytes of an event log, as `specpool replay` and `specpool inspect` read them.
 
-The first byte of an input says how it is read: even, the rest is the file; odd, its checksums are
-put right first, so that what lies behind them is reached. The law: a log is played to its end or
-refused by one `RecordError`, in bounded memory.
+The first byte of an input says how it is read. If it is even, the rest is the file. If it is odd,
+the checksums are corrected first, so that the code behind them is reached. The law: a log is
+replayed to its end or refused by one `RecordError`, in bounded memory.
 """
 
 from __future__ import annotations

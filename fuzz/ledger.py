@@ -15,7 +15,7 @@ from specpool import Group, Ledger
 from specpool._core import OP_BYTES
 from specpool.testing import apply, decode_op
 
-#: What is called by name: every public method; `close` comes at the end.
+#: The methods that are called by name: every public one; `close` comes at the end.
 METHODS = sorted(
     name
     for name in dir(Ledger)
@@ -67,7 +67,7 @@ def arguments(source: Source) -> list[Any]:
 
 
 def one_input(data: bytes) -> int:
-    """Run the calls that the bytes say.
+    """Run the calls that the bytes encode.
 
     Returns:
         How many were accepted.

@@ -1,9 +1,9 @@
-"""Hostile calls that no short input spells.
+"""Hostile calls that no short input can make.
 
     python fuzz/regressions.py NAME
 
-Many of them once ended the process, hung it, or wrote half of what they should. Each ends in one of
-`REFUSALS` or with an answer, within 2 GiB and some seconds. `tests/project/test_fuzz.py` runs all.
+Many of them once ended the process, hung it, or wrote half of their output. Each must answer or
+raise one of `REFUSALS`, within 2 GiB and some seconds; `tests/project/test_fuzz.py` runs them all.
 """
 
 from __future__ import annotations

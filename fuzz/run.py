@@ -4,8 +4,8 @@
     python fuzz/run.py event_log --seconds 3600      # as long as you like
     python fuzz/run.py ledger --atheris --seconds 60 # guided by coverage; needs atheris
 
-An input lies in `fuzz/findings/` while it runs, and stays there if it breaks a law, hangs or ends
-the process: `python fuzz/run.py border --replay FILE` runs it alone.
+An input lies in `fuzz/findings/` while it runs. It stays there if it breaks a law, hangs or ends
+the process; `python fuzz/run.py border --replay FILE` runs it alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 TARGETS = ("border", "event_log", "ledger")
 #: Bytes of address space beyond what the process has at its start; more is a shortage of memory.
 MOST_MEMORY = 2 << 30
-#: Of one input: more is a hang.
+#: Seconds for one input: more is a hang.
 MOST_SECONDS = 30
 MOST_BYTES = 4096
 
@@ -78,7 +78,7 @@ def limit_memory() -> None:
 
 
 def guarded(target: str, one_input: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """`one_input`, which leaves the input on disk unless all is well; a hang ends the process."""
+    """Wrap `one_input`: the input stays on disk if it fails, and a hang ends the process."""
     folder = HERE / "findings"
     folder.mkdir(exist_ok=True)
     current = folder / f"{target}-running"

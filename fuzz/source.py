@@ -1,6 +1,6 @@
-"""A byte string read as choices, and the odd arguments that are made of them.
+"""Read a byte string as choices, and make odd arguments from them.
 
-Behind its end all bytes are 0, so that a shorter string is a simpler input.
+Behind the end of the string all bytes are 0, so a shorter string is a simpler input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-#: Where integers of 32 and 64 bits, signed and unsigned, and sizes of memory go wrong.
+#: Edges at which integers of 32 and 64 bits, signed and unsigned, and sizes of memory go wrong.
 EDGES = (
     0,
     -1,
@@ -34,7 +34,7 @@ EDGES = (
 DTYPES = ("i4", "i8", "f4", "f8", "u1", "u8", "?", ">i4", "O", "f2")
 #: Sizes that cost no memory while another dimension is 0.
 HUGE = (2**20, 2**31, 2**38, 2**40, 2**62)
-#: Objects that are no argument of anything.
+#: Objects that are no valid argument of any function.
 STRANGERS: tuple[Any, ...] = (
     None,
     "x",
@@ -51,7 +51,7 @@ STRANGERS: tuple[Any, ...] = (
 
 
 class Source:
-    """Choices out of bytes."""
+    """Choices read from bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -79,7 +79,7 @@ class Source:
         return of[self.below(len(of))]
 
     def is_rare(self, sixteenths: int) -> bool:
-        """True in so many cases of 16, and never behind the end."""
+        """True in so many cases of 16; False behind the end."""
         return self.byte() % 16 >= 16 - sixteenths
 
 
@@ -158,7 +158,7 @@ def overlapping(source: Source, arrays: list[np.ndarray[Any, Any]]) -> None:
         return
     memory = bytearray(max(one.nbytes, two.nbytes) + 16)
     for place, made in ((at, one), (other, two)):
-        # Of numpy's two views neither knows the other: both are over bytes, not over an array.
+        # Neither of numpy's two views knows the other: both are over bytes.
         shift = source.pick((0, 0, 4, 8)) if place == other else 0
         view = np.frombuffer(memory, made.dtype, made.size, shift).reshape(made.shape)
         view[...] = made

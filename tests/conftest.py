@@ -85,7 +85,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """What the shipped target says by itself."""
+    """The shipped target's own texts."""
     from transformers import AutoModelForCausalLM
 
     from lossless import Reference

@@ -2,8 +2,8 @@
 
     python train_target.py OUT --minutes 3
 
-Matrices learn with Muon (orthogonalised momentum, https://kellerjordan.github.io/posts/muon), the
-rest with AdamW. The budget is time, not steps, so that it ends when you said.
+Matrices learn with Muon (orthogonalized momentum, https://kellerjordan.github.io/posts/muon), the
+rest with AdamW. The budget is time, not steps, so training ends at the time that you set.
 """
 
 from __future__ import annotations

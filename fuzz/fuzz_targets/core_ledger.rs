@@ -1,4 +1,5 @@
-//! A random ledger under the operations that the bytes say: nothing panics, a refused call changes nothing, the audit finds nothing.
+//! Runs a random ledger under the operations that the bytes encode. Nothing panics, a refused call changes nothing,
+//! and the audit finds nothing.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

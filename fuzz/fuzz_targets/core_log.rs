@@ -1,4 +1,5 @@
-//! The bytes of an event log, read and replayed. As in `event_log.py`, the first byte says whether checksums are put right.
+//! Reads and replays the bytes of an event log. As in `event_log.py`, the first byte says whether checksums are
+//! corrected.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -29,7 +30,7 @@ fn play(path: &std::path::Path) -> specpool_core::Result<()> {
             break;
         }
     }
-    // An audit looks at every cell, which no reader of a log does: a few bytes can state billions.
+    // An audit visits every cell, which no reader of a log does: a few bytes can state billions of cells.
     if replay.config().num_rows > MOST_ROWS {
         return Ok(());
     }

@@ -1,7 +1,7 @@
 //! Makes the docstrings of `_core.pyi` available to the binding, so that `help()` and the stub have one source.
 //!
-//! Writes `docs.rs` with one macro: `doc!("Ledger.admit")` is the docstring of that method as a string literal, and a
-//! compile error where the stub has none.
+//! Writes `docs.rs` with one macro. `doc!("Ledger.admit")` is the docstring of that method as a string literal. A name
+//! without a docstring in the stub is a compile error.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -25,14 +25,14 @@ fn main() {
     fs::write(&out, code).unwrap_or_else(|error| panic!("{}: {error}", out.display()));
 }
 
-/// (dotted name, docstring) of the module, its classes, their methods and the functions.
+/// Finds (dotted name, docstring) of the module, its classes, their methods and the functions.
 ///
-/// The stub is formatted by ruff: a `class` or `def` begins a line, a head that is not one line ends with a line of its
-/// own that closes the parenthesis, and a docstring is in `"""` and follows the head at once.
+/// It relies on ruff's format of the stub: a `class` or `def` begins a line; a head of several lines ends with a line
+/// of its own that closes the parenthesis; a docstring is in `"""` and follows the head at once.
 fn docstrings(stub: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut class = String::new();
-    let mut name = Some("_core".to_owned()); // Whose docstring may come on this line.
+    let mut name = Some("_core".to_owned()); // The name whose docstring may come on this line.
     let mut lines = stub.lines();
     while let Some(line) = lines.next() {
         let (code, indent) = (line.trim_start(), line.len() - line.trim_start().len());

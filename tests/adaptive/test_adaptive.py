@@ -1,4 +1,4 @@
-"""Adaptive drafting (spec 13): the rule on the EMA, the routing, whose result counts for what."""
+"""Adaptive drafting: the rule on the mean, the routing, and which range a result counts for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREE = Shape.eagle(5, 8, 32)
 
 
 class PlainRange:
-    """Spec 13's rule as it is written there, on depths."""
+    """SGLang's rule as docs/adaptive.md describes it, on depths."""
 
     def __init__(self, cands, initial, alpha, interval, warmup, up, down, ceiling):
         self.cands = sorted(cands)

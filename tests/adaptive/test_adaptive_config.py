@@ -147,7 +147,7 @@ BAD = [
 
 @pytest.mark.parametrize(("content", "says"), BAD)
 def test_a_bad_file_is_one_error_that_names_it(tmp_path, content, says):
-    """Law: file, key and value in one ConfigError, whatever is wrong."""
+    """Law: any fault of a file is one ConfigError with file, key and value."""
     path = tmp_path / "bad.json"
     if isinstance(content, dict):
         content = json.dumps(content)

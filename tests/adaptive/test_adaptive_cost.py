@@ -135,7 +135,7 @@ def statics(costs: Costs, size: int, rate: Rate) -> dict[Shape, float]:
 def shares(
     controller: CostController | AdaptiveController, costs: Costs, size: int, **how: Any
 ) -> tuple[list[float], list[float]]:
-    """By phase: what it reaches of the best static shape of the phase, and of plain decoding."""
+    """By phase: the share of the best static shape's speed, and of plain decoding's."""
     reached = run(controller, costs, [size], **how)
     rates = [statics(costs, size, rate) for rate in PHASES]
     best = [reached[i, size] / max(found.values()) for i, found in enumerate(rates)]
@@ -206,14 +206,14 @@ def test_a_stall_moves_the_seconds_of_a_round_little():
 
 
 def test_a_shape_that_has_become_slower_is_told_from_a_busy_machine():
-    """Law: what all of a batch size take longer is nobody's; what one of them does is its own."""
+    """Law: a slowdown of a whole batch size is load; a slowdown of one shape is its own."""
     seconds = RoundSeconds(SHAPES)
     others = [shape for shape in SHAPES if shape != PLAIN]
     for _ in range(10):
         for shape in SHAPES:
             seconds.add(shape, 4, 1.0)
     for _ in range(20):
-        seconds.add(PLAIN, 4, 2.0)  # alone, so who knows
+        seconds.add(PLAIN, 4, 2.0)  # it runs alone, so this may be load
     assert seconds.of(PLAIN, 4) == seconds.of(TREE, 4) == 1.0
     for _ in range(10):
         for shape in SHAPES:  # now all do
@@ -254,7 +254,7 @@ def test_a_single_stall_at_a_new_batch_size_is_not_believed():
 
 
 def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
-    """Law: what runs in long stretches is told from the load as soon as others run beside it."""
+    """Law: a figure taken under load is corrected as soon as other shapes run beside it."""
     seconds = RoundSeconds(SHAPES)
     for shape in SHAPES:
         for _ in range(3):
@@ -268,7 +268,7 @@ def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
 
 @pytest.mark.parametrize("factor", [2.0, 3.0])
 def test_a_shape_that_grows_dear_while_it_runs_is_left(factor):
-    """Law: it looks like load, which the others need not share: a probe tells."""
+    """Law: a slower shape looks like load; others may be unaffected, and a probe shows it."""
     controller, rng, seconds, tokens = by_cost(), np.random.default_rng(0), 0.0, 0.0
     took = {shape: 1.0 + 0.15 * shape.num_steps for shape in SHAPES}
     for shape in SHAPES:
@@ -287,7 +287,7 @@ def test_a_shape_that_grows_dear_while_it_runs_is_left(factor):
 
 @pytest.mark.parametrize("factor", [0.5, 1.15, 1.5, 3.0])
 def test_a_figure_comes_to_rest(factor):
-    """Law: a difference is learned once, by the probe, not by who returns from it again."""
+    """Law: a difference is learned once, by the probe, and not again on the way back from it."""
     seconds, found = RoundSeconds(SHAPES), []
     for probe in range(60):
         took = factor if probe >= 20 else 1.0
@@ -312,7 +312,7 @@ def test_a_stall_at_a_new_batch_size_is_nobodys_load():
 
 
 def test_the_first_rounds_try_a_draft():
-    """Law: where plain decoding promises more than what nobody has seen, a draft is seen soon."""
+    """Law: if plain decoding promises more than an unseen draft, a draft is still tried soon."""
     controller = by_cost()
     for shape in SHAPES:
         for _ in range(3):
@@ -380,7 +380,7 @@ def test_a_tree_is_never_expected_to_do_worse_than_the_chain_in_it():
 
 
 def test_a_tree_that_turns_out_well_makes_a_chain_worth_a_look():
-    """Law: a probe of a tree that meets a jump says what the chains have not shown yet."""
+    """Law: a probe of a tree after a jump shows what the chains have not shown yet."""
     acceptance = Acceptance([chain(3), TREE])
     for _ in range(100):
         acceptance.observe(chain(3), [0, 1, 0, 0, 0])
@@ -411,7 +411,7 @@ def test_results_of_shapes_that_say_nothing_change_nothing():
 
 
 def test_what_ctrl_c_left_of_a_round_is_reckoned_with(monkeypatch):
-    """Law: what is expected follows from the counts, wherever the last round was stopped."""
+    """Law: expected tokens follow from the counts, at whatever line the last round stopped."""
     shape = chain(3)
     acceptance, whole = Acceptance([shape]), Acceptance([shape])
     for each in (acceptance, whole):

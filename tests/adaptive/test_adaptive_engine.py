@@ -82,7 +82,7 @@ def test_switches_in_the_middle_of_rounds_change_no_text(
     stats = engine.stats()
     assert stats.adaptive.switch_ct > 4 and set(stats.adaptive.round_cts) == set(script)
     assert sum(stats.adaptive.round_cts.values()) == stats.round_ct
-    # What is chosen stays until a round has run with it, whatever was in its way.
+    # A chosen shape stays until a round has run with it, whatever delays that round.
     assert len(controller.given) - stats.round_ct in (0, 1)
     assert (stats.retracted_ct > 0) >= is_tight
     for group in stats.groups:
@@ -141,8 +141,8 @@ def test_a_cap_holds_without_a_controller(build):
 def test_scenarios_9_and_10_switches_with_a_round_in_flight(build, reference, policy):
     """Scenarios 9 and 10: down from 7 to 1, and up again, with the other round in flight.
 
-    Law: a round needs max(0, ...) more pages; what a row has only a trim or its end takes; what is
-    reserved covers the round in flight at its own width and the next at the new one.
+    Law: a round never needs a negative number of pages; only a trim or its end takes pages from a
+    row; the reserve covers the round in flight at its old width and the next at the new width.
     """
     script = Scripted([SEVEN, ONE], rounds=1)
     engine = build(script, overlap_depth=1, page_size=1, policy=policy)
@@ -191,9 +191,9 @@ def test_scenario_10_a_retraction_between_switches_gives_everything_back(build, 
 
 
 def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypatch):
-    """Scenario 11: shape 0 for 20 rounds, then drafting. Law: who may draft again keeps draft KV.
+    """Scenario 11: shape 0 for 20 rounds, then drafting. Law: adaptive rows keep draft KV.
 
-    Where a plain round of rows that adapt writes none, the ledger refuses the first draft.
+    If a plain round of such rows wrote none, the ledger would refuse the first draft.
     """
     script = Scripted([NONE] * 20 + [SEVEN] * 3)
     engine = build(script)
@@ -221,7 +221,7 @@ def test_the_engines_own_policies_change_no_text(build, reference, policy, depth
     check(reference, engine.generate(PROMPTS, PARAMS))
     stats = engine.stats()
     assert stats.adaptive.round_cts and stats.finding_ct == 0
-    # What measures the rounds at the start is nobody's request.
+    # The rounds that are measured at the start belong to no request.
     assert stats.finished_ct == len(PROMPTS) and stats.aborted_ct == 0
 
 
@@ -244,7 +244,7 @@ def test_what_cannot_adapt_is_said_at_the_start(target, build, tmp_path):
 
 
 def test_a_round_that_failed_took_no_time(build, monkeypatch):
-    """What fails at once would else be the fastest shape of all."""
+    """A round that fails at once must not look like the fastest shape."""
     script = Scripted([NONE, SEVEN], rounds=3)
     engine = build(script)
     propose = engine.drafter.propose
@@ -285,7 +285,7 @@ def test_the_start_measures_the_batch_sizes_that_it_tells(build, monkeypatch, nu
 
 
 def test_the_start_stops_measuring_when_rounds_take_long(build, monkeypatch):
-    """On a large model the smallest batch alone is measured, each shape often enough to count."""
+    """On a large model only the smallest batch is measured, each shape often enough to count."""
     told: Counter[tuple[Shape, int]] = Counter()
     take = CostController.on_round_seconds
 
@@ -329,11 +329,11 @@ def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch
 
 
 def test_behind_a_round_that_failed_no_older_rounds_seconds_are_told(build, monkeypatch):
-    """Law: on a device under overlap a turn tells of what was on its way; of a prompt, nothing."""
+    """Law: on a device under overlap, a turn reports the round in flight, and no prefill."""
     script = Scripted([SEVEN])
     engine = build(script, overlap_depth=1)
     loop, propose = engine.core.loop, engine.drafter.propose
-    told = []  # turns whose seconds were told
+    told = []  # turns whose seconds were reported
     observe = loop._observe_round
 
     def observing(*args):

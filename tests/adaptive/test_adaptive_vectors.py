@@ -1,4 +1,4 @@
-"""The adaptive controller against SGLang's recorded rounds (spec 13)."""
+"""The adaptive controller, compared with SGLang's recorded rounds."""
 
 import dataclasses
 import json

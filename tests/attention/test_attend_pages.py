@@ -20,7 +20,7 @@ from specpool.memory.scratch import Scratch  # noqa: E402
 
 
 def oracle(case: dict[str, Any]) -> Any:
-    """One query and one head at a time, in float64."""
+    """Attend for one query and one head at a time, in float64."""
     keys, values, q = (case[name].astype(np.float64) for name in ("keys", "values", "q"))
     heads, group, size = q.shape[1], q.shape[1] // keys.shape[1], case["page_size"]
     out, first = [], 0
@@ -330,7 +330,7 @@ assert (out == 1).all()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
 def test_threads_that_cannot_start_leave_their_work_to_the_others() -> None:
-    """There is room for the stacks of a few at most."""
+    """There is only room for the stacks of a few threads."""
     from pathlib import Path
 
     script = NO_THREADS.format(tests=str(Path(__file__).parent))
@@ -417,7 +417,7 @@ def test_few_queries_need_no_mask_and_no_copy(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gathers_use_memory_that_is_kept() -> None:
-    """In 16 bits pages are still gathered: always into the same memory, whatever the layer."""
+    """In 16 bits pages are still gathered: into the same memory for every layer."""
     scratch = Scratch()
     pages = (torch.randperm(24) + 1).view(2, 12)
     found = set()

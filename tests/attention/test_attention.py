@@ -26,7 +26,7 @@ def oracle(
     softcap: float | None = None,
     sinks: Any = None,
 ) -> Any:
-    """One query and one head at a time, in float64; `visible` is bool [B, Q, columns]."""
+    """Attend for one query and one head at a time, in float64; `visible` is [B, Q, columns]."""
     keys, values = (buffer.double() for buffer in lanes.buffers[0])
     group = q.shape[1] // keys.shape[1]
     rows = []

@@ -1,4 +1,4 @@
-"""Laws of the back-end gate: who cannot read trees on pages is refused before any pool exists."""
+"""Laws of the back-end check: one that cannot read trees on pages is refused before any pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(**options) -> Engine:
     [{"shape": TREE}, {"shape": CHAIN, "shapes": (TREE,)}, {"shape": TREE, "draft": "ngram"}],
 )
 def test_trees_on_pages_need_a_back_end_that_reads_them(whole_pages, shapes):
-    """Also where only some requests may ask for the tree."""
+    """The refusal also holds if only some requests may ask for the tree."""
     message = (
         r"attention 'whole' cannot read trees on pages, and page_size is 16, topk 2 "
         r"\(Shape.*\): torch, flashinfer can; or take page_size 1, or topk 1"

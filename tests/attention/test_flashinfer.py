@@ -1,4 +1,4 @@
-"""Laws of the flashinfer back end: over every view it gives what torch's gives.
+"""Laws of the flashinfer back end: over every view its result equals torch's.
 
 On a CPU an emulation stands for its kernels; with a CUDA device and the wheel they run themselves.
 """
@@ -40,7 +40,7 @@ QUICK = settings(max_examples=40, deadline=None)
 
 
 def plans_of(view) -> list:
-    """What flashinfer planned for a view; torch's reads of it lie there too."""
+    """What flashinfer planned for a view; torch's reads of it are kept there too."""
     return [plan for plan in view.plans.values() if hasattr(plan, "wrapper")]
 
 
@@ -87,7 +87,7 @@ def verify_view(pages: Pages, starts, widths, *, slack=0, seed=0):
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_verify_of_trees(rig: Rig, page_size: int, window: int | None) -> None:
-    """By node position also where a node's index is far from its depth."""
+    """The mask goes by node position, also if a node's index is far from its depth."""
     pages = Pages(rig, page_size, 3)
     for widths in (7, [4, 9, 1]):
         for slack in (0, 2):
@@ -109,7 +109,7 @@ def test_prefill_and_extend(rig: Rig, page_size: int, window: int | None) -> Non
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_an_extend_padded_to_one_width(rig: Rig, page_size: int) -> None:
-    """On a device the accepted tokens' number is known to the device alone."""
+    """On a device only the device knows the number of accepted tokens."""
     pages = Pages(rig, page_size, 3)
     lanes = pages.lanes([5, 16, 31], 4, lens=[1, 4, 2])
     counts = ~lanes.padding
@@ -198,7 +198,7 @@ def test_queries_may_have_another_dtype_than_the_pages() -> None:
 
 
 def test_a_view_without_lengths_is_read_whole() -> None:
-    """As views are that somebody else builds: what the mask hides does not count."""
+    """A view that other code built: columns that the mask hides do not count."""
     pages = Pages(EMULATED, 4, 2)
     view = verify_view(pages, [5, 12], 4)
     compare(EMULATED, pages, dataclasses.replace(view, kv_lens=None))

@@ -1,4 +1,4 @@
-"""Laws of the index buffers: what flashinfer is told to read is what a view reads."""
+"""Laws of the index buffers: flashinfer is told to read exactly what the view reads."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_mask_is_built_only_where_order_does_not_say_it(options, window, kind,
 
 
 class Recorded:
-    """One group over a recorded page table, of single slots."""
+    """A recorded page table with single slots as one group."""
 
     def __init__(self, table: np.ndarray, page_size: int) -> None:
         # Row 0 there is a real row: shifted by one.

@@ -1,4 +1,4 @@
-"""Laws of the lengths' pair (spec 8, sgl#25818): the host's copy and its sum."""
+"""Laws of the lengths on host and device (sgl#25818): the host's copy and its sum."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_common_length_is_what_the_host_knows():
 
 
 def test_a_length_beyond_what_was_reserved_is_clamped():
-    """A step behind a failed one must not stray (spec 4)."""
+    """A step behind a failed one stays inside its plan's bounds (docs/contract.md)."""
     lens = late([90, 0], [4, 9], [7, 12])
     lens.refresh_seq_lens_cpu(sync=True)
     assert lens.seq_lens_cpu.tolist() == [7, 9]
@@ -122,7 +122,7 @@ def test_the_copy_is_sent_before_draft_extend():
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_round_waits_once_where_the_back_end_needs_lengths(monkeypatch, needs, depth):
-    """And never where it does not: the text is the same."""
+    """It never waits if the back end needs no lengths: the text is the same."""
     monkeypatch.setitem(BACK_ENDS, "torch", BackEnd("torch", True, True, needs))
     waits = [0]
     refresh = SeqLens.refresh_seq_lens_cpu

@@ -148,7 +148,7 @@ def test_a_replay_is_the_policys_own_and_repeats_itself(policy):
 
 
 def test_every_run_has_one_turn_a_round_and_the_rounds_differ():
-    """Law: what one run leaves behind does not always meet the same other one."""
+    """Law: a run does not always come after the same other run."""
     ran: list[int] = []
     runs = [lambda i=i: float(ran.append(i) or i) for i in range(5)]
     assert interleaved(runs, 8) == [0, 1, 2, 3, 4]

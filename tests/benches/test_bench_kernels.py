@@ -59,7 +59,7 @@ def test_every_kernel_is_timed_beside_a_copy(host, tmp_path):
 
 
 def test_the_moves_move_what_is_counted(host):
-    """Each case changes as many bytes as it says it writes."""
+    """Each case changes as many bytes as it says that it writes."""
     for p in (1, 4):
         pool = kernel_cases.Pool(TINY, 3, p, CPU)
         flat = pool.kv.view(-1).view(torch.uint8)
@@ -134,7 +134,7 @@ class FakeEvent:
 
 
 def test_a_graph_s_time_is_shared_by_its_launches(monkeypatch):
-    """On the calls that torch's CUDA graphs have; bytes decide how many launches there are."""
+    """Uses the calls of torch's CUDA graphs; the bytes decide how many launches there are."""
     calls = []
     graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

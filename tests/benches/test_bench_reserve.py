@@ -87,7 +87,7 @@ def test_a_real_ledger_claims_what_the_command_says(page_size, overlap_depth, po
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize("policy", ["exact", "double_buffer"])
 def test_a_row_of_a_real_ledger_holds_what_the_command_says(page_size, policy):
-    """One token a round, through two pages; the claims of the second are looked at."""
+    """Decodes one token a round through two pages; the claims of the second are compared."""
     ledger = two_groups(page_size, 1, policy=policy)
     row = ledger.admit()
     ledger.launch(ledger.prepare_extend([row], [page_size]).step)

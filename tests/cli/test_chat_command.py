@@ -1,4 +1,4 @@
-"""Laws of `specpool chat`: what it prints of a turn is what the engine did, and nothing is lost."""
+"""Laws of `specpool chat`: it prints of each turn what the engine did, and loses nothing."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_help_lists_the_commands_and_quit_leaves(capsys, outputs):
 
 @pytest.mark.parametrize("kind", ["signal", "exception"])
 def test_ctrl_c_aborts_the_answer(capsys, monkeypatch, outputs, kind):
-    """Law: the session is as it was before the turn, and what it has of KV too."""
+    """Law: the session's tokens and KV are as before the turn."""
     original, turns = Turn.__next__, []
 
     def interrupting(self):

@@ -244,14 +244,14 @@ def test_bytes_that_are_no_text_are_refused(args, stdin):
 
 
 def test_text_is_printed_as_it_is(capsys):
-    """Neither markup nor names of emoji are read into it."""
+    """Markup and names of emoji in the text are not interpreted."""
     prompt = "[bold]x[/bold] :smile: [/] \\"
     _, out, _ = call(capsys, "generate", "-n", "4", "-p", prompt)
     assert prompt in out
 
 
 def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
-    """The others' text and the table are still printed, and the error names the position."""
+    """The other texts and the table are still printed, and the error names the position."""
     import torch
 
     from specpool.models import TargetModel
@@ -346,7 +346,7 @@ def test_the_package_works_from_any_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def long_log(tmp_path_factory) -> Path:
-    """Its events fill more than one buffer of standard output."""
+    """A log whose events fill more than one buffer of standard output."""
     path = tmp_path_factory.mktemp("log") / "long.log"
     group = specpool.Group("kv", page_size=4, num_pages=9)
     ledger = specpool.Ledger([group], [], num_rows=1, max_context_len=16, record=path)

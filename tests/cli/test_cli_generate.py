@@ -1,4 +1,4 @@
-"""Laws of `specpool generate`'s further options: each reaches the engine, and is printed right."""
+"""Laws of further options of `specpool generate`: each reaches the engine and its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outputs(capsys, *options: str) -> list[dict]:
 
 
 def test_samples_are_printed_one_after_the_other(capsys):
-    """Each in full under a heading of its own, as the JSON has them."""
+    """Each sample is printed in full under its own heading, as in the JSON."""
     options = ["--samples", "3", "--temperature", "1", "-p", "[min]", "--overlap-depth", "1"]
     expected = outputs(capsys, *options)
     places = [(o["index"], o["sample"]) for o in expected]
@@ -100,7 +100,7 @@ def test_the_environment_sets_the_busy_check(capsys, monkeypatch):
 
 
 def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
-    """One line says so, with the dtype, and a line for each; the exit code is 0."""
+    """One line gives the verdict and the dtype, one line each text; the exit code is 0."""
     options = ["-n", "60", "--dtype", "bfloat16"]
     for prompt in corpus.prompts(12):
         options += ["-p", bytes(prompt).decode()]
@@ -123,7 +123,7 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
 
 
 def test_a_fault_is_told_and_exits_with_1(capsys, monkeypatch):
-    """Here accepted KV stays where the tree had it."""
+    """The planted fault: accepted KV stays where the tree had it."""
     monkeypatch.setattr(Worker, "_compact", lambda *args: None)
     options = ["-n", "48", "-p", PROMPT, "--shape", "3x2x6", "--dtype", "bfloat16"]
     code, out, err = call(capsys, "generate", *options)

@@ -1,4 +1,4 @@
-"""Laws of the command line's options: refused at once, named as typed, each with help."""
+"""Laws of the command line's options: checked at once, named as typed, each with help."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def commands_of(group, name: str):
 
 
 def test_every_option_has_help(capsys):
-    """And no word of it is cut, however narrow the terminal."""
+    """No word of the help is cut, however narrow the terminal."""
     import typer
 
     ours, benches = map(typer.main.get_command, (app, benches_app))
@@ -301,7 +301,7 @@ def test_every_option_has_help(capsys):
 
 
 def test_the_list_of_commands_is_not_cut(capsys):
-    """Each first sentence stands in it whole, also on a narrow terminal."""
+    """Each command's first sentence is complete, also on a narrow terminal."""
     import typer
 
     for name, command in commands_of(typer.main.get_command(app), ""):

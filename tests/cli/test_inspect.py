@@ -1,4 +1,4 @@
-"""Laws of the pictures: what is drawn is what the ledger says, in the terminal and on the page."""
+"""Laws of the pictures: terminal and page show what the ledger has."""
 
 from __future__ import annotations
 
@@ -520,7 +520,7 @@ def test_a_page_shows_the_events_around_its_step(capsys, tmp_path, options, firs
 
 @pytest.mark.parametrize(("frames", "is_said"), [("5", True), ("26", False)])
 def test_a_page_of_a_part_of_the_log_says_so(capsys, tmp_path, frames, is_said):
-    """On the terminal, and on the page, whose script compares the same two numbers."""
+    """The terminal and the page say so; the page's script compares the same two numbers."""
     path = tmp_path / "log"
     ledger = make(record=path)
     row = prefill(ledger, 5)
@@ -538,7 +538,7 @@ def test_a_page_of_a_part_of_the_log_says_so(capsys, tmp_path, frames, is_said):
 
 
 def test_a_page_of_many_rows_holds_what_changed(capsys, tmp_path):
-    """Not every row's numbers again: 512 rows that do the same are a few runs a frame."""
+    """A frame does not repeat every row: 512 rows that do the same are a few runs."""
     path = tmp_path / "log"
     group = Group("kv", page_size=16, num_pages=9000, hosts_drafts=True)
     ledger = Ledger([group], [CHAIN], num_rows=512, max_context_len=256, record=path)
@@ -604,7 +604,7 @@ def test_the_keys_move_and_every_frame_can_be_drawn(capsys, tmp_path):
     steps = [n for n, frame in enumerate(frames) if frame["verb"].startswith("prepare")]
     here = steps.index(at)
     moved = [at + 1, at, at - 1, at, steps[here + 1], at, last, 0, 0]
-    assert seen == [*moved, 0, True, 0, False]  # played from the end, it begins anew
+    assert seen == [*moved, 0, True, 0, False]  # playing from the end starts again at the beginning
 
 
 # What the page's own script knows of the rows, frame by frame.

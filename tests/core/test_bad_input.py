@@ -435,7 +435,7 @@ def test_a_call_from_inside_a_call_is_refused(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_ctrl_c_inside_an_argument_stays_ctrl_c(verb):
-    """What an argument's own method raises is not taken for a wrong argument."""
+    """An error that an argument's own method raises is not reported as a wrong argument."""
     arguments, kinds = VERBS[verb]
     busy = Busy()
 

@@ -1,4 +1,4 @@
-"""Laws of the exceptions: what one says survives pickling and copying, so that it can travel."""
+"""Laws of the exceptions: pickling and copying keep their text and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of recording: what is written can be run again, and nothing is lost on a full disk."""
+"""Laws of recording: a log can be run again, and a full disk loses nothing."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ print(os.getpid())
 
 
 def test_the_environment_records_every_ledger_to_a_file_of_its_own(tmp_path):
-    """No close: what a ledger has in memory is written when it goes away."""
+    """Without a close: the events in memory are written when the ledger is collected."""
     done = run(LEDGERS, SPECPOOL_RECORD=str(tmp_path / "run-%p.log"))
     assert done.returncode == 0, done.stderr
     first = tmp_path / f"run-{done.stdout.strip()}.log"

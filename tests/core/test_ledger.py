@@ -1,4 +1,4 @@
-"""The ledger (spec 4) through the binding: its interface, its laws and its refusals."""
+"""The ledger through the binding: its interface, its laws and its refusals."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_all_or_nothing_over_batch_and_groups():
     assert_all_back(ledger)
 
 
-# --- The verbs' refusals (spec 4's table), each changing nothing ---
+# --- The verbs' refusals (the table of docs/contract.md, The ledger), each changing nothing ---
 
 
 def test_decode_waits_for_a_root():

@@ -176,7 +176,7 @@ def test_the_turn_after_a_checkpoint_ends_above_it():
 
 
 def test_a_stale_step_keeps_no_page_from_being_pinned():
-    """It can never be launched, so it writes nothing."""
+    """A stale step can never be launched, so it writes nothing."""
     both = Lockstep(FULL)
     row = prefilled(both, 6)
     first = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})).step
@@ -266,7 +266,7 @@ def test_the_device_sees_a_page_that_two_rows_write():
 
 
 def test_a_page_that_came_back_is_not_the_one_that_was_copied_to():
-    """On one stream a dropped page is free at once: the same one may come back for the column."""
+    """On one stream a dropped page is free at once, and may come back for the same column."""
     both = Lockstep(replace(FULL, page_fencing=False))
     parent = prefilled(both, 8)
     both.apply(("pin_prefix", {"row": parent, "length": 8}))

@@ -1,4 +1,4 @@
-"""Sizing (spec 3) through the binding: against SGLang's own figures and plain enumeration."""
+"""Sizing through the binding, compared with SGLang's own figures and plain enumeration."""
 
 from __future__ import annotations
 

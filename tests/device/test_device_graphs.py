@@ -73,7 +73,7 @@ def test_their_memory_is_told_cuda():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_hundred_rounds_allocate_nothing_cuda(case, monkeypatch):
-    """Nor is anything captured or compiled while requests run."""
+    """Nothing is captured or compiled while requests run, either."""
 
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("while requests run")

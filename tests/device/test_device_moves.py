@@ -227,7 +227,7 @@ def test_whatever_the_device_arrays_hold_no_byte_outside_the_slots_is_touched(ki
             if not kit.is_checked:  # rows that name one page twice race with themselves
                 device.duplicate_prefix_tail(cache.fields, *place, num_steps=3, topk=4)
                 device.copy_parent_drafts(cache.fields, *place, parents, num_steps=3, step=2)
-        # The sink's page is nobody's to write, but for moves that name its slots.
+        # Nothing may write the sink's page, except moves that name its slots.
         kit.check()
         cache = Cache(kit, batch)
         sink = [array(b.view(torch.uint8)[:page_size]).copy() for b in cache.buffers[:-1]]

@@ -123,7 +123,7 @@ def test_scenario_13_read_indices_need_room_for_every_branch(kit):
 
 
 def test_scenario_13_without_the_check_nothing_is_written_past_the_end(kit):
-    """Where a replay's bounds were wrong, the canaries stand and kv_indptr stops at the end."""
+    """If a replay's bounds were wrong, the canaries stay and kv_indptr stops at the end."""
     batch = Batch(4, 3, topk=4, num_steps=3)
     place = put_place(kit, batch)
     table, p, rows, roots = place

@@ -42,7 +42,7 @@ class Device:
             assert np.array_equal(array(got), want)
 
     def build(self, num_draft_tokens, root_tokens):
-        """All six results, held against the twin's; the twin's choice."""
+        """Build a tree, and compare all six results with the twin's; return the twin's choice."""
         n, nodes = self.batch, num_draft_tokens
         shapes = [(n, nodes)] * 2 + [(n, nodes, nodes)] + [(n, nodes)] * 3
         kinds = [torch.int64, torch.int32, torch.bool, *[torch.int32] * 3]

@@ -114,7 +114,7 @@ def test_no_order_of_threads_changes_the_text(order):
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypatch):
-    """Spec 8: what the host must know comes in one copy, and only when it asks for it."""
+    """The host gets a round's lengths in one copy, and only when it asks for them."""
     running, steps, copies = [False], [0], [0]
     with kernels_run(), make(case) as engine:
         worker = engine.core.worker
@@ -290,7 +290,7 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
-    """As under overlap: bounds on the host, lengths on the device alone. Same text, same drafts."""
+    """As under overlap, only the device knows the lengths. Text and drafts are the same."""
     params = dataclasses.replace(PARAMS[kind], max_new_tokens=20)
     with kernels_run():
         with make(case) as engine:
@@ -309,7 +309,7 @@ def test_the_host_need_not_know_the_lengths(case, kind, monkeypatch):
 
 
 def test_lengths_are_clamped_into_what_the_ledger_reserved():
-    """Spec 8: under overlap the device knows the length, the host its bounds."""
+    """Under overlap the device knows the length, and the host knows its bounds."""
     state = RowState(4, 3, torch.device("cpu"))
     state.seq_lens.copy_(torch.tensor([0, 7, 30, 2, 9]))
     rows = np.array([4, 2, 1, 3], np.int32)

@@ -160,6 +160,6 @@ def test_the_glossary_defines_each_word_once():
 
 
 def test_the_ledgers_states_and_verbs_are_in_the_glossary():
-    """What docs/ledger.md draws as a page's or a step's life has its definition."""
+    """Every word that docs/ledger.md draws in the life of a page or a step is defined."""
     lives = "free owned shared fenced prepare launch resolve complete cancel abandon stale evict"
     assert not set(lives.split()) - set(glossary())

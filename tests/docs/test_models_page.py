@@ -29,7 +29,7 @@ SAMPLE = (
 
 @pytest.fixture(autouse=True)
 def same_transformers() -> None:
-    """Another one has other models, and other ways to make them."""
+    """Another version of transformers has other models and other ways to build them."""
     (written,) = re.findall(r"with transformers (\S+):", PAGE)
     if transformers.__version__ != written:
         pytest.skip(f"the page was written with transformers {written}")

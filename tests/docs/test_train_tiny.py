@@ -88,7 +88,7 @@ def test_the_shipped_heads_are_heads_of_the_example(
 def test_the_shipped_tokenizer_is_the_examples(
     example: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    """Its ids are bytes, and any bytes survive the way there and back."""
+    """Its ids are bytes, and any bytes survive encoding and decoding."""
     from transformers import AutoTokenizer
 
     example["byte_tokenizer"].save_tokenizer(tmp_path, 2048)

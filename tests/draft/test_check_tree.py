@@ -1,4 +1,4 @@
-"""Law: a proposal that is no tree changes no text; it ends the requests that it was made for."""
+"""Law: a proposal that is not a tree ends its requests, and never changes a text."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_tree_that_contradicts_itself_is_refused(target, texts, case, reads_to
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_on_a_device_it_ends_its_own_request_alone(target, texts, case):
-    """Nothing waits for the check: its result travels with the round's."""
+    """Nothing waits for the check: its result travels with the round's results."""
     with launch.host_backend(backend("fast", "forward")):
         engine = engine_of(target, texts, BROKEN[case], reads_tokens=False)
         outputs = engine.generate(PROMPTS, PARAMS)
@@ -149,7 +149,7 @@ def random_trees(rng, batch, n):
 
 
 def test_whole_trees_pass_and_one_changed_cell_never_does(kit):
-    """The kernel, its twin and the host's check agree, whatever cell of a linked tree changes."""
+    """The kernel, its twin and the host's check agree on every changed cell of a linked tree."""
     for batch in kit.batches:
         for n in (1, 2, 4, 8) if kit.is_checked else (1, 2, 4, 8, 40):
             rng = np.random.default_rng([batch, n])

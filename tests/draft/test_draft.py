@@ -1,4 +1,4 @@
-"""Laws of drafting: a branch attends to its true ancestors, wherever the layout puts them."""
+"""Laws of drafting: a branch attends to its true ancestors, in every layout."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_proposal_after_plain_rounds_is_that_of_a_head_that_ran_in_all_of_them
             setattr(engine.drafter, name, counting(ran, name, getattr(engine.drafter, name)))
         engine.generate(prompts, SamplingParams(max_new_tokens=3))  # plain rounds in every row
         script.given.clear()
-        script.script.insert(0, shape)  # and whoever comes after begins with a draft
+        script.script.insert(0, shape)  # so that a row that comes later begins with a draft
         trees = record(engine)
         outputs = engine.generate(prompts, params)
         texts = [o.prompt_ids + o.token_ids for o in outputs]

@@ -1,4 +1,4 @@
-"""Laws of prompt lookup: what is proposed followed the text's end before, and costs no more."""
+"""Laws of prompt lookup: a proposal followed the text's end before, and its cost is bounded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def followed(text: Sequence[int], end: int, num_steps: int) -> Path:
 
 
 def continuations(text: Sequence[int], lens: Sequence[int], num_steps: int) -> Iterator[Path]:
-    """What followed the text's end before: the longest end first, the last occurrence first."""
+    """The tokens that followed the text's end before: longest match first, then latest."""
     for n in lens:
         ends = [
             end
@@ -120,7 +120,7 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
 
 
 def test_a_text_that_was_cut_and_grew_to_nearly_the_same_is_indexed_anew():
-    """Only the first of the tokens that were cut is another one."""
+    """Only the first of the cut tokens differs."""
     drafter, text = NgramDrafter(), [i % 90 for i in range(100 + TAIL_LEN)]
     paths(drafter, CHAIN, text)
     again = [text[7], *text[101:], *text[5:8]]
@@ -371,7 +371,7 @@ def test_rows_pass_rounds_beside_rows_that_draft(kind, depth):
 
 
 def test_finds_that_do_not_come_true_end_the_drafting():
-    """And those that do bring it back, though nobody proposed in between."""
+    """Finds that come true bring drafting back, even without a proposal in between."""
     drafter = NgramDrafter(min_match=2)
     text = [1, 2, 3]
     assert not drafter.is_promising(text)
@@ -391,7 +391,7 @@ def test_finds_that_do_not_come_true_end_the_drafting():
 
 
 def test_text_without_repeats_is_decoded_plainly():
-    """So it costs what plain decoding costs, but for the look-up."""
+    """It costs what plain decoding costs, plus the look-up."""
     with Engine.from_pretrained(draft="ngram", shape=CHAIN) as engine:
         params = SamplingParams(max_new_tokens=100, temperature=4.0, seed=1, ignore_eos=True)
         outputs = engine.generate(corpus.prompts(4), params)

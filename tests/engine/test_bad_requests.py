@@ -149,7 +149,7 @@ def test_what_the_vocabulary_cannot_fulfil_is_refused(target, options, says):
 
 
 def test_one_stop_string_needs_no_tuple():
-    """It is one string, not its characters."""
+    """A string counts as one stop string, not as its characters."""
     params = SamplingParams(stop="end")
     assert params.stop == ("end",) == SamplingParams(stop=("end",)).stop
     assert dataclasses.replace(params, n=2).stop == ("end",)
@@ -168,7 +168,7 @@ def test_a_priority_of_a_wrong_kind_or_size_is_refused(target, priority):
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(target):
-    """The others of the same call are not queued either; the longest that fits runs."""
+    """Other prompts of the same call are not queued either; the longest prompt that fits runs."""
     engine = engine_of(target, num_pages=30, page_size=16)
     with pytest.raises(ConfigError, match=r"prompt 1 has 256 tokens.* leaves room for 255"):
         engine.generate([PROMPTS[0], [1] * 256], PARAMS)
@@ -178,7 +178,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(target):
 
 
 def test_a_pool_that_cannot_hold_a_row_is_refused_with_the_numbers(target):
-    """So whatever an engine takes fits its pools to the last token."""
+    """A request that the engine accepts therefore fits its pools to the last token."""
     with pytest.raises(ConfigError, match=r"(?s)pages.*15|15.*pages"):
         engine_of(target, num_pages=15, page_size=16)
 
@@ -195,7 +195,7 @@ def scheduler_of(**options: Any) -> Scheduler:
 
 
 def run(scheduler: Scheduler, most_turns: int = 200) -> None:
-    """One token from each forward until nothing is left."""
+    """Run forwards of one token each until nothing is left."""
     for _ in range(most_turns):
         for step in scheduler.schedule():
             scheduler.launch(step)
@@ -208,7 +208,7 @@ def run(scheduler: Scheduler, most_turns: int = 200) -> None:
 
 
 def test_a_row_that_cannot_grow_alone_ends_with_the_numbers():
-    """Not by its own size, which `fits` has seen, but where somebody else holds the pages."""
+    """The row fits alone, as `fits` has checked, but others hold the pages."""
     scheduler = scheduler_of()
     ledger = scheduler._ledger
     other = ledger.admit("somebody else")
@@ -229,7 +229,7 @@ def test_a_row_that_cannot_grow_alone_ends_with_the_numbers():
 
 @pytest.mark.parametrize("shape", [0, 1])
 def test_no_request_that_fits_is_exhausted_by_pins(shape):
-    """They go first, though they hold all that is left."""
+    """Pins are dropped first, even if they hold all the pages that are left."""
     scheduler = scheduler_of(num_pages=(13,), shapes=((7, 1, 8),), keeps_draft_kv=False)
     for number in (1, 2):
         pin = request(number, prompt_len=16, max_len=17, shape=shape)

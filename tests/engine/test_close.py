@@ -1,4 +1,4 @@
-"""Law: `close` ends, whatever the ledger says; the model is handed back; twice is quiet."""
+"""Law: `close` always ends and hands the model back; a second call does nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 
 def stray_write(engine, row):
-    """Somebody writes through a wild pointer: the row names a page that is another's."""
+    """Simulate a stray write: the row names a page that is not its own."""
     table = engine.ledger.page_table(0)
     cell = table.ctypes.data + row * table.strides[0]
     assert table[row, 0] > 0
@@ -32,7 +32,7 @@ def stray_write(engine, row):
 
 
 def forget(engine):
-    """Its pages are lost, and the proof that none leaked would say so."""
+    """Leave the ledger out of the leak check, because its pages are lost."""
     from conftest import _ENGINES
 
     _ENGINES.discard(engine)
@@ -63,7 +63,7 @@ def test_close_says_what_was_not_given_back_and_ends():
 
 
 def test_an_abort_that_is_refused_takes_the_row_out_of_use():
-    """The other rows serve on; `close` has nothing left to say."""
+    """The other rows go on, and `close` has nothing left to report."""
     engine, numbers, told = corrupted()
     with pytest.raises(PageStateError):
         engine.abort(numbers[1])
@@ -112,7 +112,7 @@ def model_in_memory():
 
 @pytest.mark.parametrize("draft", [None, "specpool/tiny-eagle3", "ngram"])
 def test_an_engine_that_goes_out_of_scope_gives_its_model_back(draft):
-    """At once, not at the next collection: the garbage collector is off meanwhile."""
+    """The model comes back at once, without a collection: the garbage collector is off."""
     model = model_in_memory()
     attention = model.config._attn_implementation
     model.train()
@@ -145,7 +145,7 @@ def test_what_still_runs_keeps_its_engine():
 
 
 def test_an_engine_that_is_gone_leaves_its_successor_alone():
-    """It was closed before; when it is forgotten, the model is another engine's."""
+    """The first engine was closed; when it is collected, the model belongs to the second."""
     model = model_in_memory()
     first = Engine.from_pretrained(model, max_context_len=128)
     first.close()

@@ -1,4 +1,4 @@
-"""Laws of `Engine.compare`: rounding is told from faults, in every dtype, greedy and drawn."""
+"""Laws of `Engine.compare`: it tells rounding from faults, in every dtype, greedy and drawn."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_rounding_changes_is_said_to_be_the_same(engine_of, dtype, params):
 
 
 def test_sixteen_bits_do_change_texts(engine_of, monkeypatch):
-    """And only the bound makes them the same: with half of it gone they are a fault."""
+    """Only the bound makes them the same: without it they are a fault."""
     engine = engine_of("bfloat16")
     several = pairs(engine, GREEDY, 12)
     rounded = [pair for pair in several if pair[0].token_ids != pair[1].token_ids]
@@ -154,7 +154,7 @@ def test_a_planted_fault_is_called_a_fault(engine_of, dtype, params, plant, monk
             outputs[item.index] = item
     verdicts = [engine.compare(outputs[i], plain[i]) for i in range(4)]
     faults = [each for each in verdicts if each.verdict == "fault"]
-    if plant is spoil_slot:  # of the first prompt alone
+    if plant is spoil_slot:  # only the first prompt is spoilt
         assert verdicts[0] in faults, [*map(str, verdicts)]
         assert all(each.is_same for each in verdicts[1:]), [*map(str, verdicts)]
     else:
@@ -183,7 +183,7 @@ def test_gaps_of_the_runs_are_shown_where_they_were_recorded(engine_of):
 
 
 def test_a_disagreement_of_the_runs_beyond_rounding_is_a_fault(engine_of):
-    """Also where the model itself has a near-tie: the runs had none."""
+    """This also holds where the model itself has a near-tie, because the runs had none."""
     params = dataclasses.replace(GREEDY, logprobs=2)
     engine = engine_of("bfloat16")
     for a, b in pairs(engine, params, 12):
@@ -233,7 +233,7 @@ def test_a_closed_engine_compares_nothing():
 
 
 def test_a_drawn_tokens_gap_is_what_has_to_change():
-    """Of two tokens: raising one logit by the gap draws the other one."""
+    """For two tokens: raising one logit by the gap draws the other token."""
     logits = torch.tensor([0.3, -0.2], dtype=torch.float64)
     params = SamplingParams(temperature=0.7)
     share = float(torch.softmax(logits / 0.7, 0)[0])
@@ -278,7 +278,7 @@ def test_what_a_cut_left_out_is_rounding_only_at_its_edge(params, token, excused
 
 
 def test_errors_within_the_noise_explain_every_draw_that_they_change():
-    """And those of another distribution are told apart, as far as one draw can."""
+    """Draws from another distribution are recognized, as far as one draw allows."""
     generator = torch.Generator().manual_seed(0)
     several = [
         SamplingParams(temperature=1.0),

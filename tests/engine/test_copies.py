@@ -1,4 +1,4 @@
-"""Law: what the user configures, gets and reads can be pickled, copied and compared."""
+"""Law: configurations, outputs and statistics can be pickled, copied and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law: Ctrl-C at any line of any verb leaves nothing that nobody owns, and an engine that works."""
+"""Law: Ctrl-C at any line of any verb leaves no orphaned request or page, and a working engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = [72, 101, 108, 108, 111, 32] * 2
 
 
 def test_the_files_that_are_walked_are_there():
-    """One that has moved would be walked no more, and every test here would pass."""
+    """If a file moved, its lines would not be walked, and every test here would pass."""
     assert [name for name in FILES if not Path(name).is_file()] == []
 
 
@@ -115,7 +115,7 @@ def with_queue(kept):
 
 
 def with_reload(kept):
-    """Its KV is on the host: another request has taken its row."""
+    """An engine with a session whose KV is on the host: another request took its row."""
     kept.session()
     kept.engine.generate([TEXT], PARAMS)
     kept.session()
@@ -148,7 +148,7 @@ def kept_of(verb: str, engine: Engine) -> Kept:
 
 
 def tidied(kept: Kept, where: str) -> None:
-    """Its user gives back what it has; then nobody has anything."""
+    """Give back what the user holds; then nothing may be left."""
     engine = kept.engine
     for _ in range(60):
         if not engine.turn():
@@ -172,7 +172,7 @@ def tidied(kept: Kept, where: str) -> None:
 
 @pytest.fixture(scope="module")
 def engines(target):
-    """With and without a host tier; one row, one session that keeps it."""
+    """Engines with and without a host tier; they have one row, and one session keeps it."""
     options = {"max_context_len": 64, "page_size": 4, "max_sessions": 1, "max_batch": 1}
     options |= {"num_pages": 24, "busy_check": 2, "prefill_tokens": 8}
     return {
@@ -255,7 +255,7 @@ def begin(kept):
 
 @pytest.mark.parametrize(("prepare", "call"), [(len, ask), (with_session, begin)])
 def test_ctrl_c_at_every_line_of_an_order_takes_it_back(engines, prepare, call):
-    """Also where the lock is given back behind it: nobody would know of it."""
+    """This includes the line behind the release of the lock: the order would be lost."""
     engine, files = engines["device"], (str(FOLDER / "engine" / "engine.py"),)
     files += (str(FOLDER / "engine" / "session.py"), str(FOLDER / "engine" / "core.py"))
     at, total = 0, 1
@@ -297,7 +297,7 @@ def test_who_was_over_when_ctrl_c_came_has_no_error(engines, monkeypatch):
 
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_no_memory_at_a_line_of_a_turn_ends_requests_with_the_reason(engines, where):
-    """The turn returns, the requests that ran are told the reason, those that wait go on."""
+    """The turn returns, the running requests end with the reason, and the waiting ones go on."""
     engine = engines[where]
     kept = kept_of("turn", engine)
     with Interrupter(None) as lines:

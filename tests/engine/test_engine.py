@@ -63,7 +63,7 @@ def tokens_of(outputs):
     ],
 )
 def test_sampled_text_is_plain_sampling_with_that_seed(shape, options, sampling):
-    """Whatever the shape, the layout and the batch: a token depends on its seed and position."""
+    """For any shape, layout and batch, a token depends only on its seed and position."""
     with Engine.from_pretrained(**PAIR, shape=Shape.eagle(*shape), **options) as engine:
         prompts = corpus.prompts(5, 60)
         params = [SamplingParams(max_new_tokens=60, seed=s, **sampling) for s in range(5)]
@@ -396,7 +396,7 @@ def test_nan_under_overlap_ends_one_request_and_no_other(monkeypatch, draft):
 
 
 def test_an_abort_of_what_runs_leaves_no_nan(model):
-    """Under overlap its pages are given back before anybody knows what the forward wrote there."""
+    """Under overlap the pages are given back before the forward's writes are known."""
     broken = copy.deepcopy(model)
     broken.model.embed_tokens.weight.data[POISON] = torch.nan
     with Engine.from_pretrained(broken, overlap_depth=1, max_context_len=256) as engine:

@@ -1,4 +1,4 @@
-"""Laws of failure: whatever stops an engine, the error is clear and nothing stays behind."""
+"""Laws of failure: any failure of an engine gives a clear error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_options_of_another_kind_or_size_are_refused(options, message):
 
 
 def test_a_device_that_cannot_even_scrub_gives_every_row_back(monkeypatch):
-    """The step's own error is told, and the engine goes on where the device does."""
+    """The step's own error is reported, and the engine goes on if the device does."""
 
     def fail(what):
         def raises(*args, **options):
@@ -425,7 +425,7 @@ def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_ctrl_c_at_any_line_loses_no_request(target, part):
-    """Not only between the ledger's verbs; what is neither running nor waiting would be lost."""
+    """Every line counts, not only verbs: a request in neither queue would be lost."""
     head = eagle(target).head
     lines = interrupted(target, head, None)
     assert lines > 5_000

@@ -48,7 +48,7 @@ OPS = {
 
 
 class InjectedError(Exception):
-    """What a forward or a drafter raises here."""
+    """The error that a forward or a drafter raises here."""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ class Life:
         return SamplingParams(max_new_tokens=self.rng.choice([1, 40, 60]), ignore_eos=True)
 
     def judge(self, prompt: list[int], output: Any) -> None:
-        """Also what was given before a request failed is the model's own text."""
+        """Text that was given out before a failure must also be the model's own."""
         if output.token_ids:
             self.comparison.add(self.reference, prompt, output.token_ids)
         if output.finish_reason == "length":
@@ -218,7 +218,7 @@ class Life:
     # --- what goes wrong -------------------------------------------------------------------------
 
     def draw_fault(self) -> contextlib.AbstractContextManager[Any]:
-        """At most one, while the returned manager is open."""
+        """Plant at most one fault while the returned manager is open."""
         rng, kind = self.rng, self.rng.randrange(8)
         if kind < 4:
             return contextlib.nullcontext()
@@ -248,7 +248,7 @@ class Life:
         except (ConfigError, InjectedError, MemoryError, KeyboardInterrupt, SpecpoolError) as error:
             if not isinstance(error, ConfigError):
                 assert lines is not None or self.num_faults, error
-            # A number that nobody was told is nobody's: `submit` has taken it back.
+            # If the caller never got the number, `submit` has taken the request back.
             for number in set(self.engine.core._submitted) - asked - set(self.numbers):
                 raise AssertionError(f"request {number} has no owner") from error
         finally:

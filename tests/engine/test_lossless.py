@@ -148,7 +148,7 @@ def test_generation_up_to_the_context_end(target, heads, reference, page_size, t
 @pytest.mark.full
 @pytest.mark.parametrize("topk", TOPKS)
 def test_generation_up_to_the_model_positions(target, heads, reference, topk):
-    """To position 2047, the model's last."""
+    """Generation reaches position 2047, the model's last."""
     run_case(
         target,
         heads["specpool/tiny-eagle3"],

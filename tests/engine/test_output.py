@@ -1,4 +1,4 @@
-"""Laws of what a user hears: a round's news costs what is new, and adds up to the output."""
+"""Laws of chunks: a round's chunk costs what is new, and all chunks add up to the output."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_rounds_news_costs_what_is_new():
 @pytest.mark.parametrize("stop", [(), ("\n",), ("2", "0, ")])
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 def test_flags_of_the_chunks_are_those_of_the_output(stop, overlap_depth):
-    """Also where rounds are told together, or a stop string takes tokens back."""
+    """Also if rounds are reported together, or a stop string takes tokens back."""
     draft, rng = "specpool/tiny-eagle", random.Random(1)
     with Engine.from_pretrained(
         draft=draft, max_context_len=256, overlap_depth=overlap_depth

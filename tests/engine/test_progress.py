@@ -1,4 +1,4 @@
-"""Laws of the progress bar: on a terminal, for long work; elsewhere only where it is wanted."""
+"""Laws of the progress bar: it shows on a terminal for long work; elsewhere only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the numbers: they are those of the requests and of the ledger."""
+"""Laws of the statistics: they agree with the requests and with the ledger."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_end_is_counted_once(monkeypatch):
 
 
 def test_no_counter_goes_down(monkeypatch):
-    """Not when the requests have ended, nor after Ctrl-C."""
+    """This holds after requests have ended and after Ctrl-C."""
     with engine(max_batch=2, overlap_depth=1) as one:
 
         def counters() -> list[float]:

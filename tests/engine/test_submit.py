@@ -1,4 +1,4 @@
-"""Laws of a loop of one's own: submit, turn, callbacks, pins; each item is told once."""
+"""Laws of a loop of your own: submit, turn, callbacks, pins; each item is delivered once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_pin_of_another_engine_releases_nothing(engine):
 
 
 def test_a_prompt_is_pinned_while_an_asynchronous_stream_runs(engine):
-    """Its forwards run in a thread: what the event loop calls must wait for its turn."""
+    """Forwards run in a thread, so calls from the event loop must wait for their turn."""
 
     async def stream():
         items = [item async for item in engine.stream_async("abc", SAMPLED)]

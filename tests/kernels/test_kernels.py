@@ -1,4 +1,4 @@
-"""Slots, draft cells and masks (spec 2, 6, 9): recorded figures, slow twins, scenarios 13 to 22."""
+"""Slots, draft cells and masks: recorded figures, slow twins, scenarios 13 to 22."""
 
 import json
 
@@ -173,7 +173,7 @@ def test_drafts_are_written_where_the_contract_says(page_size, topk, layout):
 
 
 def test_draft_read_vectors():
-    """By branch as upstream, bit for bit; row 0 there is a real row: shifted by one."""
+    """Equal to upstream's reading by branch, bit for bit; row 0 is real here: shifted by one."""
     for case in json.loads((VECTORS / "draft_reads.json").read_text())["cases"]:
         p, k, s = case["page_size"], case["topk"], case["num_steps"]
         table = i32(case["page_table"])
@@ -421,7 +421,7 @@ def test_scenario_14_compaction_reads_exactly_its_entries():
 
 
 def test_scenario_22_padded_lanes_move_nothing():
-    """bs padded from 5 to 8: rows 0 have no moves, whatever their entries say (sgl#13740)."""
+    """bs padded from 5 to 8: lanes of row 0 move nothing, whatever their entries (sgl#13740)."""
     r = Round(4, 4, 5, num_steps=3)
     rows, roots = np.append(r.rows, i32([0, 0, 0])), np.append(r.roots, i32([1, 2, 3]))
     index = np.concatenate([accept(r, 4), np.full((3, 4), 99, np.int32)])

@@ -251,7 +251,7 @@ def test_arguments_may_be_given_by_name(where):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_many_arrays_travel_as_one(seed):
-    """What `upload` does where the device is another one, but for the copy itself."""
+    """Do what `upload` does for another device, except the copy itself."""
     rng = np.random.default_rng(seed)
     kinds = [np.int32, np.int64, np.float32, np.float64, np.bool_, np.uint8]
     arrays = [

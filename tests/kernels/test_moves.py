@@ -1,4 +1,4 @@
-"""Moves of KV in torch (spec 6, 7): any dtype, overlaps, page-blocked buffers, no stray byte."""
+"""Moves of KV in torch: any dtype, overlaps, page-blocked buffers, and no stray byte."""
 
 import subprocess
 import sys

@@ -56,7 +56,7 @@ def test_prefix_sum(kind, order, n, block):
 
 
 def planted_move(flag, order):
-    """Three rows of 64 bytes; the kernel is told of their six slots only."""
+    """Three rows of 64 bytes; the kernel gets only their six slots."""
     pool = np.arange(16 * 64, dtype=np.int32).astype(np.uint8).reshape(16, 64)
     src, dst = np.array([2, 5, 8], np.int32), np.array([11, 0, 15], np.int32)
     kernel = move_rows("check", order, flag)

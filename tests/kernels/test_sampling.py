@@ -1,4 +1,4 @@
-"""The seeded draw and the sampling law (spec 5.5)."""
+"""The seeded draw and the law of sampling (docs/contract.md, The draft tree)."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_uniform_refuses_negative_positions():
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 255, 256, 257, 1000, 5000])
 def test_equals_slow_twin(vocab):
-    """All of temperature, top-k, top-p; draws nearer than 1e-5 to another outcome may differ."""
+    """Any temperature, top-k and top-p; draws within 1e-5 of another outcome may differ."""
     rng = np.random.default_rng(vocab)
     checked = 0
     for _ in range(60):
@@ -190,7 +190,7 @@ def plain(model, seed, first, length, **parameters):
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}])
 @pytest.mark.parametrize("form", ["chain", "tree"])
 def test_tree_sampling_is_plain_sampling(form, parameters):
-    """The text depends on seed and position alone, whatever shape each round has."""
+    """The text depends only on seed and position, whatever the shape of each round."""
     rng = np.random.default_rng(11)
     won = rounds = 0
     for seed in range(12):

@@ -1,4 +1,4 @@
-"""The draft tree (spec 5.1-5.3) against SGLang's recorded figures and a slow twin."""
+"""The draft tree, compared with SGLang's recorded figures and a slow twin."""
 
 import json
 

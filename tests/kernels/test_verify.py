@@ -1,4 +1,4 @@
-"""Verify (spec 5.4): the walk along the target's tokens."""
+"""Verify: the walk along the target's tokens (docs/contract.md, The draft tree)."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_the_first_of_equal_siblings_is_taken():
 
 
 def test_depth_ends_the_walk():
-    """Never more than S + 1 tokens, whatever the tree holds (A = min(S+1, N))."""
+    """The walk never gives more than S + 1 tokens, whatever the tree (A = min(S+1, N))."""
     accept_index, accept_len, predict = walk([[1, 1, 1]], [[-1, 0, 1]], [[1, 1, 1]], 1)
     assert accept_len.tolist() == [2] and accept_index.tolist() == [[0, 1]]
     assert predict.tolist() == [1, 1, 0]

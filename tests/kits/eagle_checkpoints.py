@@ -22,7 +22,7 @@ Rename = Callable[[str], str]
 
 @dataclass
 class Target:
-    """What a head needs of its target."""
+    """The sizes that a head takes from its target."""
 
     hidden_size: int = H
     embedding: torch.Tensor = field(init=False)

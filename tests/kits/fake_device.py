@@ -36,7 +36,7 @@ class Device:
         return self.launch(self.ledger.prepare_extend([row], [new_len]), mark)
 
     def run(self) -> None:
-        """Runs all that is enqueued; the ledger is told it is complete."""
+        """Runs everything that is enqueued, and tells the ledger that it is complete."""
         while self.queue:
             plan, mark, tables, lengths = self.queue.pop(0)
             for group, src, dst, tokens in plan.page_copies.tolist():
@@ -67,7 +67,7 @@ class Device:
         return table_row[positions // P].astype(np.int64) * P + positions % P
 
     def read(self, row: int, group: int = 0) -> list[int]:
-        """What the row's positions `[0, resolved_len)` hold now."""
+        """What the row's positions `[0, resolved_len)` hold."""
         positions = np.arange(self.ledger.resolved_len[row])
         table = self.ledger.page_table(group)[row]
         return self.slots[group][self._slots_at(group, table, positions)].tolist()

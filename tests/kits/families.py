@@ -98,7 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 if int(transformers.__version__.split(".")[0]) >= 5:
-    # It hands no keyword arguments on to attention. (In transformers 4 it bypasses ours: refused.)
+    # It passes no keyword arguments on to attention. (In transformers 4 it bypasses ours: refused.)
     FAMILIES["nemotron"] = ("NemotronConfig", _BASE)
     # In transformers 4 their keys and values, masks and caches are made in other ways.
     FAMILIES |= {
@@ -201,7 +201,7 @@ class PagedLanes:
         num_slots = (len(ids) + 1) * self.page_size
         self.buffers = [
             tuple(
-                # What lies in unused cells must not matter.
+                # The contents of unused cells must not matter.
                 torch.randn(num_slots, one.num_kv_heads, dim, dtype=self.dtype, device=self.device)
                 for dim in (one.k_head_dim, one.v_head_dim)
             )

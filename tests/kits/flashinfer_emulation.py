@@ -72,7 +72,7 @@ class _Wrapper:
         return out
 
     def _in_window(self, lane: int, i: int) -> Tensor:
-        """By index: kv_idx + qo_len + window_left >= kv_len + qo_idx."""
+        """flashinfer's window, by index: kv_idx + qo_len + window_left >= kv_len + qo_idx."""
         kv_len, left = self._kv_len(lane), self.sizes["window_left"]
         if left < 0:
             return torch.ones(kv_len, dtype=torch.bool)

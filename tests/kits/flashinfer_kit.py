@@ -24,7 +24,7 @@ ROW_WIDTH = 160
 
 @dataclass
 class Rig:
-    """One flashinfer, and what may be asked of it.
+    """One flashinfer, and what a test may ask of it.
 
     Attributes:
         library: the module, or its emulation.
@@ -42,12 +42,12 @@ class Rig:
 
     @cached_property
     def backend(self) -> FlashInfer:
-        """One for all views: its working memory is large."""
+        """One back end for all views, because its working memory is large."""
         return FlashInfer(self.library, self.device)
 
 
 class Pages:
-    """What a view asks of a `KVCache`, with one group of shuffled pages full of numbers."""
+    """The part of a `KVCache` that a view needs: one group of shuffled pages full of numbers."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Server:
         return ledger.state_hash(), ledger.digest, ledger.steps(), free
 
     def turn(self) -> None:
-        """One request; the disk may fill at any of the verbs."""
+        """Run one request; the disk may fill at any of the verbs."""
         ledger = self.ledger
         row = self.verb(ledger.admit, "a tag of fifty letters " + "y" * 27)
         step = self.verb(ledger.prepare_extend, [row], [5]).step

@@ -49,7 +49,7 @@ _HIDDEN = ("nonzero", "masked_select", "_local_scalar_dense", "unique_dim", "_un
 
 
 class Tape(TorchDispatchMode):
-    """What work does to a device; refuses whatever would wait for it."""
+    """Record what work does to a device; refuse everything that would wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ class World:
         return torch.from_numpy(pages * size + positions % size).to(self.device)
 
     def write(self, row: int, start: int, end: int) -> None:
-        """What a forward of these positions does."""
+        """Write what a forward of these positions writes."""
         for at, (buffer, group) in enumerate(zip(self.buffers, self.buffer_groups, strict=True)):
             new = self.noise(end - start, *buffer.shape[1:])
             self.kv[row][at][start:end] = new
@@ -157,7 +157,7 @@ class World:
         self.scribble()
 
     def offload(self, row: int) -> Handle | None:
-        """Everything that the row gives back is overwritten at once."""
+        """Offload the row; everything that it gives back is overwritten at once."""
         handle = self.tier.offload(row)
         if handle is not None:
             self.away[handle] = self.kv.pop(row)
@@ -207,7 +207,7 @@ class World:
                 assert not self.wrong(row), (row, self.wrong(row)[:5])
 
     def is_clean(self) -> None:
-        """Nothing is anywhere."""
+        """Check that nothing is left on the device or on the host."""
         self.ledger.check()
         self.tier.check()
         for g, group in enumerate(self.ledger.groups):

@@ -182,7 +182,7 @@ def tokenizer_trap(case: Hostile) -> None:
 
 
 def json_node(case: Hostile) -> None:
-    """Another value somewhere inside a JSON file."""
+    """Replace a value somewhere inside a JSON file."""
     file = case.rng.choice([name for name in case._files if name.endswith(".json")])
     path = case.folder / file
     content: Any = json.loads(path.read_text())
@@ -235,7 +235,7 @@ def another_file(case: Hostile) -> None:
 
 
 def header(case: Hostile) -> None:
-    """Another header of the safetensors file."""
+    """Replace the header of the safetensors file."""
     path = case.folder / "model.safetensors"
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -323,7 +323,7 @@ _TARGET += [json_node, json_node, tokenizer_config]
 
 
 class Opened:
-    """Whether a file of a folder was opened while the block ran, by whatever means (Linux)."""
+    """Whether a file of a folder was opened while the block ran, in any way (Linux)."""
 
     _OPEN = 0x20
 
@@ -337,7 +337,7 @@ class Opened:
         return self
 
     def names(self) -> list[bytes]:
-        """Of the files that were opened since."""
+        """The names of the files that were opened since."""
         try:
             events = os.read(self._file, 1 << 16)
         except BlockingIOError:

@@ -111,7 +111,7 @@ class Kit:
         return between, everything
 
     def check(self):
-        """No guard word and no input has changed."""
+        """Check that no guard word and no input has changed."""
         for everything, before in self._arrays:
             if before is not None:
                 assert torch.equal(everything, before), "a kernel wrote an input"

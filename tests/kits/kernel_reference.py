@@ -132,7 +132,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """What `sample_tokens` draws from, float64 [V]."""
+    """The distribution that `sample_tokens` draws from, float64 [V]."""
     x = np.asarray(logits, np.float64)
     p = np.exp((x - x.max()) / temperature)
     order = np.argsort(-x, kind="stable")

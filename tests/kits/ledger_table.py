@@ -19,7 +19,7 @@ CHAIN = Shape.eagle(3, 1, 4)
 
 
 class World:
-    """A ledger with one row under test, one that lends a hand, and the row's newest step."""
+    """A ledger with one row under test, one row that helps, and the newest step of the first."""
 
     def __init__(self) -> None:
         groups = [
@@ -200,7 +200,7 @@ STATES: list[Callable[[World], None]] = [
 
 
 def name_of(world: World) -> str:
-    """Which state the row is in, by what can be seen and by what the ledger refuses."""
+    """The row's state, from what can be seen and from what the ledger refuses."""
     ledger, row = world.ledger, world.row
     if ledger.closed:
         return "closed"

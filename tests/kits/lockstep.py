@@ -116,7 +116,7 @@ class Lockstep:
         assert_no_page_leaked(self.ledger)
 
     def _read_prefixes(self) -> None:
-        """What is pinned still holds the tokens that it held then."""
+        """Check that each pinned prefix still holds the tokens from when it was pinned."""
         for number, prefix in self.oracle.prefixes.items():
             tokens = self.prefix_tokens[number]
             for at, table in enumerate(prefix.tables):
@@ -128,7 +128,7 @@ class Lockstep:
     # --- The device takes part ---
 
     def _fit(self, operation: Operation) -> Operation:
-        """What a round accepts is the device's to say, where the operation asks for a real one."""
+        """If the operation asks for a real round, let the device decide what it accepts."""
         verb, arguments = operation
         if verb == "complete" and arguments["step"] in self.oracle.launched:
             self.device.finish(arguments["step"])
@@ -188,7 +188,7 @@ class Lockstep:
     # --- Comparison ---
 
     def compare(self) -> None:
-        """Everything that can be seen of the ledger is what the oracle says."""
+        """Check that everything visible of the ledger equals the oracle."""
         ledger, oracle = self.ledger, self.oracle
         self._bind()
         size = ledger.num_rows + 1

@@ -1,4 +1,4 @@
-"""A second reader of event logs, written from docs/event_log.md and from nothing else."""
+"""A second reader of event logs, written from docs/event_log.md alone."""
 
 from __future__ import annotations
 

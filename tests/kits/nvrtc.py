@@ -39,7 +39,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says about one kernel."""
+    """What ptxas reports about one kernel."""
 
     registers: int  # per thread
     stack: int  # bytes per thread

@@ -1,4 +1,4 @@
-"""A slow, obvious model of the whole ledger (spec 4 and 9), written from the contract alone.
+"""A slow, obvious model of the whole ledger, written from docs/contract.md alone.
 
 Every verb checks all it can refuse before its first change, in the order that the verbs document.
 """

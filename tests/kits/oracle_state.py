@@ -31,8 +31,8 @@ class Page:
     """A page that is not free."""
 
     group: int
-    number: int = 0  # The pool's, 0 until it is told.
-    fence: int = 0  # Latest launched step of anyone who dropped it.
+    number: int = 0  # The pool's number; 0 until the ledger has shown it.
+    fence: int = 0  # Latest launched step of everyone who dropped it.
     shared: bool = False  # Once shared, shared until free.
 
 
@@ -57,7 +57,7 @@ class Round:
 
 @dataclass(eq=False)
 class Row:
-    """One residency: a row number may come back as another object."""
+    """One residency: the same row number may come back later as another object."""
 
     number: int
     parts: list[Part]
@@ -148,7 +148,7 @@ class Step:
 
 
 class State:
-    """Everything that a ledger knows. Takes what `specpool.Ledger` takes."""
+    """Everything that a ledger knows. It takes the arguments of `specpool.Ledger`."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class State:
         return found
 
     def copies(self) -> list[Copy]:
-        """Those that are not finished on the device."""
+        """The copies that are not finished on the device."""
         riding = [
             copy for step in self.steps if step.number > self.completed for copy in step.copies
         ]
@@ -247,7 +247,7 @@ class State:
         return length // self.groups[at].page_size * self.groups[at].page_size
 
     def _evict_to(self, at: int, length: int) -> int:
-        """Slots below the window of a row of `length` tokens, whole pages only (spec 9)."""
+        """Slots below the window of a row of `length` tokens, whole pages only."""
         window = self.groups[at].window
         return 0 if window is None else self._floor(at, max(0, length - window + 1))
 
@@ -292,7 +292,7 @@ class State:
         ]
 
     def _sweep(self) -> None:
-        """What nobody refers to, and no fence holds, is free; copies into dropped pages go."""
+        """Free the pages without holder and fence, and drop copies into dropped pages."""
         self.pending = [copy for copy in self.pending if copy.stands]
         while self.steps and self.steps[0].resolved and self.steps[0].number <= self.completed:
             del self.steps[0]  # One that waits for its resolve keeps the younger ones.

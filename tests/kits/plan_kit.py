@@ -156,7 +156,7 @@ class Server:
         self.rounds = self.most_running = 0
 
     def serve(self, arrivals: list[Arrival]) -> Server:
-        """As an engine does it; all come at once."""
+        """Serve as an engine does; all requests come at once."""
         texts = {arrival.request_id: Text(arrival) for arrival in arrivals}
         requests = [arrival.request() for arrival in arrivals]
         for request in requests:

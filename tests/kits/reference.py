@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# --- Sizing (spec 3) and where drafts lie (spec 6) ---
+# --- Sizing, and where drafts lie (docs/contract.md, Sizing and Layouts) ---
 
 
 def ceil_align(value: int, unit: int) -> int:
@@ -24,7 +24,7 @@ def alloc_len(P: int, S: int, K: int, N: int, hosts_drafts: bool = True, layout=
 
 
 def draft_position(s: int, P: int, S: int, layout: str, branch: int, step: int) -> int:
-    """Spec 6, word for word: where a draft of a round from the root `s` lies."""
+    """The position of a draft of a round from the root `s` (docs/contract.md, Layouts)."""
     if layout == "dense":
         return s + branch * S + step
     last = s % P

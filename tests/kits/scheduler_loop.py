@@ -96,7 +96,7 @@ class Loop:
         self.scheduler.fail(step, RuntimeError("gone"))
 
     def run(self) -> None:
-        """To the end, as the engine does."""
+        """Run to the end, as the engine does."""
         for _ in range(1000):
             steps = self.turn()
             while self.flying and (not steps or len(self.flying) > self.depth):

@@ -12,7 +12,7 @@ from specpool.shape_names import name_of
 
 
 class Scripted:
-    """Goes through its shapes, so many rounds each; remembers what it was told."""
+    """Go through its shapes, so many rounds each, and remember the results."""
 
     def __init__(self, shapes: Sequence[Shape], rounds: int = 1) -> None:
         self.candidates = tuple(dict.fromkeys(shapes))
@@ -36,7 +36,7 @@ class Scripted:
         self.timed.append((shape, batch_size))
 
     def config(self) -> AdaptiveConfig:
-        """With which an engine is built that it can take over."""
+        """The configuration for an engine that this controller can take over."""
         candidates = [name_of(shape) for shape in self.candidates]
         return AdaptiveConfig.from_dict({"1": {"candidates": candidates}})
 

@@ -92,7 +92,7 @@ def leave_a_closed_session_its_row(patch):
 
 
 def give_idle_rows_back_at_an_interrupt(patch):
-    """The row goes to somebody else, while its session believes to have it."""
+    """Give an idle row to another request while its session still believes to have it."""
     recover = Scheduler.recover
 
     def forgetful(self, why):

@@ -1,8 +1,8 @@
-"""Which causal language models of the installed transformers run, found out on small random ones.
+"""Find out which causal language models of the installed transformers run, on small random models.
 
-`make models` writes docs/models.md with it. Each type of `AutoModelForCausalLM` is built small,
-with windows and chunks that short texts leave behind, and its text over pages, plain and drafted,
-is compared with transformers' own `generate`.
+`make models` writes docs/models.md with it. It builds each type of `AutoModelForCausalLM` small,
+with windows and chunks shorter than the texts, and compares its text over pages, plain and
+drafted, with transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one type."""
+    """The result for one type."""
 
     model_type: str
     class_name: str
@@ -117,7 +117,7 @@ class Row:
     note: str = ""  # the reason; of one that runs, what its layers keep
 
     def line(self) -> str:
-        """As the page has it."""
+        """The row as the page has it."""
         note = self.note.replace("|", "\\|")
         return f"| `{self.model_type}` | `{self.class_name}` | {self.verdict} | {note} |"
 
@@ -190,7 +190,7 @@ def survey(model_type: str) -> Row:
         reference = Reference(model)
         prompts = _prompts(model)
         texts = [[*prompt, *reference.text(prompt, NUM_TOKENS)] for prompt in prompts]
-    except Exception as error:  # whatever transformers makes of a config that we have guessed
+    except Exception as error:  # transformers may raise anything for a config that we guessed
         try:
             with TargetModel.from_pretrained(model):  # type: ignore[possibly-undefined]
                 pass
@@ -247,7 +247,7 @@ def _compare(
 
 
 def _kept(target: TargetModel) -> str:
-    """What its layers keep, in words."""
+    """What the model's layers keep, in words."""
     kinds: Counter[str] = Counter()
     for layer in target.layer_kv:
         kind = "full" if layer.window is None else "chunk" if layer.is_chunked else "window"
@@ -273,7 +273,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Without what transformers says of configs that nobody would ship."""
+    """Silence what transformers says about configs that nobody would ship."""
     transformers.logging.set_verbosity(logging.CRITICAL)
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -291,17 +291,17 @@ where a state forbids trees), with transformers' own `generate`.
 |---|---|
 {counts}
 
-- **runs**: the texts are equal. Behind it stands what its layers keep: `full` (K and V of all
-  tokens), `window` (of the last ones), `chunk` (of the query's own chunk), `state` (recurrent).
-  "Keys and values of different width" are mostly those of multi-head latent attention, which are
-  kept as the heads that transformers expands them to: more memory than the latent itself.
-- **refused**: loading ends with this reason, before any memory is taken.
-- **not tried**: no small model of it was to be had; loading a real one decides. The same checks
-  are made then: a type that is not in this table may run as well.
+- **runs**: the texts are equal. The note says what the layers keep: `full` (K and V of all
+  tokens), `window` (of the last tokens), `chunk` (of the query's own chunk), `state` (recurrent).
+  "Keys and values of different width" mostly belong to multi-head latent attention. They are kept
+  as the heads that transformers expands them to, which takes more memory than the latent itself.
+- **refused**: loading ends with the reason in the note, before any memory is taken.
+- **not tried**: no small model of this type could be built. Loading a real one makes the same
+  checks and decides. A type that is not in this table may run as well.
 
 ALiBi (BLOOM, MPT, Falcon with `alibi`) is refused because these models add it to their scores by
-themselves; transformers' `AttentionInterface` gives it to nobody. Encoders (BERT) and
-encoder-decoders (T5) are no decoders of one sequence.
+themselves: transformers' `AttentionInterface` does not pass it to an attention function. Encoders
+(BERT) and encoder-decoders (T5) are refused because they do not decode one sequence.
 
 | type | class | verdict | what it keeps, or why not |
 |---|---|---|---|

@@ -41,7 +41,7 @@ def reference_of(family: str, window: int = 8, positions: int = 512) -> Referenc
 
 @contextmanager
 def open_targets() -> Iterator[dict[str, TargetModel]]:
-    """Of each family, windows of 8."""
+    """Open a target of each family, with windows of 8."""
     with ExitStack() as stack:
         yield {
             family: stack.enter_context(TargetModel(make_model(config_of(family, 8, 512))))
@@ -89,7 +89,7 @@ def fits(**options: Any) -> bool:
 
 
 class Watch:
-    """What rows hold of windows, most at any launch, in slots."""
+    """Watch how many slots rows hold of windows: the most at any launch."""
 
     def __init__(self, engine: Engine) -> None:
         self._ledger, self.most, self.steady = engine.ledger, 0, 0

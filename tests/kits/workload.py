@@ -56,7 +56,7 @@ class Workload:
         return Engine(target, drafter, config=config)
 
     def tight(self, target: TargetModel, heads: dict[str, EagleHead]) -> Engine:
-        """With as few pages as a full row needs in the group that needs most of them."""
+        """As few pages as a full row needs, in the group that needs most of them."""
         with_room = self.engine(target, heads, None)
         ledger = with_room.ledger
         least = max(ledger.pages_per_row(g) for g in range(len(ledger.groups)))

@@ -1,4 +1,4 @@
-"""Laws of the busy check: a stray write is found within a turn, and nothing else ever is."""
+"""Laws of the busy check: it finds a stray write within a turn, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -189,11 +189,11 @@ def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name
         else:
             assert output.token_ids == text and output.finish_reason == "length"
     stats = engine.stats()
-    assert stats.finding_ct == found == len(engine.findings)  # told once
+    assert stats.finding_ct == found == len(engine.findings)  # reported once
     assert stats.failed_ct == len(hit) and stats.finished_ct == 5 - len(hit)
     assert stats.num_quarantined_rows == (0 if given_back else len(hit))
     assert ledger.is_live(row) != given_back
-    if not given_back:  # its pages go to nobody
+    if not given_back:  # no other request gets its pages
         held = pages_before[pages_before > 0]
         states, owners, _ = ledger.ownership_map(0)
         assert (states[held] == 1).all() and (owners[held] == row).all()
@@ -236,7 +236,7 @@ def test_a_row_that_nobody_asked_for_is_left_alone(target, heads, texts, level):
 
 @pytest.mark.parametrize("on_finding", ["raise", "quarantine"])
 def test_what_concerns_no_row_raises_in_any_case(target, heads, on_finding, caplog):
-    """And goes on doing so; it is told and counted once."""
+    """It raises on every turn, but the finding is reported and counted once."""
     run = Run(engine := build(target, heads, busy_check=2, on_finding=on_finding))
     stray(engine.ledger.page_table(0), (0, 3), 5)
     with caplog.at_level(logging.ERROR, "specpool"):
@@ -339,7 +339,7 @@ def test_the_level_comes_from_the_environment(monkeypatch):
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_random_workloads_raise_no_alarm(seed, target, heads):
-    """All drafters, tight pools, aborts, samples, pins: an alarm would raise here."""
+    """Runs all drafters, tight pools, aborts, samples and pins: a false alarm would raise here."""
     work = Workload(seed)
     work.options["busy_check"] = 2
     engine, rng = work.tight(target, heads), work.rng
@@ -378,7 +378,7 @@ def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch
 
 
 def test_a_delta_that_fails_half_way_raises_no_alarm(target, heads, texts, monkeypatch):
-    """What the device's tables hold is not known then, until the next one."""
+    """The contents of the device's tables are unknown until the next delta."""
     engine = build(target, heads, busy_check=2)
     working, calls = engine.cache.apply_delta, []
 

@@ -1,4 +1,4 @@
-"""Law: memory that the ledger lacks in a turn ends the requests of that step, and no others."""
+"""Law: if the ledger lacks memory for a step, only the requests of that step end."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_shortage_without_end_ends_all_and_the_engine_goes_on(engine: Engine, 
 
 
 def test_a_shortage_that_ends_nobody_is_raised(engine: Engine) -> None:
-    """Another turn would meet it again, without end; what waits goes on once there is memory."""
+    """Otherwise the next turns would meet it for ever; requests go on once there is memory."""
     (wanted,) = engine.generate([PROMPTS[0]], PARAMS)
     told: dict[int, Any] = {}
     is_short = True
@@ -173,7 +173,7 @@ def test_samples_of_who_ends_for_lack_of_memory_run_by_themselves(
 def test_a_shortage_that_ends_who_has_samples_is_not_raised(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has ended the first sample, though as many are there as before."""
+    """It has ended the first sample, although the number of samples is as before."""
     params = SamplingParams(max_new_tokens=8, n=2, seed=1, temperature=1.0, ignore_eos=True)
     wanted = engine.generate([PROMPTS[0]], params)
     num_failed = 0

@@ -108,7 +108,7 @@ class HostAgainstOracle(RuleBasedStateMachine):
 
     @rule()
     def cancel(self) -> None:
-        """What a prepare has evicted stays evicted."""
+        """Cancel the step; pages that its prepare evicted stay evicted."""
         row = self.row()
         if row is not None:
             with self.doing("cancel"):
@@ -263,7 +263,7 @@ THREE = {"windows": [(2, 5)], "num_slots": 160}
 
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_the_nth_host_page_refused_changes_nothing(group):
-    """Each group alone is the one that is short, by one page to all."""
+    """Each group in turn is the only one that is short, from one page to all."""
     num_free, taken = 0, False
     while not taken:
         world = World(groups(4, 1, **THREE), max_chunk=16)
@@ -343,7 +343,7 @@ def test_no_row_for_a_reload():
 
 
 def reload_by_steps(world: World, handle, between=lambda: None) -> int:
-    """As a scheduler does it: each extend is prepared, launched, restored, and completed late."""
+    """Reload as a scheduler does: prepare, launch, restore, and complete later."""
     row, start, steps = world.ledger.admit(handle.tag), 0, []
     kv = world.away.pop(handle)
     while start < handle.length:
@@ -360,7 +360,7 @@ def reload_by_steps(world: World, handle, between=lambda: None) -> int:
 
 @pytest.mark.parametrize("page_fencing", [True, False])
 def test_a_reload_runs_beside_rounds_in_flight(page_fencing):
-    """Law: Its steps are completed in their turn; the rounds launched before are over first."""
+    """Law: its steps complete in order, after the rounds that were launched before."""
     of = groups(4, 1, windows=[(2, 5)], num_slots=256)
     world = World(of, max_chunk=16, overlap_depth=1, page_fencing=page_fencing)
     away, other = world.admit(37), world.admit(10)
@@ -499,7 +499,7 @@ def test_ctrl_c_in_a_copy_loses_nothing(monkeypatch, way):
 
 
 def test_after_ctrl_c_only_what_a_request_has_is_kept():
-    """Whatever line it came at: pages of handles that nobody has are free."""
+    """After Ctrl-C at any line, pages of handles without a request are free."""
     world = World(groups(4, 1))
     handles = [world.offload(world.admit(n)) for n in (5, 9, 7)]
     dropped, lost, kept = handles

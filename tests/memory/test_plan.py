@@ -144,7 +144,7 @@ def short_windows(seed: int) -> Case:
 
 
 def test_rows_behind_windows_share_the_chunks_of_prefill_steps():
-    """All that run have their windows, each chunk is one row's: none ever waits for a page."""
+    """All rows have their windows, and each chunk belongs to one row: none waits for a page."""
     for seed in range(60):
         case, rng = short_windows(seed), random.Random(seed)
         fit = case.to_the_end()
@@ -172,7 +172,7 @@ def test_needs_behind_windows_are_the_ledgers():
 
 
 def test_scenario_50_as_many_as_planned_never_wait_for_a_page():
-    """So many side by side; then with as many again behind them, which come as others end."""
+    """Runs as many as planned side by side, then as many again behind them."""
     num_beside = 0
     for seed in CASES:
         case, rng = Case.of(seed), random.Random(seed)
@@ -187,7 +187,7 @@ def test_scenario_50_as_many_as_planned_never_wait_for_a_page():
 
 
 def test_scenario_50_one_more_waits_for_a_page():
-    """Where pages are what binds: it is not admitted, or some round finds no pages."""
+    """If pages bind, one more is not admitted, or some round finds no pages."""
     num_waiting = num_refused = 0
     for seed in CASES:
         # In step with one another, a token a round: all are longest at once.
@@ -293,7 +293,7 @@ def test_int32_binds_where_memory_does_not(monkeypatch, capsys):
 
 @pytest.mark.parametrize("draft", ["specpool/tiny-eagle3", "ngram", "none", None])
 def test_an_engine_has_the_pages_that_were_planned(monkeypatch, capsys, draft):
-    """From the config alone; the engine loads the model and looks."""
+    """The plan uses only the config; the engine loads the model and measures."""
     options = {"page_size": 4, "max_context_len": 128, "max_batch": 5, "overlap_depth": 1}
     args = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     args = [arg.replace("--overlap-depth", "--depth") for arg in args]
@@ -399,7 +399,7 @@ def test_windows_do_not_keep_rows_out_while_memory_is_left(monkeypatch, capsys, 
 
 
 def test_what_is_assumed_is_said(monkeypatch, capsys, tmp_path):
-    """No dtype and no weights: float32, and as many bytes as the config's matrices have."""
+    """Without dtype and weights it assumes float32, and the bytes of the config's matrices."""
     how = ("--target", str(folder_of(tmp_path)), "--memory", "200GB", "--max-batch", "2")
     code, out, err = ask(monkeypatch, capsys, *how, "--json")
     assert code == 0, err
@@ -455,7 +455,7 @@ def written(model_type: str, **changes: object) -> tuple[object, dict]:
 
 @pytest.mark.parametrize("model_type", PLAIN)
 def test_a_plain_config_is_what_transformers_makes_of_it(model_type):
-    """As it is written; and of what a file may lack, each key alone, where it is read at all."""
+    """With the file as it is, and with each key that a file may lack left out."""
     num_read = 0
     for changes in (
         {},
@@ -602,7 +602,7 @@ def test_a_bad_option_is_refused_before_the_hub_is_asked(monkeypatch, capsys, ar
 
 
 def test_what_the_hub_says_is_not_cut(monkeypatch):
-    """And the first cause of it is told."""
+    """The first cause of the answer is printed too."""
     import huggingface_hub
 
     def fails(*_: object) -> None:

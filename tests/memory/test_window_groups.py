@@ -1,4 +1,4 @@
-"""Law: sliding layers get groups of their own, sized by need, and a plan says the same."""
+"""Law: sliding layers get groups of their own, sized by need; a plan computes the same."""
 
 from __future__ import annotations
 

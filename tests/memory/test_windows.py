@@ -1,4 +1,4 @@
-"""Law: sliding layers live in groups of their own, which hold windows, and the text stays the same.
+"""Law: sliding layers have groups of their own that hold windows; the text stays the same.
 
 Every case runs with the busy check at level 2, and `conftest` looks for leaks behind each.
 """
@@ -91,7 +91,7 @@ class Case:
             headroom=0,
             busy_check=2,
         )
-        if is_tight:  # a row and a little: somebody is retracted
+        if is_tight:  # room for little more than one row, so that a request is retracted
             pages = -(-(config.max_context_len + 24) // page_size)
             config = dataclasses.replace(config, num_pages=pages + 1, max_batch=4)
         engine = Engine(targets[family], drafter, config=config)
@@ -127,7 +127,7 @@ def test_the_cases_are_of_every_kind(targets):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((3, 2, 6), "holey")])
 def test_an_eagle_head_beside_windows(targets, monkeypatch, tmp_path, family, depth, shape, layout):
-    """Its draft group is full; a head of random weights errs, but for the shapes' widths."""
+    """The head's draft group is full. A head of random weights is mostly wrong."""
     monkeypatch.setattr(eagle_checkpoints, "H", 64)
     monkeypatch.setattr(eagle_checkpoints, "VOCAB", VOCAB)
     layer_state = partial(eagle_checkpoints.layer_state, h=64)
@@ -182,7 +182,7 @@ def test_kernels_read_the_same(targets, family, page_size):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_found_without_asking_the_device(targets, family, monkeypatch):
-    """Spec 8: where each row's reads begin follows from the host's bounds."""
+    """The host's bounds decide where each row's reads begin (docs/contract.md, Window groups)."""
     running, steps = [False], [0]
     rng = random.Random(8)
     texts = [prompt(rng, n) for n in (2, 30, 17)]
@@ -330,9 +330,9 @@ def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size,
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_no_nan_is_left_behind_a_window(family, depth, prefill_tokens):
-    """Its last token need not see it, nor hold its page any more: it ends its request all the same.
+    """A NaN ends its request, also when the last token no longer sees it or holds its page.
 
-    Whoever got the page would read it, masked, and a masked NaN is still one.
+    The next owner of the page would read it under a mask, and a masked NaN is still NaN.
     """
     poison, rng, config = 250, random.Random(2), config_of(family, 8, 512)
     config.tie_word_embeddings = False
@@ -396,7 +396,7 @@ def test_reading_a_window_does_not_grow_with_the_context(targets, monkeypatch):
 
 
 def test_a_view_begins_no_page_too_early(targets, monkeypatch):
-    """From a page further on, the logits are wrong."""
+    """If the view began a page later, the logits would be wrong."""
     text = prompt(random.Random(2), 60)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, logprobs=0)
     engine = Engine(targets["mistral"], config=EngineConfig(page_size=1))

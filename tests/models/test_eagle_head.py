@@ -223,7 +223,7 @@ def test_every_layout_equals_the_reference(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_keys_and_values_need_no_result(name: str, tmp_path: Path) -> None:
-    """With no token to go on with, every layer still gets all keys and values."""
+    """Without a token to go on with, every layer still gets all keys and values."""
     _, config, state, target, _ = LAYOUTS[name]
     head = target.load(write(tmp_path, config, state))
     features = torch.randn(5, max(1, len(head.feature_layers)) * target.hidden_size)
@@ -279,7 +279,7 @@ def speculators_eagle(name: str) -> str:
         },
         {"config": {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}},
         {"config": {"fc_norm": None, "eagle_config": {"fc_norm": True}}},
-        {"config": {"fc_norm": None}},  # told by the file alone
+        {"config": {"fc_norm": None}},  # only the tensors show it
         {"config": {"draft_vocab_size": None}},
         {"extra": {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}},
         {"extra": {"embed_tokens.weight": torch.zeros(VOCAB, H)}},
@@ -506,7 +506,7 @@ def test_rope_scaling_is_transformers_in_both_spellings(
         seen.append((q, k))
         return q
 
-    # The same token and feature everywhere: only the rotation tells positions apart.
+    # The same token and feature at every position: only the rotation distinguishes positions.
     hidden = torch.ones(4, H)
     for folder in (old, new):
         target.load(folder).forward(torch.zeros(4, dtype=torch.int64), hidden, positions, attend)

@@ -1,4 +1,4 @@
-"""Laws of the families with attention of another kind: their text is transformers' own."""
+"""Laws of families with other kinds of attention: their texts equal those of transformers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_window_is_no_chunk(reference, draft, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama4"])
 def test_queries_are_scaled_by_their_positions(reference, monkeypatch):
-    """And not by their places in the batch."""
+    """Their scale does not depend on their places in the batch."""
 
     class Careless(target_module._Standing):
         def get_seq_length(self, *_):

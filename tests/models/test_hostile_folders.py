@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"max_context_len": 48, "num_pages": 16}
 
 @pytest.fixture(autouse=True)
 def _guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No questions, little memory, short templates, and no warning that counts as an error."""
+    """Refuse questions, bound memory and templates, and keep warnings from being errors."""
     import resource
 
     def asked(*args: object) -> str:
@@ -50,7 +50,7 @@ def _guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def judge(case: Hostile, run: Any) -> None:
-    """Run a case; whatever comes is text, or one error of one line."""
+    """Run a case: the result must be a text, or one error of one line."""
     with Opened(case.secret) as opened:
         try:
             run()

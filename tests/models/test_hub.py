@@ -1,4 +1,4 @@
-"""Laws of a target from the hub: only what is read is fetched, and what fails is one error."""
+"""Laws of a target from the hub: only needed files are fetched, and a failure is one error."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_shards_are_fetched_by_their_names(hub: Hub) -> None:
 
 @pytest.mark.parametrize("name", ["*", "*.py", "weights.ggu?", "[a-z]*", "onnx/*", "../x", ""])
 def test_an_index_names_files_and_no_patterns(hub: Hub, name: str) -> None:
-    """A hostile index would have everything fetched, or code that nobody trusts."""
+    """As patterns, a hostile index could fetch everything, or code."""
     sharded(hub, a=name)
     with pytest.raises(CheckpointError):
         TargetModel.from_pretrained(NAME)

@@ -1,4 +1,4 @@
-"""Laws of targets with recurrent layers: the text is transformers' own, whatever is drafted."""
+"""Laws of targets with recurrent layers: texts equal transformers', whatever is drafted."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_rows_of_several_kinds_run_side_by_side(reference):
 
 @pytest.mark.parametrize("family", FEW)
 def test_samples_draw_the_same_with_and_without_drafts(reference):
-    """Each sample of a prompt computes the prompt itself: a fork has the pages, not the state."""
+    """Each sample of a prompt computes the prompt: a fork would have pages but no state."""
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.8, seed=5, n=3)
     texts = []
     for draft in (None, NgramDrafter(min_match=0)):
@@ -256,7 +256,7 @@ def test_a_state_that_is_no_number_ends_with_its_request():
 
 @pytest.mark.parametrize("family", FEW)
 def test_a_conversation_computes_each_turn_anew(reference):
-    """No row stays between turns: what it holds in its state cannot be cut to what was said."""
+    """No row stays between turns, because its state cannot be cut to the session's tokens."""
     prompt, more, *_ = PROMPTS
     drafter = NgramDrafter(min_match=0)
     with build(reference, drafter, max_context_len=160, max_batch=2) as engine:
@@ -302,7 +302,7 @@ def test_without_its_replay_a_text_goes_wrong(reference, monkeypatch):
 
 @pytest.mark.parametrize("family", ["mamba", "bamba"])
 def test_a_row_that_was_cut_is_not_gone_on_from(reference):
-    """Its state holds tokens that are no more: an error, and never a wrong text."""
+    """The state holds tokens that are gone: this is an error, never a wrong text."""
     with build(reference) as engine:
         outputs = {}
         engine.submit(PROMPTS[0], GREEDY, on_item=lambda n, item: outputs.__setitem__(n, item))
@@ -336,7 +336,7 @@ def test_it_runs_with_the_kernels_of_a_device(reference, draft):
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
 def test_what_cannot_go_on_many_tokens_at_once_is_found_out(reference):
-    """Their scan begins anew; read as one that goes on, the text would go wrong."""
+    """Their scan restarts; treated as one that continues, it would give a wrong text."""
     with build(reference, scripted(reference)) as engine:
         assert not engine.target.continues
         engine.target.continues = True

@@ -1,4 +1,4 @@
-"""Laws of the target model: over pages it computes what the plain Hugging Face model computes."""
+"""Laws of the target model: over pages it computes what the plain Hugging Face model does."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> No
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_without_a_mask_equals_plain(family: str, shuffle: bool) -> None:
-    """One lane (and its pages in a run, read in place) with decode_len, beyond every window."""
+    """One lane (its pages in a run, read in place) with decode_len, beyond every window."""
     plain, target = pair(family)
     target.capture(())
     choose = random.Random(7)
@@ -242,7 +242,7 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(tmp_path: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounding_to_16_bits_does_not_refuse_a_model(family: str, dtype: Any) -> None:
-    """With seed 2 a router of gpt-oss tips over at a near tie in bfloat16."""
+    """With seed 2 a router of gpt-oss has a near-tie that bfloat16 decides differently."""
     config = make_config(family)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
@@ -330,7 +330,7 @@ def test_what_cannot_run_is_refused_by_its_config(model_type: str, tmp_path: Any
 
 
 def test_chunks_are_known_by_type(tmp_path: Any) -> None:
-    """Another type's layers may mean something else by them."""
+    """A layer of another type may mean something else by a chunk."""
     config = make_config("qwen3")
     config.layer_types = ["chunked_attention", "full_attention"]
     config.attention_chunk_size = 8
@@ -340,7 +340,7 @@ def test_chunks_are_known_by_type(tmp_path: Any) -> None:
 
 
 def test_a_window_as_long_as_a_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would lie in one group, which has one kind of mask."""
+    """Both layers would lie in one group, which has one kind of mask."""
     with pytest.raises(ConfigError, match="some layers see chunks, others windows"):
         _patched(monkeypatch, {"sliding_window": 8}, "llama4", layer=1)
 

@@ -1,4 +1,4 @@
-"""Laws of a target's folder: it runs no code, names no file elsewhere, and one error says why."""
+"""Laws of a target's folder: no code runs, no file elsewhere is read, one error says why."""
 
 from __future__ import annotations
 

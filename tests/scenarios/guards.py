@@ -70,7 +70,7 @@ def functions(text: str, name: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Guard:
-    """What keeps scenario `number` from happening, and how to take it away."""
+    """The guard of scenario `number`, and the edit that removes it."""
 
     number: int
     name: str

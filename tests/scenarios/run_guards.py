@@ -67,7 +67,7 @@ class Copy:
         return done.returncode, reasons[0] if reasons else done.stdout[-2000:]
 
     def without(self, guard: Guard) -> tuple[int, str]:
-        """What the guard's scenario does where the guard is gone."""
+        """Run the guard's scenario without the guard."""
         kept = {edit.path: None for edit in guard.edits}
         source = self.root / "rust" / "specpool-core" / "src"
         texts = {path: (source / path).read_text(encoding="utf-8") for path in kept}

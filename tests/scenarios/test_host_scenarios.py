@@ -1,4 +1,4 @@
-"""Regression scenarios of the host tier, numbers as in the regression list.
+"""Regression scenarios of the host tier, numbered as in docs/failures.md.
 
 Each runs once more without its guard and must reach the failing state.
 """
@@ -46,8 +46,8 @@ def refused(world: World, row: int, *, guarded: bool) -> bool:
 def test_scenario_45_what_was_accepted_is_final_before_anything_is_freed(guarded):
     """sgl#24086, a round in flight.
 
-    Law: A row whose round is not resolved, or not complete, is not taken over; else the tokens that
-    the round gave the client are not among those that come back.
+    Law: A row whose round is not resolved, or not complete, is not offloaded. Otherwise the tokens
+    that the round gave the client would be missing after the reload.
     """
     world = World(groups(4, 1), overlap_depth=1)
     row = world.admit(9)
@@ -73,7 +73,7 @@ def test_scenario_45_what_was_accepted_is_final_before_anything_is_freed(guarded
 def test_scenario_45_the_newest_slot_is_written_before_it_is_copied(what, guarded):
     """sgl#24086, a prefill that has not run and the copy of a fork's tail that is still to come.
 
-    Law: What a row counts as its own is on the device before it goes to the host.
+    Law: Everything below a row's length is on the device before the row goes to the host.
     """
     world = World(groups(4, 1))
     row = world.admit(9)
@@ -117,8 +117,8 @@ class Late:
 def test_scenario_45_a_copy_to_the_host_comes_before_the_next_owners_writes(monkeypatch, guarded):
     """sgl#24086, the copy asynchronous.
 
-    Law: The copy is enqueued before its row is given back: whoever gets the pages writes them
-    behind it. Unguarded, it runs on a stream of its own.
+    Law: The copy is enqueued before its row is given back, so the next owner of the pages writes
+    them behind the copy. Without the guard, the copy runs on a stream of its own.
     """
     world = World(groups(4, 1), num_rows=2)
     row = world.admit(9)
@@ -140,8 +140,8 @@ def test_scenario_45_a_copy_to_the_host_comes_before_the_next_owners_writes(monk
 def test_scenario_45_an_abort_in_the_middle_of_a_reload(monkeypatch, guarded):
     """sgl#24086.
 
-    Law: A page is free, resident or on the host, and a request is in one of these places: an abort
-    between two chunks gives back its row and drops its handle, and nothing else moves.
+    Law: A page is free, on the device or on the host, and a request is in one of these places. An
+    abort between two chunks gives back its row and drops its handle, and changes nothing else.
     """
     if not guarded:
         monkeypatch.setattr(HostTier, "_give_back", lambda self, handle: None)
@@ -174,8 +174,8 @@ def test_scenario_46_groups_of_two_page_sizes_are_counted_in_their_own_pages(
 ):
     """sgl#24039, page sizes 16 and 4.
 
-    Law: A row goes to the host if every group has its pages there, else no page is taken; counted
-    in the pages of one group alone, another's run out in between.
+    Law: A row goes to the host if every group has the host pages for it; else no page is taken.
+    Counted in the pages of one group, another group would run out in between.
     """
     world = World(groups(16, 4, num_slots=256), host_rows=2)
     row = world.admit(40)
@@ -203,8 +203,8 @@ def test_scenario_46_groups_of_two_page_sizes_are_counted_in_their_own_pages(
 def test_scenario_47_the_host_holds_a_whole_generation(monkeypatch, guarded):
     """sgl#23704.
 
-    Law: A host pool that holds a prompt and not the whole context is refused when it is built, with
-    both numbers; else a request grows until it can go nowhere.
+    Law: A host pool that holds a prompt but not the whole context is refused when it is built, with
+    both numbers. Otherwise a request could grow until it fits nowhere.
     """
     prompt_len, context = 12, 48
     if not guarded:

@@ -1,6 +1,6 @@
 """Regression scenarios about claims: what a step needs, and that it takes that or nothing.
 
-Each test is named after its number in the regression list and says which law it holds; `guards.py`
+Each test is named after its row in docs/failures.md and says which law it checks; `guards.py`
 removes that law's guard and requires the test to fail. `sgl#N` is sgl-project/sglang, `trt#N`
 NVIDIA/TensorRT-LLM, `jax#N` sgl-project/sglang-jax.
 """
@@ -48,7 +48,7 @@ def test_scenario_01_a_finish_frees_all_that_is_allocated(
 ):
     """jax#1147.
 
-    Law: A release gives back what is allocated, not only what is committed.
+    Law: A release gives back everything allocated, not only what is committed.
     """
     ledger = make(page_size=64, context=256)
     row = prefill(ledger, prompt)
@@ -63,7 +63,7 @@ def test_scenario_01_a_finish_frees_all_that_is_allocated(
 def test_scenario_03_allocated_is_always_whole_pages():
     """sgl#31616, 200 rounds with retracts at random.
 
-    Law: `allocated_len` is a multiple of P.
+    Law: `allocated_len` is always a multiple of P.
     """
     rng = random.Random(3)
     ledger = make(page_size=32, context=900, num_rows=1, overlap_depth=1)
@@ -84,7 +84,7 @@ def test_scenario_03_allocated_is_always_whole_pages():
 def test_scenario_04_generation_to_the_context_end():
     """sgl#26972.
 
-    Law: The row holds every claim up to the last token; a narrower one is refused.
+    Law: The row has room for every claim up to the last token; a narrower row is refused.
     """
     shape = Shape.eagle(5, 8, 60)
     ledger = make(shape, page_size=64, context=2048, num_rows=2, layout="holey")
@@ -108,7 +108,7 @@ def test_scenario_04_generation_to_the_context_end():
 def test_scenario_04_a_claim_past_the_row_raises_before_any_mutation():
     """sgl#26972.
 
-    Law: A claim past the row width raises before any mutation, with row, need and width.
+    Law: A claim past the row width raises before any change, with row, need and width.
     """
     ledger = make()
     row = prefill(ledger, 9)
@@ -191,7 +191,7 @@ def test_scenario_08_committed_beyond_allocated_is_refused_at_the_claim():
 def test_scenario_09_a_narrower_shape_takes_nothing_and_gives_nothing_back(policy):
     """sgl#23336, depth 7 -> 1 in overlap.
 
-    Law: An estimate is never negative, `a` falls by cuts only.
+    Law: An estimate is never negative, and only cuts make `a` smaller.
     """
     wide, narrow = Shape.eagle(7, 1, 8), Shape.eagle(1, 1, 2)
     ledger = make(wide, narrow, page_size=1, overlap_depth=2, policy=policy)
@@ -212,7 +212,7 @@ def test_scenario_09_a_narrower_shape_takes_nothing_and_gives_nothing_back(polic
 def test_scenario_10_a_wider_shape_reckons_with_the_narrow_round_in_flight():
     """sgl#24055.
 
-    Law: The reserve covers the old width in flight and the new one behind it.
+    Law: The reserve covers the old shape in flight and the new shape behind it.
     """
     narrow, wide = Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
     ledger = make(narrow, wide, page_size=1, overlap_depth=1)
@@ -234,7 +234,7 @@ def test_scenario_10_a_wider_shape_reckons_with_the_narrow_round_in_flight():
 def test_scenario_25_the_reserve_covers_the_device_one_verify_ahead(layout, policy):
     """trt#16280, prompts around a page edge.
 
-    Law: Every slot that the device may write, from any root in `[lo, hi]`, is mapped.
+    Law: Every slot that the device may write, from any root in `[lo, hi]`, has a page.
     """
     S, K, N = 3, 2, 6
     for length in range(4 * 4 - 1, 4 * 4 + N + 1):
@@ -266,7 +266,7 @@ def overlapped(prompt: int, num_pages: int | None = None) -> tuple[Ledger, list[
 def test_scenario_28_a_retract_frees_enough_for_the_real_next_reserve():
     """sgl#14939, K=8 P=64, one page short.
 
-    Law: `tokens_required` is what the next `prepare_decode` takes.
+    Law: `tokens_required` equals what the next `prepare_decode` takes.
     """
     short = 0
     for prompt in range(112, 124):
@@ -291,7 +291,7 @@ def test_scenario_28_a_retract_frees_enough_for_the_real_next_reserve():
 def test_scenario_30_an_exception_between_claim_and_launch_is_rolled_back():
     """IBM/tgi#96.
 
-    Law: A cancel restores the state; the second attempt takes the same pages.
+    Law: A cancel restores the state, so the second attempt takes the same pages.
     """
     ledger = make(overlap_depth=1)
     row = prefill(ledger, 14)
@@ -316,7 +316,7 @@ def test_scenario_30_an_exception_between_claim_and_launch_is_rolled_back():
 def test_scenario_31_growth_over_several_pages_in_one_step():
     """ATOM#250.
 
-    Law: A claim counts pages, it is no boolean.
+    Law: A claim counts how many pages it needs, not only whether it needs one.
     """
     ledger = make(Shape.eagle(8, 1, 9))
     row = prefill(ledger, 4)
@@ -395,7 +395,7 @@ def test_scenario_62_out_of_pages_at_the_nth_page_changes_nothing(verb):
 
 
 def test_scenario_62_a_refused_call_evicts_nothing():
-    """Law: What a call would evict counts as free to it; refused, it evicts nothing."""
+    """Law: Pages that a call would evict count as free to it; a refused call evicts nothing."""
     groups = [
         Group("window", page_size=4, num_pages=20, window=4),
         Group("full", page_size=4, num_pages=17, hosts_drafts=True),

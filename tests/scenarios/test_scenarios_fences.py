@@ -12,7 +12,7 @@ from specpool import Ledger, OutOfPages, OutOfRows
 def test_scenario_23_a_row_is_not_reused_before_its_fence():
     """sgl#18803.
 
-    Law: A row comes back when its last launched step is complete.
+    Law: A row becomes free when its last launched step is complete.
     """
     ledger = make(num_rows=1)
     row = prefill(ledger, 5)
@@ -27,7 +27,7 @@ def test_scenario_23_a_row_is_not_reused_before_its_fence():
 def test_scenario_24_a_page_is_not_reused_before_its_fence():
     """sgl#35049.
 
-    Law: A page comes back when the last launched step of its row is complete.
+    Law: A page becomes free when the last launched step of its row is complete.
     """
     ledger = make(num_pages=17)
     row, other = prefill(ledger, 52), ledger.admit()
@@ -59,7 +59,7 @@ def drive(ledger: Ledger, rows: list[int], flying: int) -> list[int]:
 def test_scenario_51_a_fenced_victim_comes_back_by_draining():
     """vllm#49674.
 
-    Law: Fenced pages are counted apart, so that only one victim goes.
+    Law: Fenced pages are counted separately, so that only one row is retracted.
     """
     ledger = make(num_rows=3, num_pages=17)
     rows = [prefill(ledger, 31), prefill(ledger, 4), prefill(ledger, 28)]
@@ -73,7 +73,7 @@ def test_scenario_51_a_fenced_victim_comes_back_by_draining():
 def test_scenario_59_a_late_prefill_fences_without_a_round():
     """Several streams.
 
-    Law: The fence is the last step the row took part in, whatever k is.
+    Law: The fence is the last launched step that the row took part in, whatever k is.
     """
     ledger = make(num_rows=2, num_pages=17)
     row, other = ledger.admit(), ledger.admit()
@@ -88,7 +88,7 @@ def test_scenario_59_a_late_prefill_fences_without_a_round():
 
 
 def test_scenario_64_a_round_never_launched_fences_nothing():
-    """Law: The fence is the last *launched* step: pages come back at idle."""
+    """Law: A step that was never launched fences nothing."""
     ledger = make()
     row = prefill(ledger, 5)
     plan = ledger.prepare_decode([row], [1])
@@ -119,7 +119,7 @@ def test_scenario_71_a_shared_page_waits_for_every_holder():
 def test_scenario_77_a_cancelled_page_is_free_at_once():
     """Its row has a launched step that is not complete.
 
-    Law: What a cancel gives back has no fence.
+    Law: Pages that a cancel gives back have no fence.
     """
     ledger = make(overlap_depth=1)
     row = prefill(ledger, 8)
@@ -134,7 +134,7 @@ def test_scenario_77_a_cancelled_page_is_free_at_once():
 def test_scenario_23_rows_wait_where_pages_need_not():
     """One stream.
 
-    Law: `page_fencing=False` frees pages at once, rows wait in any case.
+    Law: `page_fencing=False` frees pages at once; rows wait in any case.
     """
     ledger = make(num_rows=1, page_fencing=False)
     row = prefill(ledger, 9)

@@ -1,9 +1,9 @@
 """Regression scenarios through the scheduler: what upstream engines lost, with requests that run.
 
-Each test is named after its number in the regression list and says which law it holds. Where a
-guard can be taken away from outside, the same test runs without it and must reach the failing
-state: a ledger that says a step is complete when it is launched, a planted bug of the scheduler.
-The ledger's own tests of these numbers are in the other `test_scenarios_*.py`.
+Each test is named after its row in docs/failures.md and says which law it checks. If a guard can be
+removed from outside, the same test also runs without it and must reach the failing state. Examples
+are a ledger that reports a step as complete when it is launched, and a planted bug of the
+scheduler. The ledger's own tests of these numbers are in the other `test_scenarios_*.py`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def start_over(fenced: bool, *, in_round: bool) -> tuple[bool, Loop]:
 def test_scenario_24_pages_wait_for_the_round_behind_an_end():
     """sgl#35049.
 
-    Law: No page goes to another request before every launched forward that may write it is over.
+    Law: A page goes to another request only after every launched forward that may write it.
     """
     taken, loop = start_over(True, in_round=True)
     assert not taken and loop.ledger.fenced_pages(0) > 0
@@ -95,7 +95,7 @@ def test_scenario_24_pages_wait_for_the_round_behind_an_end():
 
 
 def test_scenario_59_a_prefill_in_flight_fences_without_a_round():
-    """Law: An abort behind a launched prefill gives its pages back when that is over."""
+    """Law: If a prefill is launched, an abort frees the pages when the prefill is complete."""
     taken, loop = start_over(True, in_round=False)
     assert not taken and loop.ledger.fenced_pages(0) > 0
     loop.run()
@@ -106,8 +106,8 @@ def test_scenario_59_a_prefill_in_flight_fences_without_a_round():
 def test_scenario_25_the_device_is_one_verify_ahead_at_a_page_edge():
     """trt#16280, prompts around a page edge.
 
-    Law: A round's plan has room from every root that the rounds before it may leave; from the
-    host's own alone it would not.
+    Law: A round's plan has room for every root that the rounds before it may leave. The host's own
+    length would not be enough.
     """
     num_beyond = 0
     for prompt_len in range(4 * 4 - 1, 4 * 4 + 5):
@@ -131,7 +131,7 @@ def test_scenario_25_the_device_is_one_verify_ahead_at_a_page_edge():
 def test_scenario_26_late_results_are_dropped_by_epoch(monkeypatch, depth, num_steps):
     """vllm#47900, ends and aborts in each turn, in rows that are taken again at once.
 
-    Law: What a forward gives a row that was given back since reaches nobody, and only that.
+    Law: Results for a row that was given back since are dropped, and no other results.
     """
     settings = Settings(
         page_sizes=(1,), num_pages=(60,), max_batch=3, max_context_len=40, overlap_depth=depth,
@@ -156,8 +156,8 @@ def test_scenario_26_late_results_are_dropped_by_epoch(monkeypatch, depth, num_s
 def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
     """sgl#28034.
 
-    Law: Each step's delta is applied in step order, behind the forwards before it and before its
-    own; applied behind its own, the forward reads and writes other slots.
+    Law: Each step's delta is applied in step order, after earlier forwards and before its own.
+    Applied after its own forward, that forward reads and writes wrong slots.
     """
     prompts, params = corpus.prompts(3, 20), SamplingParams(max_new_tokens=20, ignore_eos=True)
     options = {"overlap_depth": 1, "max_context_len": 64, "page_size": 4, "draft": "ngram"}
@@ -204,7 +204,7 @@ def test_scenario_27_a_forward_sees_its_own_tables(monkeypatch):
 def test_scenario_28_a_retraction_frees_enough_for_the_real_next_round(monkeypatch):
     """sgl#14939, K=8 and pools of a few pages more than a row; the victims are small.
 
-    Law: Retraction goes on until the next round really has its pages; one victim is not enough.
+    Law: Retraction goes on until the next round has its pages; one request may not suffice.
     """
     calls: list[int] = []
     schedule, make_room = Scheduler.schedule, Room.make
@@ -234,7 +234,7 @@ def test_scenario_28_a_retraction_frees_enough_for_the_real_next_round(monkeypat
 def test_scenario_30_a_step_that_is_not_launched_is_taken_back(guarded):
     """IBM/tgi#96.
 
-    Law: A cancel leaves ledger and requests as they were; the second attempt is the first again.
+    Law: A cancel restores ledger and requests, so the second attempt equals the first.
     """
     loop = Loop(arrival(1, prompt_len=9), num_pages=(20,), prefill_tokens=6)
     (request,) = loop.requests
@@ -266,7 +266,7 @@ def test_scenario_30_a_step_that_is_not_launched_is_taken_back(guarded):
 def test_scenario_31_a_round_may_need_several_pages(monkeypatch, guarded):
     """ATOM#250, P=4 and N=9.
 
-    Law: Admission counts the pages of every row's next round, it is no boolean.
+    Law: Admission counts how many pages every row's next round needs.
     """
     if not guarded:
         needs = PageNeeds.of
@@ -293,8 +293,8 @@ def crowd(depth: int = 1) -> Scenario:
 def test_scenario_51_only_one_victim_goes_where_its_pages_are_fenced(monkeypatch):
     """vllm#49674.
 
-    Law: What is in flight is drained before anybody is retracted, so that the pages of one victim
-    are free at once, and the next one stays.
+    Law: What is in flight is drained before a request is retracted, so the pages of one victim are
+    free at once and the next request stays.
     """
     guarded = Simulation(crowd()).run().retractions
     assert guarded > 0
@@ -321,7 +321,7 @@ def two_steps(loop: Loop) -> list[Step]:
 def test_scenario_52_a_stale_plan_is_never_launched(depth):
     """Prepare with a row, abort its request, launch.
 
-    Law: `StalePlan`: the pages that the plan names are another's by then.
+    Law: A stale plan is never launched, because its pages may belong to another request.
     """
     loop = Loop(arrival(1), num_pages=(20,), overlap_depth=depth)
     prefill, decode = two_steps(loop)
@@ -340,7 +340,7 @@ def test_scenario_52_a_stale_plan_is_never_launched(depth):
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_scenario_61_a_failed_forward_takes_its_requests_and_no_other(depth, guarded):
-    """Law: The step is abandoned: its rows come back, its requests end, the others go on."""
+    """Law: A failed step is abandoned: its requests end, its rows come back, others go on."""
     loop = Loop(arrival(1), num_pages=(20,), overlap_depth=depth)
     for step in two_steps(loop):
         loop.launch(step)
@@ -351,7 +351,7 @@ def test_scenario_61_a_failed_forward_takes_its_requests_and_no_other(depth, gua
         loop.run()
         assert (first.finish_reason, len(first.tokens)) == ("length", 20)
         return
-    step = loop.flying.popleft()  # dropped, and nobody is told
+    step = loop.flying.popleft()  # dropped without notice
     loop.device.fail(step.plan.step)
     with pytest.raises(AssertionError):
         loop.run()
@@ -361,7 +361,7 @@ def test_scenario_61_a_failed_forward_takes_its_requests_and_no_other(depth, gua
 def test_scenario_63_steps_are_launched_in_their_order():
     """A prefill and a round of one turn, the round first.
 
-    Law: Refused before anything is enqueued; the device would run the prefill unfenced.
+    Law: A launch out of order is refused before anything is enqueued.
     """
     loop = Loop(arrival(1), num_pages=(20,))
     prefill, decode = two_steps(loop)
@@ -377,7 +377,7 @@ def test_scenario_63_steps_are_launched_in_their_order():
 
 
 def test_scenario_64_a_round_that_is_never_launched_fences_nothing():
-    """Law: What an abort gives back then is free at once; and the step is in nobody's way."""
+    """Law: A step that was never launched fences nothing, and blocks no other step."""
     loop = Loop(arrival(1), num_pages=(20,))
     loop.turn()
     loop.take()
@@ -397,7 +397,7 @@ def test_scenario_64_a_round_that_is_never_launched_fences_nothing():
 def test_scenario_65_a_stale_step_is_cancelled_and_blocks_nobody(depth):
     """Of two steps of a turn the first goes stale.
 
-    Law: The newest is cancelled first, then the stale one; the other request goes on.
+    Law: The newest step is cancelled first, then the stale one; the other request goes on.
     """
     loop = Loop(arrival(1), num_pages=(20,), overlap_depth=depth)
     prefill, decode = two_steps(loop)
@@ -418,7 +418,7 @@ def test_scenario_65_a_stale_step_is_cancelled_and_blocks_nobody(depth):
 def test_scenario_66_no_chunk_over_a_round_in_flight(monkeypatch, guarded):
     """Long prompts in chunks, two steps in flight.
 
-    Law: A row decodes when its last chunk has been launched; a chunk over a round is refused.
+    Law: A row decodes after its last chunk has launched; no chunk while a round is in flight.
     """
     chunks: list[int] = []
 
@@ -451,7 +451,7 @@ def test_scenario_66_no_chunk_over_a_round_in_flight(monkeypatch, guarded):
 def test_scenario_69_a_round_behind_a_failed_one_becomes_no_text(monkeypatch, guarded):
     """Two rounds in flight, the first fails; the second counted on its root.
 
-    Law: The request ends with the tokens that it had before; no later result adds to them.
+    Law: The request ends with the tokens from before the failure; no later result adds any.
     """
     if not guarded:
         give_tokens_to_dropped_lanes(monkeypatch)

@@ -26,7 +26,7 @@ def running(length: int, **options) -> tuple[Ledger, Device, int]:
 def test_scenario_56_no_fork_with_a_round_in_flight():
     """The round would write the shared page.
 
-    Law: A fork waits until nothing of the row is in flight.
+    Law: A fork is refused while a step of the row is in flight.
     """
     ledger, _, parent = running(8)
     step = start(ledger, parent)
@@ -42,7 +42,7 @@ def test_scenario_56_no_fork_with_a_round_in_flight():
 def test_scenario_56_a_rewind_into_shared_pages_leaves_the_child_alone(cut, kept):
     """Fork at `r % P != 0`.
 
-    Law: Below `protected_len` a cut goes to a page edge: nobody writes a shared page.
+    Law: A cut below `protected_len` goes to a page edge, so no shared page is written.
     """
     ledger, device, parent = running(10)
     child = ledger.fork(parent)
@@ -62,7 +62,7 @@ def test_scenario_56_a_rewind_into_shared_pages_leaves_the_child_alone(cut, kept
 def test_scenario_70_no_fork_while_an_old_round_still_writes():
     """`end_turn` dropped the round, the device runs it still.
 
-    Law: A fork waits until the row's last launched step is complete.
+    Law: A fork is refused until the row's last launched step is complete.
     """
     ledger, _, row = running(10)
     step = start(ledger, row)
@@ -75,7 +75,7 @@ def test_scenario_70_no_fork_while_an_old_round_still_writes():
 
 @pytest.mark.parametrize("first", ["child", "parent", "other"])
 def test_scenario_72_a_tail_is_copied_before_any_later_forward(first):
-    """Law: A copy rides on the next step prepared, whatever its rows."""
+    """Law: The next step prepared carries a waiting copy, whatever rows the step has."""
     ledger, device, parent = running(10)
     other = ledger.admit()
     child = ledger.fork(parent)
@@ -95,7 +95,7 @@ def test_scenario_72_a_tail_is_copied_before_any_later_forward(first):
 def test_scenario_73_a_copy_never_writes_a_page_of_someone_else():
     """Retract the row that a tail is for.
 
-    Law: A copy holds both its pages, or is dropped.
+    Law: A copy holds both its pages, or it is dropped.
     """
     ledger, device, row = running(10)
     prefix = ledger.pin_prefix(row, 8)
@@ -138,7 +138,7 @@ def test_scenario_73_both_pages_of_a_copy_wait_for_its_step():
 def test_scenario_74_abandon_takes_the_row_whose_tail_was_lost():
     """Another row's failed step carried the copy.
 
-    Law: A row whose tail was lost is retracted; it is not forked before its copy is done.
+    Law: A row whose tail was lost is retracted; a row is not forked before its copy is done.
     """
     ledger, device, parent = running(10)
     other = ledger.admit()

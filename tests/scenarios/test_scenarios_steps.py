@@ -15,7 +15,7 @@ from specpool import DraftLag, NotReady, OrderError, OutOfPages, Shape, StalePla
 def test_scenario_02_a_late_result_after_retract_is_dropped():
     """sgl#11970.
 
-    Law: A lane whose epoch moved is not read; nothing is freed twice.
+    Law: The result of a lane whose epoch moved is not read, and nothing is freed twice.
     """
     ledger = make(page_size=1, overlap_depth=1)
     row = prefill(ledger, 7)
@@ -52,7 +52,7 @@ def test_scenario_11_drafting_is_refused_until_the_draft_kv_caught_up():
 def test_scenario_26_late_results_are_dropped_by_epoch_not_by_count(depth, num_steps):
     """vllm#47900, repeated preempts.
 
-    Law: Late results are dropped by epoch, each once, and no other.
+    Law: Late results, and only those, are dropped by epoch, each once.
     """
     shape = Shape.eagle(num_steps, 1, num_steps + 1) if num_steps else Shape.none()
     ledger = make(shape, overlap_depth=depth)
@@ -114,7 +114,7 @@ def digests(log: list[tuple], rank: int) -> list[int]:
 def test_scenario_48_replicas_of_one_log_have_equal_digests_each_step():
     """sgl#40250, four replicas.
 
-    Law: The digest is over calls and the ids they gave, and nothing else.
+    Law: The digest covers calls and the ids that they gave, and nothing else.
     """
     ranks = [digests(LOG, rank) for rank in range(4)]
     assert ranks[1:] == ranks[:1] * 3
@@ -130,7 +130,7 @@ def test_scenario_48_replicas_of_one_log_have_equal_digests_each_step():
 def test_scenario_52_a_stale_plan_is_never_launched():
     """Prepare with a row, retract it, admit another to it.
 
-    Law: A step is never launched when an epoch of its rows has moved.
+    Law: A step is never launched if the epoch of one of its rows has moved.
     """
     ledger = make(num_pages=17)
     row = prefill(ledger, 20)
@@ -151,7 +151,7 @@ def test_scenario_52_a_stale_plan_is_never_launched():
 
 
 def test_scenario_54_a_cut_counts_the_roots_that_launched_rounds_wrote():
-    """Law: A cut goes to at most what is written; it ends the rounds and needs a new root."""
+    """Law: A cut goes to at most what is written; it ends the rounds, and the row needs a root."""
     ledger = make(overlap_depth=2)
     row = prefill(ledger, 10)
     launched, second = start(ledger, row), start(ledger, row)
@@ -173,7 +173,7 @@ def test_scenario_54_a_cut_counts_the_roots_that_launched_rounds_wrote():
 def test_scenario_54_a_cut_that_takes_nothing_keeps_the_root(page_size):
     """The synchronous worker gives back what a round did not need, after each.
 
-    Law: A trim to r takes the root only with a round in flight; else the reserve and no more.
+    Law: A trim to r drops the root only with a round in flight; else it frees the reserve.
     """
     ledger = make(page_size=page_size)
     row = prefill(ledger, 10)
@@ -227,7 +227,7 @@ def test_scenario_60_a_fence_seen_by_polling_shows_in_the_digest():
 
 
 def test_scenario_61_a_failed_forward_takes_its_rows_and_no_other():
-    """Law: `abandon` retracts the step's rows and no other; their pages wait for `complete`."""
+    """Law: `abandon` retracts only the step's rows; their pages wait for `complete`."""
     ledger = make(overlap_depth=1)
     broken, other = prefill(ledger, 9), prefill(ledger, 9)
     free = ledger.free_pages(0)
@@ -251,7 +251,7 @@ def test_scenario_61_a_failed_forward_takes_its_rows_and_no_other():
 def test_scenario_63_launch_in_step_order_only():
     """Prepare two, launch and complete the second, launch the first.
 
-    Law: Steps are launched in their order.
+    Law: Steps are launched in the order in which they were prepared.
     """
     ledger = make()
     row, other = prefill(ledger, 5), prefill(ledger, 5)
@@ -266,7 +266,7 @@ def test_scenario_63_launch_in_step_order_only():
 def test_scenario_65_a_stale_step_is_cancelled_and_blocks_nobody():
     """Step 5 {A, B} goes stale, 6 {B} is behind it.
 
-    Law: A stale step is cancelled first, the newest before it.
+    Law: A stale step must be cancelled; newer steps are cancelled before it.
     """
     ledger = make(overlap_depth=1)
     gone, stays = prefill(ledger, 5), prefill(ledger, 6)
@@ -291,7 +291,7 @@ def test_scenario_65_a_stale_step_is_cancelled_and_blocks_nobody():
 def test_scenario_66_no_extend_over_a_round_in_flight():
     """r=10, a round in flight, extend to 14, resolve 3.
 
-    Law: An extend waits until no round of the row is in flight.
+    Law: An extend is refused while a round of the row is in flight.
     """
     ledger = make()
     row = prefill(ledger, 10)
@@ -319,7 +319,7 @@ def test_scenario_69_a_session_keeps_no_token_that_was_never_written():
 def test_scenario_75_a_decode_behind_a_failed_extend_stays_inside_its_plan():
     """The device's length is an earlier holder's.
 
-    Law: A plan's `[lo, hi]` reaches no shared page.
+    Law: A plan's `[lo, hi]` never reaches a shared page.
     """
     ledger = make(overlap_depth=1)
     device = Device(ledger)

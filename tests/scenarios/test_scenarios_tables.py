@@ -38,7 +38,7 @@ def windowed(w: int, P: int, **options) -> Ledger:
 def test_scenario_40_a_recycled_page_leaves_no_mapping_behind():
     """sgl#25805.
 
-    Law: An evicted page leaves the table; its new owner's is never freed for the old.
+    Law: An evicted page leaves the table, and is never freed for its old owner again.
     """
     ledger = windowed(4, 4)
     one, two = ledger.admit(), ledger.admit()
@@ -58,7 +58,7 @@ def test_scenario_40_a_recycled_page_leaves_no_mapping_behind():
 def test_scenario_41_the_page_that_was_queued_is_the_page_freed():
     """sgl#36135: queue a free, replace the mapping, flush.
 
-    Law: A fence holds pages, not cells of the table.
+    Law: A fence keeps pages, not cells of the table.
     """
     ledger = windowed(8, 4)
     row = ledger.admit()
@@ -92,7 +92,7 @@ def apply(delta, table: np.ndarray) -> None:
 def test_scenario_57_one_entry_a_cell_and_no_delta_is_lost():
     """A row is finished and admitted anew.
 
-    Law: A delta has one entry a cell, its last value, until it is acknowledged.
+    Law: A delta has one entry per cell, its last value, until it is acknowledged.
     """
     ledger = make(num_rows=1)
     device = ledger.full_table(0)
@@ -117,7 +117,7 @@ def test_scenario_57_one_entry_a_cell_and_no_delta_is_lost():
 def test_scenario_68_an_acknowledgement_drops_only_what_it_delivered():
     """A cell goes page -> 0 -> the same page.
 
-    Law: `ack_delta` drops only what has not changed since its take.
+    Law: `ack_delta` drops only entries that have not changed since the take.
     """
     ledger = make()
     row, other = prefill(ledger, 4), prefill(ledger, 1)

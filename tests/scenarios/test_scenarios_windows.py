@@ -1,4 +1,4 @@
-"""Regression scenarios about window groups: what slides out, what a cut brings back.
+"""Regression scenarios about window groups: what is evicted, and what a cut brings back.
 
 Numbers, laws and guards as in `test_scenarios_claims.py`.
 """
@@ -28,7 +28,7 @@ def assert_window_held(ledger: Ledger, row: int, group: int) -> None:
 def test_scenario_33_a_turn_ends_with_overshoot(overshoot):
     """sgl#22897, in overlap.
 
-    Law: `end_turn` cuts r, a and e; a trim to its checkpoint brings the window back.
+    Law: `end_turn` cuts r, a and e; a trim to the checkpoint brings the window back.
     """
     groups = [
         Group("full", page_size=4, num_pages=40, hosts_drafts=True),
@@ -64,7 +64,7 @@ def test_scenario_33_a_turn_ends_with_overshoot(overshoot):
 def test_scenario_55_a_rewind_below_a_window_goes_further_back(page_size, length):
     """w=512, e=3000, rewind to 1000.
 
-    Law: A cut goes to a length whose window is held, and says so.
+    Law: A cut goes to a length whose window is held, and returns that length.
     """
     ledger = make(page_size=page_size, window=512, context=4096, num_rows=1)
     row = prefill(ledger, length)
@@ -84,8 +84,8 @@ def test_scenario_55_a_rewind_below_a_window_goes_further_back(page_size, length
 def test_a_checkpoints_own_pages_come_back_below_shared_ones(shares):
     """Found by `make soak`: the audit took the cut row for corrupt.
 
-    Law: a pin or fork shares what the window holds; what a checkpoint has kept below is the row's
-    own, below p, once a cut has brought it back.
+    Law: a pin or fork shares only what the window holds. Pages that a checkpoint keeps below the
+    window are the row's own, also below p, after a cut has brought them back.
     """
     ledger = make(window=9, page_size=4, sessions=True, max_context_len=24)
     row = ledger.admit()
@@ -108,7 +108,7 @@ def test_a_checkpoints_own_pages_come_back_below_shared_ones(shares):
 def test_scenario_67_cancelled_extends_leave_the_window_held():
     """w=4, extend 8 -> 16 -> 20.
 
-    Law: A row has one unlaunched extend at most; its cancel finds the window held.
+    Law: A row has at most one unlaunched extend, and its cancel finds the window held.
     """
     ledger = make(page_size=1, window=4)
     row = prefill(ledger, 8)
@@ -127,7 +127,7 @@ def test_scenario_67_cancelled_extends_leave_the_window_held():
 def test_scenario_67_a_round_behind_an_extend_keeps_the_extends_window():
     """A decode behind an unlaunched extend.
 
-    Law: Evictions go by r before an extend that is not launched.
+    Law: Evictions use r before an extend that is not launched.
     """
     ledger = make(page_size=1, window=4)
     row = prefill(ledger, 8)
@@ -154,7 +154,7 @@ def test_scenario_67_cancel_restores_a_full_group_whole():
 def test_scenario_76_a_cut_into_a_page_that_is_gone_goes_further_back():
     """w=1, P=2, r=1.
 
-    Law: A cut to c inside a page needs that page.
+    Law: A cut to a length inside a page needs that page.
     """
     ledger = make(page_size=2, window=1)
     row = prefill(ledger, 4)
@@ -177,7 +177,7 @@ def evicted_to_8() -> tuple[Ledger, int]:
 
 
 def test_scenario_76_a_prefix_without_its_window_is_not_pinned():
-    """Law: A prefix is pinned only with the window below its end."""
+    """Law: A prefix is pinned only if the window below its end is held."""
     ledger, row = evicted_to_8()
     refuses(ledger, NotReady, ledger.pin_prefix, row, 8, match="needs the slots from 4 on")
     prefix = ledger.pin_prefix(row, 12)
@@ -198,7 +198,7 @@ def test_scenario_76_no_row_starts_on_a_prefix_whose_window_is_gone():
 
 
 def test_scenario_76_a_row_on_a_prefix_or_a_fork_has_no_root_yet():
-    """Law: A row has no round before an extend has launched, also after admit and fork."""
+    """Law: A row can have no round before an extend has launched, also after admit and fork."""
     ledger = make()
     row = prefill(ledger, 8)
     prefix = ledger.pin_prefix(row, 8)

@@ -81,7 +81,7 @@ def holds(monkeypatch, plant, scenarios: list[Scenario]) -> list[Simulation]:
 def test_scenario_29_a_round_under_a_pool_full_of_sessions(monkeypatch):
     """atlas#1114.
 
-    Law: Pages of idle sessions go before anybody waits, or is retracted.
+    Law: Pages of idle sessions are taken before a request waits or is retracted.
     """
     full = scene(
         says(1, 30, 10, pause=500),
@@ -99,7 +99,7 @@ def test_scenario_29_a_round_under_a_pool_full_of_sessions(monkeypatch):
 def test_scenario_32_a_session_resumes_behind_its_prefix(monkeypatch, depth):
     """sgl#22862.
 
-    Law: What lies past the kept prefix is free before anything new is written.
+    Law: Slots past the kept prefix are freed before anything new is written.
     """
     turns = [says(1, 20, 9), says(2, 3, 9, rewind=0.3), says(3, 9, 12, rewind=0.7)]
     options = {"shapes": ((3, 1, 4),), "overlap_depth": depth}
@@ -109,7 +109,7 @@ def test_scenario_32_a_session_resumes_behind_its_prefix(monkeypatch, depth):
 def test_scenario_33_a_turn_ends_with_overshoot(monkeypatch):
     """sgl#22897, sgl#22900: 0 to 7 tokens beyond the end.
 
-    Law: A session keeps the KV of what its client has, and of nothing behind it.
+    Law: A session keeps the KV of the tokens that its client has, and no other.
     """
     scenarios = [
         scene(
@@ -130,7 +130,7 @@ def test_scenario_33_a_turn_ends_with_overshoot(monkeypatch):
 def test_scenario_34_a_turn_is_aborted(monkeypatch, plant):
     """sgl#22273, #22790, #40252: before its first step, in its prefill, in its rounds.
 
-    Law: An abort leads back to the last turn's end: no token more, no KV less.
+    Law: An abort goes back to the end of the last turn, with exactly its tokens and KV.
     """
     scenarios = [
         scene(
@@ -153,7 +153,7 @@ def test_scenario_34_a_turn_is_aborted(monkeypatch, plant):
 def test_scenario_35_a_turn_is_retracted(monkeypatch, depth):
     """sgl#40252.
 
-    Law: A partial turn is no checkpoint: the turn is run again from the last one's end.
+    Law: A partial turn is not a checkpoint: the turn runs again from the end of the last one.
     """
     tight = [
         scene(
@@ -175,7 +175,8 @@ def test_scenario_35_a_turn_is_retracted(monkeypatch, depth):
 def test_scenario_36_a_row_is_one_owners(monkeypatch, depth):
     """sgl#22753.
 
-    Law: A row is its session's or its turn's, never both's: through abort and retraction too.
+    Law: A row belongs to its session or to its turn, never to both, also after abort and
+    retraction.
     """
     turns = [says(1, 9, 6), says(2, 3, 20, abort_after=4), says(3, 2, 3)]
     other = scene(*turns, alone(4, 3, 40), num_pages=(14,), overlap_depth=depth)
@@ -259,7 +260,7 @@ def test_scenario_54_a_turn_is_cut_with_a_round_in_flight(target, heads, referen
 
 
 def test_scenario_56_a_fork_with_a_round_in_flight(target, reference, monkeypatch):
-    """Law: A fork waits for what may still write; it is refused else."""
+    """Law: A fork is refused while a step may still write."""
     engine = build(target, overlap_depth=1)
     params = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(259)))
     stops = engine.open_session()
@@ -286,7 +287,7 @@ def test_scenario_56_a_fork_with_a_round_in_flight(target, reference, monkeypatc
 
 @pytest.mark.parametrize("length", [61, 63, 64])
 def test_scenario_56_the_parent_rewrites_the_page_of_a_fork(target, reference, monkeypatch, length):
-    """Law: A partly filled page is copied at once; the child's bytes stay what they are."""
+    """Law: A partly filled page is copied at once, so the child's bytes do not change."""
 
     def texts() -> list[RequestOutput]:
         engine = build(target, page_size=16)
@@ -321,7 +322,7 @@ def several_turns(session: Session, *, num_turns: int, new: int, seed: int = 0, 
 
 
 def test_several_turns_with_pages_of_512(target, heads, reference, monkeypatch):
-    """What is kept is counted in tokens, not in pages: overshoot is none of it."""
+    """KV is kept by tokens, not by pages, and overshoot is not kept."""
 
     def talk() -> list[RequestOutput]:
         engine = build(

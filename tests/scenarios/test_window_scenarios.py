@@ -39,8 +39,8 @@ def targets() -> Iterator[dict[str, TargetModel]]:
 def test_scenario_43_pages_longer_than_the_window(targets, monkeypatch):
     """sgl#22470, #29860: P > W.
 
-    Law: A page is given back when it lies below the window as a whole, so that of the last tokens
-    never; prompts around a page's edge, samples of them and drafts go on from there.
+    Law: A page is given back only when all of it lies below the window, so never a page of the last
+    tokens. Prompts around a page edge, their samples and drafts go on from there.
     """
 
     def differences(family: str, page_size: int) -> int:
@@ -101,8 +101,8 @@ def long_generations(
 def test_scenario_44_the_window_pool_is_the_limit(targets, monkeypatch, drafts, depth):
     """sgl#33805, #28246: the full pool is 10 % used.
 
-    Law: Whatever the worker, a round gives back what its rows' windows have passed before anybody
-    is retracted, and admission reckons with windows, not with lengths.
+    Law: With any worker, a round gives back the pages behind its rows' windows before a request is
+    retracted. Admission counts windows, not lengths.
     """
     reference, rng = reference_of("gemma3"), random.Random(44)
     texts = [prompt(rng, 20) for _ in range(4)]
@@ -133,8 +133,8 @@ def test_scenario_44_the_window_pool_is_the_limit(targets, monkeypatch, drafts, 
 def test_scenario_44_a_prefill_step_finds_its_pages(monkeypatch):
     """Windows for three rows, and twelve requests that want them.
 
-    Law: What admission sets aside for a prefill step is there when it comes; without that a row is
-    admitted whose prompt waits until another request has ended.
+    Law: The pages that admission sets aside for a prefill step are there when the step comes.
+    Otherwise a row is admitted whose prompt waits until another request has ended.
     """
     how = {"max_batch": 12, "bytes_of": {None: 1, 64: 1000}, "prefill_tokens": 256}
     sizes = sizes_of(kv_bytes=1 << 30, **how).with_rows(12, 3)
@@ -157,7 +157,7 @@ def test_scenario_44_a_prefill_step_finds_its_pages(monkeypatch):
 def test_scenario_44_admission_by_length_keeps_requests_out(targets, monkeypatch, family):
     """Law: Two requests far longer than the window's pages run side by side.
 
-    Reckoned by their lengths, as in a full group, the second one waits for the first to end.
+    Counted by their lengths, as in a full group, the second would wait for the first to end.
     """
     rng = random.Random(7)
     texts = [prompt(rng, 90) for _ in range(2)]
@@ -191,8 +191,8 @@ def test_scenario_44_admission_by_length_keeps_requests_out(targets, monkeypatch
 def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatch):
     """The pages below the window there are gone.
 
-    Law: Nobody goes on from a length whose window is not held: the prompt is computed anew. Who
-    insists is refused; a cut back to there goes to 0 and says so.
+    Law: No row starts at a length whose window is not held: the prompt is computed again. An
+    admission there is refused, and a cut back to there returns 0.
     """
     reference, text = reference_of("mistral"), prompt(random.Random(55), 96)
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
     assert generated() == (reference.text(text[:50], 20), 50)
 
     def insists(self: Admission, request: Any) -> tuple[int, int]:
-        """On the pinned text, at whatever length."""
+        """Start on the pinned text at any length."""
         for pin, length in self._pins.shared_with(request.tokens):
             return self._ledger.admit(prefix=pin.prefix, length=length), length
         return self._ledger.admit(), 0
@@ -221,7 +221,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
         generated()
 
     def believes(self: Admission, request: Any) -> tuple[int, int]:
-        """That a row of all the text was cut to where the prompt ends."""
+        """Pretend that a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
         for pin, _ in self._pins.shared_with(request.tokens):
             row = self._ledger.admit(prefix=pin.prefix)

@@ -92,7 +92,7 @@ def test_sampled_text_is_the_same_mixed_or_not(case):
 @pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 @pytest.mark.parametrize("case", ["plain", "chain", "tree", "holey"])
 def test_mixed_forwards_on_the_device(case):
-    """With the kernels on the host runner, and lengths that only the device knows."""
+    """Kernels run on the host runner, and only the device knows the lengths."""
     with make(case) as engine:
         expected = staggered(engine, SAMPLED)
     with host_backend(backend("fast", "forward")), make(case, overlap_depth=1) as engine:

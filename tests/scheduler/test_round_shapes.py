@@ -59,7 +59,7 @@ ALL = [NONE, ONE, Shape.eagle(3, 1, 4), Shape.eagle(5, 8, 32)]
 
 @pytest.mark.parametrize(("most_steps", "num_running"), [(None, 1), (5, 1), (4, 4), (1, 4)])
 def test_admission_counts_the_shapes_that_a_request_may_run(most_steps, num_running):
-    """Law: who has a cap needs what its own widest shape needs, not what another's does."""
+    """Law: a request with a cap needs pages for the widest shape within its own cap."""
     cap = {"adapts": True, "most_steps": most_steps}
     arrivals = [arrival(i, prompt_len=9, **cap) for i in range(1, 5)]
     loop = Loop(*arrivals, controller=Scripted(ALL), **WIDE)

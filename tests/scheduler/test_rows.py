@@ -35,7 +35,7 @@ def calls(path: Path) -> set[str]:
 
 
 def test_a_row_is_given_back_in_one_place():
-    """Law: only `Rows` gives rows back; what the host takes over goes through it too."""
+    """Law: only `Rows` gives rows back, also those that go to the host."""
     found = {path.stem: verbs for path in FOLDER.glob("*.py") if (verbs := calls(path))}
     assert found == {"rows": VERBS - {"offload"}, "host_handles": {"offload"}}
 
@@ -68,7 +68,7 @@ def test_what_nobody_owns_is_given_back_or_is_out_of_use():
 
 
 def test_a_row_out_of_use_takes_no_results():
-    """Until the ledger has given it to somebody else."""
+    """It stays so until the ledger has given the row to another request."""
     loop, rows = running()
     loop.turn()
     plan = loop.flying[0].plan

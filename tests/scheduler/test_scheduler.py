@@ -1,4 +1,4 @@
-"""Laws of the scheduler: whatever comes, each request's text is what it is alone."""
+"""Laws of the scheduler: each request's text is the one that it has alone, in any workload."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_random_workloads_speak_as_alone(seed, target, heads, reference):
 
 @pytest.mark.parametrize("seed", [*range(8), *SEEDS[40:80]])
 def test_sampled_workloads_speak_as_alone(seed, target, heads):
-    """The same at D = 0 and 1, with retractions, in chunks, and beside whatever else runs."""
+    """At D = 0 and 1, with retractions, chunks, and other requests beside it."""
     work = Workload(seed)
     params = [
         SamplingParams(
@@ -62,7 +62,7 @@ def test_sampled_workloads_speak_as_alone(seed, target, heads):
 @pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_everyone_is_retracted_and_speaks_as_alone(target, heads, reference, draft, depth):
-    """A pool of little more than one row, and whoever comes later counts more."""
+    """The pool holds little more than one row, and later requests have higher priority."""
     shape = Shape.eagle(3, 1, 4) if draft else None
     drafter = NgramDrafter() if draft == "ngram" else draft and EagleDrafter(heads[draft])
     options = {"page_size": 4, "max_context_len": 100, "max_batch": 6, "overlap_depth": depth}
@@ -206,7 +206,7 @@ def test_text_ends_before_a_stop_string(target, heads, depth, stops):
 
 
 def test_bad_requests_are_refused_with_the_numbers():
-    """Nothing is queued then, and a closed engine takes no more."""
+    """A refused request is not queued, and a closed engine takes no more requests."""
     target = TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32")
     config = EngineConfig(num_pages=9, page_size=16, max_context_len=128)
     engine = Engine(target, config=config)
@@ -284,7 +284,7 @@ def computed(engine: Engine, monkeypatch) -> list[int]:
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("placement", ["split", "shared"])
 def test_samples_share_their_prompt(target, heads, monkeypatch, depth, page_size, placement):
-    """Each speaks as a request of its own with its seed; the prompt is computed once."""
+    """Each sample equals a request of its own with its seed; the prompt is computed once."""
     shape = Shape.eagle(4, 4, 16)
     config = EngineConfig(
         shape=shape,

@@ -1,4 +1,4 @@
-"""Laws of rounds whose rows have several shapes: each row speaks as alone, whatever runs beside."""
+"""Laws of rounds with rows of several shapes: each row's text is the one that it has alone."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def session(engine) -> Iterator[Session]:
-    """With one turn behind it; it can have another one after whatever the test does."""
+    """A session with one turn behind it. After every test it can have another turn."""
     with engine.open_session() as session:
         first = session.append(PROMPTS[0], PARAMS).output()
         yield session

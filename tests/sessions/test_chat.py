@@ -1,4 +1,4 @@
-"""Laws of chats: a list of messages is a prompt wherever a text is one, and a session's turn."""
+"""Laws of chats: a list of messages is a prompt like a text, and can be a session's turn."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_chat_that_is_none_is_refused(engine, chat, message):
 
 
 def test_parts_of_text_are_one_text(engine):
-    """As OpenAI's interface has them; what is no text is refused with its place and its type."""
+    """Parts as OpenAI's interface has them; a part that is not text is refused with its place."""
     parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
     params = SamplingParams(max_new_tokens=4)
     chats = [[{"role": "user", "content": each}] for each in (parts, "one, two")]
@@ -193,7 +193,7 @@ def test_the_answers_own_tokens_stay(engine, monkeypatch):
 
 
 def test_a_piece_that_is_not_cut_as_in_the_text_is_not_put_behind(engine, monkeypatch):
-    """Law: the tokens say what the template says; as with sentencepiece, which adds a space."""
+    """Law: the tokens are those of the template, also if sentencepiece adds a space."""
     with engine.open_session() as session:
         (first,) = talk(session, "seq: 2, 4, ")
         encode = engine.tokenizer.encode
@@ -209,9 +209,9 @@ def test_a_piece_that_is_not_cut_as_in_the_text_is_not_put_behind(engine, monkey
 
 
 def test_a_template_that_tells_the_history_otherwise_is_followed(engine, template):
-    """Law: the turn's tokens are the template's; what both have in common is not computed again.
+    """Law: the turn has the template's tokens; the part in common is not computed again.
 
-    As with models that think: the last answer stands in full, those before are shortened.
+    As with models that think: the last answer is in full, and earlier ones are shortened.
     """
     template(
         "{% for m in messages %}{{ m['role'] }}: "
@@ -245,7 +245,7 @@ def test_a_template_that_tells_the_history_otherwise_is_followed(engine, templat
 
 
 def test_a_rewind_takes_the_messages_along(engine):
-    """Law: a turn that is cut, at whatever place, has said nothing."""
+    """Law: a turn that is cut anywhere leaves no message behind."""
     with engine.open_session() as session:
         first, second = talk(session, "seq: 2, 4, ", "and then?")
         ends, tokens = session.turn_ends, session.tokens
@@ -310,7 +310,7 @@ def test_a_stop_string_is_no_part_of_the_answer(engine):
 
 
 def test_the_answer_is_what_the_output_says(engine):
-    """Law: without the token that stopped it, and with what was cut amid a character."""
+    """Law: the answer lacks the token that stopped it, and keeps a character that was cut."""
     with engine.open_session() as session:
         (whole,) = talk(session, "seq: 2, 4, ")
         session.rewind(0)
@@ -324,7 +324,7 @@ def test_the_answer_is_what_the_output_says(engine):
 
 
 def test_an_answer_that_ends_amid_a_character_stays(engine, monkeypatch):
-    """Law: what its bytes are shown as is part of the message, so its tokens can stay."""
+    """Law: the replacement for its bytes is part of the message, so its tokens can stay."""
     append = Request.append
     monkeypatch.setattr(
         Request, "append", lambda self, tokens, *rest: append(self, [0xC3] * len(tokens), *rest)
@@ -338,7 +338,7 @@ def test_an_answer_that_ends_amid_a_character_stays(engine, monkeypatch):
 
 
 def test_messages_do_not_follow_a_text(engine):
-    """Law: what is no chat is not left out of one in silence."""
+    """Law: tokens that are not part of a chat are not silently left out of one."""
     message = "tokens from {} on are text or token ids, not a chat: .*rewind to {}$"
     with engine.open_session() as session:
         session.append("seq: 2, 4, ", PARAMS).output()

@@ -1,4 +1,4 @@
-"""Laws of streaming sessions: a turn says what a fresh prefill of its history would say."""
+"""Laws of streaming sessions: a turn's text equals that of a fresh prefill of its history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
 def check_logprobs(reference: Reference, output: RequestOutput) -> None:
-    """They are those of a fresh prefill of all the turn's tokens."""
+    """Check that they equal those of a fresh prefill of all the turn's tokens."""
     ids = torch.tensor([output.prompt_ids + output.token_ids])
     with torch.inference_mode():
         logits = reference.model(input_ids=ids, use_cache=False).logits[0].float()
@@ -182,7 +182,7 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("draft", "shape"), [(None, None), (HEADS[0], CHAIN), ("ngram", TREE)])
 def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth, temperature):
-    """Its text is what it is with room for everybody, drawn tokens too; little is computed anew."""
+    """Its text, also if drawn, is that of a large pool; few tokens are computed again."""
     options = {"overlap_depth": depth, "headroom": 0, "max_context_len": 160, "max_batch": 5}
     params = [
         SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=temperature, seed=i)
@@ -270,7 +270,7 @@ def test_only_what_is_of_use_is_kept_on_the_host_and_comes_back(build, reference
 
 
 def test_a_fork_of_a_fork_stops_nothing(build, reference):
-    """Its partly filled page is copied with the next step: until then it has no KV to share."""
+    """The tail is copied with the next step; until then the fork has no KV to share."""
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     first, second = corpus.prompts(2, 30)
     engine = build()
@@ -367,7 +367,7 @@ def test_ctrl_c_while_a_turn_takes_its_row_leaves_the_session_none(build, refere
 
 
 def test_a_draft_with_logits_that_are_not_finite_leaves_no_scrubbed_kv(build, monkeypatch):
-    """It is not accepted, and the turn ends well; its row has been scrubbed all the same."""
+    """The draft is not accepted and the turn ends well, but its row has been scrubbed."""
     result = PendingStep.result
     engine = build(HEADS[0], CHAIN)
     with engine.open_session() as session:

@@ -1,4 +1,4 @@
-"""Laws of scheduler and ledger on a simulated device, and that each is found when broken."""
+"""Laws of scheduler and ledger on a simulated device; each law is seen to fail if broken."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_an_interrupt_right_behind_a_retraction_leaks_nothing(monkeypatch):
 
 
 def small(*arrivals: Arrival, **settings) -> Scenario:
-    """With pages for two rows."""
+    """Pools with pages for two rows."""
     options = {"page_sizes": (4,), "num_pages": (20,), "max_batch": 3, "max_context_len": 40}
     return Scenario(0, Settings(**{**options, **settings}), arrivals)
 
@@ -195,7 +195,7 @@ PIN = Arrival(request_id=1, turn=0, prompt_len=8, max_len=9, is_pin=True)
 @pytest.mark.parametrize("prompt_len", [3, 8, 9, 12])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_samples_of_a_prompt_that_is_pinned(depth, prompt_len):
-    """Where the pin has all but the last token, no prefill of the first one ends before it."""
+    """The pin has all but the last token, so no prefill of the first sample ends before it."""
     origins = ((1, min(prompt_len, 8)),)
     first = Arrival(request_id=2, turn=9, prompt_len=prompt_len, max_len=20, origins=origins)
     tally = Simulation(small(PIN, first, sample(first, 3), overlap_depth=depth)).run()
@@ -203,7 +203,7 @@ def test_samples_of_a_prompt_that_is_pinned(depth, prompt_len):
 
 
 def test_a_pool_full_of_pins_makes_room_for_who_waits():
-    """Nobody runs, and the only one that could has no page for the copy of its pin's tail."""
+    """No request runs, and the only candidate has no page for the copy of its pin's tail."""
     pins = [dataclasses.replace(PIN, request_id=i, turn=9 * i, prompt_len=4) for i in (1, 2)]
     pins = [dataclasses.replace(pin, max_len=5) for pin in pins]
     late = Arrival(request_id=3, turn=30, prompt_len=4, max_len=6, origins=((1, 4),))
@@ -212,7 +212,7 @@ def test_a_pool_full_of_pins_makes_room_for_who_waits():
 
 
 def test_a_fork_whose_copy_holds_the_last_page_begins_anew():
-    """Its copy rides on its own next step, which needs the page that the copy holds."""
+    """The copy rides on the fork's own next step, which needs the page that the copy holds."""
     says = Arrival(request_id=1, turn=0, prompt_len=1, max_len=2, session=8, pause=10)
     fork = dataclasses.replace(
         says, request_id=2, turn=2, prompt_len=3, max_len=4, session=13, fork_of=8
@@ -224,7 +224,7 @@ def test_a_fork_whose_copy_holds_the_last_page_begins_anew():
 
 
 def test_a_retracted_fork_at_its_checkpoint_gives_its_pages_back():
-    """Else it would come again at once, and the one before it find no page again, for ever."""
+    """Otherwise it would return at once, and the one before it would never find a page."""
     found = scenario(7 * SEEDS + 1659, talks_only=True)
     assert broken_law(found) is None
 

@@ -311,7 +311,7 @@ def crowded(**options) -> tuple[Ledger, FakeDevice, int, int]:
 
 
 def overrun(ledger: Ledger, device: FakeDevice, late: int, other: int) -> None:
-    """The other row runs on the pages that the late prefill still writes, then reads them."""
+    """The other row gets pages that the late prefill still writes, and then reads them."""
     step = launch(ledger, device, ledger.prepare_extend([other], [40]))
     device.accept_lens(step)
     device.finish(late)
@@ -348,7 +348,7 @@ def test_a_wrong_result_is_found():
 
 
 def test_draft_kv_that_was_not_written_is_found():
-    """A ledger that is told a lie about draft KV lets a drafting round read what is not there."""
+    """If the ledger is told that draft KV was written, a drafting round reads missing KV."""
     ledger = make(draft_kv=True)
     device = FakeDevice(ledger)
     row = ledger.admit()
@@ -431,7 +431,7 @@ def test_a_step_that_is_complete_before_its_forward_has_run_is_found():
 
 
 def test_results_can_be_asked_for_until_the_ledger_has_them():
-    """Twice, and after the device has finished; then the step is over."""
+    """They can be asked for twice, and after the device has finished; then the step is over."""
     ledger = make(overlap_depth=1)
     device = FakeDevice(ledger)
     row = ledger.admit()

@@ -1,4 +1,4 @@
-"""Laws of text out: what is given out is final, whole and never a part of a stop string."""
+"""Laws of streamed text: it is final, has whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def byte_level() -> PreTrainedTokenizerBase:
 
 
 def sentencepiece() -> PreTrainedTokenizerBase:
-    """As Llama's: metaspaces, byte tokens for the rest, the text's first space dropped."""
+    """A tokenizer as Llama's: metaspaces, byte tokens for the rest, no first space."""
     pieces = ["<unk>", "<s>", "▁", "▁▁", "a", "b", "c", "▁a", "▁ab", "☃", "é", "�", "▁.", ""]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     vocab |= {f"<0x{byte:02X}>": len(pieces) + byte for byte in range(256)}
@@ -60,7 +60,7 @@ def sentencepiece() -> PreTrainedTokenizerBase:
 
 
 def metaspace() -> PreTrainedTokenizerBase:
-    """As T5's: the decoder of that name; transformers would take the space before "." away."""
+    """A tokenizer as T5's: transformers would take the space before "." away."""
     pieces = ["<pad>", "▁", "a", "b", "▁a", "▁b", "c▁", "é", "▁."]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
@@ -82,7 +82,7 @@ TOKENIZERS = {
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """All at once: the oracle."""
+    """Decode all tokens at once: the oracle."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -172,7 +172,7 @@ def test_the_text_is_the_oracles_at_every_moment(name, data):
 @settings(max_examples=MANY, deadline=None)
 @given(data=st.data())
 def test_a_split_changes_nothing(name, data):
-    """One by one, in runs, all at once: the same text and the same hit."""
+    """Tokens one by one, in runs, or all at once give the same text and the same hit."""
     tokenizer = TOKENIZERS[name]
     runs = data.draw(runs_of_tokens(tokenizer))
     tokens = [token for run in runs for token in run]
@@ -365,7 +365,7 @@ def test_tokens_after_the_last_are_refused():
 
 
 def test_the_streams_of_a_corpus_are_the_corpus():
-    """No law is as plain as this one: 20,000 bytes, tokens in random runs."""
+    """The plainest law: 20,000 bytes, with tokens in random runs."""
     tokenizer = TOKENIZERS["byte_level"]
     text = corpus.corpus(5, 20_000).decode() + TEXT * 20
     tokens, rng = tokenizer.encode(text, add_special_tokens=False), random.Random(1)

@@ -1,4 +1,4 @@
-"""Laws of the capture: what a replay is checked for, what is captured, and where that fails.
+"""Laws of the capture: what is captured, what a replay checks, and what happens if capture fails.
 
 The double of a capture (`graph_kit.py`) is held to be as strict as a graph here, too.
 """
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.
 
 
 class FakePlan(SimpleNamespace):
-    """As far as a replay reads one."""
+    """The part of a plan that a replay reads."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,7 +76,7 @@ BAD_PLANS = {
 
 @pytest.fixture(scope="module")
 def graph_and_replays() -> tuple[RoundGraph, HostCapture]:
-    """Of two lanes, whose roots are at 64 at most."""
+    """A graph of two lanes with roots at 64 at most, and its replays."""
     with pytest.MonkeyPatch.context() as patch, graphs_run() as capture:
         patch.setattr(round_graphs, "LEAST_BOUND", 64)
         with make(Shape.eagle(3, 3, 4), graph_sizes=(2,)) as engine:
@@ -85,7 +85,7 @@ def graph_and_replays() -> tuple[RoundGraph, HostCapture]:
 
 @pytest.mark.parametrize("why", BAD_PLANS)
 def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
-    """Spec 7: host checks do not run on a replay, so the wrapper runs them, by upper bounds."""
+    """Host checks do not run on a replay, so the wrapper runs them with upper bounds."""
     graph, capture = graph_and_replays
     changes, text = BAD_PLANS[why]
     cells, replays = graph._buffer._cells.clone(), capture.replays
@@ -96,7 +96,7 @@ def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
 
 
 def test_a_round_beside_another_step_is_not_replayed_alone():
-    """In whatever order they come: the other step would be lost."""
+    """In either order: a replay alone would lose the other step."""
     with graphs_run() as capture, make(CHAIN, graph_sizes=(1,)) as engine:
         request = SimpleNamespace(params=SamplingParams())
         plan = plan_of(rows=[1], lo=[5], hi=[5], allocated_after=[[32], [32]])
@@ -113,7 +113,7 @@ def test_a_round_beside_another_step_is_not_replayed_alone():
 
 
 def test_no_transfer_within_a_capture():
-    """Each replay would repeat it, from memory that is somebody else's by then."""
+    """Each replay would repeat the transfer, from memory that is reused by then."""
     tensor, array = torch.zeros(3, dtype=torch.int32), np.zeros(3, np.int32)
     with no_transfers():
         with pytest.raises(OrderError, match="an upload of 2 arrays within the capture"):
@@ -215,8 +215,8 @@ def test_each_candidate_has_the_sizes_that_reach_it():
             SEVEN: (1, 3),
             CHAIN: (1, 3, 4, 8),
             ONE: (4, 8),
-            TREE: (1, 3, 4, 8),  # whoever asks for it
-            NONE: (1, 3, 4, 8),  # whoever opts out, at every size
+            TREE: (1, 3, 4, 8),  # for requests that ask for it
+            NONE: (1, 3, 4, 8),  # for requests that opt out, at every size
         }
         assert graphs.num_graphs == capture.recordings == 2 + 4 + 2 + 4 + 4 + 2
         # A batch of 2 runs in the graph of 3: that is what decides where it belongs.
@@ -233,7 +233,7 @@ def test_by_default_a_cuda_device_has_graphs_of_powers_of_two():
 
 @pytest.mark.parametrize("at", [-1, -4, -9, 1, 2, 5, 8])
 def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
-    """The rounds of the others run eagerly; whatever is smaller is still tried."""
+    """Rounds of the other batch sizes run eagerly; smaller graphs are still tried."""
     with graphs_run(), make(CHAIN, graph_sizes=()) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS)]
     caplog.set_level(logging.WARNING)
@@ -302,7 +302,7 @@ def test_a_fault_that_is_not_memorys_is_told(caplog):
 
 
 def test_a_warm_up_that_fails_leaves_its_rounds_eager(caplog):
-    """As with a drafter that keeps something by row, and knows no row of a warm-up's."""
+    """For example, a drafter that keeps something by row does not know a warm-up's row."""
 
     class Failing(HostCapture):
         def warm_up(self, work: Any) -> None:
@@ -362,7 +362,7 @@ def test_what_cannot_be_captured_has_no_graphs(attention, keeps_state, why):
 
 
 def test_torch_without_its_cache_has_no_pools_for_graphs(monkeypatch):
-    """So compute-sanitizer's runs are eager."""
+    """So the runs of compute-sanitizer are eager."""
     FakeCuda().install(monkeypatch)
     device = torch.device("cuda", 0)
     assert isinstance(capture_on(device), CudaCapture)
@@ -382,7 +382,7 @@ def test_graphs_that_are_asked_for_in_vain():
 
 
 class FakeCuda:
-    """What `torch.cuda` is asked for, in order."""
+    """Record the calls of `torch.cuda`, in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

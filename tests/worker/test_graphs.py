@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.
 
 
 class Ended:
-    """What each request's row held when it was given back."""
+    """Records what each request's row held when it was given back."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -166,7 +166,7 @@ def test_random_shapes_and_batches(seed, monkeypatch):
 
 
 def test_a_round_takes_the_least_graph_that_holds_it(monkeypatch):
-    """By batch size, and by how far its roots can be: a graph's reads do not grow."""
+    """It chooses by batch size and by how far the roots can be: a graph's reads do not grow."""
     monkeypatch.setattr(round_graphs, "LEAST_BOUND", 16)
     taken = []
     replay = RoundGraph.replay
@@ -280,7 +280,7 @@ def test_what_has_no_graph_runs_eagerly_and_is_counted(why):
 
 
 def test_a_drafter_that_reads_the_text_drafts_eagerly():
-    """Its plain rounds have graphs."""
+    """Only its plain rounds have graphs."""
     with (
         graphs_run(),
         Engine.from_pretrained(draft="ngram", max_context_len=200, graph_sizes=(1, 2, 4)) as engine,
@@ -294,7 +294,7 @@ def test_a_drafter_that_reads_the_text_drafts_eagerly():
 
 @pytest.mark.parametrize("case", ["chain", "dense", "holey", "none"])
 def test_a_row_with_nan_fails_alone(case, monkeypatch):
-    """Nor does it reach the sink, which every padded lane reads."""
+    """The NaN does not reach the sink, which every padded lane reads."""
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     shape, options = CASES[case]
     with graphs_run(), make(shape, graph_sizes=(4,), **options) as engine:

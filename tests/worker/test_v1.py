@@ -1,4 +1,4 @@
-"""Laws of the synchronous worker, v1: the same text as v2, and slots for one round only."""
+"""Laws of the synchronous worker, v1: the text of v2, with reserved slots for one round only."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ TREE_ON_PAGES = EngineConfig(
 def test_eagle1_on_pages_of_4_with_8_branches_runs_on_v1(
     target, heads, reference, slots, layout, placement
 ):
-    """With too few pages for all, so that rows are retracted."""
+    """The pool has too few pages for all, so rows are retracted."""
     config = dataclasses.replace(TREE_ON_PAGES, layout=layout, placement=placement, headroom=0)
     drafter = EagleDrafter(heads["specpool/tiny-eagle"])
     with_room = Engine(target, drafter, config=config)

@@ -1,7 +1,7 @@
 //! The enumerations of the proof: small page sizes, shapes, depths and pools, family by family.
 //!
-//! A case without a limit is run to its last state. Where everything together is too much, a family has its parts to
-//! their last state and the whole as far as its limit goes, nearest states first.
+//! A case without a limit is run to its last state. If a family is too large as a whole, its parts are run to their
+//! last state, and the whole is run up to its limit, nearest states first.
 
 use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Shape};
 
@@ -11,12 +11,12 @@ pub use crate::explore::Case;
 /// States of a case that is not run to its end.
 const CUT: u64 = 300_000;
 
-/// A group whose pool is set later.
+/// A group. Its pool is set later.
 fn group(name: &str, page_size: i64, hosts_drafts: bool, layout: Layout, window: Option<i64>) -> Group {
     Group { name: name.into(), page_size, num_pages: 1 << 20, hosts_drafts, layout, window }
 }
 
-/// Sets every pool to the least that the ledger accepts, and `slack` pages more.
+/// Sets every pool to the least that the ledger accepts plus `slack` pages.
 fn with_pools(mut config: LedgerConfig, slack: i64) -> LedgerConfig {
     for at in 0..config.groups.len() {
         let accepts = |num_pages: i64| {
@@ -37,12 +37,12 @@ fn case(name: String, config: LedgerConfig, slack: i64, alphabet: Alphabet, limi
     Case { name, config: with_pools(config, slack), alphabet, limit, is_quick: false, is_minimal: false }
 }
 
-/// One row, rounds of mixed shapes: every reserve and row width sufficient and minimal.
+/// One row and rounds of mixed shapes: every reserve and row width is sufficient and minimal.
 fn rounds() -> Vec<Case> {
     let mut cases = Vec::new();
     for (page_size, depth) in (1..=3).flat_map(|page_size| (0..=2).map(move |depth| (page_size, depth))) {
         for shapes in [&[shape(1, 1, 2)][..], &[shape(2, 2, 3), shape(1, 1, 2)], &[shape(0, 1, 3), shape(2, 2, 2)]] {
-            // Where P or K is 1 the holey layout is the dense one.
+            // If P or K is 1, the holey layout equals the dense one.
             let is_tree = page_size > 1 && shapes.iter().any(|shape| shape.topk > 1);
             let layouts = if is_tree { &[Layout::Dense, Layout::Holey][..] } else { &[Layout::Dense] };
             for (&layout, is_split) in layouts.iter().flat_map(|layout| [(layout, false), (layout, true)]) {
@@ -65,7 +65,7 @@ fn rounds() -> Vec<Case> {
     cases
 }
 
-/// Two rows or three that compete for the pages of hardly more than one.
+/// Two or three rows that compete for hardly more pages than one row needs.
 fn pools() -> Vec<Case> {
     let mut cases = Vec::new();
     for (page_size, slack, depth, num_rows) in [(1, 0, 0, 2), (2, 0, 0, 2), (2, 0, 0, 3), (1, 1, 1, 2), (2, 0, 1, 2)] {
@@ -113,7 +113,7 @@ fn sharing() -> Vec<Case> {
     cases
 }
 
-/// Sliding windows, alone and beside a full group, with sessions; and shared.
+/// Sliding windows: alone, beside a full group, with sessions, and shared.
 fn windows() -> Vec<Case> {
     let mut cases = Vec::new();
     for (page_size, window, len) in [(1, 1, 3), (1, 2, 4), (2, 1, 4), (2, 2, 4), (2, 3, 5), (3, 2, 5)] {
@@ -140,7 +140,7 @@ fn windows() -> Vec<Case> {
     cases
 }
 
-/// Failed forwards, rounds without draft KV, pending deltas as state, the upstream policy.
+/// Failed forwards, rounds without draft KV, pending deltas as part of the state, and the upstream policy.
 fn others() -> Vec<Case> {
     let one = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
     let chain = vec![shape(1, 1, 2)];

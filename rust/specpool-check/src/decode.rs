@@ -1,11 +1,11 @@
-//! From a few random bytes and the ledger's state to one operation, deterministic: the one decoder behind the random
-//! tests in Rust, the soak run and Hypothesis.
+//! Decodes a few random bytes and the ledger's state into one operation, deterministically. The random tests in Rust,
+//! the soak run and Hypothesis all use this decoder.
 //!
-//! A byte string is read from its start; behind its end all bytes are 0, so that a shorter or smaller string is a
-//! simpler operation and a shrinker has something to work with. The first byte says whether the operation is meant to
-//! succeed (0..=239) or may be anything at all (240..=255): unknown rows, repeated rows, lengths out of range, steps
-//! that are over, arrays that do not fit. The second picks a verb by its weight among those that have something to work
-//! on; the rest are its arguments. [`OP_BYTES`] bytes are enough for every choice that a batch of 8 rows needs.
+//! A byte string is read from its start. Behind its end all bytes are 0, so a shorter or smaller string is a simpler
+//! operation, which helps a shrinker. The first byte says whether the operation is meant to succeed (0..=239) or may
+//! be anything (240..=255): unknown rows, repeated rows, lengths out of range, steps that are over, arrays that do not
+//! fit. The second byte picks a verb by its weight, among the verbs that have something to work on. The rest are its
+//! arguments. [`OP_BYTES`] bytes are enough for every choice that a batch of 8 rows needs.
 
 use specpool_core::StepState;
 
@@ -15,7 +15,7 @@ use crate::scene::{Scene, SceneStep};
 /// Bytes that one operation may read.
 pub const OP_BYTES: usize = 24;
 
-/// A byte string, endless.
+/// A byte string that goes on with zeros for ever.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
@@ -29,12 +29,12 @@ impl Bytes<'_> {
         }
     }
 
-    /// A number in `0..n`, 0 where `n` is 0.
+    /// A number in `0..n`; 0 if `n` is 0.
     fn below(&mut self, n: usize) -> usize {
         usize::from(self.next()) % n.max(1)
     }
 
-    /// True for `n` of 16 bytes; false for 0.
+    /// True for `n` of 16 bytes; a byte of 0 gives false.
     fn is_rare(&mut self, n: u8) -> bool {
         self.next() % 16 >= 16 - n
     }
@@ -44,7 +44,7 @@ impl Bytes<'_> {
     }
 }
 
-/// What an operation may be, each with a weight; all that give a row back are one.
+/// The kinds of operations, each with a weight. All that give a row back are one kind.
 #[derive(Debug, Clone, Copy)]
 enum Choice {
     Admit,
@@ -108,7 +108,7 @@ pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
     Op::Admit
 }
 
-/// What there is to work on.
+/// What an operation can work on.
 struct Able<'a> {
     live: Vec<i32>,
     can_extend: Vec<i32>,
@@ -142,7 +142,7 @@ impl<'a> Able<'a> {
         }
     }
 
-    /// How often the verb comes, 0 where it could only be refused.
+    /// The weight of the verb; 0 if it could only be refused.
     fn weight(&self, choice: Choice, scene: &Scene) -> usize {
         let given = |weight, is_able: bool| if is_able { weight } else { 0 };
         let has_row = self.live.len() + 1 < scene.rows.len();
@@ -166,7 +166,7 @@ impl<'a> Able<'a> {
         }
     }
 
-    /// Some of `rows`, at most a batch, mostly all.
+    /// Some of `rows`: at most a batch, usually all.
     fn batch(rows: &[i32], bytes: &mut Bytes, scene: &Scene) -> Vec<i32> {
         let start = bytes.below(rows.len());
         let mut batch: Vec<i32> = rows.iter().cycle().skip(start).take(rows.len()).copied().collect();
@@ -180,7 +180,7 @@ impl<'a> Able<'a> {
 
     fn op(&self, choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
         let row = |bytes: &mut Bytes| bytes.pick(&self.live).unwrap_or(0);
-        // Lengths near the row's end, where cuts are, and now and then any.
+        // Lengths near the row's end, where cuts usually are, and now and then any length.
         let len_of = |row: i32, bytes: &mut Bytes| {
             let most = scene.resolved(row) + 1;
             if bytes.is_rare(4) { bytes.below(most as usize + 1) as i32 } else { (most - bytes.below(6) as i32).max(0) }
@@ -217,7 +217,7 @@ impl<'a> Able<'a> {
             }
             Choice::Launch => Op::Launch { step: self.next_launch.unwrap_or(0) },
             Choice::Resolve => {
-                // Mostly the oldest, whose turn it is.
+                // Usually the oldest, which must come first.
                 let at = if bytes.is_rare(2) { bytes.below(self.unresolved.len()) } else { 0 };
                 let Some(step) = self.unresolved.get(at) else { return Op::Admit };
                 let accept = |&shape: &i32| {

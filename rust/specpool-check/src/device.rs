@@ -1,8 +1,9 @@
-//! A model of the device: KV slots with content tags, a table copy kept by deltas, and its own true length per row.
+//! A model of the device: KV slots with content tags, a table copy that deltas keep current, and the device's own true
+//! length per row.
 //!
-//! Launched forwards run later, in step order, and see the ledger only through what they were launched with. Every
-//! token of every sequence has a tag of its own, so a read that meets anything but its own sequence's token is found,
-//! and so is a write to a page that is not its row's alone at that moment.
+//! Launched forwards run later, in step order, and know of the ledger only what they were launched with. Every token
+//! of every sequence has its own tag. So the model finds a read that meets anything but its own sequence's token, and
+//! a write to a page that is not its row's alone at that moment.
 //!
 //! One round of a row at root s, in one group:
 //!
@@ -21,14 +22,14 @@ pub type Tag = u32;
 /// What went wrong, in words.
 pub type Fault = String;
 
-/// What never changes.
+/// The constants of the device.
 #[derive(Debug)]
 struct Facts {
     groups: Vec<Group>,
     shapes: Vec<Shape>,
     /// Per group: columns of its table.
     columns: Vec<usize>,
-    /// Per group: the target model's layers live here.
+    /// Per group: whether the target model's layers live here.
     has_target: Vec<bool>,
     page_fencing: bool,
     draft_kv: bool,
@@ -37,9 +38,9 @@ struct Facts {
 /// One row as the device knows it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct DeviceRow {
-    /// The tags of its sequence; their number is the device's length.
+    /// The tags of its sequence. Their number is the device's length.
     pub(crate) sequence: Vec<Tag>,
-    /// A forward of it failed: length and contents mean nothing.
+    /// Whether a forward of it failed: its length and contents then mean nothing.
     pub(crate) is_lost: bool,
 }
 
@@ -54,7 +55,7 @@ pub struct Forward {
     pub copy_rows: Vec<i32>,
 }
 
-/// How far a write reached, for the proof that no slot is reserved in vain: (group, shape, lo, hi, end of the write).
+/// How far a write reached, to show that no slot is reserved in vain: (group, shape, lo, hi, end of the write).
 pub type Reach = (usize, usize, i32, i32, i64);
 
 /// The device.
@@ -69,7 +70,7 @@ pub struct Device {
     pub(crate) draft: Vec<Vec<Tag>>,
     pub(crate) rows: Vec<DeviceRow>,
     next_tag: Tag,
-    /// What the last forward reached, where it was a round.
+    /// What the last forward reached, if it was a round.
     pub reached: Vec<Reach>,
     /// Planted faults.
     pub(crate) plant: Option<Plant>,
@@ -96,7 +97,7 @@ pub enum Plant {
 }
 
 impl Plant {
-    /// Every plant, its name and what it does.
+    /// Every plant: its name and what it does.
     pub const ALL: [(Self, &'static str, &'static str); 14] = [
         (Self::CompleteEarly, "complete-early", "the driver completes launched steps before they ran: no fence holds"),
         (Self::SkipCopies, "skip-copies", "the device ignores page copies"),
@@ -122,7 +123,7 @@ impl Plant {
 }
 
 impl Device {
-    /// A device for the ledger, which has done nothing yet.
+    /// A device for the ledger that has done nothing yet.
     #[must_use]
     pub fn new(ledger: &Ledger, plant: Option<Plant>) -> Self {
         let groups: Vec<Group> =
@@ -154,7 +155,7 @@ impl Device {
         self.plant == Some(plant)
     }
 
-    /// A new request in the row, on a sequence that is there already (empty for a plain one).
+    /// Starts a new request in the row, on an existing sequence (empty for a plain request).
     pub fn admit(&mut self, row: i32, sequence: Vec<Tag>) {
         self.rows[row as usize] = DeviceRow { sequence, is_lost: false };
     }
@@ -166,15 +167,15 @@ impl Device {
         sequence[..(len as usize).min(sequence.len())].to_vec()
     }
 
-    /// The row was cut and nothing of it is on its way: its length is set.
+    /// Sets the length of a row that was cut and has nothing on its way.
     pub fn set_length(&mut self, row: i32, len: i32) {
         if !self.has(Plant::KeepLength) {
             self.rows[row as usize].sequence.truncate(len as usize);
         }
     }
 
-    /// The next forward runs: `accept_lens[lane]` tokens are kept in a round. The ledger is asked only who holds a page
-    /// now. A forward that fails writes what it would have written, and leaves nothing that can be relied on.
+    /// Runs the next forward. A round keeps `accept_lens[lane]` tokens. It asks the ledger only who holds a page now.
+    /// A forward that fails writes what it would have written, and leaves nothing that may be relied on.
     ///
     /// # Errors
     /// The law that was broken, with the numbers.
@@ -205,7 +206,7 @@ impl Device {
             self.copy_pages(ledger, plan)?;
         }
         if fails {
-            // Its copies may not have run either: the rows they were for are lost with it.
+            // Its copies may not have run either, so the rows that they were for are lost too.
             for (copy, &row) in plan.page_copies.iter().zip(&forward.copy_rows) {
                 let (group, page_size) = (copy.group as usize, self.page_size(copy.group as usize));
                 self.rows[row as usize].is_lost |= row != 0;
@@ -232,7 +233,7 @@ impl Device {
         }
     }
 
-    /// Empties the pages that are free.
+    /// Clears the pages that are free.
     pub fn forget_pages(&mut self, is_free: impl Fn(usize, i32) -> bool) {
         for (group, (target, draft)) in self.target.iter_mut().zip(&mut self.draft).enumerate() {
             let page_size = self.facts.groups[group].page_size as usize;
@@ -247,7 +248,7 @@ impl Device {
         }
     }
 
-    /// What lies in pages that the step claimed is some earlier owner's: forgotten, so that nothing can rely on it.
+    /// Clears the pages that the step claimed. They hold an earlier owner's contents, and nothing may rely on these.
     fn forget_new_pages(&mut self, plan: &Plan) {
         for group in 0..self.facts.groups.len() {
             for (lane, &row) in plan.rows.iter().enumerate() {
@@ -292,13 +293,13 @@ impl Device {
 /// Pages that pinned prefixes hold, per group, as the driver saw them in the rows' tables.
 pub type Pinned = Vec<Vec<i32>>;
 
-/// One lane of a forward at work.
+/// One lane of a forward that is running.
 struct Lane<'a> {
     device: &'a mut Device,
     ledger: &'a Ledger,
     pinned: &'a Pinned,
     plan: &'a Plan,
-    /// Its place in the plan's arrays.
+    /// Its index in the plan's arrays.
     at: usize,
     row: usize,
 }
@@ -319,7 +320,8 @@ impl Lane<'_> {
         Ok((page, (i64::from(page) * page_size + position % page_size) as usize))
     }
 
-    /// Each position of the range is in a page that is this row's alone now, and below what the plan claimed.
+    /// Checks that each position of the range is in a page that is this row's alone now, and below what the plan
+    /// claimed.
     fn check_writes(&self, group: usize, positions: std::ops::Range<i64>) -> Result<(), Fault> {
         let page_size = self.device.page_size(group);
         let claimed = i64::from(self.plan.allocated_after[group * self.plan.num_lanes() + self.at]);
@@ -330,13 +332,13 @@ impl Lane<'_> {
         for column in positions.start / page_size..(positions.end + page_size - 1) / page_size {
             let (page, _) = self.slot(group, column * page_size)?;
             if page == 0 && self.device.rows[self.row].is_lost {
-                continue; // Its window has moved past that root since: the write goes to the sink.
+                continue; // Its window has moved past that root since, so the write goes to the sink.
             }
             if page == 0 {
                 return self.fault(&format!("writes column {column} of group {group}, which has no page"));
             }
             if !self.device.facts.page_fencing {
-                continue; // One stream: whoever gets the page next writes it after this.
+                continue; // With one stream, the next owner of the page writes it after this.
             }
             let record = self.ledger.page_record(group, Page(page)).map_err(|error| error.to_string())?;
             let is_its = record.owner == Row(self.row as i32);
@@ -344,7 +346,7 @@ impl Lane<'_> {
                 let (state, owner) = (record.state, record.owner.0);
                 return self.fault(&format!("writes page {page} of group {group}: {state}, of row {owner}"));
             }
-            // The same, without asking the ownership map.
+            // The same check, without asking the ownership map.
             if self.pinned[group].contains(&page) {
                 return self.fault(&format!("writes page {page} of group {group}, which a prefix holds"));
             }
@@ -358,7 +360,7 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Positions of the range hold the row's own tokens, in the target's layers or in the draft model's.
+    /// Checks that positions of the range hold the row's own tokens, in the target's layers or in the draft model's.
     fn check_reads(&self, group: usize, positions: std::ops::Range<i64>, of_draft: bool) -> Result<(), Fault> {
         let state = &self.device.rows[self.row];
         if state.is_lost {
@@ -404,7 +406,7 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Tokens `[start, end)` are the row's next ones: new tags, in every layer that the forward writes.
+    /// Writes tokens `[start, end)` as the row's next ones: new tags, in every layer that the forward writes.
     fn keep(&mut self, start: i64, end: i64) -> Result<(), Fault> {
         for position in start..end {
             let tag = self.device.next_tag;
@@ -456,7 +458,7 @@ impl Lane<'_> {
     fn round(mut self, accept_len: i32) -> Result<(), Fault> {
         let ((lo, hi), len) = (self.roots(), self.device.rows[self.row].sequence.len() as i64);
         if self.device.rows[self.row].is_lost {
-            // Whatever length it finds, the clamp keeps it in the range: every root of it must be safe.
+            // The clamp keeps any length in the range, so every root of the range must be safe.
             let roots = if self.device.has(Plant::NoClamp) { 0..=0 } else { lo..=hi };
             for root in roots {
                 self.write_round(root)?;
@@ -475,7 +477,7 @@ impl Lane<'_> {
         self.keep(root, root + i64::from(accept_len) + more)
     }
 
-    /// Everything that one round writes from that root, before it keeps what was accepted.
+    /// Makes every write of one round from that root, before it keeps the accepted tokens.
     fn write_round(&mut self, root: i64) -> Result<(), Fault> {
         let index = self.plan.shapes[self.at] as usize;
         let shape = self.device.facts.shapes[index];

@@ -1,4 +1,4 @@
-//! What can happen next: every call that the contract leaves to the engine, and everything the device can do.
+//! What can happen next: every call that the contract leaves to the engine, and everything that the device can do.
 
 use specpool_core::{Row, StepKind};
 
@@ -9,27 +9,27 @@ use crate::world::{Event, World};
 /// Which verbs an enumeration uses, and how far it goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Alphabet {
-    /// Tokens that an extend adds; what passes L is left out.
+    /// Tokens that an extend adds. Extends past L are left out.
     pub extend_by: Vec<i32>,
-    /// Steps that are not over at any time.
+    /// The most steps that are not over, at any time.
     pub max_flights: usize,
-    /// Prefixes pinned at any time; 0 leaves sharing by prefixes out.
+    /// The most prefixes pinned at any time; 0 leaves sharing by prefixes out.
     pub max_prefixes: usize,
-    /// `fork` is used.
+    /// Whether `fork` is used.
     pub forks: bool,
-    /// `trim` is used.
+    /// Whether `trim` is used.
     pub trims: bool,
-    /// `end_turn` is used.
+    /// Whether `end_turn` is used.
     pub turns: bool,
-    /// `cancel` is used, also where nothing is stale.
+    /// Whether `cancel` is used also when nothing is stale.
     pub cancels: bool,
-    /// Steps of all rows together, besides steps of one row.
+    /// Whether steps of all rows together are used, beside steps of one row.
     pub batches: bool,
-    /// Forwards may fail.
+    /// Whether forwards may fail.
     pub failures: bool,
-    /// Steps that write no draft KV, besides those that do.
+    /// Whether steps that write no draft KV are used, beside those that do.
     pub undrafted: bool,
-    /// The pending deltas count as state.
+    /// Whether the pending deltas count as state.
     pub deltas: bool,
 }
 
@@ -52,7 +52,7 @@ impl Alphabet {
         }
     }
 
-    /// Everything that can happen next. Some of it the ledger will refuse.
+    /// Returns everything that can happen next. The ledger will refuse some of it.
     #[must_use]
     pub fn events(&self, world: &World) -> Vec<Event> {
         let mut ops = Vec::new();
@@ -124,7 +124,7 @@ impl Alphabet {
                 ops.push(Op::PrepareExtend { rows: rows.to_vec(), new_lens, writes_draft: true });
             }
             for shape in 0..shapes {
-                // Mixed shapes: every row's own differs from its neighbour's.
+                // Mixed shapes: every row's shape differs from its neighbour's.
                 let mixed = (0..rows.len() as i32).map(|at| (shape + at) % shapes).collect();
                 ops.push(Op::PrepareDecode { rows: rows.to_vec(), shapes: mixed, writes_draft: true });
             }

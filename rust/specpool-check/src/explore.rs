@@ -1,5 +1,5 @@
-//! The enumeration: a worklist of worlds, every event applied to each, states told apart by the 128-bit hash of their
-//! normal form. It is finished when no new state is left.
+//! The enumeration: a worklist of worlds. Every event is applied to each world. States are told apart by the 128-bit
+//! hash of their normal form. The enumeration ends when there is no new state.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -16,17 +16,18 @@ use crate::world::{Event, World};
 /// One enumeration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Case {
-    /// What it is called in reports.
+    /// Its name in reports.
     pub name: String,
-    /// The ledger.
+    /// The configuration of the ledger.
     pub config: LedgerConfig,
-    /// What happens to it.
+    /// The events that can happen to it.
     pub alphabet: Alphabet,
     /// States after which it is cut short, nearest ones first; `None` runs it to its last state.
     pub limit: Option<u64>,
-    /// It belongs to the slice that every test run does.
+    /// Whether it belongs to the slice that every test run does.
     pub is_quick: bool,
-    /// Whether every reserve and row width must be shown to be minimal: policy exact, and all rounds in reach.
+    /// Whether every reserve and row width must be shown to be minimal: with the exact policy, and if all rounds can
+    /// be reached.
     pub is_minimal: bool,
 }
 
@@ -37,28 +38,28 @@ pub struct Report {
     pub states: u64,
     /// Events that the ledger accepted.
     pub transitions: u64,
-    /// Calls that it refused.
+    /// Calls that the ledger refused.
     pub refusals: u64,
-    /// Reserves shown to be reached to their last slot: (group, shape, lo, hi).
+    /// Reserves that were used to their last slot: (group, shape, lo, hi).
     pub reserves: u64,
-    /// It ended at the case's limit, with states left.
+    /// Whether it ended at the case's limit, with states left.
     pub is_cut: bool,
     /// Time it took.
     pub took: Duration,
 }
 
-/// A broken law and how to get there.
+/// A broken law and the events that lead to it.
 #[derive(Debug, Clone)]
 pub struct Broken {
     /// The law, with the numbers.
     pub fault: Fault,
-    /// From the empty ledger on.
+    /// The events, from the empty ledger on.
     pub trace: Vec<Event>,
     /// States seen before it.
     pub states: u64,
 }
 
-/// The hash is its own key.
+/// A hasher for keys that are hashes already.
 #[derive(Debug, Clone, Copy, Default)]
 struct KeyHasher(u64);
 
@@ -95,7 +96,7 @@ impl Key {
     }
 }
 
-/// What a world is told apart by: the hash of its normal form.
+/// The identity of a world: the hash of its normal form.
 #[must_use]
 pub fn key(world: &World, alphabet: &Alphabet, names: &mut PageNames) -> u128 {
     let mut key = Key::new();
@@ -103,7 +104,7 @@ pub fn key(world: &World, alphabet: &Alphabet, names: &mut PageNames) -> u128 {
     key.value()
 }
 
-/// Where a state came from: its parent's number and the place of the event among the parent's.
+/// Where a state came from: its parent's number, and the index of the event among the parent's events.
 type Origin = (u32, u16);
 
 struct Explorer<'a> {
@@ -117,7 +118,7 @@ struct Explorer<'a> {
     report: Report,
 }
 
-/// Enumerates the case with a planted fault or none, and checks every law in every state. States are looked at in the
+/// Enumerates the case, with a planted fault or none, and checks every law in every state. States are visited in the
 /// order of their distance from the empty ledger, so the trace to a broken law is a shortest one.
 ///
 /// # Errors
@@ -156,7 +157,7 @@ pub fn explore(case: &Case, plant: Option<Plant>, most: u64) -> Result<Report, B
 }
 
 impl Explorer<'_> {
-    /// Counts the state, if it was not seen before; its number.
+    /// Counts the state if it is new, and returns its number.
     fn is_new(&mut self, world: &World, origin: Origin) -> Option<u32> {
         let key = key(world, &self.case.alphabet, &mut self.names);
         self.seen.insert(key).then(|| {
@@ -166,7 +167,7 @@ impl Explorer<'_> {
         })
     }
 
-    /// Applies every event to the world. A refused call must leave it as it was; its successors go to work.
+    /// Applies every event to the world. A refused call must leave the world as it was. New worlds go to the worklist.
     fn expand(&mut self, world: &World, number: u32, work: &mut VecDeque<(World, u32)>) -> Result<(), (Fault, usize)> {
         let events = self.case.alphabet.events(world);
         let mut next = world.clone();
@@ -219,14 +220,14 @@ impl Explorer<'_> {
         let mut trace = Vec::new();
         for place in places.into_iter().rev() {
             let Some(event) = self.case.alphabet.events(&world).into_iter().nth(place) else { break };
-            // The last one is the one that fails.
+            // The last one is the event that fails.
             world.apply(&event).ok();
             trace.push(event);
         }
         trace
     }
 
-    /// Every reserve was written to its last slot, every row to its last page.
+    /// Checks that every reserve was written to its last slot, and every row to its last page.
     fn check_minimal(&mut self) -> Result<(), Fault> {
         if !self.case.is_minimal || self.plant.is_some() {
             return Ok(());
@@ -238,7 +239,7 @@ impl Explorer<'_> {
             let spec = world.ledger.group_spec(group).map_err(text)?;
             let geometry = Geometry::new(spec.page_size, spec.hosts_drafts, spec.layout).map_err(text)?;
             let need = Reserve::exact(geometry, world.ledger.shapes()[shape]).need(lo.into(), hi.into());
-            // A branch of the holey layout has whole pages, which its readers fetch: its last page must be reached.
+            // Readers of the holey layout fetch the whole pages of a branch, so its last page must be reached.
             let is_holey = spec.layout == Layout::Holey && world.ledger.shapes()[shape].topk > 1;
             let unit = if is_holey { spec.page_size } else { 1 };
             if end > need || end <= need - unit {
@@ -268,7 +269,7 @@ impl Explorer<'_> {
     }
 }
 
-/// Events that bring something in flight nearer to its end.
+/// The events that bring something in flight closer to its end.
 fn leads_home(event: &Event) -> bool {
     match event {
         Event::Run { .. } => true,
@@ -280,7 +281,7 @@ fn leads_home(event: &Event) -> bool {
     }
 }
 
-/// A single request that lacks pages can always be served in the end.
+/// Checks that a single request that lacks pages can always be served in the end.
 fn check_starved(world: &World, event: &Event) -> Result<(), Fault> {
     match event {
         Event::Call(op @ (Op::PrepareExtend { rows, .. } | Op::PrepareDecode { rows, .. })) if rows.len() == 1 => {

@@ -1,9 +1,9 @@
-//! Evidence for the ledger: it is run for real, over every interleaving of small cases (`prove`) and over random
-//! operations on random configurations (`soak`), beside a model of the device that writes and reads pages by what it
-//! was launched with.
+//! Evidence for the ledger. The real ledger runs over every interleaving of small cases (`prove`), and over random
+//! operations on random configurations (`soak`). Beside it runs a model of the device, which writes and reads pages by
+//! what it was launched with.
 //!
-//! Layers: `op, scene -> decode`; `device -> world -> explore, progress -> proof`; `decode, world -> soak`. The binding and the core's own
-//! random tests use `decode` too.
+//! Layers: `op, scene -> decode`; `device -> world -> explore, progress -> proof`; `decode, world -> soak`. The
+//! binding and the core's own random tests use `decode` too.
 #![forbid(unsafe_code)]
 
 pub mod cases;

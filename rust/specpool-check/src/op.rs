@@ -1,4 +1,5 @@
-//! One call of a state-changing verb, as a value: what the decoder makes, the enumeration lists and a trace prints.
+//! One call of a state-changing verb, as a value. The decoder makes it, the enumeration lists it, and a trace prints
+//! it.
 
 use std::sync::Arc;
 
@@ -32,7 +33,7 @@ pub enum Op {
 /// What a verb gave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Given {
-    /// It was done.
+    /// Nothing.
     Done,
     /// A new row.
     Row(Row),

@@ -1,6 +1,6 @@
-//! The progress law (docs/contract.md): a request that the pool cannot serve now can be served in the end. Drop idle
-//! sessions and unused prefixes; retract, last in first, until the pages that are free or fenced suffice, and no
-//! further; drain what is in flight; the retry succeeds.
+//! The progress law (docs/contract.md): a request that the pool cannot serve now can be served in the end. The steps
+//! are: drop idle sessions and unused prefixes; retract, last in first out, until the free and fenced pages suffice;
+//! drain what is in flight; retry.
 
 use specpool_core::{Error, StepState};
 
@@ -8,8 +8,8 @@ use crate::device::Fault;
 use crate::op::{Op, apply};
 use crate::world::{Event, World};
 
-/// What the refused call says that it lacks, in the first group that is short: (group, need, free, fenced); nothing
-/// when it would not lack any.
+/// What the refused call lacks, in the first group that is short: (group, need, free, fenced); `None` if it would lack
+/// nothing.
 fn shortage(world: &World, op: &Op) -> Option<(String, usize, usize, usize)> {
     match apply(&mut world.ledger.clone(), op) {
         Err(Error::OutOfPages { group, need, free, fenced, .. }) => Some((group, need, free, fenced)),
@@ -17,10 +17,10 @@ fn shortage(world: &World, op: &Op) -> Option<(String, usize, usize, usize)> {
     }
 }
 
-/// Where `op`, whose only row is `row`, is refused for want of pages: brings the world to a state in which it is served.
+/// If `op`, whose only row is `row`, is refused for lack of pages, brings the world to a state in which it is served.
 ///
 /// # Errors
-/// What stands in the way, or that pages counted as coming back did not.
+/// What prevents it, or that pages that were counted as coming back did not come back.
 pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
     if shortage(world, op).is_none() {
         return Ok(());
@@ -34,7 +34,7 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
             call(&mut world, &Op::Finish { row: other })?;
         }
     }
-    // Pages that only a waiting copy holds count as fenced too: they come back with the next step, not with a drain.
+    // Pages that only a waiting copy holds count as fenced too. They come back with the next step, not by a drain.
     let is_strict = !world.has_waiting_copies();
     while let Some((group, need, free, fenced)) = shortage(&world, op) {
         let is_busy = world.ledger.steps().next().is_some();
@@ -51,7 +51,7 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
         } else if is_busy {
             drain(&mut world)?;
         } else if world.has_waiting_copies() {
-            // Its own tail: one token fits beside it, and takes the copy along.
+            // For its own tail: one token fits beside it, and that step takes the copy along.
             let new_lens = vec![world.ledger.resolved_len()[row as usize] + 1];
             call(&mut world, &Op::PrepareExtend { rows: vec![row], new_lens, writes_draft: true })?;
         } else {
@@ -63,10 +63,10 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Everything in flight is brought to its end: stale steps cancelled, the others launched, run, settled and completed.
+/// Ends everything in flight: stale steps are cancelled; the others are launched, run, settled and completed.
 ///
 /// # Errors
-/// A call that is refused though nothing stands in its way.
+/// A call that is refused although nothing prevents it.
 pub fn drain(world: &mut World) -> Result<(), Fault> {
     while let Some((step, ..)) = world.ledger.steps().filter(|(.., state)| *state == StepState::Stale).last() {
         let newest = world.flights.back().map_or(step, |flight| flight.plan.step);
@@ -84,7 +84,7 @@ pub fn drain(world: &mut World) -> Result<(), Fault> {
             }
         });
         match next {
-            // A retraction may leave later steps stale: what is abandoned here can do so too.
+            // A retraction may leave later steps stale, and so may an abandon here.
             Some(Event::Call(Op::Launch { .. })) if has_stale(world) => {
                 let newest = world.flights.back().map_or(0, |flight| flight.plan.step);
                 call(world, &Op::Cancel { step: newest })?;
@@ -103,7 +103,7 @@ fn has_stale(world: &World) -> bool {
     world.ledger.steps().any(|(.., state)| state == StepState::Stale)
 }
 
-/// A call that nothing stands in the way of.
+/// Makes a call that nothing prevents.
 fn call(world: &mut World, op: &Op) -> Result<(), Fault> {
     if world.apply(&Event::Call(op.clone()))? {
         Ok(())

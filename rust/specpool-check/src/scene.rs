@@ -1,17 +1,17 @@
-//! What the operation decoder must know of a ledger: its rows, steps and prefixes, in plain arrays.
+//! What the operation decoder must know about a ledger: its rows, steps and prefixes, in plain arrays.
 
 use specpool_core::{Ledger, Row, StepKind, StepState};
 
 /// A row as the decoder sees it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SceneRow {
-    /// Admitted.
+    /// Whether it is admitted.
     pub live: bool,
     /// r, tokens.
     pub resolved: i32,
     /// k, rounds.
     pub in_flight: i32,
-    /// An extend has launched since the row was admitted or cut.
+    /// Whether an extend has launched since the row was admitted or cut.
     pub has_root: bool,
 }
 
@@ -22,9 +22,9 @@ pub struct SceneStep {
     pub step: u64,
     /// Prefill or round.
     pub is_extend: bool,
-    /// Where it stands.
+    /// Its state.
     pub state: StepState,
-    /// It has finished on the device.
+    /// Whether it has finished on the device.
     pub is_complete: bool,
     /// `[b]`: each lane's row.
     pub rows: Vec<i32>,
@@ -32,7 +32,7 @@ pub struct SceneStep {
     pub shapes: Vec<i32>,
 }
 
-/// A ledger's state, as far as it decides which operations can succeed.
+/// The part of a ledger's state that decides which operations can succeed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Scene {
     /// L, tokens.
@@ -43,7 +43,7 @@ pub struct Scene {
     pub max_chunk: i32,
     /// Most rows in one step.
     pub max_batch: usize,
-    /// `end_turn` can succeed.
+    /// Whether `end_turn` can succeed.
     pub has_sessions: bool,
     /// Per shape: A.
     pub max_accept_lens: Vec<i32>,
@@ -64,7 +64,7 @@ impl Scene {
         scene
     }
 
-    /// Looks at the ledger again, in the memory that is there.
+    /// Looks at the ledger again, and reuses the memory.
     pub fn read(&mut self, ledger: &Ledger) {
         self.max_context_len = ledger.max_context_len();
         self.overlap_depth = ledger.overlap_depth();
@@ -104,18 +104,18 @@ impl Scene {
         self.prefixes.extend(ledger.prefixes().map(|prefix| (prefix, ledger.prefix_len(prefix).unwrap_or(0))));
     }
 
-    /// The row, 0 where there is none like that.
+    /// The row, or 0 if there is none.
     fn row(&self, row: i32) -> SceneRow {
         usize::try_from(row).ok().and_then(|at| self.rows.get(at)).cloned().unwrap_or_default()
     }
 
-    /// r of a row, 0 where there is none.
+    /// r of a row, or 0 if there is no such row.
     #[must_use]
     pub fn resolved(&self, row: i32) -> i32 {
         self.row(row).resolved
     }
 
-    /// The rows that fit, in order.
+    /// The rows for which the test holds, in order.
     pub fn rows_where(&self, fits: impl Fn(&SceneRow) -> bool) -> Vec<i32> {
         (1..self.rows.len()).filter(|&at| self.rows[at].live && fits(&self.rows[at])).map(|at| at as i32).collect()
     }

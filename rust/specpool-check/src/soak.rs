@@ -1,4 +1,4 @@
-//! Random operations on random configurations: cheap invariants after each, the full audit every so often, and on some
+//! Random operations on random configurations: cheap invariants after each, a full audit now and then, and in some
 //! episodes the model and the device beside the ledger. A failure is shrunk to a short trace.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,7 +11,7 @@ use crate::op::{Op, apply};
 use crate::scene::Scene;
 use crate::world::{Event, World};
 
-/// `SplitMix64`: small, and the same everywhere.
+/// `SplitMix64`: small, and the same on every machine.
 #[derive(Debug, Clone, Copy)]
 pub struct Rng(u64);
 
@@ -49,7 +49,7 @@ impl Rng {
     }
 }
 
-/// A configuration: one to three groups of any page size, kind and layout, on pools from the least on.
+/// A configuration of one to three groups of any page size, kind and layout, on pools from the smallest on.
 #[must_use]
 pub fn random_config(rng: &mut Rng) -> LedgerConfig {
     let layout = if rng.flip() { Layout::Holey } else { Layout::Dense };
@@ -95,16 +95,16 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
     config
 }
 
-/// How an episode is run.
+/// The settings of an episode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Episode {
-    /// Decides the configuration and every operation.
+    /// The seed of the configuration and of every operation.
     pub seed: u64,
     /// Operations.
     pub ops: u64,
-    /// With the model and the device.
+    /// Whether the model and the device run beside the ledger.
     pub has_device: bool,
-    /// A planted fault; only where there is a device.
+    /// A planted fault; only with a device.
     pub plant: Option<Plant>,
 }
 
@@ -135,9 +135,9 @@ pub struct Failure {
     pub fault: Fault,
     /// The configuration.
     pub config: LedgerConfig,
-    /// The shrunk operations; the last one breaks the law.
+    /// The shrunk operations. The last one breaks the law.
     pub trace: Vec<Op>,
-    /// Operations before shrinking.
+    /// Number of operations before shrinking.
     pub found_after: usize,
 }
 
@@ -147,7 +147,7 @@ struct Run {
     ledger: Option<Ledger>,
     scene: Scene,
     tally: Tally,
-    /// Checks everything after each operation.
+    /// Whether to check everything after each operation.
     is_thorough: bool,
 }
 
@@ -174,7 +174,7 @@ impl Run {
             if let Some(trace) = trace {
                 trace.push(op.clone());
             }
-            // The device draws from the operation's own bytes, so that leaving one out leaves the others as they were.
+            // The device draws from the operation's own bytes, so leaving one operation out does not change the others.
             let mut rng = Rng::new(bytes.iter().fold(0, |word: u64, &byte| word.rotate_left(8) ^ u64::from(byte)));
             let done = drive(world, op, &mut rng, &mut self.tally)?;
             self.tally.refused += u64::from(!done);
@@ -204,7 +204,8 @@ impl Run {
     }
 }
 
-/// `0 <= e <= r`, `0 <= p <= r <= r + k <= a <= row_width` of one row, another one each time, and a sane pool.
+/// Checks `0 <= e <= r` and `0 <= p <= r <= r + k <= a <= row_width` of one row, a different one each time, and the
+/// pool.
 fn check_lengths(ledger: &Ledger, turn: u64) -> Result<(), Fault> {
     let at = 1 + turn as usize % ledger.num_rows();
     let (r, k) = (ledger.resolved_len()[at], ledger.in_flight()[at]);
@@ -222,8 +223,8 @@ fn check_lengths(ledger: &Ledger, turn: u64) -> Result<(), Fault> {
     Err(format!("row {at}, group {group}: r={r} k={k} a={a} p={p} e={e} width={width}, {free} pages free or fenced"))
 }
 
-/// Puts the operation to the world as an engine could: what must have run on the device before it runs first. Whether
-/// the call succeeded.
+/// Makes the operation on the world as an engine could: what must have run on the device before it runs first. Returns
+/// whether the call succeeded.
 fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<bool, Fault> {
     let op = match op {
         Op::Resolve { step, accept_lens } => {
@@ -231,7 +232,7 @@ fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<
             if is_up {
                 run_up_to(world, step, rng, tally)?;
             }
-            // The device decides what was accepted, where it was asked for something sensible.
+            // If the operation is a sensible resolve, the device decides what was accepted.
             let flight = world.flights.iter().find(|flight| flight.plan.step == step);
             let ran = flight.and_then(|flight| flight.ran.clone()).filter(|ran| ran.len() == accept_lens.len());
             match (flight, ran) {
@@ -285,7 +286,7 @@ fn run_up_to(world: &mut World, step: u64, rng: &mut Rng, tally: &mut Tally) -> 
     Ok(())
 }
 
-/// The oldest launched forward runs, if there is one, and now and then fails.
+/// Runs the oldest launched forward, if there is one. Now and then it fails.
 fn run_next(world: &mut World, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {
     let Some(flight) = world.flights.iter().find(|flight| flight.ran.is_none()) else { return Ok(()) };
     if !flight.is_launched() {
@@ -339,7 +340,7 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> Fault {
     format!("a panic: {}", text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default())
 }
 
-/// Nothing may leak: with every row, prefix and step gone, the pools are full.
+/// Checks that nothing leaks: with every row, prefix and step gone, the pools are full.
 fn finish(run: &mut Run) -> Result<(), Fault> {
     let text = |error: specpool_core::Error| error.to_string();
     let Some(ledger) = &mut run.ledger else { return Ok(()) };
@@ -391,7 +392,8 @@ fn replay(
     caught.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()))).map_err(|fault| (fault, at))
 }
 
-/// Leaves out runs of operations, half of them, a quarter, ... one, as long as some law is still broken.
+/// Shrinks the trace: leaves out runs of operations (half of them, a quarter, ..., one) as long as a law is still
+/// broken.
 fn shrink(
     config: &LedgerConfig,
     episode: &Episode,

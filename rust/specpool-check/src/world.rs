@@ -1,5 +1,5 @@
-//! A ledger, its model and its device side by side, and the engine's part between them: what it launches, with which
-//! table delta, what it is told of results, and when it says that a step is complete.
+//! A ledger, its model and its device side by side, and the engine between them: what it launches, with which table
+//! delta, which results it gets, and when it reports a step as complete.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -30,15 +30,15 @@ pub enum Event {
 #[derive(Debug, Clone)]
 pub(crate) struct Flight {
     pub(crate) plan: Arc<Plan>,
-    /// The row that each of its page copies is for, 0 once nobody's.
+    /// The row that each of its page copies is for; 0 if the row is gone.
     pub(crate) copy_rows: Vec<i32>,
-    /// The table changes that go before it, once it is launched.
+    /// The table changes that go before it, if it is launched.
     pub(crate) delta: Option<Arc<Vec<DeltaEntries>>>,
-    /// What it accepted, once it ran.
+    /// What it accepted, if it has run.
     pub(crate) ran: Option<Vec<i32>>,
-    /// It ran into an error, and the engine has not abandoned it yet.
+    /// Whether it failed and the engine has not abandoned it yet.
     pub(crate) has_failed: bool,
-    /// Resolved or abandoned; an extend is born so.
+    /// Whether it is resolved or abandoned; an extend starts so.
     pub(crate) is_settled: bool,
     pub(crate) is_complete: bool,
 }
@@ -48,7 +48,7 @@ impl Flight {
         self.delta.is_some()
     }
 
-    /// It may be reported as complete.
+    /// Whether it may be reported as complete.
     pub(crate) fn is_done(&self) -> bool {
         self.ran.is_some() && !self.has_failed
     }
@@ -65,7 +65,7 @@ struct Prefix {
 /// Ledger, model, device and engine.
 #[derive(Debug, Clone)]
 pub struct World {
-    /// The real one.
+    /// The real ledger.
     pub ledger: Ledger,
     model: Model,
     /// What the ledger's plans run on.
@@ -73,9 +73,9 @@ pub struct World {
     pub(crate) flights: VecDeque<Flight>,
     prefixes: BTreeMap<u64, Prefix>,
     pinned: Pinned,
-    /// Per group: the table that the device will have when all that is launched has run.
+    /// Per group: the table that the device will have when everything launched has run.
     tail: Vec<Vec<i32>>,
-    /// Row -> length: rows that were cut while a forward of theirs was on its way.
+    /// Row -> length, for rows that were cut while a forward of theirs was on its way.
     resets: BTreeMap<i32, i32>,
     /// Live rows, last admitted last.
     pub(crate) admitted: Vec<i32>,
@@ -85,13 +85,13 @@ impl World {
     /// An empty ledger of that configuration, and a device with a planted fault or none.
     ///
     /// # Errors
-    /// The configuration's, as the ledger words it.
+    /// The error of the configuration, as the ledger words it.
     pub fn new(config: &LedgerConfig, plant: Option<Plant>) -> Result<Self, Fault> {
         let ledger = Ledger::new(config.clone()).map_err(|error| error.to_string())?;
         let device = Device::new(&ledger, plant);
         let tail = device.tables.clone();
         Ok(Self {
-            // The ledger puts shape 0 first where it is not; the model takes the list as it is.
+            // The ledger puts shape 0 first if it is not there; the model takes the list as it is.
             model: Model::new(&LedgerConfig { shapes: ledger.shapes().to_vec(), ..config.clone() }),
             ledger,
             device,
@@ -104,7 +104,7 @@ impl World {
         })
     }
 
-    /// Does the event. False where the ledger refused the call, as its model did.
+    /// Applies the event. Returns false if the ledger refused the call, and the model too.
     ///
     /// # Errors
     /// The law that was broken.
@@ -146,7 +146,7 @@ impl World {
         Ok(true)
     }
 
-    /// What the engine does after a call that succeeded.
+    /// Does what the engine does after a call that succeeded.
     fn follow(&mut self, op: &Op, given: Given) -> Result<(), Fault> {
         match (op, given) {
             (Op::Admit, Given::Row(row)) => self.seat(row.0, Vec::new()),
@@ -185,7 +185,7 @@ impl World {
                 self.forget_flights();
             }
             (Op::Cancel { .. }, _) => drop(self.flights.pop_back()),
-            // Where the root stands, the device comes to this length by itself, and a round may go beyond it.
+            // If the root stays, the device reaches this length by itself, and a round may go beyond it.
             (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len))
                 if !self.ledger.has_root(specpool_core::Row(*row)) =>
             {
@@ -199,7 +199,7 @@ impl World {
         Ok(())
     }
 
-    /// Whose table has the page that each copy writes, 0 for nobody's.
+    /// The row whose table has the page that each copy writes; 0 if there is none.
     fn copy_rows(&self, plan: &Plan) -> Vec<i32> {
         let row_of = |copy: &specpool_core::PageCopy| {
             let table = self.ledger.page_table(copy.group as usize).ok()?;
@@ -209,8 +209,8 @@ impl World {
         plan.page_copies.iter().map(|copy| row_of(copy).unwrap_or(0)).collect()
     }
 
-    /// The device's length is set in stream order, behind all that was launched before the cut. (An extend that is
-    /// launched first sets it itself.)
+    /// Sets the device's length in stream order, behind everything that was launched before the cut. (An extend that
+    /// is launched first sets it itself.)
     fn reset_lengths(&mut self) {
         let Self { resets, flights, device, .. } = self;
         resets.retain(|row, len| {
@@ -260,7 +260,7 @@ impl World {
         }
     }
 
-    /// The delta is taken right after the launch and enqueued for good.
+    /// Takes the delta right after the launch and enqueues it.
     fn launch(&mut self, step: u64) -> Result<(), Fault> {
         let text = |error: specpool_core::Error| error.to_string();
         let delta = self.ledger.take_delta(step).map_err(text)?;
@@ -308,13 +308,13 @@ impl World {
         Ok(true)
     }
 
-    /// A copied tail waits for the next step.
+    /// Whether a copied tail waits for the next step.
     #[must_use]
     pub fn has_waiting_copies(&self) -> bool {
         !self.model.pending.is_empty()
     }
 
-    /// What lies in a free page is nobody's. Without page fencing a forward on its way may still read it.
+    /// Clears the free pages. Without page fencing a forward on its way may still read them.
     fn forget_free_pages(&mut self) {
         let is_quiet = self.flights.iter().all(|flight| !flight.is_launched() || flight.ran.is_some());
         if self.ledger.page_fencing() || is_quiet {
@@ -329,7 +329,7 @@ impl World {
         self.flights.retain(|flight| !(flight.is_settled && flight.is_complete));
     }
 
-    /// What must hold in every state: the audit is clean, and the ledger looks as its model says.
+    /// Checks what must hold in every state: the audit is clean, and the ledger equals its model.
     ///
     /// # Errors
     /// The difference.
@@ -348,7 +348,7 @@ impl World {
         Ok(())
     }
 
-    /// Every cell in which the device will differ from the ledger is pending.
+    /// Checks that every cell in which the device will differ from the ledger is pending.
     fn check_pending(&self) -> Result<(), Fault> {
         for (group, tail) in self.tail.iter().enumerate() {
             let table = self.ledger.page_table(group).map_err(|error| error.to_string())?.cells();
@@ -363,7 +363,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything that decides what can happen from here on, with names replaced by what they stand for.
+    /// Everything that decides what can happen from here on, with arbitrary names replaced.
     pub fn write_normal_form(&self, names: &mut PageNames, with_deltas: bool, word: &mut impl FnMut(u64)) {
         names.clear();
         self.ledger.write_normal_form(names, word);
@@ -407,7 +407,7 @@ impl World {
         }
     }
 
-    /// The sequences, tags in order of appearance, and where their tokens lie.
+    /// The sequences, with tags in order of appearance, and where their tokens lie.
     fn write_contents(&self, names: &PageNames, word: &mut impl FnMut(u64)) {
         let mut tags: Vec<Tag> = Vec::new();
         let mut sequence = |tokens: &[Tag], word: &mut dyn FnMut(u64)| {
@@ -445,7 +445,7 @@ impl World {
     }
 }
 
-/// The estimate is what the step really took.
+/// Checks that the step took what the estimate said.
 fn check_estimate(plan: &Plan, estimate: &[i64]) -> Result<(), Fault> {
     for (group, estimate) in estimate.iter().enumerate() {
         let lanes = group * plan.num_lanes()..(group + 1) * plan.num_lanes();

@@ -1,4 +1,4 @@
-//! The enumeration may take two worlds for one only if nothing can tell them apart later.
+//! The enumeration may treat two worlds as one only if nothing can tell them apart later.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -18,12 +18,12 @@ fn futures(world: &World, case: &cases::Case, names: &mut PageNames) -> Vec<(boo
     events.iter().map(future).collect()
 }
 
-/// Worlds with one key have one future: what the normal form leaves out decides nothing. Both are real, reached in two
-/// ways, with other pages, steps and epochs.
+/// Worlds with one key have the same future: what the normal form leaves out decides nothing. Both worlds are real,
+/// reached in two ways, with different pages, steps and epochs.
 #[test]
 fn worlds_with_one_key_have_one_future() {
     let mut num_pairs = 0;
-    // Without page fencing, what lies in a page that was freed too early stays in the key for longer than it matters.
+    // Without page fencing, the contents of a page that was freed too early stay in the key longer than they matter.
     for case in cases::all().into_iter().filter(|case| case.config.page_fencing && case.config.num_rows < 3).step_by(4)
     {
         let mut names = PageNames::default();
@@ -38,7 +38,7 @@ fn worlds_with_one_key_have_one_future() {
                     continue;
                 }
                 let key = key(&next, &case.alphabet, &mut names);
-                // Most early pairs are two orders of independent calls; later ones differ in more.
+                // Most early pairs are two orders of independent calls; later pairs differ in more.
                 let is_late = seen.len() > 200 && seen.len() % 7 == 0;
                 match seen.get(&key) {
                     Some(twin) if is_late && pairs_left > 0 => {

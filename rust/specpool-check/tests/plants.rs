@@ -1,4 +1,4 @@
-//! The proof finds what it is for: every fault planted in the device or its driver breaks a law, within the quick slice.
+//! The proof finds faults: every fault planted in the device or its driver breaks a law, within the quick slice.
 
 use specpool_check::cases;
 use specpool_check::device::Plant;
@@ -34,7 +34,7 @@ fn every_planted_fault_is_found() {
     }
 }
 
-/// Without a plant the same cases are clean, so it is the plant that is found.
+/// Without a plant the same cases are clean, so the proof finds the plant and nothing else.
 #[test]
 fn a_case_without_a_plant_is_clean() {
     for name in ["failures behind a prefix P=2", "rounds P=3 2/2/3+1/1/2 D=0 Holey shared L=7", "deltas P=2"] {

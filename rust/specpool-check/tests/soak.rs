@@ -1,4 +1,4 @@
-//! The soak run: a planted fault is found and shrunk, and one seed means one run.
+//! The soak run finds and shrinks a planted fault, and one seed always gives the same run.
 
 use specpool_check::device::Plant;
 use specpool_check::soak::{Episode, run};

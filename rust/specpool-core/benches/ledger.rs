@@ -1,4 +1,4 @@
-//! `cargo bench`: one decode step of a batch, every call that an engine makes; the core alone, without Python.
+//! `cargo bench`: every call that an engine makes for one decode step of a batch, on the core alone, without Python.
 //!
 //! `python -m benches ledger` measures the same through Python, beside plain Python.
 #![allow(missing_docs, reason = "what criterion's macros make has none")]
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
 
-/// Tokens at which a request ends and another takes its place.
+/// A request ends at this many tokens, and another takes its place.
 const END: i32 = 2048;
 
 /// A batch whose requests come, grow and end.
@@ -37,7 +37,7 @@ impl Load {
         load.admit(&(0..batch).collect::<Vec<_>>());
         for lane in (1..batch).rev() {
             let other = load.draw(0, lane as i32) as usize;
-            load.rows.swap(lane, other); // rows of a real batch are in no order
+            load.rows.swap(lane, other); // rows of a real batch are not in order
         }
         load
     }
@@ -60,7 +60,7 @@ impl Load {
         self.ledger.ack_delta(plan.step).unwrap();
     }
 
-    /// One step; the time of its calls alone.
+    /// Runs one step and returns the time of its calls alone.
     fn step(&mut self) -> Duration {
         let accept_lens = &self.outcomes[self.round % self.outcomes.len()];
         self.round += 1;
@@ -76,7 +76,7 @@ impl Load {
         start.elapsed()
     }
 
-    /// Replaces the requests at their end.
+    /// Replaces the requests that have reached their end.
     fn refill(&mut self) {
         let is_over = |&lane: &usize| self.ledger.resolved_len()[self.rows[lane] as usize] >= END;
         let lanes: Vec<usize> = (0..self.rows.len()).filter(is_over).collect();

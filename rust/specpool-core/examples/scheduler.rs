@@ -1,8 +1,8 @@
 //! A continuous-batching loop over the ledger: admission, prefill, decode with overlap, retraction when pages run out.
 //!
-//! The device is fake: steps queue up on it, and when one is waited for it draws how many tokens each lane accepts.
-//! While it works on a round, the next is prepared and launched (`overlap_depth` 1). `examples/scheduler.py` is the
-//! same in Python and prints the same.
+//! The device is fake. Steps queue up on it, and when the loop waits for one, the device draws how many tokens each
+//! lane accepts. While it works on a round, the next one is prepared and launched (`overlap_depth` 1).
+//! `examples/scheduler.py` is the same in Python and prints the same.
 #![allow(clippy::print_stdout, reason = "it is a program")]
 
 use std::collections::VecDeque;
@@ -25,9 +25,10 @@ struct Scheduler {
     waiting: VecDeque<Request>,
     /// In the order of their admission.
     running: Vec<Request>,
-    /// After a retraction nobody is admitted until somebody is done.
+    /// After a retraction no request is admitted until one is done.
     is_crowded: bool,
-    /// Launched and not waited for, oldest first: the step, and the lanes of its decode (0 for a prefill).
+    /// Steps that are launched and not waited for, oldest first: the step, and the lanes of its decode (0 for a
+    /// prefill).
     on_device: VecDeque<(u64, usize)>,
     seed: u64,
     num_rounds: u32,
@@ -41,7 +42,8 @@ impl Scheduler {
         1 + ((self.seed >> 33) % most) as i32
     }
 
-    /// Admits from the front of the queue while there are pages for the prompt and its first round; one prefill for all.
+    /// Admits requests from the front of the queue while there are pages for the prompt and its first round, with one
+    /// prefill for all of them.
     fn admit(&mut self) -> Result<()> {
         let (mut rows, mut lens, mut free) = (Vec::new(), Vec::new(), self.ledger.free_pages(0)? as i64);
         while let Some(len) = self.waiting.front().map(|request| request.len) {
@@ -61,7 +63,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// One round of all who run. Out of pages: first wait for what is under way, then retract.
+    /// Runs one round of all running requests. If pages run out, first waits for what is in flight, then retracts.
     fn decode(&mut self) -> Result<()> {
         while !self.running.is_empty() {
             let rows: Vec<i32> = self.running.iter().map(|request| request.row.0).collect();
@@ -86,7 +88,7 @@ impl Scheduler {
         self.ledger.ack_delta(step)
     }
 
-    /// Waits for the oldest step on the device. Who is done leaves, also while its next round is under way.
+    /// Waits for the oldest step on the device. A request that is done leaves, also while its next round is in flight.
     fn wait(&mut self) -> Result<()> {
         let Some((step, num_lanes)) = self.on_device.pop_front() else { return Ok(()) };
         if num_lanes > 0 {
@@ -106,7 +108,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Last in, first out; it comes back with the tokens that it has.
+    /// Retracts the last admitted request. It comes back later with the tokens that it has.
     fn retract_newest(&mut self) -> Result<()> {
         let Some(request) = self.running.pop() else { return Ok(()) };
         let len = self.ledger.resolved_len()[request.row.at()];
@@ -117,7 +119,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Serves everybody; the balance.
+    /// Serves all requests, and returns the balance.
     fn serve(mut self) -> Result<String> {
         for _ in 0..NUM_REQUESTS {
             let len = self.draw(24);

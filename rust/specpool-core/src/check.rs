@@ -1,8 +1,8 @@
-//! The checks that settings and arrays go through: what the error says of a wrong one.
+//! Checks of settings and arrays, with the error that a wrong one gives.
 
 use crate::error::{Error, Result};
 
-/// Ids are int32, so no array of them is longer.
+/// Ids are int32, so no array of ids is longer.
 const MAX_LEN: usize = 1 << 31;
 
 /// Refuses a setting outside `[least, most]`.
@@ -13,8 +13,8 @@ pub(crate) fn in_range(name: &str, value: i64, least: i64, most: i64) -> Result<
     Ok(value)
 }
 
-/// The product of `sizes`, as long as an array of that many elements can be indexed by int32. A size of 0 makes it 0, but
-/// excuses no other size: nothing that a caller loops over is longer than an array can be.
+/// The product of `sizes`, refused if an array of that many elements could not be indexed by int32. A size of 0 makes
+/// the product 0, but the other sizes are still checked: a caller loops over them.
 pub(crate) fn fit(name: &str, sizes: &[usize]) -> Result<usize> {
     let most = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size.max(1)));
     match most {

@@ -1,5 +1,5 @@
-//! One fixed 64-bit hash, for the running digest and for the state hash: the same on every machine and in
-//! every build, so that ranks and logs can be compared. It guards against bugs, not against enemies.
+//! One fixed 64-bit hash, for the running digest and for the state hash. It is the same on every machine and in every
+//! build, so ranks and logs can be compared. It finds bugs; it does not resist attackers.
 
 /// A running hash over 64-bit words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,13 +15,13 @@ impl Default for Digest {
 }
 
 impl Digest {
-    /// The hash of nothing.
+    /// The hash of no input.
     #[must_use]
     pub fn new() -> Self {
         Self(0x7370_6563_706F_6F6C) // "specpool"
     }
 
-    /// Goes on from a value that [`Digest::value`] gave.
+    /// Continues from a value that [`Digest::value`] gave.
     #[must_use]
     pub fn from_value(value: u64) -> Self {
         Self(value)
@@ -55,7 +55,7 @@ impl Digest {
         self.numbers(values.iter().copied());
     }
 
-    /// Adds numbers, then how many they were.
+    /// Adds numbers, then their count.
     pub fn numbers<T: Into<i64>>(&mut self, values: impl Iterator<Item = T>) {
         let mut len = 0;
         for value in values {

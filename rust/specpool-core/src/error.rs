@@ -1,7 +1,7 @@
 //! Every error of the crate, one variant per kind (docs/contract.md, Errors). A refused call changes nothing, and each
 //! message states the numbers.
 
-/// What `Result` the crate's fallible calls return.
+/// The `Result` of the crate's fallible calls.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Why a call was refused.
@@ -23,14 +23,14 @@ pub enum Error {
         /// Pages whose every holder is idle.
         reclaimable: usize,
     },
-    /// The machine has no memory for what the call needs.
+    /// The machine has too little memory for the call.
     #[error("no memory for {what}: {entries} entries of {entry_bytes} bytes")]
     OutOfMemory {
-        /// What it is for.
+        /// What the memory is for.
         what: &'static str,
-        /// How many entries.
+        /// Number of entries.
         entries: usize,
-        /// Bytes of one.
+        /// Bytes of one entry.
         entry_bytes: usize,
     },
     /// Every row is taken.
@@ -70,7 +70,7 @@ pub enum Error {
         page: usize,
         /// Its state.
         state: String,
-        /// Its owner, with the embedder's tag where there is one.
+        /// Its owner, with the embedder's tag if there is one.
         owner: String,
     },
     /// A step was prepared with a row that has been released since.
@@ -102,7 +102,7 @@ pub enum Error {
         drafted: i64,
         /// Positions below this have target KV.
         resolved: i64,
-        /// Rounds in flight that write none.
+        /// Rounds in flight that write no draft KV.
         undrafted: i32,
     },
     /// An argument has a wrong length, value or combination.
@@ -114,7 +114,7 @@ pub enum Error {
     /// An audit found a broken invariant.
     #[error("corrupt state: {0}")]
     Corrupt(String),
-    /// An event log that cannot be written, read or replayed; the text says where.
+    /// An event log cannot be written, read or replayed; the text says where.
     #[error("{0}")]
     Record(String),
 }

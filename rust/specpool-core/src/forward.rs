@@ -1,4 +1,4 @@
-//! Where things lie for one forward: slots, masks, moves, and attention over pages on a CPU.
+//! Where things lie for one forward (slots, masks, moves), and attention over pages on a CPU.
 
 pub mod attention;
 pub mod draft_cells;

@@ -1,7 +1,7 @@
-//! Page and row ids, and the rounding that every length uses. Slots (`page * page_size + offset`) are made in `slots`.
+//! Page and row ids, and the rounding of lengths. Slots (`page * page_size + offset`) are computed in `slots`.
 //!
-//! Ids are `i32`, as in the tables and kernels; id 0 is the padding sink of its kind. Arrays of ids (a batch's rows,
-//! a table's cells) stay plain `i32`, so that they can be shown to `NumPy` without a copy.
+//! Ids are `i32`, as in the tables and kernels. Id 0 is the padding sink of its kind. Arrays of ids (a batch's rows, a
+//! table's cells) stay plain `i32`, so that `NumPy` can view them without a copy.
 
 /// A page of one group: `1..=num_pages`, 0 is the sink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -15,7 +15,7 @@ impl Page {
     /// The sink that padded lanes write to.
     pub const SINK: Self = Self(0);
 
-    /// The page's place in an array of `num_pages + 1`.
+    /// The page's index in an array of `num_pages + 1`.
     #[must_use]
     pub fn at(self) -> usize {
         self.0 as usize
@@ -23,7 +23,7 @@ impl Page {
 }
 
 impl Row {
-    /// The row's place in an array of `num_rows + 1`.
+    /// The row's index in an array of `num_rows + 1`.
     #[must_use]
     pub fn at(self) -> usize {
         self.0 as usize

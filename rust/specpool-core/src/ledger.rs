@@ -1,13 +1,15 @@
 //! The ledger: rows, their pages in every group and the steps that use them (docs/contract.md, The ledger).
 //!
-//! Verbs by file: this one builds a ledger; `query` answers questions; `prepare` claims pages for a step; `life`
-//! launches, resolves, completes, cancels and abandons steps; `release` cuts rows and gives them back; `share` puts
-//! rows on common pages; `snapshot` keeps and restores the whole. `record` writes down what they did, `normal_form` is for
-//! enumerations. A refused call changes nothing: every verb checks all it can refuse before its first change.
+//! Files: this one builds a ledger. `query` answers questions. `prepare` claims pages for a step. `life` launches,
+//! resolves, completes, cancels and abandons steps. `release` cuts rows and gives them back. `share` puts rows on
+//! common pages. `snapshot` saves and restores the whole state. `record` keeps the digest and the event log.
+//! `normal_form` is for enumerations.
+//!
+//! A refused call changes nothing: every verb checks all that it can refuse before its first change.
 //!
 //! Memory is part of that. A verb that takes something (a row, pages, a place in a queue) asks for all the memory that
-//! it needs, and for what it will take to undo it and give it back, before its first change. So a verb that gives back
-//! asks for none, and a process without memory can still drop what it has.
+//! it needs before its first change. It also asks for the memory that undoing it and giving it back will need. So a
+//! verb that gives back asks for none, and a process without memory can still drop what it has.
 
 pub(crate) mod audit;
 mod life;
@@ -71,7 +73,7 @@ pub struct Ledger {
     pub(crate) overlap_depth: i32,
     pub(crate) policy: Policy,
     pub(crate) draft_kv: bool,
-    /// Most tokens of one extend; `i32::MAX` where there is no limit.
+    /// Most tokens of one extend; `i32::MAX` if there is no limit.
     pub(crate) max_chunk: i32,
     pub(crate) sessions: bool,
     pub(crate) page_fencing: bool,
@@ -79,13 +81,13 @@ pub struct Ledger {
     pub(crate) steps: Steps,
     /// Page copies that wait for the next step prepared, in order.
     pub(crate) copies: Vec<TailCopy>,
-    /// With their ids, which ascend.
+    /// The prefixes with their ids, ascending.
     prefixes: Vec<(u64, share::Prefix)>,
     next_prefix: u64,
     /// Snapshots taken so far.
     snapshots: u64,
     recorder: Recorder,
-    /// Kept for its memory, which suffices for the lanes and copies of every step in flight.
+    /// Kept for its memory, which is enough for the lanes and copies of every step in flight.
     lanes: Vec<i32>,
     closed: bool,
 }
@@ -123,7 +125,7 @@ impl Ledger {
         };
         let mut shapes = vec![Shape::NONE];
         for shape in config.shapes {
-            // The fields are public: a shape may never have passed the check.
+            // The fields are public, so a shape may never have passed the check.
             let shape = Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens)?;
             if shape != Shape::NONE {
                 shapes.push(shape);
@@ -183,10 +185,10 @@ impl Ledger {
         Ok(row)
     }
 
-    /// The pending table changes of every group, remembered as taken for `step`.
+    /// Returns the pending table changes of every group, and notes them as taken for `step`.
     ///
-    /// Take it between the launch of the step and its forward, and before anything else is done to its rows. Can be
-    /// repeated until [`Ledger::ack_delta`]; an entry holds the cell's value now.
+    /// Take the delta between the launch of the step and its forward, and before any other call for its rows. It can
+    /// be repeated until [`Ledger::ack_delta`]. An entry holds the cell's current value.
     ///
     /// # Errors
     /// [`Error::Order`] when the step is not in flight, [`Error::OutOfMemory`].
@@ -230,8 +232,8 @@ impl Ledger {
         Ok(taken)
     }
 
-    /// The delta taken for `step` is applied, or enqueued for good: what has not changed since is dropped. It covers
-    /// the takes of older steps.
+    /// Acknowledges that the delta taken for `step` is applied or enqueued, and drops the entries that have not
+    /// changed since. This covers the takes of older steps.
     ///
     /// # Errors
     /// [`Error::Order`] when nothing was taken for the step, or it is acknowledged already.

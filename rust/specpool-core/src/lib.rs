@@ -1,13 +1,14 @@
 //! specpool's core: pages, rows, lengths and the rules between them, for speculative decoding.
 //!
-//! Layers point one way; everything may use `error`, `ids`, `verb`, `memory` and `check`:
+//! Layers point one way. Every module may use `error`, `ids`, `verb`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows -> ledger -> audit`;
-//! - what it did: `codec -> event, call`, `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
+//! - the record of its calls: `codec -> event, call`,
+//!   `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!
-//! Start at [`Ledger`], whose example runs one request from its prefill to its end; the less obvious of its verbs have
+//! Start at [`Ledger`]: its example runs one request from its prefill to its end, and the less obvious verbs have
 //! examples of their own. `cargo run --example scheduler` is a whole continuous-batching loop on a fake device.
 #![forbid(unsafe_code)]
 

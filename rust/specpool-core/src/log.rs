@@ -1,4 +1,4 @@
-//! What a ledger writes down: calls, events, and their bytes.
+//! What a ledger records: calls, events, and their bytes.
 
 pub mod call;
 pub(crate) mod codec;

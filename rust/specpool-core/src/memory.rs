@@ -1,6 +1,6 @@
-//! Memory that is asked for before it is used: where there is none, a call is refused ([`Error::OutOfMemory`]) and the
-//! process goes on. What `vec!`, `collect` and `push` do is an abort. Everything whose size comes from outside is
-//! allocated here; what has a small size of its own (a message, a node of a map) is not.
+//! Allocates memory before it is used. If there is none, the call is refused ([`Error::OutOfMemory`]) and the process
+//! goes on; `vec!`, `collect` and `push` would abort it. Everything whose size comes from outside is allocated here.
+//! Things of a small fixed size (a message, a node of a map) are not.
 
 use std::collections::VecDeque;
 
@@ -15,7 +15,7 @@ fn short<T>(what: &'static str, entries: usize) -> Error {
 /// An empty vector with room for `len` entries and no more.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`]; so in every function here.
+/// [`Error::OutOfMemory`]; the same in every function here.
 ///
 /// # Examples
 /// ```
@@ -32,7 +32,7 @@ pub fn with_room<T>(len: usize, what: &'static str) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Room for `more` entries behind those that `values` has; it grows by half of itself or more, so that a loop of
+/// Makes room for `more` entries behind the present ones. It grows by half of its size or more, so that a loop of
 /// calls costs no more than a loop of pushes.
 ///
 /// # Errors
@@ -46,7 +46,7 @@ pub fn room<T>(values: &mut Vec<T>, more: usize, what: &'static str) -> Result<(
     values.try_reserve(more).map_err(|_| short::<T>(what, len.saturating_add(more)))
 }
 
-/// As [`room`], in a queue.
+/// As [`room`], for a queue.
 ///
 /// # Errors
 /// As [`with_room`]; the values stay.
@@ -55,7 +55,7 @@ pub fn room_in_queue<T>(values: &mut VecDeque<T>, more: usize, what: &'static st
     values.try_reserve(more).map_err(|_| short::<T>(what, len.saturating_add(more)))
 }
 
-/// `len` times the value.
+/// A vector of `len` copies of the value.
 ///
 /// # Errors
 /// As [`with_room`].
@@ -65,8 +65,7 @@ pub fn filled<T: Clone>(value: T, len: usize, what: &'static str) -> Result<Vec<
     Ok(values)
 }
 
-/// `len` zeros. Where they are many, pages come from the system untouched, so that a large table costs nothing before it
-/// is used.
+/// `len` zeros. A large array gets untouched pages from the system, so it costs nothing before it is used.
 ///
 /// # Errors
 /// As [`with_room`].
@@ -74,7 +73,7 @@ pub fn zeroed<T: Zeroable>(len: usize, what: &'static str) -> Result<Vec<T>> {
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| short::<T>(what, len))
 }
 
-/// The same values once more.
+/// A copy of the values.
 ///
 /// # Errors
 /// As [`with_room`].
@@ -84,7 +83,7 @@ pub fn copied<T: Copy>(values: &[T], what: &'static str) -> Result<Vec<T>> {
     Ok(copy)
 }
 
-/// What an iterator of known length gives.
+/// Collects an iterator of known length.
 ///
 /// # Errors
 /// As [`with_room`].
@@ -94,7 +93,7 @@ pub fn collected<T>(values: impl ExactSizeIterator<Item = T>, what: &'static str
     Ok(all)
 }
 
-/// What an iterator gives, whose length only its end tells.
+/// Collects an iterator whose length is not known before its end.
 ///
 /// # Errors
 /// As [`with_room`].
@@ -107,7 +106,7 @@ pub fn gathered<T>(values: impl Iterator<Item = T>, what: &'static str) -> Resul
     Ok(all)
 }
 
-/// A text of one's own.
+/// An owned copy of a text.
 ///
 /// # Errors
 /// As [`with_room`].

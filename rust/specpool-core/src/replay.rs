@@ -1,4 +1,4 @@
-//! A log read back, and run again on a fresh ledger.
+//! Reads a log back, and runs it again on a fresh ledger.
 
 pub mod log_reader;
 pub mod run;

@@ -14,15 +14,15 @@ pub struct Shape {
     pub num_steps: u32,
     /// K: branches.
     pub topk: u32,
-    /// N: nodes verified, the root among them.
+    /// N: nodes verified, including the root.
     pub num_draft_tokens: u32,
 }
 
-/// Largest S, K or N: keeps every product of section 3 inside `i64`.
+/// Largest S, K or N. It keeps every product of the sizing formulas (docs/contract.md, Sizing) inside `i64`.
 const MAX_FIELD: i64 = 1 << 20;
 
 impl Shape {
-    /// Shape 0: no drafting, one token a round.
+    /// Shape 0: no drafting, one token per round.
     pub const NONE: Self = Self { num_steps: 0, topk: 1, num_draft_tokens: 1 };
 
     /// Any shape with `S >= 0`, `K >= 1`, `N >= 1`.
@@ -75,15 +75,16 @@ impl Shape {
         (self.num_steps + 1).min(self.num_draft_tokens)
     }
 
-    /// Whether a round of it drafts anything: it does not where it verifies the root alone and takes no draft step.
+    /// Whether a round of this shape drafts anything. It does not if it verifies only the root and takes no draft
+    /// step.
     #[must_use]
     pub fn drafts(&self) -> bool {
         self.num_steps > 0 || self.num_draft_tokens > 1
     }
 }
 
-/// The lanes of a batch in runs of one shape, each with the shape's index. Most batches are one run, so that what
-/// depends on the shape is worked out once and the loop over the lanes stays short.
+/// Splits the lanes of a batch into runs of one shape, each with the shape's index. Most batches are one run. So
+/// values that depend on the shape are computed once per run, and the loop over the lanes stays short.
 pub(crate) fn runs(shapes: &[i32]) -> impl Iterator<Item = (Range<usize>, usize)> {
     /// Lanes compared at once.
     const BLOCK: usize = 16;

@@ -1,4 +1,4 @@
-//! What there is: pages, tables, rows, groups and prepared steps, and how many pages each needs.
+//! The state: pages, tables, rows, groups and prepared steps; and how many pages each needs.
 
 pub mod config;
 pub mod delta;

@@ -1,4 +1,4 @@
-//! What is drafted: the tree of a round, its verification, and sampling. Nothing here sees pages.
+//! Drafting: the tree of a round, its verification, and sampling. Nothing here sees pages.
 
 pub mod build;
 pub mod sample;

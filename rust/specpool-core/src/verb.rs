@@ -1,10 +1,10 @@
-//! The ledger's verbs and their names, in one place: what errors, logs, page records and the binding call them.
+//! The ledger's verbs and their names, in one place: errors, logs, page records and the binding use these names.
 
 /// A method of the ledger that changes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[allow(missing_docs, reason = "the names are the ledger's methods")]
 pub enum Verb {
-    /// None yet: what the record of a page says that was never handed out.
+    /// No verb yet: the record of a page that was never handed out.
     #[default]
     None,
     /// `admit`, and `admit_on` a prefix.
@@ -31,7 +31,7 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// The verb as the ledger spells it.
+    /// The verb's name in the ledger.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

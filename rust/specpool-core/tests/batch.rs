@@ -1,4 +1,4 @@
-//! A batch is its lanes: what one call does to all of them is what as many calls do to one each.
+//! A batch equals its lanes: one call for all of them does what one call for each does.
 
 use proptest::prelude::*;
 use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
@@ -27,7 +27,7 @@ fn lengths(ledger: &Ledger) -> Vec<Vec<i32>> {
     allocated.chain([ledger.resolved_len(), ledger.in_flight(), ledger.drafted_len()]).map(<[i32]>::to_vec).collect()
 }
 
-/// Shapes of a batch in runs, short ones and such as are compared in blocks.
+/// Shapes of a batch in runs: short runs, and runs that are compared in blocks.
 fn shapes() -> impl Strategy<Value = Vec<i32>> {
     let run = (0..4, prop_oneof![1..4_usize, 14..20_usize, 30..36_usize]);
     prop::collection::vec(run, 1..8).prop_map(|runs| {
@@ -63,7 +63,7 @@ proptest! {
         for one in &plans {
             apart.launch(one.step).unwrap();
         }
-        // The most that each lane's shape allows, and never less than one lane can.
+        // The most that each lane's shape allows, and at least 1.
         let most: Vec<i32> =
             shapes.iter().map(|&shape| together.shapes()[shape as usize].max_accept_len() as i32).collect();
         let too_many: Vec<i32> = most.iter().map(|most| most + 1).collect();

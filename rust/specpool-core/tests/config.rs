@@ -1,4 +1,4 @@
-//! What a ledger may be built from: every limit from both sides, and the numbers in each refusal.
+//! What a ledger may be built from: each limit from both sides, and the numbers in each refusal.
 
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Policy, Shape};
 
@@ -8,7 +8,7 @@ fn group(page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
     Group { name: "kv".into(), page_size, num_pages, hosts_drafts: false, layout: Layout::Dense, window }
 }
 
-/// One group, a chain that accepts up to 4 of its 4 nodes, overlap 1, rows of 100 tokens: 108 slots wide.
+/// One group, a chain of 4 nodes that accepts up to 4, overlap 1, rows of 100 tokens: 108 slots wide.
 fn config(group: Group) -> LedgerConfig {
     let shapes = vec![Shape::eagle(3, 1, 4).unwrap()];
     LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], shapes, 2, 100) }
@@ -45,7 +45,7 @@ fn a_group_alone() {
     for window in [0, MOST + 1] {
         refused(group(1, 1, Some(window)).check(), &["window", &format!("got {window}")]);
     }
-    // 2^31 slots, the sink page among them, are the most that int32 ids can name.
+    // int32 ids can name at most 2^31 slots, including the sink page.
     for page_size in [1, 2, 64] {
         let most = (1 << 31) / page_size - 1;
         assert!(group(page_size, most, None).check().is_ok());
@@ -96,7 +96,7 @@ fn row_widths() {
     refused(with(&[1 << 31]), &["below 2^31", "2147483648"]);
     refused(with(&[108, 108]), &["2 entries for 1 groups"]);
     refused(with(&[]), &["0 entries for 1 groups"]);
-    // The widest row there can be is refused for its pages only.
+    // The widest possible row is refused only for its pages.
     let widest = LedgerConfig { row_width: Some(vec![MOST]), ..config(group(1, 1, None)) };
     refused(Ledger::new(widest), &["num_pages must be at least 2147483647"]);
 }
@@ -108,7 +108,7 @@ fn pages_without_which_one_row_runs_dry() {
         let group = group(4, 0, Some(window));
         LedgerConfig { max_chunk: Some(max_chunk), sessions, ..config(group) }
     };
-    // ceil((w - 1 + ahead) / P) + 1, and ceil((w - 1) / P) + 1 for a checkpoint.
+    // ceil((w - 1 + ahead) / P) + 1 pages, and ceil((w - 1) / P) + 1 more for a checkpoint.
     needs(&window(10, 11, false), 6, "a window of 10 with 11 slots ahead");
     needs(&window(9, 12, false), 6, "a window of 9 with 12 slots ahead");
     needs(&window(9, 13, false), 7, "a window of 9 with 13 slots ahead");
@@ -121,18 +121,18 @@ fn pages_without_which_one_row_runs_dry() {
     // Upstream's policy claims two windows of 4 from the root behind a round in flight.
     let upstream = LedgerConfig { policy: Policy::DoubleBuffer, ..window(9, 3, false) };
     needs(&upstream, 6, "a window of 9 with 9 slots ahead");
-    // Each of two branches has a page for the tail and one for what is left of its drafts.
+    // Each of two branches has a page for the tail and one for the rest of its drafts.
     let branches = Group { hosts_drafts: true, layout: Layout::Holey, ..group(4, 0, Some(9)) };
     let tree = vec![Shape::eagle(3, 2, 4).unwrap()];
     let holey = LedgerConfig { groups: vec![branches], shapes: tree, ..window(9, 3, false) };
     needs(&holey, 8, "a window of 9 with 20 slots ahead");
-    // Never more than a row has columns.
+    // Never more pages than a row has columns.
     needs(&window(9, 95, false), 27, "the pages of one row of 108 slots");
     needs(&window(9, 92, false), 26, "a window of 9 with 92 slots ahead");
     needs(&window(9, 1000, true), 27, "the pages of one row of 108 slots");
 }
 
-/// A window that hides nothing is a full group's, and pages sized for it would be a mistake.
+/// A window that hides nothing belongs in a full group; sizing pages for it would be a mistake.
 #[test]
 fn a_window_larger_than_the_context() {
     let with = |window| Ledger::new(config(group(4, 1 << 10, Some(window))));

@@ -1,4 +1,4 @@
-//! Where drafts lie, and the copies that keep whole pages true.
+//! Where drafts lie, and the copies that make whole-page reads correct.
 
 use proptest::prelude::*;
 use specpool_core::forward::draft_cells::{Drafts, advance_ancestors};
@@ -15,8 +15,8 @@ fn the_worked_example_of_sgl_7725() {
     assert_eq!(moves.dst[..6], [16, 17, 18, 24, 25, 26]);
 }
 
-/// What a round reserves for a known root is what it writes: the last draft's cell, in the holey layout its page to
-/// the end, or the last node of the verify window.
+/// For a known root, a round reserves exactly what it writes: up to the last draft's cell (in the holey layout, to the
+/// end of that cell's page), or up to the last node of the verify window.
 #[test]
 fn the_reserve_ends_where_the_cells_do() {
     for (page_size, layout) in (1..=6).flat_map(|p| [(p, Layout::Dense), (p, Layout::Holey)]) {
@@ -43,7 +43,7 @@ fn the_reserve_ends_where_the_cells_do() {
 }
 
 proptest! {
-    /// Cells never overlap, and both layouts are one where pages cannot matter (P == 1 or K == 1).
+    /// Cells never overlap, and both layouts are equal if pages cannot matter (P == 1 or K == 1).
     #[test]
     fn every_draft_has_a_cell_of_its_own(s in 1_usize..7, k in 1_usize..9, p in 1_i64..20, root in 0..100_i32) {
         let positions = |layout| Drafts::new(s, k, p, layout).unwrap().write_positions(&[root]).unwrap();
@@ -52,7 +52,7 @@ proptest! {
             prop_assert!(cells.windows(2).all(|pair| pair[0] < pair[1]) && cells[0] == root);
         }
         prop_assert!((p > 1 && k > 1) || dense == holey);
-        // In the holey layout no page serves two branches.
+        // In the holey layout no page is used by two branches.
         let pages: Vec<i64> = holey.iter().map(|&position| i64::from(position) / p).collect();
         for (a, b) in pages.chunks(s).zip(pages.chunks(s).skip(1)) {
             prop_assert!(a[s - 1] < b[0]);

@@ -1,4 +1,4 @@
-//! Laws of the event log's bytes: what is written is read back, and no bytes bring the reader down.
+//! Laws of the event log's bytes: reading returns what was written, and no bytes crash the reader.
 
 use std::path::PathBuf;
 
@@ -39,7 +39,7 @@ fn place(test: &str) -> PathBuf {
 
 struct Written {
     bytes: Vec<u8>,
-    /// Where each record begins.
+    /// The offset of each record.
     offsets: Vec<u64>,
 }
 
@@ -81,7 +81,7 @@ fn write(test: &str, calls: &[(Call<'_>, Option<&str>)], limit: u64, close: bool
     Written { bytes, offsets }
 }
 
-/// All records, and how it ended.
+/// All records, and how the log ended.
 fn read(bytes: &[u8]) -> (Vec<Record>, Result<LogEnd, String>) {
     let mut records = Vec::new();
     let mut reader = match LogReader::from_bytes(bytes.to_vec()) {
@@ -176,7 +176,7 @@ proptest! {
         }
     }
 
-    /// Bytes that no checksum guards: any refusal will do, a panic or a huge array will not.
+    /// No checksum guards these bytes. Any refusal is allowed; a panic or a huge array is not.
     #[test]
     fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..24) {
         let _ = Call::decode(&bytes, MAX_LANES);
@@ -196,7 +196,8 @@ fn the_head_holds_the_whole_configuration() {
     assert_eq!(reader.made_by(), env!("CARGO_PKG_VERSION"));
 }
 
-/// Cut anywhere: every whole record is read, then an error says where the broken one begins, or the log just ends.
+/// Cuts the log anywhere: every whole record is read. Then an error says where the broken one begins, or the log just
+/// ends.
 #[test]
 fn a_truncated_log_is_read_up_to_the_cut() {
     let calls = some_calls();
@@ -220,7 +221,7 @@ fn a_truncated_log_is_read_up_to_the_cut() {
     }
 }
 
-/// One byte changed anywhere: an error with an offset at or before it, and what came before is read.
+/// Changes one byte anywhere: the error has an offset at or before it, and every record before that is read.
 #[test]
 fn a_damaged_log_is_refused_where_it_is_damaged() {
     let written = write("damaged", &some_calls(), 1 << 20, true);
@@ -262,7 +263,7 @@ fn errors_name_the_file_and_ends_have_names() {
     assert_eq!([LogEnd::Closed, LogEnd::Limit, LogEnd::Open].map(LogEnd::name), ["closed", "limit", "open"]);
 }
 
-/// Records that are whole but not in their places: one left out, two exchanged, one given twice.
+/// Whole records in wrong places: one left out, two exchanged, one repeated.
 #[test]
 fn records_out_of_place_are_refused() {
     let written = write("moved", &some_calls(), 1 << 20, true);
@@ -292,7 +293,7 @@ fn what_is_no_log_or_a_newer_one_is_refused() {
     assert!(matches!(&error, Error::Record(text) if text.contains("specpool-absent")), "{error}");
 }
 
-/// At its limit the log says so and takes no more; the file is never longer.
+/// At its limit the log says so and takes no more. The file is never longer than the limit.
 #[test]
 fn a_log_is_bounded() {
     let call = (Call::Resolve { step: 1, accept_lens: vec![1; 30].into() }, None);
@@ -305,7 +306,7 @@ fn a_log_is_bounded() {
         assert!(!records.is_empty() && records.len() < 100);
     }
 
-    // The limit is exact: what just fits is closed as usual, one byte less is not enough.
+    // The limit is exact: a log that just fits is closed as usual, and one byte less is not enough.
     let whole = write("bounded", &calls[..5], 1 << 20, true).bytes.len() as u64;
     assert_eq!(read(&write("bounded", &calls[..5], whole, true).bytes).1, Ok(LogEnd::Closed));
     let short = read(&write("bounded", &calls[..5], whole - 1, true).bytes);
@@ -316,7 +317,7 @@ fn a_log_is_bounded() {
     assert!(error.contains(&format!("at least {least} bytes")) && error.contains(&format!("got {}", least - 1)));
 }
 
-/// The file has what was pushed as soon as much has gathered, and the rest when the log is dropped.
+/// The file gets the pushed records as soon as enough have gathered, and the rest when the log is dropped.
 #[test]
 fn what_gathers_is_written_before_it_is_much() {
     let path = place("flush");
@@ -352,7 +353,7 @@ fn a_full_disk_refuses_a_new_log() {
     assert!(matches!(&error, Error::Record(text) if text.contains("specpool-no-folder")), "{error}");
 }
 
-/// What a reader of a log sees of each call: its text, the rows and the step that it names.
+/// What a reader of a log gets of each call: its text, the rows and the step that it names.
 #[test]
 fn a_call_is_shown_as_it_would_be_written() {
     let lanes: Vec<i32> = (1..=17).collect();
@@ -404,7 +405,7 @@ fn a_log_has_one_writer() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A few bytes that stand for many: no array is longer than a batch can be.
+/// A few bytes that stand for many numbers: no array is longer than a batch can be.
 #[test]
 fn a_small_log_takes_no_great_memory() {
     let log = |num_rows, max_batch, lanes| {

@@ -1,4 +1,4 @@
-//! The examples run, and their books balance.
+//! Runs the examples and checks that their books balance.
 
 #[path = "../examples/scheduler.rs"]
 #[allow(dead_code, reason = "its `main` is not called")]

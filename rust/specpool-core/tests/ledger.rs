@@ -1,9 +1,10 @@
-//! The ledger against a plain model, over random operations: the same refusals with the same numbers, the same lengths,
-//! pages shared and fenced alike, a clean audit after each one, and a refused call changes nothing.
+//! Compares the ledger with a plain model over random operations. Both must refuse the same calls with the same
+//! numbers, and have the same lengths and the same shared and fenced pages. The audit must be clean after each
+//! operation, and a refused call must change nothing.
 #![allow(unreachable_pub, reason = "the decoder is public where it lives")]
 
 // The model and the decoder live with the proof and the soak run, which use them too. They are compiled in here, not
-// depended on, so that a mutant of this crate costs one small build.
+// linked as a dependency, so that testing a mutant of this crate needs only one small build.
 #[path = "../../specpool-check/src/decode.rs"]
 mod decode;
 #[path = "../../specpool-check/src/model/mod.rs"]
@@ -26,7 +27,7 @@ use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 use scene::{Scene, SceneRow, SceneStep};
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, StepState};
 
-/// The model, what it was asked last and what it said.
+/// The model, its last call and its last answer.
 #[derive(Debug, Clone)]
 struct Reference {
     config: LedgerConfig,
@@ -44,7 +45,7 @@ impl std::fmt::Debug for Bytes {
     }
 }
 
-/// What the decoder sees of the model; the ledger must look the same.
+/// What the decoder sees of the model. The ledger must look the same.
 fn scene_of(config: &LedgerConfig, model: &Model) -> Scene {
     let row = |row: &model::ModelRow| SceneRow {
         live: row.live,
@@ -84,7 +85,7 @@ fn any_window() -> impl Strategy<Value = Option<i64>> {
     prop_oneof![2 => Just(None), 1 => (1_i64..12).prop_map(Some)]
 }
 
-/// One or two groups of any page sizes and kinds; pools from the least that is allowed on.
+/// One or two groups of any page sizes and kinds, with pools from the smallest allowed on.
 fn any_config() -> impl Strategy<Value = LedgerConfig> {
     let group = || (1_i64..6, any_window(), 0_i64..24);
     let flags = (any::<[bool; 6]>(), 0_i64..3, 1_i64..5, prop::option::of(4_i64..20));
@@ -148,7 +149,7 @@ impl ReferenceStateMachine for Reference {
     }
 }
 
-/// The ledger, and what follows it from outside.
+/// The ledger, and what an embedder would track of it.
 #[derive(Debug)]
 struct Followed {
     ledger: Ledger,
@@ -178,7 +179,7 @@ impl Followed {
         Self { ledger, pages, device, device_turn: 0, taken, pending, turn: 0, history: Vec::new() }
     }
 
-    /// One operation, and all that must hold after it.
+    /// Runs one operation, and checks everything that must hold after it.
     fn step(&mut self, model: &Model, op: &Op, expected: &Outcome, bytes: &Bytes) {
         assert_eq!(decode(&bytes.0, &Scene::of(&self.ledger)), *op, "the model and the ledger look alike before");
         let (before, hash, digest) = (tables(&self.ledger), self.ledger.state_hash(), self.ledger.digest());
@@ -204,7 +205,8 @@ impl Followed {
         assert_eq!(self.ledger.check(), Ok(()));
     }
 
-    /// Deltas: at most one entry a cell, exactly the cells that changed since the last acknowledged take.
+    /// Checks the deltas: at most one entry per cell, and exactly the cells that changed since the last acknowledged
+    /// take.
     fn follow(&mut self, op: &Op, given: &Given, before: &[Vec<i32>]) {
         let now = tables(&self.ledger);
         for (group, (before, now)) in before.iter().zip(&now).enumerate() {
@@ -261,7 +263,7 @@ impl StateMachineTest for Followed {
         sut
     }
 
-    /// Nothing leaks: with every request, prefix and step gone, the pools are full.
+    /// Checks that nothing leaks: with every request, prefix and step gone, the pools are full.
     fn teardown(mut sut: Self, reference: Reference) {
         let ledger = &mut sut.ledger;
         for row in 1..=ledger.num_rows() {
@@ -284,7 +286,7 @@ impl StateMachineTest for Followed {
     }
 }
 
-/// The plan says what the model says, and took what the estimate said.
+/// Checks that the plan equals the model's, and took what the estimate said.
 fn check_plan(followed: &Followed, model: &Model, plan: &Plan, estimate: Option<&[i64]>) {
     let step = model.steps.last().unwrap();
     let lanes = || step.lanes.iter();
@@ -315,7 +317,7 @@ fn check_plan(followed: &Followed, model: &Model, plan: &Plan, estimate: Option<
     }
 }
 
-/// A cancel brings the state back to the bit, where the preparation evicted nothing.
+/// Checks that a cancel restores the state bit for bit, if the prepare evicted nothing.
 fn check_undo(ledger: &Ledger, plan: &Plan, hash: u64, evicted: &[Vec<i32>]) {
     if evicted == evicted_lens(ledger) {
         let mut undone = ledger.clone();
@@ -347,7 +349,8 @@ fn pages_held(ledger: &mut Ledger, root: i32) -> i64 {
     i64::from(plan.allocated_after[0]) / ledger.group_spec(0).unwrap().page_size
 }
 
-/// `pages_needed` is the most that any root of the range makes a row hold: enough for each, and one takes it all.
+/// `pages_needed` is the most that any root of the range makes a row hold: it is enough for each root, and one root
+/// takes all.
 #[test]
 fn pages_needed_suffices_and_is_reached() {
     const L: i32 = 13;
@@ -357,7 +360,7 @@ fn pages_needed_suffices_and_is_reached() {
         for (hosts_drafts, layout) in [(false, Layout::Dense), (true, Layout::Dense), (true, Layout::Holey)] {
             for (s, k, n) in (0..4).flat_map(|s| (1..4).flat_map(move |k| [1, 2, 5, 9].map(|n| (s, k, n)))) {
                 let group = Group { name: "kv".into(), page_size, num_pages: 200, hosts_drafts, layout, window: None };
-                // Twice the same shape would be no use: shape 0 is there already.
+                // The same shape twice would add nothing: shape 0 is there already.
                 let shape = if (s, k, n) == (0, 1, 1) { continue } else { Shape::new(s, k, n).unwrap() };
                 let mut config = LedgerConfig::new(vec![group], vec![shape], 1, L.into());
                 (config.policy, config.overlap_depth) = (policy, depth);

@@ -1,4 +1,5 @@
-//! A step's life through the public calls: what is refused at each turn, with which numbers, and that nothing changes.
+//! A step's life through the public calls: what each call refuses, with which numbers, and that a refusal changes
+//! nothing.
 
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
 
@@ -16,7 +17,7 @@ fn ledger() -> (Ledger, Row) {
     (ledger, row)
 }
 
-/// The call is refused, says all of `parts`, and leaves everything as it was.
+/// Checks that the call is refused, that the error contains all of `parts`, and that nothing changed.
 #[track_caller]
 fn refuses<T>(ledger: &mut Ledger, call: impl FnOnce(&mut Ledger) -> Result<T, Error>, parts: &[&str]) -> Error {
     let before = (ledger.state_hash(), format!("{ledger:?}"));
@@ -50,7 +51,7 @@ fn an_accept_len_is_in_the_range_of_its_shape() {
     }
 }
 
-/// Of several lanes the one that is wrong is named.
+/// If one of several lanes is wrong, the error names it.
 #[test]
 fn the_lane_that_is_out_of_range_is_named() {
     let (mut ledger, row) = ledger();
@@ -104,7 +105,7 @@ fn the_pages_of_impossible_roots_are_not_reckoned() {
     for shape in [-1, 2] {
         refuses(&mut ledger, |l| l.pages_needed(1, 5, shape), &[&format!("shape {shape} is not in 0..2")]);
     }
-    // Roots 0 to 19 and the 4 nodes of a round: 23 slots.
+    // Roots 0 to 19 plus the 4 nodes of a round: 23 slots.
     assert_eq!(ledger.pages_needed(0, 19, 1).unwrap(), [6]);
     assert_eq!(ledger.pages_needed(19, 19, 0).unwrap(), [5]);
 }
@@ -115,7 +116,7 @@ fn rows_shapes_and_lengths_are_checked_in_every_lane() {
     let known = [row.0, row.0];
     refuses(&mut ledger, |l| l.prepare_decode(&known, &[1, 1], true), &["row 1 is named twice"]);
     refuses(&mut ledger, |l| l.tokens_required(&known, &[1, 1]), &["row 1 is named twice"]);
-    // Of the rows that are not there, some are wrong in two ways.
+    // Some of these unknown rows are wrong in two ways.
     for (wrong, why) in [(0, "not in 1..=3"), (-1, "not in 1..=3"), (4, "not in 1..=3"), (3, "not admitted")] {
         for rows in [[wrong, 1], [1, wrong], [wrong, wrong]] {
             let parts = [&format!("row {wrong} is ")[..], why];
@@ -150,20 +151,20 @@ fn every_row_past_the_context_is_listed() {
     ledger.prepare_decode(&[other.0], &[1], true).unwrap();
 }
 
-/// What keeps a row from a round, alone and two at once: the first reason is given.
+/// The reasons that keep a row from a round, one alone and two at once: the first reason is reported.
 #[test]
 fn a_row_that_is_late_in_two_ways_is_late() {
     let (mut ledger, row) = ledger();
     let decode = |ledger: &mut Ledger| ledger.prepare_decode(&[row.0], &[1], true);
     let plain = |ledger: &mut Ledger| ledger.prepare_decode(&[row.0], &[0], true);
-    // A cut row has no root, whether its draft KV lags or not.
+    // A cut row has no root, whether or not its draft KV lags.
     ledger.trim(row, 3).unwrap();
     assert!(matches!(refuses(&mut ledger, plain, &["row 1 (one) has no root"]), Error::NotReady(_)));
     let step = ledger.prepare_extend(&[row.0], &[4], false).unwrap().step;
     assert!(matches!(refuses(&mut ledger, decode, &["has no root"]), Error::NotReady(_)));
     ledger.launch(step).unwrap();
     refuses(&mut ledger, decode, &["drafted_len 3, resolved_len 4, 0 rounds in flight write no draft KV"]);
-    // Two rounds in flight that write no draft KV: one too many comes before the lag.
+    // Two rounds in flight that write no draft KV: too many rounds is reported before the lag.
     for _ in 0..2 {
         let step = ledger.prepare_decode(&[row.0], &[0], false).unwrap().step;
         ledger.launch(step).unwrap();
@@ -173,7 +174,7 @@ fn a_row_that_is_late_in_two_ways_is_late() {
     ledger.resolve(3, &[1]).unwrap();
     refuses(&mut ledger, decode, &["drafted_len 3, resolved_len 5, 1 rounds in flight write no draft KV"]);
     ledger.resolve(4, &[1]).unwrap();
-    // At the end of the context, and behind with its draft KV.
+    // At the end of the context, and with lagging draft KV.
     let step = ledger.prepare_extend(&[row.0], &[20], false).unwrap().step;
     ledger.launch(step).unwrap();
     assert!(matches!(refuses(&mut ledger, decode, &["[1]"]), Error::ContextEnd { .. }));
@@ -184,7 +185,7 @@ fn a_row_that_is_late_in_two_ways_is_late() {
     assert!(matches!(error, Error::NotReady(_)));
 }
 
-/// A trim to r with nothing in flight gives the reserve back and no more: rounds go on, also with drafts.
+/// A trim to r with nothing in flight frees only the reserve: rounds go on, also with drafts.
 #[test]
 fn a_cut_that_takes_no_token_keeps_the_root() {
     let (mut ledger, row) = ledger();
@@ -202,7 +203,7 @@ fn a_cut_that_takes_no_token_keeps_the_root() {
     }
 }
 
-/// A cut to r takes the root where it takes a round or an extend, or ends a turn; and gives none.
+/// A cut to r takes the root if it also takes a round or an extend, or ends a turn. It never gives a root.
 #[test]
 fn a_cut_that_takes_what_is_in_flight_takes_the_root() {
     let (mut ledger, row) = ledger();
@@ -246,7 +247,7 @@ fn a_closed_ledger_answers_and_does_nothing_more() {
     ledger.check().unwrap();
 }
 
-/// A copy that rides on a step concerns the row only as long as it has the page that is written.
+/// A copy that rides on a step concerns its row only while the row has the page that is written.
 #[test]
 fn a_row_that_was_cut_below_an_unfinished_copy_can_be_shared() {
     let (mut ledger, row) = ledger();

@@ -1,4 +1,4 @@
-//! What queries see.
+//! Which columns queries see.
 
 use specpool_core::forward::mask::{MaskLanes, attention_mask};
 

@@ -1,8 +1,8 @@
-//! Law: where memory is short a call is refused and the state is as it was; it works again once there is memory.
+//! Law: if memory is short, a call is refused and the state is unchanged. The call works again once there is memory.
 //!
-//! The allocator of this test refuses, on demand, the n-th block above a size, on this thread only. Each call is made
-//! with n = 0, 1, 2, .. until it succeeds, so that each of its allocations is refused once. One that cannot be refused
-//! ends the test with an abort.
+//! The allocator of this test can refuse the n-th block above a size, on this thread only. Each call is made with n =
+//! 0, 1, 2, .. until it succeeds, so that each of its allocations is refused once. An allocation whose refusal the
+//! code cannot handle ends the test with an abort.
 
 use std::alloc::{GlobalAlloc, Layout as Block, System};
 use std::cell::Cell;
@@ -21,7 +21,7 @@ use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape
 const SMALL: usize = 512;
 
 thread_local! {
-    /// Blocks above `SMALL` that are still granted; all of them while it is `None`.
+    /// How many more blocks above `SMALL` are granted; `None` grants all.
     static GRANTED: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
@@ -29,7 +29,7 @@ fn is_refused(size: usize) -> bool {
     size > SMALL
         && match GRANTED.get() {
             Some(0) => {
-                GRANTED.set(None); // Refuse one block; what reports an abort needs more.
+                GRANTED.set(None); // Refuse one block only: reporting an abort needs more.
                 true
             }
             Some(granted) => {
@@ -42,7 +42,7 @@ fn is_refused(size: usize) -> bool {
 
 struct Refusing;
 
-// SAFETY: the system's allocator, or no block at all.
+// SAFETY: calls the system's allocator, or returns no block at all.
 unsafe impl GlobalAlloc for Refusing {
     unsafe fn alloc(&self, block: Block) -> *mut u8 {
         if is_refused(block.size()) { std::ptr::null_mut() } else { unsafe { System.alloc(block) } }
@@ -72,7 +72,8 @@ fn with<T>(granted: usize, call: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Refuses each block of `call` in turn, then lets it go; how many it took. Every refusal leaves `state` as it was.
+/// Refuses each block of `call` in turn, then lets it succeed; returns how many blocks it took. Every refusal leaves
+/// `state` as it was.
 fn refused_in_turn<T, S: PartialEq + std::fmt::Debug, W>(
     name: &str,
     world: &mut W,
@@ -90,7 +91,7 @@ fn refused_in_turn<T, S: PartialEq + std::fmt::Debug, W>(
     panic!("{name} never ends");
 }
 
-/// Of a call on arrays: it took one block or more.
+/// The same for a call on arrays, which took one block or more.
 fn pure<T>(name: &str, mut call: impl FnMut() -> Result<T, Error>) -> T {
     let (given, blocks) = refused_in_turn(name, &mut (), |()| (), |()| call());
     assert!(blocks > 0, "{name} takes no memory");
@@ -123,7 +124,7 @@ fn config() -> LedgerConfig {
 
 type Seen = (u64, Option<u64>, Vec<(u64, &'static str)>, Vec<u64>, Vec<usize>);
 
-/// Everything of a ledger that anyone can see, counters and digest among it.
+/// Everything of a ledger that can be observed, including counters and digest.
 fn seen(ledger: &Ledger) -> Seen {
     let steps = ledger.steps().map(|(step, _, state)| (step, state.name())).collect();
     let pending = (0..ledger.num_groups()).map(|at| ledger.pending_cells(at).count());
@@ -132,7 +133,7 @@ fn seen(ledger: &Ledger) -> Seen {
     (ledger.state_hash(), ledger.digest(), steps, ledger.prefixes().collect(), counts)
 }
 
-/// A ledger, and how many refusals each verb of it took.
+/// A ledger, and how many refusals each of its verbs took.
 struct World {
     ledger: Ledger,
     refusals: std::collections::BTreeMap<&'static str, usize>,
@@ -143,14 +144,14 @@ impl World {
         Self { ledger, refusals: std::collections::BTreeMap::new() }
     }
 
-    /// A verb that may be refused, and is, at each of its blocks.
+    /// Calls a verb that may be refused, and is refused at each of its blocks.
     fn taking<T>(&mut self, verb: &'static str, call: impl FnMut(&mut Ledger) -> Result<T, Error>) -> T {
         let (given, blocks) = refused_in_turn(verb, &mut self.ledger, seen, call);
         *self.refusals.entry(verb).or_default() += blocks;
         given
     }
 
-    /// A verb that gives back: it works without any memory.
+    /// Calls a verb that gives back: it works without any memory.
     fn giving<T>(&mut self, call: impl FnOnce(&mut Ledger) -> Result<T, Error>) -> T {
         with(0, || call(&mut self.ledger)).unwrap()
     }
@@ -180,7 +181,7 @@ fn live(world: &mut World, checks: usize) {
     world.taking("take_delta", |ledger| ledger.take_delta(step));
     world.giving(|ledger| ledger.ack_delta(step));
     world.run(step);
-    // One long row, its prefix pinned, a row on it, a twin of it.
+    // One long row with a pinned prefix, a row on that prefix, and a fork.
     let long = Row(rows[0]);
     let step = world.extend(&[long.0], &[3_001]);
     world.run(step);
@@ -188,13 +189,13 @@ fn live(world: &mut World, checks: usize) {
     let on = world.taking("admit_on", |ledger| ledger.admit_on(prefix, Some(2_999), None));
     let step = world.extend(&[on.0], &[3_002]);
     let twin = world.taking("fork", |ledger| ledger.fork(long, None));
-    world.giving(|ledger| ledger.cancel(step)); // the copy that rode on it waits again, before the twin's
+    world.giving(|ledger| ledger.cancel(step)); // the copy that rode on it waits again, before the fork's
     for _ in 0..checks {
         assert_eq!(world.taking("audit", |ledger| ledger.audit()), []);
     }
     let step = world.extend(&[on.0, twin.0], &[3_002, 3_003]);
     world.run(step);
-    // Rounds of all rows: two in flight, some rows cut in between, an abandon.
+    // Rounds of all rows: two in flight, some rows cut in between, one abandon.
     let shapes: Vec<i32> = rows.iter().map(|row| row % 2).collect();
     let decode = |ledger: &mut Ledger| ledger.prepare_decode(&rows, &shapes, true);
     let first = world.taking("prepare_decode", decode).step;
@@ -207,7 +208,7 @@ fn live(world: &mut World, checks: usize) {
     world.giving(|ledger| ledger.abandon(second));
     world.giving(|ledger| ledger.complete(second));
     assert_eq!(world.ledger.num_free_rows(), ROWS as usize - 2);
-    // A session whose window leaves its checkpoint behind.
+    // A session whose window has moved past its checkpoint.
     world.giving(|ledger| ledger.end_turn(on, 3_002));
     world.giving(|ledger| ledger.reclaimable_pages(0));
     let step = world.extend(&[on.0], &[3_700]);
@@ -231,13 +232,13 @@ fn live(world: &mut World, checks: usize) {
 fn a_verb_without_memory_changes_nothing_and_what_gives_back_needs_none() {
     let mut world = World::new(Ledger::new(config()).unwrap());
     live(&mut world, 1);
-    // The memory of the prepare suffices for the resolve, unless what it wrote is gone to a log.
+    // The memory of the prepare is enough for the resolve, unless what it wrote has gone to a log.
     let is_idle = |(verb, refusals): &(&&str, &usize)| **refusals == 0 && **verb != "resolve";
     let idle: Vec<_> = world.refusals.iter().filter(is_idle).collect();
     assert_eq!(idle, [], "verbs that took no memory show nothing");
 }
 
-/// The same while every call is recorded; the log is whole.
+/// The same while every call is recorded. The log is complete afterwards.
 #[test]
 fn a_recorded_ledger_without_memory_keeps_its_log() {
     let path = std::env::temp_dir().join(format!("specpool-memory-{}.log", std::process::id()));
@@ -340,7 +341,7 @@ fn attention_without_memory_is_not_begun() {
     let mut scratch = Scratch::default();
     pure("attend", || attend(&layer, &lane, 0..HEADS, &mut scratch));
     assert!(scratch.out().iter().all(|number| (number - 2.0).abs() < 1e-6));
-    // What was reserved is not asked for again.
+    // Memory that was reserved is not asked for again.
     let mut scratch = Scratch::default();
     pure("reserve", || scratch.reserve(&layer, 9, HEADS));
     with(0, || attend(&layer, &lane, 0..HEADS, &mut scratch)).unwrap();

@@ -1,9 +1,9 @@
-//! Moves of bytes beside a gather followed by a scatter.
+//! Moves of bytes, compared with a gather followed by a scatter.
 
 use proptest::prelude::*;
 use specpool_core::forward::moves::{SlotLayout, SlotMoves};
 
-/// The bytes after the moves, slot by slot from a copy of what was.
+/// The bytes after the moves, computed slot by slot from a copy of the bytes before.
 fn slow(
     before: &[u8],
     [lead, num_pages, page_bytes]: [usize; 3],
@@ -31,7 +31,7 @@ fn bytes(len: usize) -> Vec<u8> {
 }
 
 proptest! {
-    /// Sources repeat, chains and cycles go through slots that are read and written, runs cross pages.
+    /// Sources repeat, chains and cycles pass through slots that are read and written, and runs cross pages.
     #[test]
     fn every_slot_takes_what_its_source_held(
         lead in 1_usize..3,
@@ -96,7 +96,7 @@ fn what_does_not_fit_is_refused_and_moves_nothing() {
     assert_eq!(&two, b"ab");
 }
 
-/// Law: all buffers or none. The second is refused, the first stays as it was.
+/// Law: all buffers are written, or none. If the second is refused, the first stays as it was.
 #[test]
 fn a_buffer_that_is_refused_keeps_the_others_unwritten() {
     let layout = SlotLayout::new([1, 3, 1], vec![1]).unwrap();

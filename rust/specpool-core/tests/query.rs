@@ -1,4 +1,4 @@
-//! Every question that a ledger answers, asked of one busy ledger whose numbers are worked out by hand.
+//! Every query of a ledger, on one busy ledger whose numbers are computed by hand.
 
 use specpool_core::{
     Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Policy, Row, Shape, StepKind, StepState, Verb,
@@ -23,8 +23,8 @@ fn config() -> LedgerConfig {
     }
 }
 
-/// Row 1 has 10 tokens, pages 1 to 3 of the target and a prefix of 8; row 2 shares its first page and waits for the
-/// copy of two tokens; a round of row 1 is prepared.
+/// Row 1 has 10 tokens, pages 1 to 3 of the target, and a prefix of 8. Row 2 shares its first page and waits for the
+/// copy of two tokens. A round of row 1 is prepared.
 fn busy() -> Ledger {
     let mut ledger = Ledger::new(config()).unwrap();
     let row = ledger.admit(Some("one")).unwrap();
@@ -65,7 +65,7 @@ fn what_it_was_built_from() {
     assert_eq!((ledger.num_rows(), ledger.max_context_len(), ledger.max_batch()), (4, 40, 3));
     assert_eq!((ledger.overlap_depth(), ledger.policy(), ledger.max_chunk()), (1, Policy::Exact, Some(12)));
     assert!(ledger.draft_kv() && ledger.sessions() && ledger.page_fencing() && !ledger.is_closed());
-    // 39 tokens, a round in flight of at most 3, the next one's 3 nodes: 45 slots.
+    // 39 tokens, a round in flight of at most 3, and the next round's 3 nodes: 45 slots.
     assert_eq!((ledger.row_width(TARGET).unwrap(), ledger.row_width(WINDOW).unwrap()), (48, 46));
     assert_eq!(ledger.page_table(TARGET).unwrap().pages_per_row(), 12);
 
@@ -87,7 +87,7 @@ fn lengths_of_rows() {
     assert_eq!(ledger.allocated_len(TARGET).unwrap(), [0, 16, 8, 0, 0]);
     assert_eq!(ledger.protected_len(TARGET).unwrap(), [0, 8, 4, 0, 0]);
     assert_eq!(ledger.evicted_len(TARGET).unwrap(), [0; 5]);
-    // The round's prepare gave back what lies below 10 - 3 + 1.
+    // The prepare of the round gave back the pages below 10 - 3 + 1.
     assert_eq!(ledger.evicted_len(WINDOW).unwrap(), [0, 8, 0, 0, 0]);
     assert_eq!(ledger.allocated_len(WINDOW).unwrap(), [0, 14, 6, 0, 0]);
     assert_eq!(ledger.protected_len(WINDOW).unwrap(), [0, 8, 6, 0, 0]);
@@ -160,7 +160,8 @@ fn steps_prefixes_and_digests() {
     assert_eq!(ledger.steps().map(|(_, _, state)| state).collect::<Vec<_>>(), [StepState::Resolved]);
 }
 
-/// Pages count as reclaimable while every holder is an idle row: a prefix or a running row keeps them from it.
+/// Pages count as reclaimable while every holder is an idle row. A prefix or a running row that holds a page keeps it
+/// out of the count.
 #[test]
 fn reclaimable_pages_are_those_that_only_idle_rows_hold() {
     let mut ledger = busy();
@@ -197,7 +198,7 @@ fn reclaimable_pages_are_those_that_only_idle_rows_hold() {
     ledger.check().unwrap();
 }
 
-/// `pages_needed` behind a window: what one prepare finds held and what it claims ahead, however long the row is.
+/// `pages_needed` of a window group: what one prepare finds held plus what it claims ahead, however long the row is.
 #[test]
 fn a_row_never_holds_more_pages_behind_a_window_than_are_needed() {
     let mut ledger = Ledger::new(config()).unwrap();

@@ -1,4 +1,4 @@
-//! Laws of recording and replay: a log run again gives the same ledger, event by event.
+//! Laws of recording and replay: running a log again gives the same ledger, event by event.
 
 use std::path::PathBuf;
 
@@ -38,7 +38,7 @@ fn place(test: &str) -> PathBuf {
     std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
 }
 
-/// One call made of raw numbers; what the ledger refuses is no event.
+/// Makes one call from raw numbers. A refused call is not an event.
 fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> Result<()> {
     let [verb, a, b] = op;
     let (row, len) = (Row(i32::from(a % 5)), i32::from(b % 41));
@@ -80,7 +80,7 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
     Ok(())
 }
 
-/// Runs the operations on a recorded ledger; after each that succeeded: digest, state hash, tags.
+/// Runs the operations on a recorded ledger, and returns digest, state hash and tags after each that succeeded.
 fn record(path: &std::path::Path, ops: &[[u8; 3]]) -> Vec<(u64, u64, Vec<Option<String>>)> {
     let mut ledger = Ledger::recorded(config(), path, 1 << 20).unwrap();
     let (mut snapshots, mut states) = (Vec::new(), Vec::new());
@@ -123,7 +123,7 @@ proptest! {
     }
 }
 
-/// Every verb once, so that none is forgotten: the log's texts, in order.
+/// Makes a call of every verb, so that none is forgotten, and compares the log's texts in order.
 #[test]
 fn every_verb_is_recorded_and_replayed() {
     let path = place("verbs");
@@ -248,7 +248,7 @@ fn a_replay_that_differs_names_the_event_and_its_offset() {
     assert!(error.contains(&expected), "{error}");
 }
 
-/// The ledger writes no such log: it refuses the snapshot.
+/// A ledger never writes such a log, because it refuses the snapshot.
 #[test]
 fn a_restore_of_an_unknown_snapshot_is_named() {
     let path = place("foreign-snapshot");
@@ -261,7 +261,8 @@ fn a_restore_of_an_unknown_snapshot_is_named() {
     assert!(error.contains("(restore)") && error.contains("snapshot 1 is not of this log"), "{error}");
 }
 
-/// Its log could not be replayed; a ledger that is not recorded may take over what one built alike had.
+/// A recorded ledger refuses the snapshot of another, because its log could not be replayed. A ledger that is not
+/// recorded may take it over from one built alike.
 #[test]
 fn a_recorded_ledger_refuses_a_snapshot_that_its_log_does_not_tell_of() {
     let path = place("foreign");
@@ -316,7 +317,7 @@ fn a_ledger_goes_on_behind_the_end_of_its_log() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// Ranks compare digests: tags and snapshots do not enter, calls and their order do.
+/// Ranks compare digests. Tags and snapshots do not enter; calls and their order do.
 #[test]
 fn the_digest_is_over_calls_and_not_over_tags_and_snapshots() {
     let digest = |operate: &dyn Fn(&mut Ledger)| {
@@ -336,7 +337,7 @@ fn the_digest_is_over_calls_and_not_over_tags_and_snapshots() {
     assert_eq!(Ledger::new(silent).unwrap().digest(), None);
 }
 
-/// What a dropped lane was given for its round is read by nobody, and compared by nobody.
+/// The accept length given for a dropped lane is neither read nor compared.
 #[test]
 fn accept_lens_of_dropped_lanes_do_not_enter_the_digest() {
     let digest = |dropped: i32| {

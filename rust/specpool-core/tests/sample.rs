@@ -22,7 +22,7 @@ proptest! {
         prop_assert!((0.0..1.0).contains(&uniform(seed, position)));
     }
 
-    /// The draw does not depend on the rows beside it, and the token always has weight.
+    /// The draw does not depend on neighbouring rows, and the token always has weight.
     #[test]
     fn rows_are_independent(
         logits in prop::collection::vec(-30.0_f32..30.0, 3 * CHUNK + 5), u in 0.0..1.0_f64, top_p in 0.01_f32..=1.0,

@@ -1,4 +1,4 @@
-//! The closed forms of the sizing (docs/contract.md) against plain enumeration.
+//! The closed forms of the sizing (docs/contract.md, Sizing), compared with plain enumeration.
 
 use proptest::prelude::*;
 use specpool_core::ids::ceil_align;
@@ -7,7 +7,7 @@ use specpool_core::{Error, Layout, Shape};
 
 const PAGE_SIZES: [i64; 7] = [1, 2, 3, 4, 7, 16, 64];
 
-/// Slots that one round writes from the root `s`: section 3.2, word by word.
+/// Slots that one round writes from the root `s`: the footprint of docs/contract.md (Reserve), word by word.
 fn footprint(s: i64, page_size: i64, hosts_drafts: bool, layout: Layout, shape: Shape) -> i64 {
     let (depth, k, n) = (i64::from(shape.num_steps), i64::from(shape.topk), i64::from(shape.num_draft_tokens));
     if !hosts_drafts || depth == 0 {
@@ -141,7 +141,7 @@ proptest! {
         page_size: i64, lo: i64, hi: i64, depth: i64, context: i64, count: i64, shape in any_shape(), big: bool,
     ) {
         let shape = if big { Shape::new(1 << 20, 1 << 20, 1 << 20).unwrap() } else { shape };
-        // Half of the draws are cut down to where the functions answer.
+        // Half of the draws are reduced to the range in which the functions answer.
         for (page_size, lo, hi) in [(page_size, lo, hi), (page_size & 0x7fff_ffff, lo & 0xffff, hi & 0xffff_ffff_ffff)] {
             let config = |error: &Error| matches!(error, Error::Config(_));
             let geometry = Geometry::upstream(page_size);
@@ -162,7 +162,7 @@ proptest! {
     }
 }
 
-/// Figures of the older synchronous worker, worked by hand from section 3.4.
+/// Figures of upstream's older synchronous worker, computed by hand (sgl#22406).
 #[test]
 fn v1_estimate_of_chains_and_trees() {
     let tokens = |page_size, s, k, n| sizing::v1_tokens_required(3, page_size, Shape::new(s, k, n).unwrap()).unwrap();

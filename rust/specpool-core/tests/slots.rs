@@ -1,4 +1,4 @@
-//! Slots and moves; the binding's tests compare them with slow twins over many sizes.
+//! Slots and moves. The binding's tests compare them with slow twins over many sizes.
 
 use proptest::prelude::*;
 use specpool_core::forward::slots::{

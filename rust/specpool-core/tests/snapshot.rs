@@ -1,4 +1,4 @@
-//! Snapshots: what comes back, and the counters that never do.
+//! Snapshots: what a restore brings back, and the counters that never go back.
 
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
 
@@ -45,7 +45,7 @@ fn a_restored_state_is_the_old_one_with_younger_counters() {
     assert!(extend(&mut ledger, row, 12) > step);
 }
 
-/// A ledger that took over another's state does not use that one's numbers again.
+/// A ledger that took over another's state does not use that ledger's numbers again.
 #[test]
 fn numbers_go_on_behind_those_of_the_other_ledger() {
     let (mut busy, mut idle) = (ledger(), ledger());

@@ -1,4 +1,4 @@
-//! Draft trees of random candidates: every law of select, organize and build that does not need upstream's figures.
+//! Draft trees of random candidates: every law of select, organize and build that needs no figures from upstream.
 
 use proptest::prelude::*;
 use specpool_core::Error;
@@ -32,12 +32,12 @@ proptest! {
         let n = 1 + pick.index(total + 1);
         let (parent_list, chosen, scores) = round(s, k, n, &draws);
         prop_assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]));
-        // No candidate left out beats one taken; on a tie the lower index was taken.
+        // No candidate that was left out beats one that was taken; on a tie the lower index was taken.
         let worst = chosen.iter().map(|&c| (scores[c as usize], -c)).min_by(|a, b| a.partial_cmp(b).unwrap());
         for c in (0..total as i64).filter(|c| !chosen.contains(c)) {
             prop_assert!(worst.is_none_or(|worst| (scores[c as usize], -c) < worst));
         }
-        // Ties included, a parent is always chosen with its child.
+        // Also on ties, the parent of a chosen child is always chosen.
         let tree = build_tree(&parent_list, &chosen, 1, k).unwrap();
         prop_assert!(tree.depths.iter().all(|&depth| depth as usize <= s));
     }

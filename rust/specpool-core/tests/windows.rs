@@ -1,4 +1,4 @@
-//! Window groups: what a prepare gives back, what a checkpoint keeps, and what a cut can go back to.
+//! Window groups: what a prepare gives back, what a checkpoint keeps, and how far a cut can go back.
 
 use specpool_core::{Error, Geometry, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, state::sizing};
 
@@ -32,7 +32,7 @@ fn evicted(ledger: &Ledger, row: Row) -> i32 {
     ledger.evicted_len(0).unwrap()[row.at()]
 }
 
-/// Scenario 67 through a decode: eviction reckons with r before an extend that may still be cancelled.
+/// Scenario 67 with a decode: eviction uses r before an extend that may still be cancelled.
 #[test]
 fn a_decode_behind_an_unlaunched_extend_leaves_the_extends_own_window() {
     let mut ledger = ledger(1, 2);
@@ -49,7 +49,7 @@ fn a_decode_behind_an_unlaunched_extend_leaves_the_extends_own_window() {
     extend(&mut ledger, row, 5);
 }
 
-/// A cut to a page edge whose window is empty brings nothing back: the checkpoint lies below a gap.
+/// A cut to a page edge whose window is empty brings nothing back: the checkpoint lies further below.
 #[test]
 fn nothing_comes_back_from_a_checkpoint_into_an_empty_window() {
     let mut ledger = ledger(2, 1);
@@ -71,7 +71,7 @@ fn nothing_comes_back_from_a_checkpoint_into_an_empty_window() {
     assert_eq!(ledger.checkpoint_len(row), None);
 }
 
-/// Spec 9: a window whose pages are gone is never silently wrong.
+/// A window whose pages are gone is never silently wrong (docs/contract.md, Window groups).
 #[test]
 fn a_cut_goes_back_to_a_length_whose_window_is_held() {
     let mut ledger = ledger(4, 6);
@@ -106,11 +106,12 @@ fn a_claim_may_use_what_it_evicts_itself_once_the_device_is_done_with_it() {
     let refused = ledger.prepare_extend(&[row.0], &[14], true).unwrap_err();
     let numbers = Error::OutOfPages { group: "window".into(), need: 3, free: 2, fenced: 0, reclaimable: 0 };
     assert_eq!(refused, numbers, "the two that it would evict itself are among the free ones");
-    // Sessions keep a page for their checkpoint in place of giving it back.
+    // With sessions a page is kept for the checkpoint instead of being given back.
     assert!(matches!(ledger.end_turn(row, 8), Err(Error::Config(_))));
 }
 
-/// A prefix whose window begins far from the row's start: the new row takes its e, and the pages from there on.
+/// A prefix whose window begins far from the row's start: the new row takes the prefix's e, and the pages from there
+/// on.
 #[test]
 fn a_row_on_an_evicted_prefix_has_its_window() {
     let mut ledger = ledger(2, 3);
@@ -131,7 +132,8 @@ fn a_row_on_an_evicted_prefix_has_its_window() {
     assert!(error.contains("needs the slots from 4 on, held are those from 6 on"), "{error}");
 }
 
-/// Far below what the row still holds, only a checkpoint has a window to go back to: `trim` finds it, or the start.
+/// Far below what the row still holds, only a checkpoint has a window to go back to. `trim` goes to the checkpoint, or
+/// to the start.
 #[test]
 fn a_cut_goes_back_to_what_the_checkpoint_keeps() {
     for (len, expected) in [(17, 10), (12, 10), (10, 10), (9, 9), (8, 8), (7, 0), (5, 0)] {
@@ -147,7 +149,7 @@ fn a_cut_goes_back_to_what_the_checkpoint_keeps() {
     }
 }
 
-/// Behind a window a row does not grow: what it needs is what it can ever hold, its D rounds in flight and its chunk.
+/// A row does not grow behind a window: it needs what it can ever hold, its D rounds in flight and its chunk.
 #[test]
 fn needs_behind_a_window() {
     let ledger = ledger(1, 6); // D = 1, rounds of 2 nodes that accept up to 2, chunks of 10

@@ -1,8 +1,8 @@
-//! Numbers and arrays on their way in and out: every wrong one is a specpool error with the numbers.
+//! Converts numbers and arrays on their way in and out. Every wrong one is a specpool error with the numbers.
 //!
-//! Two rules, by what a call is: the ledger's batch calls take [`int_array`]s (int32, int64 or a list; copied);
-//! kernels take an [`Input`] or [`Output`] only as it is (exact dtype, number of dimensions, C order), so that nothing
-//! is copied or converted behind the caller's back.
+//! There are two rules. The ledger's batch calls take [`int_array`]s (int32, int64 or a list) and copy them. Kernels
+//! take an [`Input`] or [`Output`] only with the exact dtype, number of dimensions and C order, so that nothing is
+//! copied or converted unnoticed.
 
 use numpy::ndarray::{ArrayView1, ArrayView2, Dim, Dimension, IntoDimension};
 use numpy::npyffi::flags::{NPY_ARRAY_ALIGNED, NPY_ARRAY_WRITEABLE};
@@ -22,13 +22,13 @@ use crate::errors::{config_error, shape_error, to_py};
 /// Largest number of steps, branches or nodes (as `Shape`'s).
 const MAX_COUNT: i64 = 1 << 20;
 
-/// Entries of a batch's array: no ledger has more rows. A view may repeat one number any number of times.
+/// The most entries of a batch's array: no ledger has more rows. A view may repeat one number any number of times.
 const MAX_LANES: usize = 1 << 24;
 
-/// Elements of an array that is handed out.
+/// The most elements of an array that is returned.
 const MAX_ELEMENTS: usize = 1 << 40;
 
-/// A list of anything, of no more entries than a batch can have, whatever length it says that it has.
+/// A list of anything, with no more entries than a batch can have, whatever length it claims.
 pub struct List<T>(pub Vec<T>);
 
 impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
@@ -51,7 +51,7 @@ impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
     }
 }
 
-/// A whole number of a configuration; anything else is a `ConfigError`.
+/// A whole number in a configuration; anything else is a `ConfigError`.
 #[derive(Clone, Copy)]
 pub struct ConfigInt(pub i64);
 
@@ -59,8 +59,8 @@ pub struct ConfigInt(pub i64);
 #[derive(Clone, Copy)]
 pub struct ShapeInt(pub i64);
 
-/// What is said of an argument that is no number, or does not fit: `refuse` of how it is shown. Anything else that the
-/// argument's own methods raised, Ctrl-C among it, stays as it is.
+/// Replaces Python's error for an argument that is no number, or does not fit, by `refuse` of the argument's text. Any
+/// other error that the argument's own methods raise, Ctrl-C included, is passed on.
 fn refused(error: PyErr, value: &Bound<'_, PyAny>, refuse: impl FnOnce(String) -> PyErr) -> PyErr {
     let py = value.py();
     let is_ours = error.is_instance_of::<PyTypeError>(py)
@@ -75,7 +75,7 @@ fn refused(error: PyErr, value: &Bound<'_, PyAny>, refuse: impl FnOnce(String) -
     }
 }
 
-/// The number, or the error that `refuse` makes in place of Python's own `OverflowError` or `TypeError`.
+/// The number, or the error of `refuse` instead of Python's own `OverflowError` or `TypeError`.
 fn whole(value: Borrowed<'_, '_, PyAny>, refuse: fn(String) -> PyErr) -> PyResult<i64> {
     value.extract().map_err(|error| {
         refused(error, &value, |shown| refuse(format!("a whole number of 64 bits is needed, got {shown}")))
@@ -228,7 +228,7 @@ pub struct Output<'py, T: Element, const D: usize> {
     pub dims: [usize; D],
 }
 
-/// The array itself and its shape, or a `ShapeError` that says what was expected and what came.
+/// The array itself and its shape, or a `ShapeError` that says what was expected and what was given.
 fn take<'a, 'py, T: Element, const D: usize>(
     name: &str,
     object: &'a Bound<'py, PyAny>,
@@ -296,7 +296,7 @@ impl<'py, T: Element, const D: usize> Output<'py, T, D> {
     }
 }
 
-/// Where an argument lies in memory.
+/// The memory range of an argument.
 #[derive(Clone, Copy)]
 pub struct Span {
     from: usize,
@@ -314,8 +314,8 @@ impl Span {
     }
 }
 
-/// Refuses what is written where it shares memory with any other argument. (`try_readwrite` knows the arrays and what they
-/// are views of; two arrays on one buffer that no array owns are strangers to it.)
+/// Refuses an output that shares memory with any other argument. (`try_readwrite` knows arrays and what they are views
+/// of. It does not notice two arrays on one buffer that no array owns.)
 pub fn expect_apart<const W: usize, const R: usize>(
     written: [(&'static str, Span); W],
     read: [(&'static str, Span); R],
@@ -352,7 +352,7 @@ pub fn vector<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<
     PyArray1::from_vec(py, values)
 }
 
-/// A new one-dimensional array with the same values: for few of them quicker than [`vector`].
+/// A new one-dimensional array with the same values. For a few values this is faster than [`vector`].
 pub fn copied<'py, T: Element + Copy>(py: Python<'py>, values: &[T]) -> PyResult<Bound<'py, PyArray1<T>>> {
     let mut dims = [values.len() as npy_intp];
     // SAFETY: a new array of that length, written before anyone sees it; where there is no memory for it, an error.
@@ -391,7 +391,7 @@ where
     PyArray1::from_vec(py, values).reshape(dims)
 }
 
-/// A read-only `NumPy` view of `data`, which lives in `owner` and is never moved while `owner` lives.
+/// A read-only `NumPy` view of `data`, which lives in `owner` and is not moved while `owner` lives.
 pub fn view<'py, T: Element>(data: &[T], owner: &Bound<'py, PyAny>) -> Bound<'py, PyArray1<T>> {
     // SAFETY: the array keeps `owner` alive, whose vectors keep their length and place; Python only reads.
     unsafe {
@@ -401,7 +401,7 @@ pub fn view<'py, T: Element>(data: &[T], owner: &Bound<'py, PyAny>) -> Bound<'py
     }
 }
 
-/// As [`view`], with `columns` entries a line.
+/// As [`view`], with `columns` entries per line.
 pub fn view_2d<'py, T: Element>(
     data: &[T],
     columns: usize,

@@ -1,4 +1,4 @@
-//! Attention over pages for Python: the new tokens are written, then the queries attend.
+//! Attention over pages for Python: writes the new tokens, then lets the queries attend.
 #![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
 
 use std::ops::Range;
@@ -12,11 +12,11 @@ use specpool_core::{Result, memory};
 use crate::arrays::{Input, Output, ShapeInt, at_least, expect_apart, expect_dims};
 use crate::errors::{shape_error, to_py};
 
-/// Reads below which other Python threads wait rather than take turns with this one.
+/// With fewer reads than this, a call keeps the interpreter's lock, so other Python threads wait.
 const BRIEF_BYTES: usize = 256 << 10;
-/// Reads that are worth a thread of their own.
+/// Reads that justify a thread of their own.
 const THREAD_BYTES: usize = 2 << 20;
-/// Threads of a call.
+/// The most threads of a call.
 const MOST_THREADS: usize = 256;
 
 #[doc = doc!("attend_pages")]
@@ -95,7 +95,7 @@ struct Arrays<'py> {
 }
 
 impl Arrays<'_> {
-    /// Refuses what is written where it shares memory.
+    /// Refuses outputs that share memory.
     fn expect_apart(&self) -> PyResult<()> {
         let written = [("keys", self.keys.span()), ("values", self.values.span()), ("out", self.out.span())];
         let read = [
@@ -118,7 +118,7 @@ impl Arrays<'_> {
         Ok(())
     }
 
-    /// Refuses shapes that do not fit together, and slots that are none.
+    /// Refuses shapes that do not fit together, and invalid slots.
     fn expect_fitting(&self) -> PyResult<()> {
         let ([num_slots, kv_heads, k_dim], [_, _, v_dim]) = (self.keys.dims, self.values.dims);
         let [num_tokens, heads, _] = self.q.dims;
@@ -139,7 +139,7 @@ impl Arrays<'_> {
         Ok(())
     }
 
-    /// Queries of the lane that has most.
+    /// Queries of the lane that has the most.
     fn most_queries(&self) -> usize {
         self.q_lens.slice().iter().copied().max().unwrap_or(0).max(0) as usize
     }
@@ -170,12 +170,12 @@ impl Arrays<'_> {
         if read_bytes < BRIEF_BYTES {
             return work.run(&layer, &lanes, out).map_err(to_py);
         }
-        // The arrays stay borrowed, and nobody else works on these pages.
+        // The arrays stay borrowed, and no other call works on these pages.
         py.detach(|| work.run(&layer, &lanes, out)).map_err(to_py)
     }
 }
 
-/// The lanes, whose queries stand one after the other; `bias` is `[B, Q, columns]` with Q and columns.
+/// The lanes, with their queries one lane after the other. `bias` is `[B, Q, columns]`, with Q and columns.
 fn lanes_of<'a>(
     q: &'a [f32],
     token: usize,
@@ -216,18 +216,18 @@ fn write(buffer: &mut [f32], new: &[f32], slots: &[i64], width: usize) {
     }
 }
 
-/// Some KV heads of a lane, and where their result comes: `[heads of the range, q_len, v_dim]`.
+/// Some KV heads of a lane, and the place of their result: `[heads of the range, q_len, v_dim]`.
 struct Task<'a> {
     lane: usize,
     kv_heads: Range<usize>,
     result: &'a mut [f32],
 }
 
-/// All memory that a call needs, taken before anything is written.
+/// All memory that a call needs. It is taken before anything is written.
 struct Work {
-    /// One for each thread.
+    /// One scratch for each thread.
     scratches: Vec<Scratch>,
-    /// KV heads of a task: all, where one thread does it all.
+    /// KV heads of a task: all of them, if one thread does everything.
     heads: usize,
     /// The results of all tasks, if threads share them.
     results: Vec<f32>,
@@ -268,7 +268,8 @@ impl Work {
         Ok(())
     }
 
-    /// Fills `results`, by threads: each takes a task until none is left. Those that cannot start are not needed.
+    /// Fills `results` with threads: each thread takes tasks until none is left. Threads that cannot be started are
+    /// not needed.
     fn spread(&mut self, layer: &Layer, lanes: &[Lane]) -> Result<()> {
         let heads = self.heads;
         let mut rest = &mut self.results[..];
@@ -299,7 +300,7 @@ impl Work {
     }
 }
 
-/// The KV heads in runs of so many.
+/// The KV heads, in runs of `heads` or fewer.
 fn parts(layer: &Layer, heads: usize) -> impl Iterator<Item = Range<usize>> + use<> {
     let all = layer.kv_heads;
     (0..all).step_by(heads).map(move |first| first..all.min(first + heads))

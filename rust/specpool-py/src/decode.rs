@@ -1,5 +1,5 @@
-//! One operation from a few random bytes: the decoder of the Rust tests (`specpool_check::decode`), by the names that
-//! the verbs have in Python.
+//! Decodes one operation from a few random bytes, as the Rust tests do (`specpool_check::decode`). It uses the verbs'
+//! Python names.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -1,4 +1,4 @@
-//! The one place that maps core errors to the exceptions of `specpool.errors`.
+//! Maps core errors to the exceptions of `specpool.errors`. No other file does.
 
 use pyo3::prelude::*;
 use specpool_core::Error;
@@ -21,7 +21,7 @@ mod py {
     import_exception!(specpool.errors, StalePlan);
 }
 
-/// The Python exception of a core error, its numbers as attributes.
+/// The Python exception of a core error, with its numbers as attributes.
 pub fn to_py(error: Error) -> PyErr {
     let text = error.to_string();
     match error {

@@ -66,8 +66,8 @@ impl Finding {
     }
 }
 
-/// Where `SPECPOOL_RECORD` has a ledger recorded: `%p` is the process; the second ledger of a process and those after it
-/// put their number behind the name, so that none writes over another.
+/// The path at which `SPECPOOL_RECORD` records a ledger. `%p` is the process id. The second and later ledgers of a
+/// process append their number to the name, so that no ledger writes over the log of another.
 fn path_of_environment() -> Option<PathBuf> {
     let name = std::env::var("SPECPOOL_RECORD").ok().filter(|name| !name.is_empty())?;
     let name = name.replace("%p", &std::process::id().to_string());
@@ -77,7 +77,7 @@ fn path_of_environment() -> Option<PathBuf> {
     }
 }
 
-/// Ledgers of this process that are recorded because the environment says so.
+/// Ledgers of this process that are recorded because of the environment variable.
 static LEDGERS_OF_ENVIRONMENT: AtomicU64 = AtomicU64::new(0);
 
 #[doc = doc!("Ledger")]
@@ -91,8 +91,8 @@ impl From<specpool_core::Ledger> for Ledger {
 }
 
 impl Ledger {
-    /// Runs a verb. A panic in it, which is a bug of ours or a stray write into our memory, may leave the state half
-    /// changed: it is a `CorruptState`, and so is every verb after it.
+    /// Runs a verb. A panic in it is a bug of ours, or a stray write into our memory, and may leave the state half
+    /// changed. So it raises `CorruptState`, and so does every verb after it.
     pub fn change<T>(&mut self, verb: impl FnOnce(&mut specpool_core::Ledger) -> CoreResult<T>) -> PyResult<T> {
         if self.1 {
             return Err(to_py(Error::Corrupt("a verb before this one panicked: the ledger can only be closed".into())));

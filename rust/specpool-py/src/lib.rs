@@ -1,7 +1,7 @@
-//! `specpool._core`: the Python binding of `specpool-core`. It converts, checks array arguments and
-//! nothing else; names are those of the core.
+//! `specpool._core`: the Python binding of `specpool-core`. It converts and checks array arguments, and does nothing
+//! else. The names are those of the core.
 //!
-//! Its documentation is written in `_core.pyi`: `doc!("Ledger.admit")` is the docstring of that method there.
+//! Its documentation is in `_core.pyi`: `doc!("Ledger.admit")` is the docstring of that method there.
 #![allow(missing_docs, unreachable_pub, reason = "documented in _core.pyi, which stubtest checks")]
 #![allow(clippy::doc_markdown, reason = "its documentation is Python's, not Markdown")]
 

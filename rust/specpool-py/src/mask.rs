@@ -1,4 +1,4 @@
-//! What queries see, for Python.
+//! Which cells the queries see, for Python.
 #![allow(clippy::too_many_arguments, reason = "one parameter per argument of the Python function")]
 
 use numpy::PyArray3;
@@ -11,7 +11,7 @@ use crate::errors::to_py;
 
 type MaskArray<'py, T> = Bound<'py, PyArray3<T>>;
 
-/// Gathers the lanes and lets `visibility` say what their queries see.
+/// Gathers the lanes and calls `visibility` on them, which says what their queries see.
 fn of_lanes<'py, T: Copy + numpy::Element>(
     py: Python<'py>,
     starts: &Bound<'py, PyAny>,

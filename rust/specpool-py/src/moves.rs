@@ -8,7 +8,7 @@ use specpool_core::memory;
 use crate::arrays::{Input, List, Output, Span, expect_apart, expect_dims};
 use crate::errors::{shape_error, to_py};
 
-/// A buffer of bytes and where its slots lie.
+/// A buffer of bytes, and where its slots lie.
 struct Buffer<'py> {
     bytes: Output<'py, u8, 3>,
     layout: SlotLayout,
@@ -16,7 +16,7 @@ struct Buffer<'py> {
 
 type BufferList<'py> = List<(Bound<'py, PyAny>, List<usize>)>;
 
-/// The buffers, none of which shares memory with another or with what is `read`.
+/// The buffers. None of them shares memory with another, or with the arrays in `read`.
 fn buffers<'py, const R: usize>(
     arrays: BufferList<'py>,
     read: [(&'static str, Span); R],
@@ -34,7 +34,7 @@ fn buffers<'py, const R: usize>(
     Ok(buffers)
 }
 
-/// As the core takes them.
+/// The buffers as the core takes them.
 fn parts<'a>(buffers: &'a mut [Buffer<'_>]) -> PyResult<Vec<moves::Buffer<'a>>> {
     let parts = buffers.iter_mut().map(|Buffer { bytes, layout }| (&*layout, bytes.slice()));
     memory::collected(parts, "buffers").map_err(to_py)

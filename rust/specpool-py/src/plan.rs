@@ -1,4 +1,4 @@
-//! `Plan` for Python: read-only views into one plan, which outlives them.
+//! `Plan` for Python: read-only views into one plan. A view keeps its plan alive.
 
 use std::sync::Arc;
 

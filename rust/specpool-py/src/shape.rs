@@ -14,7 +14,7 @@ fn field(name: &str, value: i64) -> PyResult<u32> {
     u32::try_from(value).map_err(|_| config_error(format!("{name} must be in [0, 1048576], got {value}")))
 }
 
-/// A core shape of raw numbers.
+/// A core shape from raw numbers.
 pub fn shape(num_steps: ConfigInt, topk: ConfigInt, num_draft_tokens: ConfigInt) -> PyResult<specpool_core::Shape> {
     let (s, k, n) =
         (field("num_steps", num_steps.0)?, field("topk", topk.0)?, field("num_draft_tokens", num_draft_tokens.0)?);

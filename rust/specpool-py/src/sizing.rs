@@ -8,7 +8,7 @@ use crate::arrays::ConfigInt;
 use crate::errors::{config_error, to_py};
 use crate::shape::{Shape, shape};
 
-/// The layout of that name; `refuse` makes the error of the caller's kind.
+/// The layout of that name. `refuse` makes the error for an unknown name.
 pub fn layout(name: &str, refuse: fn(String) -> PyErr) -> PyResult<Layout> {
     match name {
         "dense" => Ok(Layout::Dense),

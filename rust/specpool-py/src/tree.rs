@@ -16,7 +16,7 @@ type Array2<'py, T> = Bound<'py, PyArray2<T>>;
 type Array3<'py, T> = Bound<'py, PyArray3<T>>;
 type Trees<'py> = (Array2<'py, i32>, Array3<'py, bool>, Array2<'py, i32>, Array2<'py, i32>, Array2<'py, i32>);
 
-/// The candidate buffers of a round, whose widths say how many steps it has.
+/// The candidate buffers of a round. Their widths give the number of steps.
 struct Buffers<'py> {
     scores: Output<'py, f32, 2>,
     tokens: Output<'py, i64, 2>,
@@ -32,7 +32,7 @@ impl<'py> Buffers<'py> {
         })
     }
 
-    /// Refuses buffers that share memory, among themselves or with what is `read`.
+    /// Refuses buffers that share memory with each other or with the arrays in `read`.
     fn expect_apart<const R: usize>(&self, read: [(&'static str, Span); R]) -> PyResult<()> {
         let written = [
             ("candidate_scores", self.scores.span()),
@@ -200,7 +200,7 @@ pub fn uniform<'py>(
     Ok(vector(py, draws))
 }
 
-/// Rows to sample from, with their parameters.
+/// The rows of logits to sample from, with their parameters.
 struct Rows<'py> {
     logits: Input<'py, f32, 2>,
     params: Vec<SampleParams>,

@@ -7,8 +7,9 @@
 
 Modules, each on those before it: `errors`, `source` (text of a `.cu`), `toolchain` (g++, cache),
 `memory` (what a kernel may touch), `arguments`, `module`. C++: `device/` is what a kernel sees,
-`runtime/` what runs it, `abi.h` what both agree on; `planted/` holds kernels with known bugs.
-
+Modules, each importing those before it: `errors`, `source` (text of a `.cu`), `toolchain` (g++,
+cache), `memory` (what a kernel may touch), `arguments`, `module`. C++: `device/` is what a kernel
+sees, `runtime/` runs it, `abi.h` is shared by both; `planted/` holds kernels with known bugs.
 It does not replace a GPU run: speed, occupancy, graph capture, missing fences and the last bits of
 floats are not seen. Blocks run one after another.
 """

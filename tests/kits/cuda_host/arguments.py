@@ -1,4 +1,4 @@
-"""Arguments as CuPy packs them, held against the kernel's own C++ signature."""
+"""Pack arguments as CuPy does, and compare them with the kernel's own C++ signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import ArgumentError
 from .memory import Span, VirtualBuffer, address_of, is_tensor, spans_of
 
 _KINDS = {"i": "int", "u": "unsigned int", "f": "float", "s": "struct", "p": "pointer", "v": "void"}
-# Of NumPy's kinds of dtype, those that a parameter of each kind is packed from.
+# For each kind of parameter: the kinds of NumPy dtypes that it can be packed from.
 _DTYPES = {"i": "i", "u": "ub", "f": "f"}
 
 
@@ -34,7 +34,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Packed:
-    """What a launch takes."""
+    """The arguments of a launch."""
 
     pointers: Any  # void*[n], each to a value
     values: list[Any]  # keeps the values alive

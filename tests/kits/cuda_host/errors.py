@@ -1,4 +1,4 @@
-"""What a launch on the host can raise; each error of a kernel knows its lines of the `.cu` file."""
+"""Errors of a launch on the host. Each error of a kernel knows its lines of the `.cu` file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _PLACE = re.compile(r" at (\S+?):(\d+)")
 
 
 class CompileError(RuntimeError):
-    """g++ refused the kernel; the text is its own."""
+    """g++ refused the kernel; the text is g++'s own."""
 
 
 class ArgumentError(TypeError):
-    """CuPy would pack an argument otherwise than the kernel reads it."""
+    """CuPy would pack an argument in a way that the kernel does not read."""
 
 
 class LaunchError(ValueError):
@@ -50,7 +50,7 @@ class ReadOnlyError(KernelError):
 
 
 class MisalignedError(KernelError):
-    """An access at an address that is no multiple of its size."""
+    """An access at an address that is not a multiple of its size."""
 
 
 class RaceError(KernelError):
@@ -66,7 +66,7 @@ class DivergenceError(KernelError):
 
 
 class LivelockError(KernelError):
-    """Threads spin on something that no thread of a block that runs will change."""
+    """Threads spin on a value that no running thread of the block will change."""
 
 
 class UndefinedError(KernelError):

@@ -17,7 +17,7 @@ MAP_NORESERVE = 0x4000  # Linux; `mmap` has it from Python 3.13 on
 
 
 class Tensor(Protocol):
-    """What is used of a `torch.Tensor` on the CPU."""
+    """The part of a `torch.Tensor` on the CPU that is used here."""
 
     device: Any
     shape: Any
@@ -44,9 +44,9 @@ class Span:
 class VirtualBuffer:
     """A range of addresses, gigabytes of them, of which only the windows exist.
 
-    A slot whose byte offset passes 2^31 needs no 2 GiB: give the kernel `address` and open windows
-    where it should read and write. Any other access is an error; in the fast build, one of a page
-    of memory that no window is on.
+    A slot whose byte offset passes 2^31 needs no 2 GiB: give the kernel `address`, and open windows
+    where it should read and write. Any other access is an error; in the fast build only if it hits
+    a page of memory without a window.
 
     Args:
         size: bytes.
@@ -62,7 +62,7 @@ class VirtualBuffer:
         self.windows: dict[tuple[int, int], None] = {}  # (offset, bytes), in the order of opening
 
     def window(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        """The bytes `[offset, offset + size)`, zero at first; opened for good."""
+        """Open the bytes `[offset, offset + size)` for good; they are zero at first."""
         if not 0 <= offset <= offset + size <= self.size:
             raise ValueError(f"window [{offset}, {offset + size}) of {self.size} bytes")
         first = (self.address + offset) & -mmap.PAGESIZE
@@ -130,7 +130,7 @@ class Registration:
         self.buffers, self.name, self.read_only = buffers, name, read_only
 
     def forget(self) -> None:
-        """Takes the buffers back; twice is once."""
+        """Takes the buffers back; a second call does nothing."""
         if self in _registered:
             _registered.remove(self)
 
@@ -141,7 +141,7 @@ class Registration:
         self.forget()
 
     def spans(self) -> list[Span]:
-        """What they cover now: a virtual buffer may have got more windows."""
+        """The spans that they cover now: a virtual buffer may have got more windows."""
         found = []
         for i, buffer in enumerate(self.buffers):
             name = self.name if len(self.buffers) == 1 else f"{self.name}[{i}]"

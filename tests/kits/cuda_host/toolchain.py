@@ -1,4 +1,4 @@
-"""Builds a kernel into a shared library with g++; builds are kept under their content's hash."""
+"""Build a kernel into a shared library with g++; builds are cached by their content's hash."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Build:
 
 
 def unavailable() -> str:
-    """Why kernels cannot run here, or nothing."""
+    """Why kernels cannot run here; empty if they can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"kernels run on Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     missing = [tool for tool in (CXX, "nm", "c++filt", "addr2line") if not shutil.which(tool)]
@@ -187,7 +187,7 @@ def _forget_old() -> None:
 @contextlib.contextmanager
 def _turn(result: Path) -> Iterator[None]:
     """Lets one process build `result` while others wait for it."""
-    import fcntl  # Windows has none, and shall get as far as the reason to skip
+    import fcntl  # Windows has none; there the tests must get as far as the reason to skip
 
     with open(result.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-//! `prove`: runs the enumerations and prints what they found, one line a case, the total last.
+//! `prove`: runs the enumerations and prints what they found, one line per case, then the total.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command")]
 
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! `soak`: random operations until a number of them is done, or a law is broken.
+//! `soak`: runs random operations until a given number is done, or a law is broken.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command")]
 
 use std::process::ExitCode;
@@ -15,7 +15,7 @@ const USAGE: &str = "usage: soak [--ops N] [--seed N] [--threads N] [--plant NAM
   --threads  episodes at a time (2)
   --plant    every episode with the device and a planted fault, which must be found: exit 0 when it is";
 
-/// Operations of one episode; one with the device, which is slower, has an eighth.
+/// Operations of one episode. An episode with the device is slower and has an eighth of them.
 const EPISODE_OPS: u64 = 65_536;
 
 struct Options {
@@ -47,7 +47,7 @@ fn options() -> Result<Options, String> {
     Ok(options)
 }
 
-/// The episode of that number: one in eight has the device.
+/// The episode of that number. One in eight has the device.
 fn episode(options: &Options, number: u64) -> Episode {
     let has_device = options.plant.is_some() || number % 8 == 7;
     let seed = options.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number;

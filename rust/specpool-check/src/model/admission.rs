@@ -1,4 +1,4 @@
-//! How a row or a prefix comes to be: `admit`, `fork`, `pin_prefix`, `release_prefix`.
+//! Where rows and prefixes come from: `admit`, `fork`, `pin_prefix`, `release_prefix`.
 
 use super::{Copy, Holding, Model, ModelPrefix, ModelRow, Outcome, Refusal};
 
@@ -20,13 +20,13 @@ impl Model {
         Ok(self.take_row() as i64)
     }
 
-    /// Slots below this are out of every window from the query at `len` on.
+    /// Slots below this are outside every window of the queries at `len` and later.
     pub(super) fn evict_to(&self, group: usize, len: i32) -> i64 {
         let spec = &self.groups[group];
         spec.window.map_or(0, |window| (i64::from(len) - window + 1).max(0) / spec.page_size * spec.page_size)
     }
 
-    /// The columns without which nothing can follow `len` tokens.
+    /// The columns that must be held for anything to follow `len` tokens.
     pub(super) fn window_columns(&self, group: usize, len: i32) -> std::ops::Range<i64> {
         let page_size = self.groups[group].page_size;
         self.evict_to(group, len) / page_size..(i64::from(len) + page_size - 1) / page_size
@@ -41,7 +41,7 @@ impl Model {
         self.groups.iter().map(|spec| usize::from(i64::from(len) % spec.page_size != 0)).collect()
     }
 
-    /// A new row on `len` tokens of `sources`: whole pages shared, the tail copied.
+    /// Makes a new row on `len` tokens of `sources`: whole pages are shared, the tail is copied.
     fn take_row_on(&mut self, sources: &[Holding], len: i32, drafted: i32) -> usize {
         let row = self.take_row();
         for (group, source) in sources.iter().enumerate() {
@@ -88,13 +88,13 @@ impl Model {
         Ok(self.take_row_on(&source.groups, len, source.drafted) as i64)
     }
 
-    /// A copy into a page of the row waits, or rides on a step that is not complete.
+    /// Whether a copy into a page of the row waits, or rides on a step that is not complete.
     fn has_unfinished_copy(&self, row: usize) -> bool {
         let riding = self.steps.iter().filter(|step| step.step > self.completed).flat_map(|step| &step.copies);
         riding.chain(&self.pending).any(|copy| copy.row == row && self.is_wanted(copy))
     }
 
-    /// The row that the copy is for still holds the page that it writes.
+    /// Whether the row that the copy is for still holds the page that it writes.
     pub(super) fn is_wanted(&self, copy: &Copy) -> bool {
         self.rows[copy.row].groups[copy.group].pages().any(|page| page == copy.dst)
     }
@@ -128,7 +128,7 @@ impl Model {
             return Err(Refusal::Shape);
         }
         let writes = |step: &super::ModelStep| {
-            // A launched step writes whatever became of the plan; one that is not launched never will once stale.
+            // A launched step writes whatever became of the plan. An unlaunched step that is stale never writes.
             let its = |lane: &&super::Lane| {
                 lane.row == row && lane.life == state.life && (step.launched || lane.epoch == state.epoch)
             };

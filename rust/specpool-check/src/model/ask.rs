@@ -1,11 +1,11 @@
-//! One operation put to the model, and what the ledger answered in the model's words.
+//! Makes one call on the model, and translates the ledger's answer into the model's words.
 
 use specpool_core::Error;
 
 use super::{Model, Outcome, Refusal};
 use crate::op::{Given, Op};
 
-/// Asks the model what the ledger is asked.
+/// Makes the ledger's call on the model.
 pub(crate) fn ask(model: &mut Model, op: &Op) -> Outcome {
     match op {
         Op::Admit => model.admit(),
@@ -28,7 +28,7 @@ pub(crate) fn ask(model: &mut Model, op: &Op) -> Outcome {
     }
 }
 
-/// What the ledger gave, in the model's words.
+/// The ledger's answer in the model's words.
 pub(crate) fn outcome(found: &Result<Given, Error>) -> Outcome {
     Err(match found {
         Ok(given) => {

@@ -1,4 +1,4 @@
-//! What makes a row shorter or gives it back: `trim`, `end_turn`, `retract`, `finish`, `abort`.
+//! The verbs that make a row shorter or give it back: `trim`, `end_turn`, `retract`, `finish`, `abort`.
 
 use super::{Holding, Model, ModelRow, Outcome, Refusal};
 
@@ -19,7 +19,7 @@ impl Model {
         })
     }
 
-    /// The row is cut to `len` tokens in one group; a checkpoint that does not stay is forgotten.
+    /// Cuts the row to `len` tokens in one group. A checkpoint that does not stay is forgotten.
     fn cut(&mut self, row: usize, group: usize, len: i32, checkpoint_stays: bool) {
         let window = self.window_columns(group, len);
         let columns = window.end;

@@ -1,4 +1,4 @@
-//! A prepared step's way: `launch`, `resolve`, `complete`, `cancel`, `abandon`.
+//! The life of a prepared step: `launch`, `resolve`, `complete`, `cancel`, `abandon`.
 
 use std::collections::BTreeSet;
 
@@ -75,7 +75,7 @@ impl Model {
         Ok(0)
     }
 
-    /// The oldest steps that are resolved and complete are over.
+    /// Removes the oldest steps that are resolved and complete.
     fn forget_steps(&mut self) {
         let completed = self.completed;
         let is_over = |step: &super::ModelStep| step.resolved && step.step <= completed;
@@ -129,7 +129,7 @@ impl Model {
         Ok(0)
     }
 
-    /// A pending copy whose row no longer holds the destination has nobody to serve.
+    /// Drops pending copies whose row no longer holds the destination.
     pub(super) fn drop_lost_copies(&mut self) {
         let waiting = std::mem::take(&mut self.pending);
         self.pending = waiting.into_iter().filter(|copy| self.is_wanted(copy)).collect();

@@ -1,6 +1,6 @@
-//! A slow, plain model of the ledger, from docs/contract.md: every page is a number that is never used twice, who
-//! holds it is found by asking everyone, and the refusals come in the documented order. It shares no code with the
-//! ledger but the reserve, which `tests/sizing.rs` proves.
+//! A slow, plain model of the ledger, written from docs/contract.md. Every page is a number that is never used twice.
+//! Its holders are found by asking every row and prefix. The refusals come in the documented order. The model shares
+//! no code with the ledger except the reserve, which `tests/sizing.rs` proves.
 
 #![allow(dead_code, reason = "two programs use it, each its own part")]
 
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use specpool_core::{Geometry, LedgerConfig, Reserve};
 
-/// A page of the model; which page of the ledger it is, the tables tell.
+/// A page of the model. The tables tell which page of the ledger it is.
 pub(crate) type PageId = u32;
 
 /// Why the model refuses a call, with the numbers that the error must state.
@@ -48,25 +48,25 @@ pub(crate) enum Refusal {
     },
     Shape,
     Config,
-    /// No call may end like this.
+    /// An outcome that no call may have.
     Never(String),
 }
 
-/// What a verb returns: a row, a step, a prefix or a length, 0 where there is nothing to say.
+/// What a verb returns: a row, a step, a prefix or a length; 0 if it returns nothing.
 pub(crate) type Outcome = Result<i64, Refusal>;
 
 /// What the model must know of a group.
 #[derive(Debug, Clone)]
 pub(crate) struct ModelGroup {
-    /// How errors call it.
+    /// The name of the group in errors.
     pub(crate) name: String,
     /// P.
     pub(crate) page_size: i64,
-    /// Pages in all.
+    /// Number of pages.
     pub(crate) num_pages: usize,
     /// w.
     pub(crate) window: Option<i64>,
-    /// Per shape.
+    /// The reserve of each shape.
     pub(crate) reserves: Vec<Reserve>,
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct ModelGroup {
 pub(crate) struct Round {
     /// Its step.
     pub(crate) step: u64,
-    /// A.
+    /// Its A.
     pub(crate) most: i32,
     /// Whether it writes draft KV of what it accepts.
     pub(crate) writes_draft: bool,
@@ -94,7 +94,7 @@ pub(crate) struct Holding {
     pub(crate) evicted: i64,
     /// Column -> page, as in the table.
     pub(crate) table: BTreeMap<i64, PageId>,
-    /// Column -> page, which the checkpoint keeps outside the table.
+    /// Column -> page, for the pages that the checkpoint keeps outside the table.
     pub(crate) kept: BTreeMap<i64, PageId>,
 }
 
@@ -111,11 +111,11 @@ impl Holding {
 /// One row.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ModelRow {
-    /// Admitted and not given back.
+    /// Whether it is admitted and not given back.
     pub(crate) live: bool,
     /// r.
     pub(crate) resolved: i32,
-    /// Draft KV is valid below it.
+    /// Draft KV is valid below this.
     pub(crate) drafted: i32,
     /// Oldest first.
     pub(crate) rounds: Vec<Round>,
@@ -123,13 +123,13 @@ pub(crate) struct ModelRow {
     pub(crate) epoch: u64,
     /// Counts the requests that had the row.
     pub(crate) life: u64,
-    /// An extend has launched since the row was admitted or cut shorter.
+    /// Whether an extend has launched since the row was admitted or cut shorter.
     pub(crate) has_root: bool,
     /// r before the extend that is not launched.
     pub(crate) extend_from: Option<i32>,
     /// The last launched step that it took part in.
     pub(crate) last_launched: u64,
-    /// Between two turns.
+    /// Whether it is between two turns.
     pub(crate) idle: bool,
     /// The length of the last finished turn.
     pub(crate) checkpoint: Option<i32>,
@@ -144,7 +144,7 @@ pub(crate) struct Lane {
     pub(crate) row: usize,
     /// Its epoch at the preparation.
     pub(crate) epoch: u64,
-    /// The request that had it then.
+    /// The request that had the row then.
     pub(crate) life: u64,
     /// Its shape.
     pub(crate) shape: usize,
@@ -152,13 +152,13 @@ pub(crate) struct Lane {
     pub(crate) lo: i32,
     /// The greatest.
     pub(crate) hi: i32,
-    /// r before.
+    /// r before the step.
     pub(crate) start: i32,
-    /// Draft KV before.
+    /// `drafted_len` before the step.
     drafted: i32,
-    /// Between two turns before.
+    /// Whether the row was between two turns before the step.
     idle: bool,
-    /// a before, per group.
+    /// a before the step, per group.
     pub(crate) allocated: Vec<i64>,
 }
 
@@ -190,11 +190,11 @@ pub(crate) struct ModelStep {
     pub(crate) lanes: Vec<Lane>,
     /// The copies that ride on it.
     pub(crate) copies: Vec<Copy>,
-    /// Launched.
+    /// Whether it is launched.
     pub(crate) launched: bool,
-    /// Resolved; an extend has nothing to resolve.
+    /// Whether it is resolved; an extend has nothing to resolve.
     pub(crate) resolved: bool,
-    /// Its forward failed.
+    /// Whether its forward failed.
     pub(crate) abandoned: bool,
 }
 
@@ -203,7 +203,7 @@ pub(crate) struct ModelStep {
 pub(crate) struct ModelPrefix {
     /// Tokens.
     pub(crate) len: i32,
-    /// Draft KV is valid below it.
+    /// Draft KV is valid below this.
     pub(crate) drafted: i32,
     /// Per group.
     pub(crate) groups: Vec<Holding>,
@@ -212,7 +212,7 @@ pub(crate) struct ModelPrefix {
 /// The whole ledger.
 #[derive(Debug, Clone)]
 pub(crate) struct Model {
-    /// In the ledger's order.
+    /// The groups, in the ledger's order.
     pub(crate) groups: Arc<[ModelGroup]>,
     /// Per shape: A, and whether it drafts.
     pub(crate) shapes: Arc<[(i32, bool)]>,
@@ -238,13 +238,13 @@ pub(crate) struct Model {
     cancelled: BTreeSet<u64>,
     /// Steps whose delta was taken and is not acknowledged.
     takes: BTreeSet<u64>,
-    /// Copies that wait for the next step prepared, first in line first.
+    /// Copies that wait for the next step prepared, in order.
     pub(crate) pending: Vec<Copy>,
-    /// The last launched step of everyone who gave the page back, where it is not complete.
+    /// The latest launched step of everyone who gave the page back, if it is not complete.
     fences: BTreeMap<(usize, PageId), u64>,
     /// Pages that had a second holder at some time.
     shared: BTreeSet<(usize, PageId)>,
-    /// Rows that can be handed out; the last one goes first.
+    /// Rows that can be handed out; the last one is handed out first.
     free_rows: Vec<usize>,
     /// (fence, row), in the order in which they were given back.
     fenced_rows: Vec<(u64, usize)>,

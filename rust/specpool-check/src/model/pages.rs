@@ -35,7 +35,7 @@ impl Model {
         self.shared.contains(&(group, page))
     }
 
-    /// Copies that are not launched: both of their pages are held until they are.
+    /// Copies that are not launched. Each holds both of its pages until it is.
     fn waiting_copies(&self) -> impl Iterator<Item = &Copy> {
         self.steps.iter().filter(|step| !step.launched).flat_map(|step| &step.copies).chain(&self.pending)
     }
@@ -49,7 +49,7 @@ impl Model {
         self.is_copied(group, page) || self.fences.get(&(group, page)).is_some_and(|&step| step > self.completed)
     }
 
-    /// Pages that nobody holds but that may be touched.
+    /// Pages that nobody holds but that a step or a copy may still touch.
     pub(crate) fn fenced_pages(&self, group: usize) -> usize {
         let fences = self.fences.keys().filter(|(at, _)| *at == group).map(|&(_, page)| page);
         let copies = self.waiting_copies().filter(|copy| copy.group == group).flat_map(|copy| [copy.src, copy.dst]);
@@ -70,13 +70,13 @@ impl Model {
         pages.into_iter().filter(|&page| self.holders(group, page).into_iter().all(idle)).count()
     }
 
-    /// A page that nobody has had.
+    /// A new page, which nobody has had.
     pub(super) fn new_page(&mut self) -> PageId {
         self.next_page += 1;
         self.next_page - 1
     }
 
-    /// The row no longer holds the page, which its last launched step may still touch.
+    /// Drops the row as a holder of the page. The row's last launched step may still touch it.
     pub(super) fn leave_fence(&mut self, group: usize, page: PageId, row: usize) {
         let fence = self.rows[row].last_launched;
         if self.page_fencing && fence > self.completed {
@@ -85,14 +85,15 @@ impl Model {
         }
     }
 
-    /// Whether everyone who holds the page drops it, and it is free at once then.
+    /// Whether everyone who holds the page drops it, so that it is free at once.
     pub(super) fn would_be_free(&self, group: usize, page: PageId, droppers: &[usize]) -> bool {
         let untouched = |row: usize| !self.page_fencing || self.rows[row].last_launched <= self.completed;
         let drops = |who: Holder| matches!(who, Holder::Row(row) if droppers.contains(&row) && untouched(row));
         !self.is_touched(group, page) && self.holders(group, page).into_iter().all(drops)
     }
 
-    /// Refuses when the first group that is short lacks pages; `gained` come free by the call itself.
+    /// Refuses the call if a group lacks pages, and names the first such group. `gained` pages become free by the call
+    /// itself.
     pub(super) fn check_pages(&self, need: &[usize], gained: &[usize]) -> Result<(), Refusal> {
         for (group, spec) in self.groups.iter().enumerate() {
             let free = self.free_pages(group) + gained[group];

@@ -3,7 +3,7 @@
 use super::{Lane, Model, ModelStep, Outcome, PageId, Refusal, Round};
 
 impl Model {
-    /// r without the extend that a cancel may take back: its window must stay.
+    /// r without the extend that a cancel may undo. The window of this length must stay.
     fn settled(&self, row: usize) -> i32 {
         self.rows[row].extend_from.unwrap_or(self.rows[row].resolved)
     }
@@ -15,12 +15,12 @@ impl Model {
         state.groups[group].table.range(..edge).map(|(&column, &page)| (column, page)).collect()
     }
 
-    /// The checkpoint wants the page at that column.
+    /// Whether the checkpoint keeps the page at that column.
     fn checkpoint_wants(&self, group: usize, row: usize, column: i64) -> bool {
         self.rows[row].checkpoint.is_some_and(|len| self.window_columns(group, len).contains(&column))
     }
 
-    /// Pages that the eviction of the batch makes free at once.
+    /// Pages that the eviction of the batch frees at once.
     fn gain(&self, group: usize, rows: &[usize]) -> usize {
         let dropped: std::collections::BTreeSet<PageId> = (rows.iter())
             .flat_map(|&row| self.evictions(group, row).into_iter().map(move |cell| (row, cell)))
@@ -52,7 +52,7 @@ impl Model {
         held.evicted = held.evicted.max(to);
     }
 
-    /// All or nothing: `wanted[lane][group]` slots for each row, and a step.
+    /// Claims `wanted[lane][group]` slots for each row, and makes a step: all or nothing.
     fn claim(&mut self, is_extend: bool, rows: &[usize], shapes: &[i32], wanted: &[Vec<i64>]) -> Outcome {
         let pages = |lane: usize, group: usize| {
             let page_size = self.groups[group].page_size;

@@ -1,4 +1,4 @@
-//! Everything that can be asked of a ledger, against what the model says.
+//! Compares everything that a ledger can be asked with what the model says.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -19,7 +19,7 @@ fn equal<T: PartialEq + Debug>(what: &str, at: usize, found: T, expected: T) -> 
     }
 }
 
-/// Compares all lengths, counts and tables; `pages` remembers from one call to the next which page is which.
+/// Compares all lengths, counts and tables. `pages` remembers the mapping of pages from one call to the next.
 pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Result<(), String> {
     let text = |error: specpool_core::Error| error.to_string();
     for (at, row) in model.rows.iter().enumerate() {
@@ -51,7 +51,7 @@ pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Resul
     equal("prefixes", 0, ledger.prefixes().collect::<Vec<_>>(), model.prefixes.keys().copied().collect())
 }
 
-/// The tables hold the model's pages under the ledger's names, each with its state and its holders.
+/// Checks that the tables hold the model's pages under the ledger's names, each with its state and its holders.
 fn same_pages(ledger: &Ledger, model: &Model, group: usize, names: &mut BTreeMap<PageId, i32>) -> Result<(), String> {
     let text = |error: specpool_core::Error| error.to_string();
     let held = model.held_pages(group);

@@ -1,7 +1,7 @@
-//! Attention of a few queries per lane over pages, on a CPU: keys and values are read where they lie.
+//! Attention of a few queries per lane over pages, on a CPU. It reads keys and values in place.
 //!
-//! A lane's columns are taken block by block, each once for all of its queries; the softmax is corrected as it goes on
-//! (Milakov and Gimelshein, arXiv:1805.02867). Columns beyond a lane's own length are never read.
+//! A lane's columns are read block by block, each block once for all queries of the lane. The softmax is corrected as
+//! it goes on (Milakov and Gimelshein, arXiv:1805.02867). Columns beyond a lane's own length are never read.
 #![allow(clippy::inline_always, reason = "only what is inlined is compiled for the instructions chosen")]
 
 use std::ops::Range;
@@ -12,10 +12,10 @@ use crate::check::same_len;
 use crate::error::{Error, Result};
 use crate::memory;
 
-/// Columns that are scored before their values are added up: both still lie in the nearest cache then.
+/// Columns that are scored before their values are added up: a block this small is still in the nearest cache then.
 const BLOCK: usize = 32;
 
-/// One layer's keys and values, and how its scores are made.
+/// One layer's keys and values, and how its scores are computed.
 #[derive(Debug, Clone, Copy)]
 pub struct Layer<'a> {
     /// `[num_slots, kv_heads, k_dim]`
@@ -28,17 +28,17 @@ pub struct Layer<'a> {
     pub kv_heads: usize,
     /// Query heads, a multiple of `kv_heads`.
     pub heads: usize,
-    /// Numbers of a key.
+    /// Numbers per key.
     pub k_dim: usize,
-    /// Numbers of a value.
+    /// Numbers per value.
     pub v_dim: usize,
     /// Factor of the scores.
     pub scaling: f32,
     /// Scores become `softcap * tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// `[heads]`: further scores that take part in the softmax only.
+    /// `[heads]`: extra scores that take part in the softmax only.
     pub sinks: Option<&'a [f32]>,
-    /// Causal queries see only so many columns, their own included.
+    /// The most columns that a causal query sees, its own included.
     pub window: Option<usize>,
 }
 
@@ -47,9 +47,9 @@ pub struct Layer<'a> {
 pub struct Lane<'a> {
     /// The page of each run of `page_size` columns.
     pub pages: &'a [i32],
-    /// No query sees a column from there on.
+    /// No query sees this column or a later one.
     pub kv_len: usize,
-    /// Queries.
+    /// Number of queries.
     pub q_len: usize,
     /// `[q_len, heads, k_dim]`
     pub q: &'a [f32],
@@ -63,7 +63,7 @@ impl Layer<'_> {
     /// Refuses sizes that do not fit together, and a softcap of 0 or below.
     ///
     /// # Errors
-    /// [`Error::Shape`] names the first.
+    /// [`Error::Shape`] names the first size that does not fit.
     pub fn check(&self) -> Result<()> {
         for (name, value) in [
             ("page_size", self.page_size),
@@ -88,7 +88,7 @@ impl Layer<'_> {
         self.sinks.map_or(Ok(()), |sinks| same_len("sinks", sinks.len(), self.heads))
     }
 
-    /// Refuses a lane whose columns do not all lie in the buffers; nothing is read before.
+    /// Refuses a lane if not all of its columns lie in the buffers. It reads no key or value before that.
     ///
     /// # Errors
     /// [`Error::Shape`] with the numbers.
@@ -116,29 +116,30 @@ impl Layer<'_> {
         self.keys.len() / (self.kv_heads * self.k_dim)
     }
 
-    /// Bytes of keys and values that a lane reads.
+    /// Bytes of keys and values that attending for a lane reads.
     #[must_use]
     pub fn read_bytes(&self, lane: &Lane) -> usize {
         4 * lane.kv_len * self.kv_heads * (self.k_dim + self.v_dim)
     }
 }
 
-/// Working memory of [`attend`], kept from lane to lane, and what came out.
+/// Working memory of [`attend`], reused from lane to lane, and its result.
 #[derive(Debug, Default)]
 pub struct Scratch {
     /// `[rows, BLOCK]`, where a row is a query head's query: head by head, its queries in order.
     scores: Vec<f32>,
-    /// `[rows]`: greatest score so far, and the sum of what is softened by it.
+    /// `[rows]`: the greatest score so far, and the sum of the exponentials relative to it.
     best: Vec<f32>,
     sum: Vec<f32>,
     /// `[rows, v_dim]`
     out: Vec<f32>,
-    /// What [`fetch`] came across: nobody looks at it.
+    /// A sum of the numbers that [`fetch`] read; it only keeps the reads from being optimized away.
     fetched: f32,
 }
 
 impl Scratch {
-    /// Takes the memory for `q_len` queries of so many KV heads: [`attend`] takes none for these, or for fewer.
+    /// Takes the memory for `q_len` queries of that many KV heads. [`attend`] then takes none for these sizes or
+    /// smaller ones.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]
@@ -157,19 +158,19 @@ impl Scratch {
         Ok(())
     }
 
-    /// The result of the latest [`attend`], `[heads of the range, q_len, v_dim]`.
+    /// The result of the latest [`attend`]: `[heads of the range, q_len, v_dim]`.
     #[must_use]
     pub fn out(&self) -> &[f32] {
         &self.out
     }
 
-    /// Puts the latest result of these KV heads into the lane's `[q_len, heads, v_dim]`.
+    /// Copies the latest result of these KV heads into the lane's `[q_len, heads, v_dim]`.
     pub fn store(&self, layer: &Layer, kv_heads: &Range<usize>, out: &mut [f32]) {
         store(&self.out, layer, kv_heads, out);
     }
 }
 
-/// Puts a result of [`attend`] into the lane's `[q_len, heads, v_dim]`.
+/// Copies a result of [`attend`] into the lane's `[q_len, heads, v_dim]`.
 pub fn store(result: &[f32], layer: &Layer, kv_heads: &Range<usize>, out: &mut [f32]) {
     let (groups, dim) = (layer.heads / layer.kv_heads, layer.v_dim);
     let first = kv_heads.start * groups;
@@ -180,10 +181,10 @@ pub fn store(result: &[f32], layer: &Layer, kv_heads: &Range<usize>, out: &mut [
     }
 }
 
-/// Attends for some KV heads of a lane, which [`Layer::check`] and [`Layer::check_lane`] have accepted.
+/// Attends for some KV heads of a lane. [`Layer::check`] and [`Layer::check_lane`] must have accepted the lane.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`], unless [`Scratch::reserve`] has taken what is needed.
+/// [`Error::OutOfMemory`], unless [`Scratch::reserve`] has taken enough memory.
 pub fn attend(layer: &Layer, lane: &Lane, kv_heads: Range<usize>, scratch: &mut Scratch) -> Result<()> {
     thread_local!(static ARCH: Arch = Arch::new());
     scratch.reserve(layer, lane.q_len, kv_heads.len())?;
@@ -201,7 +202,7 @@ struct Attend<'a> {
 impl WithSimd for Attend<'_> {
     type Output = ();
 
-    /// Heads of the usual sizes get code of their own, whose loops over a head are written out.
+    /// Heads of the usual sizes get specialized code, whose loops over a head have a constant length.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let dims = |dim| Layer { k_dim: dim, v_dim: dim, ..*self.layer };
@@ -251,7 +252,7 @@ impl Attend<'_> {
     }
 }
 
-/// Columns `[first, first + slots.len())` and where they lie.
+/// Columns `[first, first + slots.len())` and their slots.
 struct Block<'a> {
     slots: &'a [usize],
     first: usize,
@@ -265,7 +266,7 @@ fn first_column(layer: &Layer, lane: &Lane) -> usize {
     }
 }
 
-/// `scores[row, j]`: the keys are read in the order in which they lie.
+/// Computes `scores[row, j]`. It reads the keys in the order in which they lie in memory.
 #[inline(always)]
 fn score<S: Simd>(simd: S, layer: &Layer, lane: &Lane, kv_heads: &Range<usize>, block: &Block, scores: &mut [f32]) {
     let (dim, q_len) = (layer.k_dim, lane.q_len);
@@ -285,8 +286,8 @@ fn score<S: Simd>(simd: S, layer: &Layer, lane: &Lane, kv_heads: &Range<usize>, 
     }
 }
 
-/// Reads a number of each cache line of the block's values, in order: many lines are on their way at once, where the
-/// sums of one head after the other would wait for each.
+/// Reads one number of each cache line of the block's values, in order. Many lines are then loaded at the same time;
+/// the sums, head after head, would wait for each line.
 #[inline(always)]
 fn fetch(layer: &Layer, kv_heads: &Range<usize>, block: &Block, fetched: &mut f32) {
     const LINE: usize = 16;
@@ -321,7 +322,7 @@ fn dot<S: Simd>(simd: S, a: &[f32], b: &[f32]) -> f32 {
     sum
 }
 
-/// Makes weights of the scores, and corrects what was added up before.
+/// Turns the scores into weights, and rescales the sums of earlier blocks.
 #[inline(always)]
 fn soften<S: Simd>(simd: S, lane: &Lane, layer: &Layer, block: &Block, rows: Range<usize>, scratch: &mut Scratch) {
     let count = block.slots.len();
@@ -344,7 +345,7 @@ fn soften<S: Simd>(simd: S, lane: &Lane, layer: &Layer, block: &Block, rows: Ran
             }
         }
         let best = greatest.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        // Nothing is seen so far, or what is seen is no number, which has to show.
+        // Either nothing is seen so far, or a score is NaN, which must reach the result.
         let base = if best == f32::NEG_INFINITY { 0.0 } else { best };
         let (bases, mut sums) = (simd.splat_f32s(base), simd.splat_f32s(0.0));
         for part in S::as_mut_simd_f32s(scores).0 {
@@ -362,7 +363,7 @@ fn soften<S: Simd>(simd: S, lane: &Lane, layer: &Layer, block: &Block, rows: Ran
     }
 }
 
-/// Adds the bias to the scores of one query, or hides what is no column of it.
+/// Adds the bias to the scores of one query, or hides the columns that the query must not see.
 #[inline(always)]
 fn hide(lane: &Lane, layer: &Layer, block: &Block, query: usize, scores: &mut [f32]) {
     let count = block.slots.len();
@@ -383,7 +384,7 @@ fn hide(lane: &Lane, layer: &Layer, block: &Block, query: usize, scores: &mut [f
 /// `out[row] += weights[row] @ values` of one KV head.
 #[inline(always)]
 fn add_values<S: Simd>(simd: S, layer: &Layer, head: usize, block: &Block, rows: Range<usize>, scratch: &mut Scratch) {
-    /// Sums that stay in registers.
+    /// Sums that are kept in registers.
     const KEPT: usize = 8;
     let dim = layer.v_dim;
     for row in rows {
@@ -412,7 +413,7 @@ fn add_values<S: Simd>(simd: S, layer: &Layer, head: usize, block: &Block, rows:
     }
 }
 
-/// Lets the sinks take part, and divides by the sums.
+/// Adds the sinks to the sums, and divides by the sums.
 #[inline(always)]
 fn finish(layer: &Layer, lane: &Lane, kv_heads: &Range<usize>, scratch: &mut Scratch) {
     let groups = layer.heads / layer.kv_heads;
@@ -432,8 +433,8 @@ fn finish(layer: &Layer, lane: &Lane, kv_heads: &Range<usize>, scratch: &mut Scr
     }
 }
 
-/// `e^x` for x of 0 or below, to about 1e-7 of itself; 0 where that is below the least normal number (the polynomial is
-/// Cephes' `expf`).
+/// `e^x` for x <= 0, with a relative error of about 1e-7; 0 if the result is below the least normal number. The
+/// polynomial is that of Cephes' `expf`.
 #[inline(always)]
 fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to whole numbers

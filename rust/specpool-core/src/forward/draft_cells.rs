@@ -1,4 +1,5 @@
-//! The cells of a round's drafts, and what reads, copies and masks follow from where they lie (`layout`).
+//! The cells of a round's drafts, and the reads, copies and masks that follow from them (`layout` says where they
+//! lie).
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
@@ -9,7 +10,7 @@ use crate::memory::{filled, with_room, zeroed};
 /// Most drafts of one lane and round.
 const MAX_CELLS: usize = 1 << 20;
 
-/// What the drafts of one round look like: the same for every lane.
+/// The form of the drafts of one round: the same for every lane.
 #[derive(Debug, Clone, Copy)]
 pub struct Drafts {
     num_steps: usize,
@@ -29,7 +30,7 @@ struct Lane {
 /// What each branch of a draft step reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DraftReads {
-    /// `[n * K + 1]`: where each branch's slots start in `kv_indices`.
+    /// `[n * K + 1]`: where each branch's slots begin in `kv_indices`.
     pub kv_indptr: Vec<i32>,
     /// Slots: the prefix, then `step + 1` drafts.
     pub kv_indices: Vec<i32>,
@@ -73,7 +74,7 @@ impl Drafts {
 
     fn lane(&self, lane: usize, root: i32) -> Result<Lane> {
         let root = not_negative("roots", lane, root)?;
-        // A row has at most 2^31 slots: no position beyond is any use, and the sums below stay far inside i64.
+        // A row has at most 2^31 slots, so a position beyond is useless, and the sums below stay far inside i64.
         if self.branches.end(root) > 1 << 31 {
             return Err(Error::Shape(format!(
                 "roots[{lane}] = {root} leaves no room for {} branches of {} drafts below 2^31",
@@ -131,10 +132,10 @@ impl Drafts {
         Ok(())
     }
 
-    /// Elements that `kv_indices` must have room for in every step of the round: `K * (sum(roots) + n*S)` (sgl#27338).
+    /// Elements that `kv_indices` must have room for in each step of the round: `K * (sum(roots) + n*S)` (sgl#27338).
     ///
     /// # Errors
-    /// [`Error::Shape`] when that passes int32.
+    /// [`Error::Shape`] when that does not fit into int32.
     pub fn read_capacity(&self, roots: &[i32]) -> Result<usize> {
         let prefixes: i64 = roots.iter().map(|&root| i64::from(root.max(0))).sum();
         fit("kv_indices", &[self.topk, prefixes as usize + roots.len() * self.num_steps])
@@ -143,7 +144,7 @@ impl Drafts {
     /// The slots that each branch reads at `step`: its prefix, then `step + 1` drafts.
     ///
     /// With `ancestors` (`[n, K, width]`, `width > step`, see [`advance_ancestors`]) the drafts are the true
-    /// ancestors; without, each branch reads its own cells, as upstream.
+    /// ancestors. Without, each branch reads its own cells, as upstream.
     ///
     /// # Errors
     /// [`Error::Shape`] when lengths differ, an ancestor is no branch, or a position is outside its row.
@@ -210,10 +211,10 @@ impl Drafts {
         Ok(holder as usize)
     }
 
-    /// What the K queries of a draft step see of their lane's own cells, and where those cells stand.
+    /// The cells of a lane that the K queries of a draft step see, and the positions of those cells.
     ///
-    /// Column `c` of both is the cell at position `root + c`: `own_mask` is `[n, K, width]`, `own_positions`
-    /// `[n, width]` holds the position in the *sequence* of the token in it. Cells that hold no draft are masked.
+    /// Column `c` of both arrays is the cell at position `root + c`. `own_mask` is `[n, K, width]`. `own_positions` is
+    /// `[n, width]` and holds the position in the *sequence* of the cell's token. Cells that hold no draft are masked.
     ///
     /// # Errors
     /// As [`Drafts::read_indices`].
@@ -241,8 +242,9 @@ impl Drafts {
         Ok((Grid { width: self.topk * width, cells: mask }, Grid { width, cells: positions }))
     }
 
-    /// The page-table form for readers of whole pages: `[n * K, width]` pages, of which branch b of a lane reads
-    /// `root + step + 1` slots: the prefix's pages below `base`, then the branch's own. Unused columns are 0.
+    /// The pages that each branch reads, for readers of whole pages: `[n * K, width]`. Of these, branch b of a lane
+    /// reads the first `root + step + 1` slots: first the prefix's pages below `base`, then the branch's own pages.
+    /// Unused columns are 0.
     ///
     /// # Errors
     /// [`Error::Shape`] when the layout is dense and K > 1, lengths differ, or a position is outside its row.
@@ -279,7 +281,8 @@ impl Drafts {
         Err(Error::Shape(format!("{what} needs the holey layout where topk > 1, got dense with topk {}", self.topk)))
     }
 
-    /// Copies of the prefix's partial tail page into the holes before the drafts of branches `1..K`, once a round.
+    /// Copies of the prefix's partial tail page into the holes before the drafts of branches `1..K`. Make them once
+    /// per round.
     ///
     /// # Errors
     /// [`Error::Shape`] when lengths differ, or a position is outside its row or has no page.
@@ -297,8 +300,8 @@ impl Drafts {
         })
     }
 
-    /// After the selection of `step`: copies of the drafts `0..step` of each branch's parent over its own, so that a
-    /// reader of whole pages sees true ancestors. `branch_parents` is `[n, K]`. Branches may swap.
+    /// Copies of the drafts `0..step` of each branch's parent over the branch's own, to be made after the selection of
+    /// `step`. A reader of whole pages then sees true ancestors. `branch_parents` is `[n, K]`. Branches may swap.
     ///
     /// # Errors
     /// [`Error::Shape`] when lengths differ, a parent is no branch, or a position is outside its row or has no page.
@@ -328,7 +331,7 @@ impl Drafts {
         })
     }
 
-    /// Collects moves lane by lane; padded lanes have none.
+    /// Collects moves lane by lane. Padded lanes have none.
     fn moves(
         &self,
         table: &TableView,
@@ -352,7 +355,7 @@ impl Drafts {
     }
 }
 
-/// Brings `ancestors` `[n, K, width]` to `step`, in place: each branch takes its parent's line and adds itself.
+/// Advances `ancestors` `[n, K, width]` to `step`, in place: each branch takes its parent's line and adds itself.
 ///
 /// Entry `[b, k, j]` is the branch whose cell of step j holds the j-th draft on branch k's path.
 ///
@@ -371,7 +374,7 @@ pub fn advance_ancestors(ancestors: &mut [i32], branch_parents: &[i32], topk: us
         return Err(Error::Shape(format!("branch_parents[{lane}, {branch}] must be in [0, {topk}), got {parent}")));
     }
     if branch_parents.is_empty() {
-        return Ok(()); // Whatever the sizes of an array without a lane are.
+        return Ok(()); // Without a lane the other sizes of the arrays do not matter.
     }
     let mut before = filled(0, topk * width, "the ancestors of a lane")?;
     for (lane, parents) in branch_parents.chunks_exact(topk).enumerate() {

@@ -1,16 +1,16 @@
-//! What the queries of one forward see of their rows: the prefix, then their own cells.
+//! Which cells of their row the queries of one forward see: the prefix, then the forward's own cells.
 
 use crate::check::{fit, not_negative, same_len};
 use crate::error::{Error, Result};
 use crate::memory::filled;
 
-/// The lanes of one forward. Column `c` of a lane is the cell at in-row position `c`; its *own* cells, those that the
+/// The lanes of one forward. Column `c` of a lane is the cell at in-row position `c`. The *own* cells, which the
 /// forward writes, start at `starts[lane]`.
 #[derive(Debug, Clone, Copy)]
 pub struct MaskLanes<'a> {
     /// `[n]`: first own cell; every query sees the cells below.
     pub starts: &'a [i32],
-    /// `[n]`: queries that are not padding.
+    /// `[n]`: number of queries that are not padding.
     pub q_lens: &'a [i32],
     /// Q: queries per lane, padding included.
     pub num_queries: usize,
@@ -20,9 +20,9 @@ pub struct MaskLanes<'a> {
     pub q_positions: Option<&'a [i32]>,
     /// `[n, W]`: each own cell's position in the sequence; `None` = `starts + j`.
     pub own_positions: Option<&'a [i32]>,
-    /// W of `own_mask` and `own_positions`; without them the own cells are the `q_lens`.
+    /// W of `own_mask` and `own_positions`. Without these arrays a lane has `q_lens` own cells.
     pub own_width: usize,
-    /// A query sees only positions above its own minus this.
+    /// A query sees only positions above its own position minus this.
     pub window: Option<i64>,
 }
 

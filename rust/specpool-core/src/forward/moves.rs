@@ -1,4 +1,4 @@
-//! Moves of slots within buffers of bytes: on the CPU what `cuda/moves.cu` does on a device.
+//! Moves of slots within buffers of bytes. This is the CPU twin of `cuda/moves.cu`.
 
 use std::ops::Range;
 
@@ -7,11 +7,11 @@ use crate::error::{Error, Result};
 use crate::forward::slots::check_slots;
 use crate::memory::{room, zeroed};
 
-/// Widths that an error shows.
+/// The most widths that an error lists.
 const MAX_SHOWN: usize = 16;
 
 /// Where slots lie in a buffer of bytes `[lead, num_pages, P * sum(widths)]`. A page holds one field after the other,
-/// for all its P slots (sgl#31218); a plain buffer has one field and pages of one slot.
+/// each for all its P slots (sgl#31218). A plain buffer has one field, and pages of one slot.
 #[derive(Debug, Clone)]
 pub struct SlotLayout {
     lead: usize,
@@ -24,8 +24,8 @@ pub struct SlotLayout {
 /// A buffer's layout and its bytes.
 pub type Buffer<'a> = (&'a SlotLayout, &'a mut [u8]);
 
-/// Moves that may be made in every buffer of `num_slots` slots: what `held` reads is kept aside, then `direct` is
-/// copied in order, then `held` is written.
+/// Moves for every buffer of `num_slots` slots: the bytes that `held` reads are saved first, then `direct` is copied
+/// in order, then `held` is written.
 #[derive(Debug, Clone)]
 pub struct SlotMoves {
     num_slots: usize,
@@ -33,7 +33,7 @@ pub struct SlotMoves {
     held: Vec<Run>, // moves that read what an earlier one writes
 }
 
-/// Moves of slots that follow each other, on both sides.
+/// Moves of consecutive slots: consecutive in the source and in the target.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     src: usize,
@@ -66,13 +66,13 @@ impl SlotLayout {
         Ok(Self { lead, num_pages, page_bytes, page_size: page_bytes / slot_bytes, widths })
     }
 
-    /// Slots, of every lead and field.
+    /// Slots of each lead and field.
     #[must_use]
     pub fn num_slots(&self) -> usize {
         self.num_pages.saturating_mul(self.page_size)
     }
 
-    /// Bytes of `num_slots` slots, of every lead and field.
+    /// Bytes of `num_slots` slots, over all leads and fields.
     #[must_use]
     pub fn bytes_of(&self, num_slots: usize) -> usize {
         self.widths.iter().sum::<usize>().saturating_mul(self.lead).saturating_mul(num_slots)
@@ -99,7 +99,7 @@ impl Field {
         self.base + slot / self.page_size * self.page_bytes + slot % self.page_size * self.width
     }
 
-    /// Calls `copy` with the bytes of each run, or of each of its slots where they may stand apart.
+    /// Calls `copy` with the bytes of each run, or slot by slot if the slots of a field may lie apart.
     fn each(&self, runs: &[Run], mut copy: impl FnMut(Range<usize>, Range<usize>)) {
         let bytes = |slot, len| self.at(slot)..self.at(slot) + len * self.width;
         let is_plain = self.page_bytes == self.page_size * self.width;
@@ -112,7 +112,7 @@ impl Field {
         }
     }
 
-    /// Writes `values`, one after the other, to where the runs go, and takes them away.
+    /// Writes `values`, one after the other, to the targets of the runs, and consumes them.
     fn write(&self, runs: &[Run], bytes: &mut [u8], values: &mut &[u8]) {
         self.each(runs, |_, dst| {
             let (value, rest) = values.split_at(dst.len());
@@ -123,7 +123,7 @@ impl Field {
 }
 
 impl SlotMoves {
-    /// Moves by which slot `dst[i]` takes what slot `src[i]` held before the first of them.
+    /// Plans the moves by which slot `dst[i]` takes what slot `src[i]` held before the first move.
     ///
     /// # Errors
     /// [`Error::Shape`] when lengths differ, a slot is outside `[0, num_slots)`, one is written twice, or there are
@@ -168,14 +168,14 @@ impl SlotMoves {
     /// Makes the moves in every buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] when a buffer is not as its layout says or has fewer slots, [`Error::OutOfMemory`]; nothing is
-    /// moved then, in none.
+    /// [`Error::Shape`] when a buffer does not fit its layout or has fewer slots, [`Error::OutOfMemory`]. Then nothing
+    /// is moved in any buffer.
     pub fn apply(&self, buffers: &mut [Buffer<'_>]) -> Result<()> {
         for (layout, bytes) in &*buffers {
             self.check(layout, bytes)?;
         }
         if self.direct.is_empty() && self.held.is_empty() {
-            return Ok(()); // Not even a look at the fields: a buffer without bytes may have any number.
+            return Ok(()); // Return before looking at the fields: a buffer without bytes may have any number of them.
         }
         let num_held: usize = self.held.iter().map(|run| run.len).sum();
         let widest = buffers.iter().flat_map(|(layout, _)| &layout.widths).max().copied().unwrap_or(0);
@@ -192,11 +192,11 @@ impl SlotMoves {
         Ok(())
     }
 
-    /// Writes each buffer's values to the targets, in the order given to `new`: `n` slots of one field after the other.
-    /// The sources must be the targets.
+    /// Writes each buffer's values to the targets, in the order given to `new`: `n` slots of one field after the
+    /// other. The sources must be the targets.
     ///
     /// # Errors
-    /// As [`SlotMoves::apply`], and when there are more or fewer values; nothing is written then, in no buffer.
+    /// As [`SlotMoves::apply`], and when there are more or fewer values. Then nothing is written in any buffer.
     pub fn scatter(&self, buffers: &mut [Buffer<'_>], values: &[&[u8]]) -> Result<()> {
         same_len("values", values.len(), buffers.len())?;
         let n = self.direct.iter().map(|run| run.len).sum();

@@ -1,7 +1,7 @@
-//! (row, position) -> slot, and what is made of it: ranges, CSR views, table deltas, compaction.
+//! Maps (row, position) to slots, and builds ranges, CSR views, table deltas and compaction on top of that.
 //!
-//! A [`TableView`] borrows a page table; every access through it is checked, so that a wrong row, position or page
-//! is an error that names it and never a foreign slot.
+//! A [`TableView`] borrows a page table and checks every access. A wrong row, position or page is an error that names
+//! it, and never leads to a foreign slot.
 
 use std::ops::Range;
 
@@ -25,12 +25,12 @@ pub struct RowView<'a> {
     page_size: i64,
 }
 
-/// Slots to move: `dst[i]` takes what `src[i]` held before the first of them was written.
+/// Slots to move: `dst[i]` takes what `src[i]` held before the first write.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Moves {
     /// Slots read.
     pub src: Vec<i64>,
-    /// Slots written, each once.
+    /// Slots written, each at most once.
     pub dst: Vec<i64>,
 }
 
@@ -45,11 +45,11 @@ impl Moves {
 /// A CSR view of rows for readers of whole pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageCsr {
-    /// `[n + 1]`: where each lane's pages start in `kv_indices`.
+    /// `[n + 1]`: where each lane's pages begin in `kv_indices`.
     pub kv_indptr: Vec<i32>,
     /// Pages.
     pub kv_indices: Vec<i32>,
-    /// `[n]`: slots used of each lane's last page, in `1..=P`; 0 for a lane of length 0.
+    /// `[n]`: used slots of each lane's last page, in `1..=P`; 0 for a lane of length 0.
     pub kv_last_page_len: Vec<i32>,
 }
 
@@ -101,7 +101,7 @@ impl RowView<'_> {
     /// The page in `column`.
     ///
     /// # Errors
-    /// [`Error::Shape`] when the column is outside the row or its slots are not int32.
+    /// [`Error::Shape`] when the column is outside the row or its slots do not fit into int32.
     pub fn page(&self, column: i64) -> Result<i64> {
         let page = usize::try_from(column).ok().and_then(|column| self.cells.get(column));
         match page {
@@ -135,7 +135,7 @@ impl RowView<'_> {
         Ok(self.page(position / self.page_size)? * self.page_size + position % self.page_size)
     }
 
-    /// The slot of `position`, which must lie in a page that the row holds (so never in the sink).
+    /// The slot of `position`, which must lie in a page that the row holds (and so never in the sink).
     ///
     /// # Errors
     /// [`Error::Shape`] when the position is outside the row, or its cell is 0.
@@ -152,10 +152,10 @@ impl RowView<'_> {
         Ok(slot)
     }
 
-    /// Calls `run` with the slots of each stretch of `positions` that lies in one page.
+    /// Calls `run` with the slots of each part of `positions` that lies in one page.
     ///
     /// # Errors
-    /// [`Error::Shape`] when a position is outside the row; `run` may have been called by then.
+    /// [`Error::Shape`] when a position is outside the row; `run` may have been called for earlier positions.
     pub fn each_run(&self, positions: Range<i64>, mut run: impl FnMut(Range<i64>)) -> Result<()> {
         if positions.is_empty() {
             return Ok(());
@@ -220,13 +220,13 @@ pub fn slot_ranges(table: &TableView, rows: &[i32], starts: &[i32], lens: &[i32]
     Ok(slots)
 }
 
-/// The sum of `lens`, as long as the array can be indexed by int32.
+/// The sum of `lens`, refused if an array of that length could not be indexed by int32.
 fn total(name: &str, lens: &[i32]) -> Result<usize> {
     let sum: i64 = lens.iter().map(|&len| i64::from(len.max(0))).sum();
     fit(name, &[sum as usize])
 }
 
-/// Pages of `[0, lens[i])` of each row, as CSR: for prefill and verify.
+/// Pages of `[0, lens[i])` of each row as CSR, for prefill and verify.
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ, or a row or length is outside the table.
@@ -281,10 +281,10 @@ pub fn apply_table_delta(cells: &mut [i32], width: usize, rows: &[i32], columns:
     Ok(())
 }
 
-/// Moves the KV of the accepted nodes, written at `roots[b] + node`, to `roots[b] ..` in the order of the walk.
+/// Plans the moves of the accepted nodes' KV from `roots[b] + node` to `roots[b] ..`, in the order of the walk.
 ///
 /// `accept_index` `[n, S + 1]` holds flat node ids `lane * N + node`, padded with -1. Padded lanes (row 0) move
-/// nothing, and a node that already stands in its place is left out.
+/// nothing. A node that is already in its place is left out.
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ, a node is not one of its lane's or does not come after the one before, or
@@ -333,7 +333,7 @@ pub fn compact_moves(
     Ok(moves)
 }
 
-/// Refuses moves that a buffer of `num_slots` slots cannot do: slots outside it, or one written twice.
+/// Refuses moves that a buffer of `num_slots` slots cannot make: slots outside it, or a slot written twice.
 ///
 /// # Errors
 /// [`Error::Shape`] naming the entry.

@@ -1,4 +1,4 @@
-//! The full audit: every page and every row is counted, and the sums must meet (busy check, level 2).
+//! The full audit: counts every page and every row, and checks the sums (busy check, level 2).
 
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
@@ -11,21 +11,21 @@ use crate::state::step::StepKind;
 /// Lines of a report before it is cut.
 const MAX_LINES: usize = 20;
 
-/// One broken rule, and what it is about as far as that is known.
+/// One broken rule, and its subject as far as it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// Index of the group.
     pub group: Option<usize>,
-    /// The page, of that group; 0 where a row holds the sink.
+    /// The page of that group; 0 if a row holds the sink.
     pub page: Option<Page>,
-    /// The row; live or not, and row 0 too.
+    /// The row: live or not, or row 0.
     pub row: Option<Row>,
     /// The rule, with the numbers.
     pub text: String,
 }
 
 impl Finding {
-    /// Of the ledger, or of one group.
+    /// A finding about the ledger, or about one group.
     fn of(group: Option<usize>, text: String) -> Self {
         Self { group, page: None, row: None, text }
     }
@@ -57,10 +57,10 @@ impl Ledger {
         Err(Error::Corrupt(report.join("; ")))
     }
 
-    /// Every broken invariant of the ledger, O(pages + table cells); empty where all is well.
+    /// Returns every broken invariant of the ledger, O(pages + table cells); empty if there is none.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when there is none to count with.
+    /// [`Error::OutOfMemory`] when there is no memory for the counts.
     pub fn audit(&self) -> Result<Vec<Finding>> {
         let mut report = Vec::new();
         self.audit_rows(&mut report)?;
@@ -143,7 +143,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// The per-row counts of rounds must be those of the steps in flight.
+    /// The per-row counts of rounds must equal those of the steps in flight.
     fn audit_rounds(&self, report: &mut Vec<Finding>) -> Result<()> {
         let rows = &self.rows;
         let (len, what) = (rows.num_rows() + 1, "an audit of rounds");
@@ -187,12 +187,11 @@ impl Ledger {
         Ok(())
     }
 
-    /// Held pages and the cells, checkpoints, prefixes and copies that hold them must be the same thing seen from two
-    /// sides.
+    /// The pages that are held must match the cells, checkpoints, prefixes and copies that hold them.
     fn audit_group(&self, at: usize, report: &mut Vec<Finding>) -> Result<()> {
         let group = &self.groups[at];
         let (name, pool) = (&group.spec.name, &group.pool);
-        // What a checkpoint kept outside the table, behind the window, was not shared with the pages in it.
+        // The pages that a checkpoint kept outside the table were not shared together with those in the table.
         let has_checkpoints = self.sessions && group.spec.window.is_some();
         let mut counts = filled(PageCounts::default(), pool.num_mapped(), "an audit of pages")?;
         let mut count = |page: Page, is_idle: bool| {
@@ -280,7 +279,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// A checkpoint's pages are all held, and what is kept outside the table is below e.
+    /// A checkpoint's pages are all held, and those outside the table lie below e.
     fn audit_checkpoint(&self, at: usize, row: Row, report: &mut Vec<Finding>) {
         let group = &self.groups[at];
         let needed = group.checkpoint_columns(self.rows.checkpoint(row));
@@ -301,7 +300,7 @@ impl Ledger {
     }
 }
 
-/// Faults that no public call can bring about: planted here, and found.
+/// Plants faults that no public call can cause, and checks that the audit finds them.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -381,7 +380,7 @@ mod tests {
         }
     }
 
-    /// (group, page, row) of each finding: what can be taken out of use.
+    /// (group, page, row) of each finding: what the busy check takes out of use.
     #[test]
     fn a_finding_names_what_it_is_about() {
         type Fault = fn(&mut Ledger, Row);
@@ -389,11 +388,11 @@ mod tests {
         let faults: [(&[About], Fault); 5] = [
             (&[(None, None, Some(1))], |ledger, row| ledger.rows.drafted[row.at()] = 11),
             (&[(Some(0), Some(4), Some(1)), (Some(0), Some(4), None)], |ledger, row| {
-                ledger.groups[0].allocated[row.at()] = 12; // a page less than it holds
+                ledger.groups[0].allocated[row.at()] = 12; // one page less than the row holds
             }),
             (&[(Some(0), Some(1), None), (Some(0), Some(4), None)], |ledger, row| {
                 let cell = ledger.groups[0].table.cell(row, 3);
-                ledger.groups[0].table.set(cell, Page(1)); // twice in the row
+                ledger.groups[0].table.set(cell, Page(1)); // the same page twice in the row
             }),
             (&[(Some(0), Some(5), None)], |ledger, row| {
                 ledger.groups[0].pool.take(row, 1, Verb::Trim).unwrap();
@@ -428,7 +427,7 @@ mod tests {
         assert_eq!(before, format!("{ledger:?}"));
     }
 
-    /// A round that the row does not have in flight is not taken from it.
+    /// A round that the row does not have in flight cannot be taken from it.
     #[test]
     fn a_resolve_of_a_corrupt_row_is_refused() {
         let (mut ledger, row) = busy();
@@ -439,7 +438,7 @@ mod tests {
         assert_eq!(before, format!("{ledger:?}"));
     }
 
-    /// Scenario 4: whatever the lengths say, no claim passes the end of the row.
+    /// Scenario 4: no claim passes the end of the row, whatever the lengths say.
     #[test]
     fn scenario_04_a_claim_past_the_row_width_is_refused() {
         let (mut ledger, row) = busy();
@@ -451,7 +450,7 @@ mod tests {
         assert_eq!(before, format!("{ledger:?}"));
     }
 
-    /// Two lanes that are wrong are not one that is right.
+    /// Two faults in opposite directions do not cancel out.
     #[test]
     fn two_corrupt_rows_are_refused_as_one_is() {
         let (mut ledger, row) = busy();
@@ -459,7 +458,7 @@ mod tests {
         let step = ledger.prepare_extend(&[other.0], &[10], true).unwrap().step;
         ledger.launch(step).unwrap();
         let width = ledger.row_width(0).unwrap() as i32;
-        // The row with a round in flight claims from 16 on, the end of what it has, or from beyond it.
+        // The row with a round in flight claims from 16 on, the end of its pages, or from beyond it.
         let plants: [(i32, [i32; 2], &str); 4] = [
             (15, [width - 3; 2], "row 1 overflows"),
             (15, [width - 4, width - 3], "row 2 in group kv: kv_committed_len 15 > allocated_len 12"),
@@ -478,7 +477,7 @@ mod tests {
         }
     }
 
-    /// Nor is it shared.
+    /// A page that is not held cannot be shared either.
     #[test]
     fn a_foreign_page_is_never_shared() {
         let (mut ledger, row) = busy();
@@ -491,7 +490,7 @@ mod tests {
         assert_eq!(before, format!("{ledger:?}"));
     }
 
-    /// A page in the row's table that another row owns stops the release before anything moves.
+    /// If another row owns a page in the row's table, the release stops before anything changes.
     #[test]
     fn a_foreign_page_is_never_given_back() {
         let (mut ledger, row) = busy();

@@ -1,4 +1,4 @@
-//! A prepared step's way: `launch`, `resolve`, `complete`; or `cancel`; or, where its forward failed, `abandon`.
+//! The life of a prepared step: `launch`, `resolve`, `complete`; or `cancel`; or `abandon` if its forward failed.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::state::step::{Plan, StepKind, StepRecord};
 use crate::verb::Verb;
 
 impl Ledger {
-    /// The step's forward is about to be enqueued. Call it before the first copy, table delta or kernel of the step.
+    /// Marks the step as enqueued. Call it before the first copy, table delta or kernel of the step.
     ///
     /// # Errors
     /// [`Error::Order`] unless it is the oldest step not launched; [`Error::StalePlan`] when a row of it was released
@@ -34,8 +34,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// The copies of the step are about to be enqueued: from here on the step's fence keeps their pages, and their
-    /// rows take part in it.
+    /// Marks the copies of the step as enqueued: from now on the step's fence keeps their pages, and their rows take
+    /// part in the step.
     fn launch_copies(&mut self, step: u64) {
         let completed = self.steps.completed();
         let fence = if self.page_fencing { step } else { 0 };
@@ -50,8 +50,8 @@ impl Ledger {
         }
     }
 
-    /// The round's outcome: `accept_lens[lane]` tokens count, the bonus token included. Oldest round first per row.
-    /// Lanes whose row was released since prepare are dropped, their entries unread.
+    /// Counts a round's tokens: `accept_lens[lane]` of each lane, the bonus token included. Resolve the rounds of one
+    /// row oldest first. Lanes whose row was released since prepare are dropped, and their entries are not read.
     ///
     /// # Errors
     /// [`Error::Order`] (an extend; not launched; already resolved; an older round of a row is unresolved),
@@ -88,7 +88,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Why a decode cannot be resolved: of the first lane whose row stands and that is out of order or out of range.
+    /// Returns why a decode cannot be resolved, for the first lane that is not dropped and is out of order or out of
+    /// range.
     fn refuse_resolve(&self, plan: &Plan, accept_lens: &[i32]) -> Error {
         let step = plan.step;
         for (lane, &accept_len) in accept_lens.iter().enumerate() {
@@ -112,8 +113,8 @@ impl Ledger {
         Error::Corrupt(format!("resolve of step {step} was refused without a reason"))
     }
 
-    /// The step and every step before it have finished on the device: what was fenced behind them is free. Of a step
-    /// that is complete already, no effect.
+    /// Says that this step and every step before it have finished on the device, and frees what was fenced behind
+    /// them. A step that is complete already changes nothing.
     ///
     /// # Errors
     /// [`Error::Order`] when it is not launched, or was cancelled.
@@ -130,9 +131,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Undoes the newest unlaunched step, also a stale one: its rows get their lengths back, the pages that it took
-    /// are free at once, its page copies wait again, before all others. A lane whose row was released since prepare was
-    /// undone by that. What the prepare evicted stays evicted.
+    /// Undoes the newest unlaunched step, also a stale one. Its rows get their lengths back. The pages that it took
+    /// are free at once. Its page copies wait again, before all others. A lane whose row was released since prepare is
+    /// skipped: the release has undone it. Pages that the prepare evicted stay evicted.
     ///
     /// # Errors
     /// [`Error::Order`] unless it is the newest step and not launched.
@@ -202,9 +203,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// The launched step's forward failed. Every row in it, and every row that a page copy of it went to, is retracted
-    /// unless it was given back since; also one that was cut since. For a decode this is its resolve. What the rows
-    /// held stays fenced until [`Ledger::complete`] reaches the step, after a synchronise or a reset of the device.
+    /// Gives up a launched step whose forward failed. Retracts every row in it, and every row that a page copy of it
+    /// went to, unless the row was given back since. A row that was cut since is retracted too. A decode counts as
+    /// resolved then. The pages of the rows stay fenced until [`Ledger::complete`] reaches the step; call that after a
+    /// synchronize or a reset of the device.
     ///
     /// # Errors
     /// [`Error::Order`] when it is not launched, is complete, or is abandoned already.

@@ -1,6 +1,6 @@
-//! The state with every name replaced by what it stands for: pages by their first appearance, steps by their place in
-//! the queue, epochs by whether a plan's still stands. Two ledgers of one configuration with the same normal form do
-//! the same from there on, but for the names that they give. For enumeration; nothing in the ledger uses it.
+//! The state without arbitrary names: a page is named by its first appearance, a step by its place in the queue, and
+//! an epoch by whether a plan's epoch is still current. Two ledgers of one configuration with the same normal form
+//! behave the same from then on, except for the ids that they give. Enumerations use this; the ledger itself does not.
 
 use super::Ledger;
 use crate::ids::{Page, Row};
@@ -8,17 +8,17 @@ use crate::state::page_copy::TailCopy;
 use crate::state::page_pool::PageState;
 use crate::state::step::StepState;
 
-/// Names for pages, given in the order in which they are asked for; one set may serve a ledger and what follows it.
+/// Names for pages, given in the order in which they are asked for. One set may serve a ledger and its successors.
 #[derive(Debug, Clone, Default)]
 pub struct PageNames {
-    /// Per group and page: its name, 0 while it has none.
+    /// Per group and page: its name, or 0 if it has none yet.
     names: Vec<Vec<u64>>,
-    /// Names given.
+    /// Number of names given.
     count: u64,
 }
 
 impl PageNames {
-    /// Forgets all names; the memory stays.
+    /// Forgets all names, and keeps the memory.
     pub fn clear(&mut self) {
         self.names.iter_mut().for_each(|names| names.fill(0));
         self.count = 0;
@@ -51,8 +51,9 @@ impl PageNames {
 }
 
 impl Ledger {
-    /// Writes the normal form of rows, steps, prefixes and copies; the pages that appear get names. What is known of
-    /// the pages themselves goes with [`Ledger::write_normal_pages`], when everything that has names has named.
+    /// Writes the normal form of rows, steps, prefixes and copies, and names the pages that appear.
+    /// [`Ledger::write_normal_pages`] then writes the pages themselves; call it after everything that names pages has
+    /// been written.
     pub fn write_normal_form(&self, names: &mut PageNames, word: &mut impl FnMut(u64)) {
         let Self { groups, rows, steps, copies, prefixes, .. } = self;
         for at in 1..=rows.num_rows() {
@@ -94,7 +95,7 @@ impl Ledger {
             let flags = [is_complete, record.is_abandoned()];
             word(flags.iter().fold(plan.kind as u64 * 4 + state as u64, |bits, &flag| bits << 1 | u64::from(flag)));
             if is_complete && state == StepState::Resolved {
-                continue; // Over, behind one that is not.
+                continue; // Over, but behind a step that is not.
             }
             for lane in 0..plan.num_lanes() {
                 let stands = plan.epochs[lane] == rows.epoch[plan.rows[lane] as usize];
@@ -102,7 +103,7 @@ impl Ledger {
                 word((plan.rows[lane] as u64) << 2 | u64::from(stands) << 1 | u64::from(is_resident));
                 word(plan.lo[lane] as u64);
             }
-            // A resolve wants the shapes; the rest of the plan is for launch and cancel only.
+            // A resolve needs the shapes; only launch and cancel need the rest of the plan.
             if state != StepState::Resolved {
                 word(u64::from(plan.writes_draft));
                 plan.shapes.iter().for_each(|&shape| word(shape as u64));
@@ -129,7 +130,7 @@ impl Ledger {
         }
     }
 
-    /// Writes what is known of every page that has a name, and how many others are fenced how long.
+    /// Writes every named page, and how many unnamed pages are fenced behind which step.
     pub fn write_normal_pages(&self, names: &PageNames, word: &mut impl FnMut(u64)) {
         for (at, group) in self.groups.iter().enumerate() {
             let mut lines: Vec<(u64, u64)> = Vec::new();
@@ -137,7 +138,7 @@ impl Ledger {
             for (page, name) in names.named(at) {
                 is_named[page as usize] = true;
                 let line = self.page_line(at, Page(page));
-                // A free page with a name is one that something on its way still touches, without page fencing.
+                // Without page fencing, a free page with a name is one that a step on its way still touches.
                 let turn = if line == 0 { group.pool.turn_of(Page(page)) as u64 } else { 0 };
                 lines.push((name, line | turn));
             }
@@ -160,7 +161,7 @@ impl Ledger {
         }
     }
 
-    /// The cells of a group's table, row by row, whose change no acknowledged delta has told; in no order, none where
+    /// The cells of a group's table, row by row, whose change no acknowledged delta has reported, in no order; none if
     /// there is no such group.
     pub fn pending_cells(&self, group: usize) -> impl Iterator<Item = u32> {
         self.groups.get(group).into_iter().flat_map(|group| group.delta.pending())
@@ -175,7 +176,7 @@ impl Ledger {
         (record.state as u64) << 60 | owner << 40 | self.age(record.fence) << 24 | counts
     }
 
-    /// A step by its place in the queue, from 1; 0 when it is complete.
+    /// A step as its place in the queue, from 1; 0 if it is complete.
     fn age(&self, step: u64) -> u64 {
         if step <= self.steps.completed() {
             return 0;

@@ -1,4 +1,5 @@
-//! Claims: `prepare_extend`, `tokens_required`, `prepare_decode`. All or nothing over the batch and over the groups.
+//! Claims: `prepare_extend`, `tokens_required`, `prepare_decode`. A claim succeeds for the whole batch in every group,
+//! or not at all.
 
 use std::sync::Arc;
 
@@ -13,18 +14,18 @@ use crate::state::sizing;
 use crate::state::step::{Before, Plan, StepKind};
 use crate::verb::Verb;
 
-/// What the memory of a plan is for.
+/// The name of a plan's memory in errors.
 const PLAN: &str = "a plan";
 
 impl Ledger {
-    /// Prepares a prefill, or a chunk of one: each row gets the pages for `new_lens` tokens and `resolved_len` becomes
-    /// that. `writes_draft` says whether the forward also writes the draft model's KV of the new tokens.
+    /// Prepares a prefill, or a chunk of one: gives each row the pages for `new_lens` tokens, and sets `resolved_len`
+    /// to that. `writes_draft` says whether the forward also writes the draft model's KV of the new tokens.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, more than `max_batch`,
-    /// `new_len <= resolved_len`, more than `max_chunk` new tokens), [`Error::NotReady`] (an uncancelled stale step; rounds in flight; an extend of the
-    /// row that is not launched), [`Error::ContextEnd`] (every row whose new length is past L),
-    /// [`Error::RowOverflow`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
+    /// `new_len <= resolved_len`, more than `max_chunk` new tokens), [`Error::NotReady`] (an uncancelled stale step;
+    /// rounds in flight; an extend of the row that is not launched), [`Error::ContextEnd`] (every row whose new length
+    /// is past L), [`Error::RowOverflow`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     pub fn prepare_extend(&mut self, rows: &[i32], new_lens: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
         self.gate()?;
         self.check_batch(rows, "new_lens", new_lens.len())?;
@@ -80,8 +81,8 @@ impl Ledger {
         Ok(plan)
     }
 
-    /// Slots that `prepare_decode` of the same rows and shapes would take, per group. No effect; rows that a prepare
-    /// would refuse are reckoned all the same.
+    /// Returns the slots that `prepare_decode` of the same rows and shapes would take, per group. It changes nothing.
+    /// Rows that a prepare would refuse are counted too.
     ///
     /// # Errors
     /// [`Error::Shape`] for lengths that differ, unknown or repeated rows, unknown shapes.
@@ -125,9 +126,10 @@ impl Ledger {
         Ok(self.groups.iter().map(required).collect())
     }
 
-    /// Pages of each group that a row can ever hold whose roots all lie in `[lo, hi]`, one round in flight at most:
-    /// what an admission must promise so that the row never runs out of pages. Behind a window, where a row does not grow,
-    /// all that it can ever hold: rounds of any shape with D in flight, and an extend of up to `lo` tokens.
+    /// The most pages of each group that a row can hold while its roots lie in `[lo, hi]`, with at most one round in
+    /// flight. An admission must promise that many, so that the row never runs out of pages. In a window group, where
+    /// a row does not grow, it is the most that the row can ever hold: rounds of any shape with D in flight, and an
+    /// extend of up to `lo` tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] unless `0 <= lo <= hi < L`, or for an unknown shape.
@@ -151,14 +153,15 @@ impl Ledger {
         Ok(self.groups.iter().map(pages).collect())
     }
 
-    /// Prepares one round of each row with its own shape (an index into [`Ledger::shapes`]). `writes_draft` says
-    /// whether the round also writes draft KV of the tokens that it accepts.
+    /// Prepares one round of each row, each with its own shape (an index into [`Ledger::shapes`]). `writes_draft` says
+    /// whether the round also writes the draft KV of the tokens that it accepts.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (lengths, unknown or repeated rows, unknown shapes, more than
-    /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; after admit or a cut that took tokens or rounds, until an extend has
-    /// launched), [`Error::ContextEnd`] (lists every row with `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in
-    /// flight), [`Error::DraftLag`], [`Error::RowOverflow`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
+    /// `max_batch`), [`Error::NotReady`] (an uncancelled stale step; no root: after admit, or after a cut that took
+    /// tokens or rounds, no extend has launched yet), [`Error::ContextEnd`] (lists every row with
+    /// `resolved_len >= L`), [`Error::Order`] (D + 1 rounds in flight), [`Error::DraftLag`], [`Error::RowOverflow`],
+    /// [`Error::OutOfPages`], [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -215,7 +218,8 @@ impl Ledger {
         Ok(plan)
     }
 
-    /// Why a round of the plan cannot be claimed in the group: the first lane past its pages, or past its row.
+    /// Returns why a round of the plan cannot be claimed in the group: the first lane that is past its pages or past
+    /// its row.
     fn refuse_claim(&self, group: &GroupState, plan: &Plan) -> Error {
         for (lane, &row) in plan.rows.iter().enumerate() {
             let (lo, hi) = (i64::from(plan.lo[lane]), i64::from(plan.hi[lane]));
@@ -241,7 +245,7 @@ impl Ledger {
             return Err(Error::Shape(format!("{} rows, {len} {name}", rows.len())));
         }
         let live = &self.rows.live[..];
-        // A byte for each row: bits would make a lane wait for the store of the one before.
+        // One byte for each row: with bits, each lane would wait for the store of the lane before.
         let mut seen = zeroed(live.len(), "the check of a batch")?;
         let mut is_wrong = false;
         for &row in rows {
@@ -297,7 +301,7 @@ impl Ledger {
         Err(Error::ContextEnd { rows: ended, max_context_len: self.max_context_len.into() })
     }
 
-    /// Everything that keeps a row from one more round, but for the pages.
+    /// Checks everything that can keep a row from one more round, except pages.
     #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     fn check_rounds(&self, rows: &[i32], shapes: &[i32]) -> Result<()> {
         let state = &self.rows;
@@ -305,7 +309,8 @@ impl Ledger {
         let (ready, resolved, in_flight) = (&state.ready[..len], &state.resolved[..len], &state.in_flight[..len]);
         let (drafted, undrafted) = (&state.drafted[..len], &state.undrafted_rounds[..len]);
         let lags = |at: usize| (drafted[at] < resolved[at]) | (undrafted[at] > 0);
-        // One pass without an exit for the batch that is in order, which all but few are; then which error comes first.
+        // One pass without an exit serves the usual case, a batch without errors. Only if it finds one, look for the
+        // error that comes first.
         let mut is_late = false;
         for (lanes, shape) in runs(shapes) {
             let drafts = self.draft_kv & self.shapes[shape].drafts();
@@ -348,7 +353,7 @@ impl Ledger {
         }
     }
 
-    /// A plan without its claim.
+    /// A plan before its claim.
     fn plan(&self, kind: StepKind, rows: &[i32], shapes: Vec<i32>, writes_draft: bool) -> Result<Plan> {
         let state = &self.rows;
         let (lanes, claims) = (rows.len(), rows.len() * self.groups.len());
@@ -382,8 +387,8 @@ impl Ledger {
         })
     }
 
-    /// Whether every group has the pages of the plan's claims, its own evictions reckoned in, and every page that is
-    /// evicted is the row's.
+    /// Checks that every group has the pages of the plan's claims, counting the plan's own evictions, and that the row
+    /// holds every page that is evicted.
     fn check_pages(&self, plan: &Plan) -> Result<()> {
         let lanes = plan.num_lanes();
         for (at, group) in self.groups.iter().enumerate() {
@@ -408,18 +413,18 @@ impl Ledger {
         Ok(())
     }
 
-    /// Where the row's window in the group begins, of what it held before an extend that is not launched.
+    /// Where the row's window in the group begins, by the length before an extend that is not launched.
     fn evict_to(&self, group: &GroupState, row: Row) -> i64 {
         group.evict_to(self.rows.settled(row))
     }
 
-    /// Pages that the plan's own evictions make free at once: those whose every holder evicts them, unfenced.
+    /// Pages that the plan's own evictions free at once: those without a fence whose every holder evicts them.
     fn freed_by_evictions(&self, group: &GroupState, plan: &Plan) -> Result<usize> {
         let completed = self.steps.completed();
         let mut dropped: Vec<Page> = Vec::new();
         for row in plan.rows.iter().map(|&row| Row(row)) {
             if self.fence(row).step > completed {
-                continue; // What the row drops is fenced.
+                continue; // What this row drops is fenced.
             }
             let keep = group.checkpoint_columns(self.rows.checkpoint(row));
             let columns = group.evicted_columns(row, self.evict_to(group, row));
@@ -433,7 +438,7 @@ impl Ledger {
         Ok(dropped.chunk_by(|a, b| a == b).filter(is_freed).count())
     }
 
-    /// Memory for all that [`claim`](Self::claim) does, and for what undoes it.
+    /// Takes the memory for all that [`claim`](Self::claim) does, and for undoing it.
     fn make_room(&mut self, plan: &mut Plan) -> Result<()> {
         let lanes = plan.num_lanes();
         for at in 0..self.groups.len() {
@@ -456,7 +461,7 @@ impl Ledger {
         self.recorder.make_room(lanes, None)
     }
 
-    /// Evicts and grows every lane, and puts the step, with the copies that were waiting, into the queue.
+    /// Evicts and grows every lane, and puts the step, with the waiting copies, into the queue.
     fn claim(&mut self, mut plan: Plan, drafted: Vec<i32>, verb: Verb) -> Result<Arc<Plan>> {
         self.make_room(&mut plan)?;
         let mut idle = Vec::new();
@@ -493,13 +498,14 @@ impl Ledger {
     }
 }
 
-/// Calls `visit` with every lane that takes pages. Which do is hardly predictable, so they are found without a branch.
+/// Calls `visit` with every lane that takes pages. Which lanes do is hardly predictable, so they are found without a
+/// branch.
 pub(super) fn each_growing_lane<E>(
     before: &[i32],
     after: &[i32],
     mut visit: impl FnMut(usize) -> std::result::Result<(), E>,
 ) -> std::result::Result<(), E> {
-    /// Lanes found at once.
+    /// Lanes compared at once.
     const BLOCK: usize = 256;
     let mut lanes = [0; BLOCK];
     for (block, (before, after)) in before.chunks(BLOCK).zip(after.chunks(BLOCK)).enumerate() {

@@ -1,4 +1,4 @@
-//! What a ledger can be asked: nothing here changes it.
+//! The questions that a ledger answers. Nothing here changes it.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ impl Ledger {
     /// What the group was built from.
     ///
     /// # Errors
-    /// [`Error::Shape`] when there is no such group; so in every query that takes one.
+    /// [`Error::Shape`] when there is no such group; the same in every query that takes a group.
     pub fn group_spec(&self, group: usize) -> Result<&Group> {
         Ok(&self.group(group)?.spec)
     }
@@ -70,7 +70,7 @@ impl Ledger {
         self.overlap_depth
     }
 
-    /// How much is reserved for a round.
+    /// The policy: how much is reserved for a round.
     #[must_use]
     pub fn policy(&self) -> Policy {
         self.policy
@@ -158,8 +158,8 @@ impl Ledger {
         collected(self.page_records(group, false)?, "an ownership map")
     }
 
-    /// The lines of the ownership map, page 0 first; of `taken` pages only, up to the last one that was ever handed out:
-    /// all behind it are free.
+    /// The lines of the ownership map, page 0 first. With `taken`, they end at the last page that was ever handed out;
+    /// all pages behind it are free.
     ///
     /// # Errors
     /// As [`Ledger::group_spec`].
@@ -185,19 +185,19 @@ impl Ledger {
         Ok(&self.group(group)?.allocated)
     }
 
-    /// `int32 [num_rows + 1]`: r, tokens whose KV is final (the new length from an extend's preparation on).
+    /// `int32 [num_rows + 1]`: r, tokens whose KV is final. From an extend's preparation on it is the new length.
     #[must_use]
     pub fn resolved_len(&self) -> &[i32] {
         &self.rows.resolved
     }
 
-    /// `int32 [num_rows + 1]`: k, rounds prepared and not resolved. `kv_committed_len` is r + k.
+    /// `int32 [num_rows + 1]`: k, rounds that are prepared and not resolved. `kv_committed_len` is r + k.
     #[must_use]
     pub fn in_flight(&self) -> &[i32] {
         &self.rows.in_flight
     }
 
-    /// `int32 [num_rows + 1]`: draft KV is valid below it.
+    /// `int32 [num_rows + 1]`: draft KV is valid below this.
     #[must_use]
     pub fn drafted_len(&self) -> &[i32] {
         &self.rows.drafted
@@ -219,13 +219,13 @@ impl Ledger {
         Ok(&self.group(group)?.evicted)
     }
 
-    /// `bool [num_rows + 1]`: between turns of a session, its pages reclaimable.
+    /// `bool [num_rows + 1]`: whether the row is between two turns of a session; its pages are reclaimable then.
     #[must_use]
     pub fn idle(&self) -> &[bool] {
         &self.rows.idle
     }
 
-    /// Tokens of the row's checkpoint, which `end_turn` set; `None` where there is none, or no such row.
+    /// Tokens of the row's checkpoint, which `end_turn` set; `None` if there is no checkpoint or no such row.
     #[must_use]
     pub fn checkpoint_len(&self, row: Row) -> Option<i32> {
         self.rows.check_live(row.0).ok().and_then(|row| self.rows.checkpoint(row))
@@ -243,26 +243,25 @@ impl Ledger {
         self.rows.check_live(row.0).is_ok()
     }
 
-    /// The steps in flight, oldest first: number, kind and state. One that is over stays listed while an older one waits
-    /// for its resolve.
+    /// The steps in flight, oldest first: number, kind and state. A step that is over stays listed while an older one
+    /// waits for its resolve.
     pub fn steps(&self) -> impl Iterator<Item = (u64, StepKind, StepState)> {
         self.steps.states().map(|(record, state)| (record.plan.step, record.plan.kind, state))
     }
 
-    /// What a step that is not over was prepared with.
+    /// The plan of a step that is not over.
     #[must_use]
     pub fn plan_of(&self, step: u64) -> Option<&Arc<Plan>> {
         self.steps.get(step).map(|record| &record.plan)
     }
 
-    /// Whether the row can take a round as far as its tokens go: an extend of it has launched since it was admitted or
-    /// cut shorter.
+    /// Whether the row's tokens allow a round: an extend of the row has launched since it was admitted or cut shorter.
     #[must_use]
     pub fn has_root(&self, row: Row) -> bool {
         self.rows.check_live(row.0).is_ok_and(|row| self.rows.ready[row.at()])
     }
 
-    /// Every step up to this one has finished on the device.
+    /// The last step up to which every step has finished on the device.
     #[must_use]
     pub fn completed(&self) -> u64 {
         self.steps.completed()
@@ -281,13 +280,13 @@ impl Ledger {
         Ok(self.prefix(prefix)?.len)
     }
 
-    /// Most tokens of one extend; `None` where there is no limit.
+    /// Most tokens of one extend; `None` if there is no limit.
     #[must_use]
     pub fn max_chunk(&self) -> Option<i32> {
         Some(self.max_chunk).filter(|&chunk| chunk < i32::MAX)
     }
 
-    /// Whether `end_turn` is used.
+    /// Whether `end_turn` may be used in window groups.
     #[must_use]
     pub fn sessions(&self) -> bool {
         self.sessions
@@ -305,17 +304,17 @@ impl Ledger {
         self.closed
     }
 
-    /// The running hash over every state-changing call that succeeded and the ids that it gave, if it is kept: equal on
-    /// ranks that did the same.
+    /// The running hash over every state-changing call that succeeded and the ids that it gave; `None` if it is not
+    /// kept. It is equal on ranks that made the same calls.
     #[must_use]
     pub fn digest(&self) -> Option<u64> {
         self.recorder.digest.map(Digest::value)
     }
 
-    /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs, page
-    /// states, the order of free pages and rows, waiting copies, prefixes and steps in flight. Not of tags, deltas,
-    /// counters of steps, prefixes and snapshots, the step a page was taken for, or the digest; so a cancel restores it,
-    /// but for evictions.
+    /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs,
+    /// page states, the order of free pages and rows, waiting copies, prefixes, and steps in flight. It leaves out
+    /// tags, deltas, the counters of steps, prefixes and snapshots, the step that a page was taken for, and the
+    /// digest. So a cancel restores it, unless the prepare evicted pages.
     #[must_use]
     pub fn state_hash(&self) -> u64 {
         let mut digest = Digest::new();

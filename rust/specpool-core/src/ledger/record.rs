@@ -1,4 +1,4 @@
-//! What a ledger remembers of its verbs: the running digest, and the event log where it is recorded.
+//! What a ledger remembers of its verbs: the running digest, and the event log if it is recorded.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,16 +16,16 @@ use crate::memory::room;
 use crate::state::config::LedgerConfig;
 use crate::state::step::Plan;
 
-/// Bytes for which there is always room: a call without arrays, and what frames it in the log.
+/// Bytes for which there is always room: a call without arrays, and its frame in the log.
 const SMALL: usize = 256;
 
 /// The digest and the log of one ledger. A clone has the digest and no log.
 #[derive(Debug)]
 pub(super) struct Recorder {
-    /// Over every state-changing call that succeeded, if it is kept.
+    /// The hash over every state-changing call that succeeded, if it is kept.
     pub(super) digest: Option<Digest>,
     log: Option<EventLog>,
-    /// Kept for its memory: the call that is being noted, and what goes beside it.
+    /// Kept for its memory: the call that is being noted, and its aside.
     bytes: Vec<u8>,
     aside: Vec<u8>,
 }
@@ -36,7 +36,8 @@ impl Recorder {
         Self { digest: keeps_digest.then(Digest::new), log: None, bytes: small(), aside: small() }
     }
 
-    /// Memory for the note of a call with two arrays of `lanes` numbers and a tag; it is not refused afterwards.
+    /// Takes the memory to note a call with two arrays of `lanes` numbers and a tag, so that noting it cannot be
+    /// refused later.
     pub(super) fn make_room(&mut self, lanes: usize, tag: Option<&str>) -> Result<()> {
         if self.digest.is_none() {
             return Ok(());
@@ -49,7 +50,7 @@ impl Recorder {
         self.log.as_mut().map_or(Ok(()), |log| log.make_room_for(call + aside))
     }
 
-    /// Tells logs apart; `None` where nothing is recorded.
+    /// A number that tells logs apart; `None` if nothing is recorded.
     pub(super) fn log_identity(&self) -> Option<&Arc<()>> {
         self.log.as_ref().map(EventLog::identity)
     }
@@ -62,12 +63,12 @@ impl Clone for Recorder {
 }
 
 impl Ledger {
-    /// Builds an empty ledger whose every state-changing call goes to the event log `path`, of at most `limit` bytes;
-    /// at the limit the log ends and the ledger goes on. The digest is kept.
+    /// Builds an empty ledger that records every state-changing call in the event log `path`, of at most `limit`
+    /// bytes. At the limit the log ends and the ledger goes on. The digest is kept.
     ///
     /// # Errors
-    /// As [`Ledger::new`]; [`Error::Record`] when the file cannot be written. Later, when what has gathered in memory
-    /// cannot be written: every verb can be refused with it, and works again once there is room.
+    /// As [`Ledger::new`]; [`Error::Record`] when the file cannot be written. If the gathered events cannot be written
+    /// later, any verb can be refused with this error. Verbs work again once the file can be written.
     pub fn recorded(mut config: LedgerConfig, path: &Path, limit: u64) -> Result<Self> {
         config.digest = true;
         let mut ledger = Self::new(config)?;
@@ -95,11 +96,12 @@ impl Ledger {
         }
     }
 
-    /// Ends the ledger's work: every verb is refused from now on, queries and views stay. The event log is written
-    /// out. Closing twice is closing once.
+    /// Ends the ledger's work. Every verb is refused from now on; queries and views stay. The event log is written
+    /// out. Closing twice has no further effect.
     ///
     /// # Errors
-    /// [`Error::Record`] when the log cannot be written: the ledger is closed, and another call tries again.
+    /// [`Error::Record`] when the log cannot be written. The ledger is closed then, and another call tries to write
+    /// again.
     pub fn close(&mut self) -> Result<()> {
         self.closed = true;
         match &mut self.recorder {
@@ -112,13 +114,14 @@ impl Ledger {
         if self.closed { Err(Error::Order("the ledger is closed".into())) } else { Ok(()) }
     }
 
-    /// What every state-changing verb asks first: is the ledger open, and is there room for its record?
+    /// Checks, at the start of every state-changing verb, that the ledger is open and that there is room for its
+    /// record.
     pub(super) fn gate(&mut self) -> Result<()> {
         self.check_open()?;
         self.recorder.log.as_mut().map_or(Ok(()), EventLog::make_room)
     }
 
-    /// What every state-changing verb that succeeded says last.
+    /// Notes a state-changing verb that succeeded.
     pub(super) fn note(&mut self, event: &Event<'_>) {
         let Some(before) = self.recorder.digest else { return };
         let mut bytes = std::mem::take(&mut self.recorder.bytes);
@@ -139,8 +142,8 @@ impl Ledger {
         self.recorder.bytes = bytes;
     }
 
-    /// The call, then the ids that it gave: rows, prefixes, steps, lengths cut to, pages in the order of groups, lanes
-    /// and columns. A snapshot leaves the digest as it is, so that one rank may take one.
+    /// Hashes the call, then the ids that it gave: rows, prefixes, steps, lengths cut to, and pages in the order of
+    /// groups, lanes and columns. A snapshot leaves the digest as it is, so that one rank may take one.
     fn digest_after(&self, mut digest: Digest, event: &Event<'_>, call: &[u8]) -> Digest {
         if matches!(event, Event::Snapshot { .. }) {
             return digest;
@@ -164,7 +167,7 @@ impl Ledger {
         digest
     }
 
-    /// The step, and the pages that its rows took.
+    /// Adds the step, and the pages that its rows took.
     fn hash_claim(&self, digest: &mut Digest, plan: &Plan) {
         digest.word(plan.step);
         let lanes = plan.num_lanes();
@@ -181,7 +184,7 @@ impl Ledger {
     }
 }
 
-/// Pages that no public call can exchange: exchanged here, and told apart.
+/// Exchanges pages that no public call can exchange, and checks that the digest differs.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -203,7 +206,7 @@ mod tests {
         Ledger::new(config).unwrap()
     }
 
-    /// Another page is handed out next.
+    /// Makes the pool hand out another page next.
     fn turn_free_list(ledger: &mut Ledger) {
         let pool = &mut ledger.groups[0].pool;
         let pages = [pool.take(Row(3), 1, Verb::None).unwrap(), pool.take(Row(3), 1, Verb::None).unwrap()];
@@ -212,7 +215,7 @@ mod tests {
         }
     }
 
-    /// The digest after `last`, with the free list as it is and turned.
+    /// The digest after `last`, with the free list as it is and reversed.
     fn both(before: impl Fn(&mut Ledger), last: impl Fn(&mut Ledger)) -> [Option<u64>; 2] {
         [false, true].map(|turned| {
             let mut ledger = ledger();
@@ -256,7 +259,7 @@ mod tests {
         assert_eq!(one, other, "finish gives nothing");
     }
 
-    /// Word by word, as `docs/event_log.md` has it.
+    /// The digest's rule word by word, as `docs/event_log.md` states it.
     #[test]
     fn the_ids_that_a_call_gave_enter_the_digest() {
         let ledger = ledger();

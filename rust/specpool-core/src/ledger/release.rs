@@ -1,5 +1,5 @@
-//! What makes a row shorter or gives it back: `trim`, `end_turn`, `retract`, `finish`, `abort`. Each bumps the row's
-//! epoch.
+//! The verbs that make a row shorter or give it back: `trim`, `end_turn`, `retract`, `finish`, `abort`. Each bumps the
+//! row's epoch.
 
 use super::Ledger;
 use crate::error::{Error, Result};
@@ -9,16 +9,19 @@ use crate::state::group::Fence;
 use crate::verb::Verb;
 
 impl Ledger {
-    /// Cuts the row; returns the new `resolved_len` c, from which the caller feeds the tokens: no round before an
-    /// extend of the row has launched. But a cut to r with nothing in flight takes only the reserve behind r: the root
-    /// stands, and rounds go on.
+    /// Shortens the row and returns its new length c. Feed the tokens from c with an extend before the row's next
+    /// round. Exception: a trim to the current length r with nothing in flight only frees the reserve behind r. The
+    /// root stays, and rounds can go on.
     ///
-    /// c is the greatest length, at most `len` and at most what launched forwards have written, from which the row can
-    /// go on: every window below c is still held, and the page of the last token where that is partly filled; and
-    /// where c is below a group's `protected_len` it is a page edge there. 0 always is one. Rounds in flight no longer
-    /// count; the pages behind c go back behind the row's fence; pages of the row's checkpoint that its window needs
-    /// come back into the table. A cut below the checkpoint ends it. The device's length must be set to c in stream
-    /// order before the row's next forward, unless the root stands: then it is r already, or will be.
+    /// c is the greatest length that is at most `len`, at most what launched forwards have written, and from which the
+    /// row can go on. This means that every window below c is still held, that the page of the last token is held if
+    /// it is partly filled, and that c is a page edge in every group in which it is below `protected_len`. 0 always
+    /// qualifies.
+    ///
+    /// Rounds in flight no longer count. The pages behind c go back behind the row's fence. Pages of the row's
+    /// checkpoint that its window needs come back into the table. A cut below the checkpoint ends the checkpoint. Set
+    /// the device's length to c in stream order before the row's next forward, unless the root stayed: then it is r
+    /// already, or will be.
     ///
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted or `len < 0`.
@@ -47,13 +50,13 @@ impl Ledger {
         Ok(resolved)
     }
 
-    /// A [`trim`](Ledger::trim) for a session that stays: the row is idle, its pages count as reclaimable, and the
-    /// windows below its new `resolved_len` are held as its checkpoint until the next `end_turn`. Any prepare ends
-    /// idleness.
+    /// Does a [`trim`](Ledger::trim) for a session that stays. The row becomes idle and its pages count as
+    /// reclaimable. The windows below its new `resolved_len` are held as its checkpoint until the next `end_turn`. Any
+    /// prepare ends the idle time.
     ///
     /// # Errors
-    /// As [`Ledger::trim`]; [`Error::Config`] where there are window groups and the ledger was built without
-    /// `sessions`, so that its pools may not hold a checkpoint.
+    /// As [`Ledger::trim`]; [`Error::Config`] when there are window groups and the ledger was built without
+    /// `sessions`, because its pools may not have room for a checkpoint.
     ///
     /// # Examples
     /// ```
@@ -130,7 +133,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Whether the row holds every page that giving it back would drop.
+    /// Whether the row holds every page that releasing it would drop.
     pub(super) fn check_give_back(&self, row: Row) -> Result<()> {
         for (at, group) in self.groups.iter().enumerate() {
             group.check_cut(row, 0).map_err(|record| self.page_error(at, record))?;
@@ -189,13 +192,13 @@ impl Ledger {
         self.rows.epoch[at] += 1;
         self.steps.mark_stale(row.0);
         self.drop_orphan_copies(verb);
-        // `end_turn` has more to drop, and says itself that the row is idle.
+        // `end_turn` has more pages to drop, and marks the row idle itself.
         self.set_idle(row, was_idle && verb == Verb::Trim);
         Ok(cut)
     }
 
-    /// Makes the row idle or not, O(its pages). Call it before the row's pages change (not idle) and after (idle again):
-    /// the count of reclaimable pages takes the pages as they are.
+    /// Makes the row idle or not, O(its pages). End the idle time before the row's pages change and mark it idle
+    /// after: the count of reclaimable pages uses the pages that the row has at the call.
     pub(super) fn set_idle(&mut self, row: Row, is_idle: bool) {
         if self.rows.idle[row.at()] != is_idle {
             self.rows.set_idle(row, is_idle);
@@ -203,13 +206,13 @@ impl Ledger {
         }
     }
 
-    /// By when the device is done with what the row gives back: the last launched step that it took part in.
+    /// The fence of what the row gives back: the last launched step that it took part in.
     pub(super) fn fence(&self, row: Row) -> Fence {
         let step = if self.page_fencing { self.rows.last_launched[row.at()] } else { 0 };
         Fence { step, completed: self.steps.completed() }
     }
 
-    /// Where draft KV ends after a cut: at the cut, if roots of launched rounds count and all that is below is drafted.
+    /// Where draft KV ends after a cut: at the cut, if roots of launched rounds count and everything below is drafted.
     fn drafted_after_cut(&self, row: Row, cut: i32) -> i32 {
         let (resolved, drafted) = (self.rows.resolved[row.at()], self.rows.drafted[row.at()]);
         let counted_roots = (cut - resolved).max(0) as usize;

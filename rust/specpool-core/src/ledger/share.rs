@@ -1,6 +1,6 @@
 //! Rows on common pages: `pin_prefix`, `release_prefix`, `admit_on` and `fork`, and the copies of their tails.
 //!
-//! Whole pages below `resolved_len` are shared, read-only; a partly filled tail is copied at once, so that no page is
+//! Whole pages below `resolved_len` are shared, read-only. A partly filled tail is copied at once, so that no page is
 //! ever written by one holder and read by another.
 
 use super::Ledger;
@@ -13,7 +13,7 @@ use crate::state::group::GroupState;
 use crate::state::page_copy::{PageCopy, TailCopy};
 use crate::verb::Verb;
 
-/// Pages that stay for later requests, whatever becomes of the row that wrote them.
+/// Pages that are kept for later requests, whatever becomes of the row that wrote them.
 #[derive(Debug, Clone)]
 pub(crate) struct Prefix {
     /// Tokens.
@@ -51,7 +51,7 @@ impl Prefix {
     }
 }
 
-/// What a new row starts with, in one group.
+/// What a new row starts with in one group.
 struct Start {
     evicted: i32,
     shared: Vec<Page>,
@@ -60,8 +60,9 @@ struct Start {
 }
 
 impl Ledger {
-    /// Keeps the row's first tokens for later requests: as many as fill whole pages in every group, at most `len`. Its
-    /// pages are shared, read-only, until [`Ledger::release_prefix`]. Returns the prefix's id; ids count from 1.
+    /// Keeps the row's first tokens for later requests: at most `len`, and only as many as fill whole pages in every
+    /// group. The pages are shared, read-only, until [`Ledger::release_prefix`]. Returns the prefix's id; ids count
+    /// from 1.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (unknown row; `len` not in `1..=resolved_len`; no whole page
@@ -83,7 +84,7 @@ impl Ledger {
     /// let system_prompt = ledger.pin_prefix(row, 10)?;
     /// assert_eq!(ledger.prefix_len(system_prompt)?, 8); // whole pages
     /// ledger.finish(row)?;
-    /// assert_eq!(ledger.free_pages(0)?, 62); // two pages stay for those who come
+    /// assert_eq!(ledger.free_pages(0)?, 62); // two pages stay for later requests
     /// ledger.release_prefix(system_prompt)?;
     /// assert_eq!(ledger.free_pages(0)?, 64);
     /// # Ok::<(), specpool_core::Error>(())
@@ -151,7 +152,7 @@ impl Ledger {
         Ok(prefix)
     }
 
-    /// The prefix's pages are kept no longer; rows that share them go on.
+    /// Stops keeping the prefix's pages. Rows that share them keep them.
     ///
     /// # Errors
     /// [`Error::Shape`] when there is no such prefix.
@@ -175,9 +176,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Takes a free row on the first `len` tokens of a pinned prefix (all of them by default): shares its whole pages,
-    /// and takes a page for the copy of a partly filled tail. The copy rides on the next step that is prepared. The row
-    /// has no root until an extend of it has launched.
+    /// Takes a free row on the first `len` tokens of a pinned prefix (all of them by default). The row shares the
+    /// whole pages, and gets a new page for a partly filled tail. The next step that is prepared carries the copy of
+    /// the tail. The row has no root until an extend of it has launched.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (no such prefix, `len` not in `0..=` its length),
@@ -200,7 +201,7 @@ impl Ledger {
     /// let other = ledger.admit_on(prefix, Some(6), Some("request-2"))?; // six of the eight tokens are its own too
     /// let plan = ledger.prepare_extend(&[other.0], &[20], true)?;
     /// assert_eq!(plan.start[0], 6); // the prefill begins behind them
-    /// let copy = plan.page_copies[0]; // the first page is shared, of the second two tokens are copied
+    /// let copy = plan.page_copies[0]; // the first page is shared; two tokens of the second are copied
     /// assert_eq!(copy.tokens, 2);
     /// assert_eq!(copy.src, ledger.page_table(0)?.row(row)[1]);
     /// assert_eq!(copy.dst, ledger.page_table(0)?.row(other)[1]);
@@ -235,8 +236,8 @@ impl Ledger {
         Ok(row)
     }
 
-    /// Takes a free row with the same tokens as `parent`: shares its whole pages, copies its tail. The new row has no
-    /// root until an extend of it has launched.
+    /// Takes a free row with the same tokens as `parent`: shares its whole pages and copies its tail. The new row has
+    /// no root until an extend of it has launched.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of
@@ -285,7 +286,7 @@ impl Ledger {
         Ok(row)
     }
 
-    /// What a row of `len` tokens starts with, where `page` gives the page of a column.
+    /// What a row of `len` tokens starts with; `page` returns the page of a column.
     fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Result<Start> {
         let whole = i64::from(len) / page_size;
         let columns = (evicted / page_size) as usize..whole as usize;
@@ -309,7 +310,7 @@ impl Ledger {
             let tails = usize::from(start.tail.is_some());
             group.make_room(tails, start.shared.len() + tails)?;
         }
-        // Those that ride on steps not launched come back with a cancel.
+        // Copies that ride on unlaunched steps come back if the step is cancelled.
         let riding: usize = self.steps.unlaunched().map(|record| record.before.copies.len()).sum();
         room(&mut self.copies, riding + starts.len(), "page copies")?;
         self.rows.admit(tag, step);
@@ -340,14 +341,14 @@ impl Ledger {
         Ok(row)
     }
 
-    /// One more holder for each of the pages, which were checked before.
+    /// Adds one holder to each of the pages, which were checked before.
     fn share(&mut self, group: usize, pages: &[Page], verb: Verb) -> Result<()> {
         let pool = &mut self.groups[group].pool;
         let shared = pages.iter().try_for_each(|&page| pool.share(page, verb));
         shared.map_err(|record| self.page_error(group, record))
     }
 
-    /// The row that an admission takes.
+    /// The row that the next admission takes.
     pub(super) fn next_free_row(&self) -> Result<Row> {
         let (num_rows, fenced) = (self.rows.num_rows(), self.rows.num_fenced());
         self.rows.next_free().ok_or(Error::OutOfRows { num_rows, fenced })
@@ -376,7 +377,7 @@ impl Ledger {
         held.map_err(|record| self.page_error(group, record))
     }
 
-    /// The incomplete step of the row that writes from the least position on, and that position.
+    /// Among the incomplete steps of the row, the one that writes from the lowest position on, and that position.
     fn first_written(&self, row: Row) -> Option<(u64, i32)> {
         let writes = |record: &crate::state::step::StepRecord| {
             let plan = &record.plan;
@@ -391,7 +392,7 @@ impl Ledger {
         self.steps.incomplete().filter_map(writes).min_by_key(|&(_, from)| from)
     }
 
-    /// Whether nothing moves in the row: what it holds below `resolved_len` is written and stays as it is.
+    /// Checks that nothing moves in the row: everything below `resolved_len` is written and stays as it is.
     ///
     /// # Errors
     /// [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of it is in flight; its last launched
@@ -402,7 +403,7 @@ impl Ledger {
         self.check_no_copy_into(row, "check_quiet")
     }
 
-    /// No step of the row is in flight.
+    /// Refuses a row with a step in flight.
     fn check_still(&self, row: Row, verb: &str) -> Result<()> {
         let at = row.at();
         let refuse = |why: String| Err(Error::NotReady(format!("{verb} of {}: {why}", self.rows.describe(row))));
@@ -416,14 +417,14 @@ impl Ledger {
         Ok(())
     }
 
-    /// No page copy into the row is waiting, riding on a step, or unfinished on the device.
+    /// Refuses a row with a page copy into it that waits, rides on a step, or is unfinished on the device.
     fn check_no_copy_into(&self, row: Row, verb: &str) -> Result<()> {
         let waiting = self.copies.iter().map(|copy| (copy, self.steps.next()));
         let riding = self.steps.incomplete();
         let riding = riding.flat_map(|record| record.before.copies.iter().map(|copy| (copy, record.plan.step)));
         let into = |(copy, step): &(&TailCopy, u64)| {
             let group = &self.groups[copy.group()];
-            // Without fences the row may have dropped the page since and taken it again.
+            // Without fences the row may have dropped the page since, and taken it again.
             let is_the_one = group.pool.record(copy.dst()).is_some_and(|record| record.birth_step <= *step);
             copy.row == row && is_the_one && group.holds(row, copy.column, copy.dst())
         };
@@ -438,7 +439,7 @@ impl Ledger {
         }
     }
 
-    /// The copies that rode on a cancelled step wait again, before all others.
+    /// Puts the copies of a cancelled step back in front of all other waiting copies.
     pub(super) fn put_copies_back(&mut self, riding: Vec<TailCopy>) {
         if self.copies.is_empty() {
             self.copies = riding;
@@ -468,14 +469,14 @@ impl Ledger {
         });
     }
 
-    /// `free` are the pages that the call could have had, those that it would itself evict among them.
+    /// `free` counts the pages that the call could have had, including those that it would evict itself.
     pub(super) fn out_of_pages(&self, group: usize, need: usize, free: usize) -> Error {
         let GroupState { spec, pool, .. } = &self.groups[group];
         let (fenced, reclaimable) = (pool.num_fenced(), pool.num_reclaimable());
         Error::OutOfPages { group: spec.name.clone(), need, free, fenced, reclaimable }
     }
 
-    /// Every page of the group that a pinned prefix holds, once for each that does.
+    /// Every page of the group that a pinned prefix holds, once for each prefix that holds it.
     pub(crate) fn prefix_holders(&self, group: usize) -> impl Iterator<Item = Page> + '_ {
         self.prefixes.iter().flat_map(move |(_, prefix)| prefix.pages[group].held.iter().copied())
     }

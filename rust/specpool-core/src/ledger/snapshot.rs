@@ -1,4 +1,4 @@
-//! The whole state, kept and restored while nothing is in flight.
+//! Saves and restores the whole state while nothing is in flight.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use crate::verb::Verb;
 pub struct Snapshot {
     state: Ledger,
     number: u64,
-    /// Stands for the event log that tells of it, where one does.
+    /// The event log that records this snapshot, if there is one.
     log: Option<Arc<()>>,
 }
 
 impl Snapshot {
-    /// Counts the snapshots of its ledger, from 1.
+    /// The snapshot's number in its ledger, from 1.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number
@@ -27,7 +27,7 @@ impl Snapshot {
 }
 
 impl Ledger {
-    /// Keeps the whole state.
+    /// Saves the whole state.
     ///
     /// # Errors
     /// [`Error::NotReady`] while a step is not over; [`Error::OutOfMemory`] when there is no memory for a second state.
@@ -61,7 +61,7 @@ impl Ledger {
         Ok(Snapshot { state, number, log: self.recorder.log_identity().cloned() })
     }
 
-    /// The state as it is kept: without deltas, and without what nothing in it has touched.
+    /// The state as it is saved: without deltas, and without pages and rows that were never touched.
     fn try_clone(&self) -> Result<Self> {
         let mut groups = with_room(self.groups.len(), "a snapshot")?;
         for group in &self.groups {
@@ -80,13 +80,13 @@ impl Ledger {
         })
     }
 
-    /// Goes back to a state that this ledger, or one built alike, had. Every row's epoch moves on, and step and prefix
-    /// numbers never go back, so what was prepared in between stays dead. Table cells that differ become pending
-    /// deltas. What lies in the pages on the device is the caller's to bring back.
+    /// Goes back to a saved state of this ledger, or of one built alike. Every row's epoch moves on, and step and
+    /// prefix numbers never go back, so steps that were prepared in between stay dead. Table cells that differ become
+    /// pending deltas. The caller must restore the contents of the pages on the device.
     ///
     /// # Errors
-    /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when the snapshot is of a ledger built
-    /// otherwise, or this ledger is recorded and its log does not tell of the snapshot; [`Error::OutOfMemory`].
+    /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when the snapshot comes from a ledger built
+    /// differently, or when this ledger is recorded and its log does not contain the snapshot; [`Error::OutOfMemory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<()> {
         self.gate()?;
         self.check_nothing_in_flight(Verb::Restore)?;
@@ -142,7 +142,7 @@ impl Ledger {
         }
     }
 
-    /// What two ledgers must have in common for one to take over the other's state.
+    /// Checks what two ledgers must have in common for one to take over the other's state.
     fn facts(&self) -> impl PartialEq + '_ {
         let specs: Vec<_> = self.groups.iter().map(|group| (&group.spec, group.row_width)).collect();
         let flags = (self.draft_kv, self.sessions, self.page_fencing, self.max_chunk);

@@ -1,7 +1,7 @@
 //! The ledger's state-changing calls as bytes: what the event log stores and the digest hashes (`docs/event_log.md`).
 //!
-//! A [`Call`] is an [`Event`] without what the ledger gave for it. The encoding is canonical: equal calls have equal
-//! bytes, on every machine.
+//! A [`Call`] is an [`Event`] without the ids that the ledger gave for it. The encoding is canonical: equal calls have
+//! equal bytes, on every machine.
 
 use std::borrow::Cow;
 
@@ -26,7 +26,7 @@ pub type Ints<'a> = Cow<'a, [i32]>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the fields are the arguments of the ledger's verbs")]
 pub enum Call<'a> {
-    /// `prefix` is its id and the length taken of it.
+    /// `prefix` is its id and the number of its tokens that the row takes.
     Admit {
         prefix: Option<(u64, i32)>,
     },
@@ -53,7 +53,7 @@ pub enum Call<'a> {
     Launch {
         step: u64,
     },
-    /// Lanes that were dropped read 0, whatever the caller gave for them.
+    /// Lanes that were dropped are stored as 0, whatever the caller gave for them.
     Resolve {
         step: u64,
         accept_lens: Ints<'a>,
@@ -84,7 +84,7 @@ pub enum Call<'a> {
     Abort {
         row: i32,
     },
-    /// Not part of the digest: a rank may look at itself.
+    /// Not part of the digest: one rank may take a snapshot alone.
     Snapshot,
     Restore,
 }
@@ -148,7 +148,7 @@ impl Call<'_> {
         }
     }
 
-    /// The step that it names, if any (a prepare gives one and names none).
+    /// The step that the call names, if any. (A prepare returns a step but names none.)
     #[must_use]
     pub fn step(&self) -> Option<u64> {
         match *self {
@@ -161,7 +161,7 @@ impl Call<'_> {
         }
     }
 
-    /// The rows that it names.
+    /// The rows that the call names.
     #[must_use]
     pub fn rows(&self) -> &[i32] {
         match self {
@@ -233,10 +233,11 @@ impl Call<'_> {
         }
     }
 
-    /// The event at the start of `bytes`, and how many of them it takes. No array is longer than `max_lanes`.
+    /// Decodes the event at the start of `bytes`, and returns how many bytes it takes. No array is longer than
+    /// `max_lanes`.
     ///
     /// # Errors
-    /// What is wrong with the bytes.
+    /// The text says what is wrong with the bytes.
     pub fn decode(bytes: &[u8], max_lanes: usize) -> std::result::Result<(Call<'static>, usize), String> {
         let mut input = Bytes::new(bytes);
         let kind = input.byte()?;
@@ -274,7 +275,7 @@ impl Call<'_> {
     }
 }
 
-/// Lanes that are shown before a list is cut.
+/// Lanes that are shown before a list is cut off.
 const MAX_SHOWN: usize = 16;
 
 fn list(values: &[i32]) -> String {
@@ -286,7 +287,7 @@ fn list(values: &[i32]) -> String {
 }
 
 impl std::fmt::Display for Call<'_> {
-    /// The call as it would be written: `resolve(9, [3, 1])`.
+    /// Shows the call as it would be written: `resolve(9, [3, 1])`.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let verb = self.verb();
         let drafts = |writes: bool| if writes { "" } else { ", writes_draft=False" };

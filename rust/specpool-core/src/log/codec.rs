@@ -1,11 +1,11 @@
-//! Numbers, texts and arrays as bytes, and back (`docs/event_log.md`). What is read is checked: no bytes make it panic
-//! or take more memory than they can account for.
+//! Numbers, texts and arrays as bytes, and back (`docs/event_log.md`). Reading checks everything: no bytes can make it
+//! panic, or take more memory than their own length justifies.
 
 use std::borrow::Cow;
 
 use crate::memory;
 
-/// What goes wrong in a decoding; the reader adds where.
+/// What is wrong in a decoding; the reader adds the place.
 pub(crate) type Decoded<T> = std::result::Result<T, String>;
 
 /// LEB128: seven bits a byte, low ones first.
@@ -27,14 +27,14 @@ pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend_from_slice(text.as_bytes());
 }
 
-/// Forms of an array, after its length: the first that fits is taken.
+/// The forms of an array, after its length. The writer takes the first that fits.
 const SAME: u8 = 0;
 const ASCENDING: u8 = 1;
 const ONE_BYTE: u8 = 2;
 const TWO_BYTES: u8 = 3;
 const FOUR_BYTES: u8 = 4;
 
-/// Each form is one tight loop: arrays are what a decode step records.
+/// Each form is one tight loop, because arrays are the main cost of recording a decode step.
 pub(crate) fn put_ints(out: &mut Vec<u8>, values: &[i32]) {
     put_varint(out, values.len() as u64);
     let Some(&first) = values.first() else { return };
@@ -110,7 +110,7 @@ impl<'a> Bytes<'a> {
             let byte = self.byte()?;
             value |= u64::from(byte & 0x7f) << shift;
             if byte & 0x80 == 0 {
-                // The tenth byte has one bit to give, and no number has two spellings.
+                // The tenth byte has room for one bit, and no number may have two encodings.
                 let is_canonical = (shift < 63 || byte <= 1) && (byte > 0 || shift == 0);
                 return if is_canonical { Ok(value) } else { Err("a number is not in its shortest form".into()) };
             }
@@ -140,7 +140,7 @@ impl<'a> Bytes<'a> {
             return Ok(Cow::Owned(Vec::new()));
         }
         let form = self.byte()?;
-        // Two of the forms say any number of lanes in a few bytes.
+        // Two of the forms can state any number of lanes in a few bytes.
         let mut values = memory::with_room(len, "an array").map_err(|error| error.to_string())?;
         match form {
             SAME => values.resize(len, self.int()?),
@@ -167,7 +167,7 @@ impl<'a> Bytes<'a> {
 mod tests {
     use super::*;
 
-    /// The bytes of each form are fixed: logs and digests of other builds have them.
+    /// The bytes of each form are fixed, because logs and digests of other builds contain them.
     #[test]
     fn an_array_takes_the_first_form_that_fits() {
         let bytes = |values: &[i32]| {

@@ -1,13 +1,13 @@
-//! What a ledger did: one variant per state-changing verb, its arguments and the id that it gave.
+//! What a ledger did: one variant per state-changing verb, with its arguments and the id that it gave.
 
 use crate::ids::Row;
 use crate::state::step::Plan;
 use crate::verb::Verb;
 
-/// One successful call that changed the state. Arrays are borrowed: an event lives as long as the call.
+/// One successful call that changed the state. The arrays are borrowed: an event lives as long as the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<'a> {
-    /// `admit`: `prefix` 0 is none; `len` is the new row's `resolved_len`.
+    /// `admit`: `prefix` is 0 if there is none; `len` is the new row's `resolved_len`.
     Admit {
         /// The prefix, or 0.
         prefix: u64,

@@ -1,8 +1,8 @@
-//! A file of everything that a ledger did, from which it can be run again (`docs/event_log.md`).
+//! Writes an event log: a file of everything that a ledger did, from which it can be run again (`docs/event_log.md`).
 //!
-//! Pushing an event goes to memory and never fails. The memory is written out by [`EventLog::make_room`], and asked for by
-//! [`EventLog::make_room_for`], which the ledger calls before a verb changes anything: a full disk, or a machine without
-//! memory, refuses that call, and nothing is lost or half done.
+//! Pushing an event writes to memory and never fails. [`EventLog::make_room`] writes the memory to the file, and
+//! [`EventLog::make_room_for`] asks for more memory. The ledger calls both before a verb changes anything. So a full
+//! disk, or a machine without memory, refuses that call, and nothing is lost or half done.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Write};
@@ -16,7 +16,7 @@ use crate::log::log_header;
 use crate::memory::room;
 use crate::state::config::LedgerConfig;
 
-/// Kinds of the last record, besides those of [`Call`](crate::log::call::Call).
+/// Kinds of the last record, beside those of [`Call`](crate::log::call::Call).
 pub(crate) const CLOSED: u8 = 0x7e;
 pub(crate) const LIMIT: u8 = 0x7f;
 /// Bytes of digest and checksum after each record.
@@ -25,26 +25,26 @@ pub(crate) const TRAILER_LEN: usize = 12;
 const LAST_LEN: u64 = 2 + TRAILER_LEN as u64;
 /// Bytes that gather in memory before they are written.
 const FLUSH_AT: usize = 1 << 16;
-/// Bytes behind those for which there is always room: a call without arrays or tag, and what frames a longer one.
+/// Bytes behind those for which there is always room: a call without arrays or tag, and the frame of a longer one.
 const SMALL: usize = 256;
 
-/// The end of an event log that is being written.
+/// The open end of an event log.
 #[derive(Debug)]
 pub struct EventLog {
     file: File,
     path: PathBuf,
-    /// What is not written yet.
+    /// Bytes that are not written yet.
     buffer: Vec<u8>,
     /// Bytes in the file.
     written: u64,
     /// Most bytes of the file.
     limit: u64,
-    /// The last attempt to write failed: the next one comes before anything else.
+    /// Whether the last attempt to write failed. The next attempt then comes before anything else.
     is_stuck: bool,
-    /// The last record is pushed.
+    /// Whether the last record is pushed.
     is_over: bool,
     identity: Arc<()>,
-    /// The process that opened the file: a forked child must not write the parent's bytes again.
+    /// The process that opened the file. A forked child must not write the parent's bytes again.
     process: u32,
 }
 
@@ -53,8 +53,8 @@ impl EventLog {
     /// dropped.
     ///
     /// # Errors
-    /// [`Error::Record`] when the file cannot be written, another ledger is writing it, or `limit` bytes do not even
-    /// hold the header.
+    /// [`Error::Record`] when the file cannot be written, another ledger is writing it, or `limit` bytes are too few
+    /// for the header.
     pub fn create(path: &Path, config: &LedgerConfig, limit: u64) -> Result<Self> {
         let header = log_header::encode(config);
         let least = header.len() as u64 + LAST_LEN;
@@ -82,7 +82,7 @@ impl EventLog {
         Ok(log)
     }
 
-    /// One and the same for one log, and for no other.
+    /// A token that only this log has.
     pub(crate) fn identity(&self) -> &Arc<()> {
         &self.identity
     }
@@ -93,16 +93,16 @@ impl EventLog {
         self.written + self.buffer.len() as u64
     }
 
-    /// Writes out what has gathered, if it is much. To be called before anything is changed.
+    /// Writes the gathered bytes to the file, if there are many. Call it before anything is changed.
     ///
     /// # Errors
-    /// [`Error::Record`] when the disk refuses; what is not written stays in memory, and the next call tries again.
+    /// [`Error::Record`] when the disk refuses. The unwritten bytes stay in memory, and the next call tries again.
     pub fn make_room(&mut self) -> Result<()> {
         if self.is_stuck || self.buffer.len() >= FLUSH_AT { self.flush() } else { Ok(()) }
     }
 
-    /// Memory for an event whose call, and what is kept beside it, take `len` bytes. To be called before anything is
-    /// changed; small events have room in any case.
+    /// Takes the memory for an event whose call and aside take `len` bytes. Call it before anything is changed. Small
+    /// events have room in any case.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -110,8 +110,8 @@ impl EventLog {
         if self.is_over { Ok(()) } else { room(&mut self.buffer, len + SMALL, "an event log") }
     }
 
-    /// One record: the encoded call, what is kept beside it and not hashed, and the digest before and after. At the
-    /// limit, the last record instead, and nothing from then on.
+    /// Pushes one record: the encoded call, its aside (not hashed), and the digest before and after. At the limit it
+    /// pushes the last record instead, and nothing from then on.
     pub fn push(&mut self, call: &[u8], aside: &[u8], before: Digest, after: Digest) {
         if self.is_over {
             return;
@@ -129,8 +129,8 @@ impl EventLog {
         self.is_over = true;
     }
 
-    /// Ends the log and writes out everything. In a forked child, whose parent goes on writing the file, it does nothing:
-    /// an unlock here would be the parent's too.
+    /// Ends the log and writes everything. In a forked child it does nothing, because the parent goes on writing the
+    /// file, and an unlock here would unlock the parent's file too.
     ///
     /// # Errors
     /// [`Error::Record`] when the disk refuses; another call tries again.
@@ -142,7 +142,7 @@ impl EventLog {
             self.push_last(CLOSED, digest);
         }
         self.flush()?;
-        let _ = self.file.unlock(); // Whoever records next may have the file.
+        let _ = self.file.unlock(); // The next recorder may have the file.
         Ok(())
     }
 
@@ -184,13 +184,13 @@ impl EventLog {
 }
 
 impl Drop for EventLog {
-    /// Best effort: what is in memory is written. [`EventLog::finish`] says whether that went well.
+    /// Tries to write what is in memory, and ignores a failure. [`EventLog::finish`] reports it.
     fn drop(&mut self) {
         let _ = self.flush();
     }
 }
 
-/// Two ledgers that write one file would each destroy the other's log, and neither would notice.
+/// Locks the file. Two ledgers that write one file would each destroy the other's log unnoticed.
 fn create_locked(path: &Path) -> std::io::Result<File> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
     if file.metadata()?.is_file() {
@@ -216,7 +216,7 @@ fn put_record(out: &mut Vec<u8>, call: &[u8], aside: &[u8], before: Digest, afte
     out.extend_from_slice(&checksum.to_le_bytes());
 }
 
-/// Of one record, and of its place behind the one before.
+/// The checksum of one record and of its place in the log.
 pub(crate) fn checksum(body: &[u8], before: Digest, after: Digest) -> u32 {
     let mut hash = Digest::new();
     hash.bytes(body);

@@ -9,7 +9,7 @@ use crate::state::config::{LedgerConfig, MAX_ROWS};
 use crate::state::group::Group;
 use crate::state::sizing::Policy;
 
-/// A file begins with these bytes; some of them do not survive a transfer as text.
+/// The first bytes of a file. Some of them do not survive a transfer as text, which shows the damage.
 pub(crate) const MAGIC: [u8; 8] = *b"\x89SPLOG\r\n";
 /// The format that this version writes and reads.
 pub(crate) const VERSION: u64 = 1;
@@ -34,7 +34,7 @@ pub(crate) fn checksum(body: &[u8]) -> u32 {
     hash.value() as u32
 }
 
-/// Settings may be anything that a `Ledger` accepts, and that is never negative.
+/// Settings have any value that a `Ledger` accepts, and are never negative.
 fn put_setting(out: &mut Vec<u8>, value: i64) {
     put_varint(out, value as u64);
 }
@@ -85,7 +85,8 @@ fn optional(input: &mut Bytes<'_>) -> Decoded<Option<i64>> {
     setting(input).map(|value| value.checked_sub(1).filter(|&value| value >= 0))
 }
 
-/// As many of something as the file says; each takes at least a byte, so that the count cannot be a lie by much.
+/// Reads a list whose length the file states. Each entry takes at least one byte, so the length cannot exceed the
+/// bytes that are left.
 fn list<T>(input: &mut Bytes<'_>, mut one: impl FnMut(&mut Bytes<'_>) -> Decoded<T>) -> Decoded<Vec<T>> {
     let len = input.varint()?;
     if len > input.rest().len() as u64 {

@@ -1,6 +1,6 @@
-//! An event log read back (`docs/event_log.md`): record by record, without a ledger.
+//! Reads an event log back (`docs/event_log.md`), record by record and without a ledger.
 //!
-//! Every record is checked before it is believed; an error names the file, the record and its offset.
+//! Every record is checked before it is used. An error names the file, the record and its offset.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -19,9 +19,9 @@ use crate::state::config::LedgerConfig;
 pub enum LogEnd {
     /// The ledger was closed.
     Closed,
-    /// The log reached its limit, the ledger went on.
+    /// The log reached its limit, and the ledger went on.
     Limit,
-    /// The file just ends: its writer still runs, or died.
+    /// The file ends without a last record: its writer still runs, or died.
     Open,
 }
 
@@ -44,7 +44,7 @@ pub struct Record {
     pub index: u64,
     /// Where it begins in the file, in bytes.
     pub offset: u64,
-    /// What was called, with what.
+    /// The call and its arguments.
     pub call: Call<'static>,
     /// The embedder's name for the request (admit, fork).
     pub tag: Option<String>,
@@ -57,17 +57,17 @@ pub struct Record {
 /// Reads a log record by record, and runs nothing.
 pub struct LogReader {
     input: Box<dyn Read + Send + Sync>,
-    /// How errors call the log.
+    /// The name of the log in errors.
     name: String,
     config: LedgerConfig,
     made_by: String,
-    /// Of the last record read.
+    /// The digest of the last record read.
     index: u64,
     /// Bytes read.
     offset: u64,
     digest: Digest,
     end: Option<LogEnd>,
-    /// Why nothing more can be read.
+    /// Why nothing more can be read, if that is so.
     broken: Option<Error>,
 }
 
@@ -75,7 +75,7 @@ impl LogReader {
     /// Opens a file and reads its head.
     ///
     /// # Errors
-    /// [`Error::Record`] when it cannot be read, is no event log, is of another version, truncated or damaged.
+    /// [`Error::Record`] when the file cannot be read, is no event log, is of another version, truncated or damaged.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file =
@@ -83,7 +83,7 @@ impl LogReader {
         Self::new(name, Box::new(BufReader::new(file)))
     }
 
-    /// The log in `bytes`.
+    /// Reads the log in `bytes`.
     ///
     /// # Errors
     /// As [`LogReader::open`].
@@ -100,13 +100,13 @@ impl LogReader {
         Ok(reader)
     }
 
-    /// The ledger that was recorded.
+    /// The configuration of the recorded ledger.
     #[must_use]
     pub fn config(&self) -> &LedgerConfig {
         &self.config
     }
 
-    /// How errors call the log.
+    /// The name of the log in errors.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -144,10 +144,11 @@ impl LogReader {
         Ok(())
     }
 
-    /// The next call, or `None` at the end.
+    /// Returns the next call, or `None` at the end.
     ///
     /// # Errors
-    /// [`Error::Record`] when the file is truncated or damaged there, with the offset; the same from then on.
+    /// [`Error::Record`] when the file is truncated or damaged there, with the offset. Every later call returns the
+    /// same error.
     pub fn next_record(&mut self) -> Result<Option<Record>> {
         match &self.broken {
             Some(error) => Err(error.clone()),
@@ -156,7 +157,7 @@ impl LogReader {
         }
     }
 
-    /// Nothing more is to be read, because of `error`.
+    /// Notes that nothing more can be read because of `error`.
     pub(crate) fn stop(&mut self, error: Error) -> Error {
         self.broken = Some(error.clone());
         error
@@ -217,7 +218,7 @@ impl LogReader {
         Err(self.refusal(at, &format!("it is truncated: {len} more bytes are needed, {} are left", bytes.len())))
     }
 
-    /// Up to `len` bytes: fewer only at the end of the file. Takes no more memory than there are bytes.
+    /// Reads up to `len` bytes; fewer only at the end of the file. It takes no more memory than there are bytes.
     fn read_some(&mut self, at: u64, len: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let outcome = self.input.by_ref().take(len).read_to_end(&mut bytes);

@@ -1,4 +1,4 @@
-//! An event log, run again on a ledger of the same configuration; the digest says whether it does the same.
+//! Runs an event log again on a ledger of the same configuration. The digest says whether it does the same.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::replay::log_reader::{LogEnd, LogReader, Record};
 use crate::state::config::LedgerConfig;
 use crate::state::step::Plan;
 
-/// A log on its way through a ledger, which the caller holds.
+/// A log that is being run. The caller holds the ledger.
 ///
 /// ```
 /// use specpool_core::{Group, Layout, Ledger, LedgerConfig, Replay};
@@ -38,16 +38,16 @@ use crate::state::step::Plan;
 /// ```
 pub struct Replay {
     reader: LogReader,
-    /// All that were taken, by number: any may be restored later.
+    /// All snapshots that were taken, by number: any may be restored later.
     snapshots: BTreeMap<u64, Snapshot>,
 }
 
-/// One event, run again.
+/// One event that was run again.
 #[derive(Debug, Clone)]
 pub struct Run {
-    /// What the log says.
+    /// The record of the log.
     pub record: Record,
-    /// What a prepare gave.
+    /// The plan that a prepare gave.
     pub plan: Option<Arc<Plan>>,
     /// What another verb gave: a row (admit, fork), a prefix (`pin_prefix`), a length (trim, `end_turn`).
     pub given: Option<u64>,
@@ -60,7 +60,7 @@ impl Run {
         self.plan.as_ref().map(|plan| plan.step).or_else(|| self.record.call.step())
     }
 
-    /// The rows that the event is about: those of its call, or of its step's plan, or the one that it gave.
+    /// The rows that the event is about: those of its call, those of its step's plan, or the one that it gave.
     #[must_use]
     pub fn rows(&self) -> Vec<i32> {
         let mut rows = self.record.call.rows().to_vec();
@@ -97,7 +97,7 @@ impl Replay {
         Ok(Self { reader: LogReader::open(path)?, snapshots: BTreeMap::new() })
     }
 
-    /// The ledger that was recorded.
+    /// The configuration of the recorded ledger.
     #[must_use]
     pub fn config(&self) -> &LedgerConfig {
         self.reader.config()
@@ -115,7 +115,7 @@ impl Replay {
         self.reader.end()
     }
 
-    /// An empty ledger, for [`Replay::advance`].
+    /// Builds an empty ledger for [`Replay::advance`].
     ///
     /// # Errors
     /// [`Error::Config`] when this version refuses the configuration.
@@ -127,7 +127,7 @@ impl Replay {
     ///
     /// # Errors
     /// [`Error::Record`] when the log is truncated or damaged, or when the ledger refuses the call or does something
-    /// else than it did: with the event, its offset and both digests.
+    /// else than it did when recorded. The error states the event, its offset and both digests.
     pub fn advance(&mut self, ledger: &mut Ledger) -> Result<Option<Run>> {
         let Some(record) = self.reader.next_record()? else { return Ok(None) };
         let run = self.run(ledger, record)?;

@@ -1,4 +1,4 @@
-//! What a ledger is built from.
+//! The configuration of a ledger.
 
 use crate::shape::Shape;
 use crate::state::group::Group;
@@ -7,12 +7,12 @@ use crate::state::sizing::Policy;
 /// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
 pub(crate) const MAX_ROWS: i64 = 1 << 24;
 
-/// What a ledger is built from.
+/// The configuration of a ledger.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LedgerConfig {
     /// At least one; names are unique.
     pub groups: Vec<Group>,
-    /// All shapes that may ever run. Shape 0 is put first when it is not.
+    /// All shapes that may ever run. Shape 0 is put first if it is not there.
     pub shapes: Vec<Shape>,
     /// Rows, besides row 0.
     pub num_rows: i64,
@@ -24,23 +24,23 @@ pub struct LedgerConfig {
     pub overlap_depth: i64,
     /// How much is reserved for a round.
     pub policy: Policy,
-    /// Slots of a row, per group; `None` takes the least that suffices.
+    /// Slots of a row, per group; `None` takes the least number that suffices.
     pub row_width: Option<Vec<i64>>,
     /// Whether drafting depends on draft KV (`drafted_len`).
     pub draft_kv: bool,
     /// Most tokens of one extend; `None` sets no limit. Window groups need pages for a window and a chunk.
     pub max_chunk: Option<i64>,
-    /// Whether `end_turn` is used: window groups then need pages for a checkpoint too.
+    /// Whether `end_turn` is used. Window groups then need pages for a checkpoint too.
     pub sessions: bool,
-    /// Whether freed pages wait for the launched steps that may touch them. An engine whose forwards and copies all run
-    /// on one stream can do without; rows wait in any case.
+    /// Whether freed pages wait for the launched steps that may touch them. An engine whose forwards and copies all
+    /// run on one stream can turn this off. Rows wait in any case.
     pub page_fencing: bool,
     /// Whether the running digest is kept.
     pub digest: bool,
 }
 
 impl LedgerConfig {
-    /// A synchronous ledger with the exact policy.
+    /// A configuration of a synchronous ledger with the exact policy.
     #[must_use]
     pub fn new(groups: Vec<Group>, shapes: Vec<Shape>, num_rows: i64, max_context_len: i64) -> Self {
         Self {

@@ -1,8 +1,8 @@
 //! The pending changes of one page table, for a copy of it on a device.
 //!
-//! At most one entry per cell, whose value is the table's own at the time of the take. Every change gives its entry a
-//! new version; an acknowledgement removes only entries whose version is not newer than its take, so a cell that
-//! went 17 -> 0 -> 17 in between stays pending.
+//! There is at most one entry per cell. An entry's value is the table's value at the time of the take. Every change
+//! gives its entry a new version. An acknowledgement removes only entries whose version is not newer than its take, so
+//! a cell that went 17 -> 0 -> 17 in between stays pending.
 
 use crate::error::Result;
 use crate::memory::{collected, room, zeroed};
@@ -25,13 +25,13 @@ struct Entry {
     version: u64,
 }
 
-/// What has changed in a table and is not acknowledged yet.
+/// The changes of a table that are not acknowledged yet.
 #[derive(Debug, Clone)]
 pub(crate) struct Delta {
-    /// Per cell: its place in `entries` plus one, 0 when nothing is pending.
+    /// Per cell: its place in `entries` plus one; 0 if nothing is pending.
     place: Vec<u32>,
     entries: Vec<Entry>,
-    /// Counts changes, never goes back.
+    /// Counts changes and never goes back.
     version: u64,
     /// (step, version at its latest take), oldest step first.
     takes: Vec<(u64, u64)>,
@@ -42,12 +42,12 @@ impl Delta {
         Ok(Self { place: zeroed(num_cells, "a table delta")?, entries: Vec::new(), version: 0, takes: Vec::new() })
     }
 
-    /// Room for the marks of `more` cells that are not pending.
+    /// Takes the memory for the marks of `more` cells that are not pending.
     pub(crate) fn make_room(&mut self, more: usize) -> Result<()> {
         room(&mut self.entries, more, "a table delta")
     }
 
-    /// The cell has just changed. There is room: see [`make_room`](Self::make_room).
+    /// Notes that the cell has just changed. [`make_room`](Self::make_room) must have taken the memory.
     pub(crate) fn mark(&mut self, cell: usize) {
         self.version += 1;
         let entry = Entry { cell: cell as u32, version: self.version };
@@ -60,10 +60,10 @@ impl Delta {
         }
     }
 
-    /// All pending entries with the table's values. Once they are taken for good, [`taken`](Self::taken) is to be told.
+    /// All pending entries with the table's values. If they are really taken, call [`taken`](Self::taken).
     pub(crate) fn entries(&mut self, table: &PageTable) -> Result<DeltaEntries> {
         room(&mut self.takes, 1, "takes of a table delta")?;
-        let columns = table.pages_per_row() as u32; // half the time of a division of 64 bits
+        let columns = table.pages_per_row() as u32; // half the time of a division with 64 bits
         let what = "a table delta";
         let rows: Vec<i32> = collected(self.entries.iter().map(|entry| (entry.cell / columns) as i32), what)?;
         let column = |(entry, &row): (&Entry, &i32)| (entry.cell - row as u32 * columns) as i32;
@@ -74,9 +74,9 @@ impl Delta {
         })
     }
 
-    /// What is pending was taken for `step`.
+    /// Notes that the pending entries were taken for `step`.
     pub(crate) fn taken(&mut self, step: u64) {
-        // Mostly it is the newest step that is taken for, and mostly for the first time.
+        // Usually the take is for the newest step, and the first one for it.
         let place = self.takes.partition_point(|&(taken, _)| taken < step);
         match self.takes.get_mut(place).filter(|(taken, _)| *taken == step) {
             Some((_, version)) => *version = self.version,
@@ -84,7 +84,7 @@ impl Delta {
         }
     }
 
-    /// The delta of a state that is kept and not worked on.
+    /// The delta of a saved state, which has no entries.
     pub(crate) fn none() -> Self {
         Self { place: Vec::new(), entries: Vec::new(), version: 0, takes: Vec::new() }
     }
@@ -93,7 +93,7 @@ impl Delta {
         self.takes.binary_search_by_key(&step, |&(taken, _)| taken).is_ok()
     }
 
-    /// Removes what has not changed since the take of `step`. Takes of older steps are covered by it.
+    /// Removes the entries that have not changed since the take of `step`. This covers takes of older steps.
     pub(crate) fn acknowledge(&mut self, step: u64) {
         let Some(&(_, version)) = self.takes.iter().find(|&&(taken, _)| taken == step) else { return };
         self.takes.retain(|&(taken, _)| taken > step);
@@ -112,7 +112,7 @@ impl Delta {
         self.entries.iter().map(|entry| entry.cell)
     }
 
-    /// Cells whose bookkeeping disagrees with the entries (for the audit).
+    /// Cells whose bookkeeping contradicts the entries (for the audit).
     pub(crate) fn broken(&self) -> Option<String> {
         let pending = self.place.iter().filter(|&&place| place != 0).count();
         if pending != self.entries.len() {
@@ -125,7 +125,7 @@ impl Delta {
     }
 }
 
-/// Faults that no public call can bring about: planted here, and found.
+/// Plants faults that no public call can cause, and checks that they are found.
 #[cfg(test)]
 mod tests {
     use super::*;

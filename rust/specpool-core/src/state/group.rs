@@ -21,25 +21,26 @@ use crate::state::page_table::PageTable;
 use crate::state::sizing::{self, Geometry, Policy, Reserve};
 use crate::verb::Verb;
 
-/// What a group is to be.
+/// The configuration of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Group {
-    /// How errors and audits call it.
+    /// The name of the group in errors and audits.
     pub name: String,
     /// P: slots of a page.
     pub page_size: i64,
-    /// Pages in all.
+    /// Number of pages.
     pub num_pages: i64,
-    /// Whether the draft model's branches live in its rows.
+    /// Whether the draft model's branches lie in its rows.
     pub hosts_drafts: bool,
-    /// Where they lie.
+    /// Where the branches lie.
     pub layout: Layout,
-    /// w: a query sees the last `w` positions only, its own among them (sliding-window layers); `None`: all of them.
+    /// w: a query sees only the last `w` positions, its own included (sliding-window layers); `None`: it sees all of
+    /// them.
     pub window: Option<i64>,
 }
 
 impl Group {
-    /// Whether a group can be like this at all; a ledger checks more.
+    /// Checks what can be checked of a group alone; a ledger checks more.
     ///
     /// # Errors
     /// [`Error::Config`] that names the group, the value and what is allowed.
@@ -74,7 +75,7 @@ impl Group {
     }
 }
 
-/// What a ledger fixes for all its groups.
+/// What all groups of a ledger have in common.
 pub(crate) struct Sizes<'a> {
     pub(crate) shapes: &'a [Shape],
     pub(crate) num_rows: i64,
@@ -93,25 +94,25 @@ pub(crate) struct Kept {
     pub(crate) page: Page,
 }
 
-/// Until when what a row gives back may be touched.
+/// How long what a row gives back may still be touched.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fence {
-    /// The row's last launched step; 0 where pages are not fenced.
+    /// The row's last launched step; 0 if pages are not fenced.
     pub(crate) step: u64,
     /// Every step up to this one has finished on the device.
     pub(crate) completed: u64,
 }
 
-/// A group at work in a ledger.
+/// A group in use in a ledger.
 #[derive(Debug, Clone)]
 pub(crate) struct GroupState {
     pub(crate) spec: Group,
     pub(crate) page_size: i64,
-    /// w; of a full group longer than any row.
+    /// w; in a full group a number longer than any row.
     window: i64,
     /// Slots of a row, a multiple of `page_size`.
     pub(crate) row_width: i64,
-    /// Per shape.
+    /// The reserve of each shape.
     pub(crate) reserves: Vec<Reserve>,
     pub(crate) pool: PagePool,
     pub(crate) table: PageTable,
@@ -122,9 +123,9 @@ pub(crate) struct GroupState {
     pub(crate) protected: Vec<i32>,
     /// `int32 [num_rows + 1]`: e, slots below the window that were given back, a multiple of `page_size`.
     pub(crate) evicted: Vec<i32>,
-    /// `[num_rows + 1]`, or empty in a full group: each checkpoint's pages below e, ascending.
+    /// `[num_rows + 1]`, or empty in a full group: the pages of each checkpoint below e, ascending.
     pub(crate) kept: Vec<Vec<Kept>>,
-    /// Pages in `kept`, of all rows.
+    /// Number of pages in `kept`, of all rows.
     num_kept: usize,
 }
 
@@ -189,21 +190,21 @@ impl GroupState {
         })
     }
 
-    /// Slots below this are out of every window from the query at `len` on, in whole pages; 0 in a full group.
+    /// Slots below this are outside every window of the queries at `len` and later, in whole pages; 0 in a full group.
     pub(crate) fn evict_to(&self, len: i32) -> i64 {
         let below = i64::from(len) - self.window + 1;
         if below <= 0 { 0 } else { below / self.page_size * self.page_size }
     }
 
-    /// Columns that a row of `len` tokens must hold to go on from there: its window, and the page of its last token
-    /// where that is partly filled.
+    /// Columns that a row of `len` tokens must hold to go on from there: its window, and the page of its last token if
+    /// that page is partly filled.
     pub(crate) fn window_columns(&self, len: i32) -> std::ops::Range<usize> {
         self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))
     }
 
     /// Columns of the slots `[from, to)`, multiples of P.
     pub(crate) fn columns(&self, from: i64, to: i64) -> std::ops::Range<usize> {
-        let page_size = self.page_size as u32; // half the time of a division of 64 bits
+        let page_size = self.page_size as u32; // half the time of a division with 64 bits
         (from as u32 / page_size) as usize..(to as u32 / page_size) as usize
     }
 
@@ -230,8 +231,8 @@ impl GroupState {
         self.page_of(row, column) == Some(page)
     }
 
-    /// Counts every page of the row as held by an idle row, or so no longer. All of them are in the table: what a
-    /// checkpoint keeps outside was evicted by a prepare, which ends the idle time.
+    /// Counts every page of the row as held by an idle row, or no longer so. All of these pages are in the table: a
+    /// checkpoint's pages outside it were evicted by a prepare, and a prepare ends the idle time.
     pub(crate) fn set_idle(&mut self, row: Row, is_idle: bool) {
         let count = if is_idle { PagePool::rest } else { PagePool::wake };
         let held = self.held_columns(row);
@@ -240,8 +241,8 @@ impl GroupState {
         }
     }
 
-    /// `len` where the row can be cut to that many tokens and go on from there, else a shorter length:
-    /// none in between will do.
+    /// Returns `len` if the row can be cut to that many tokens and go on from there. Otherwise returns a shorter
+    /// length, such that no length in between works.
     pub(crate) fn next_cut(&self, row: Row, len: i32) -> i32 {
         let page_size = self.page_size as i32;
         if len < self.protected[row.at()] && len % page_size != 0 {
@@ -253,9 +254,9 @@ impl GroupState {
         let is_missing = |&column: &usize| self.page_of(row, column).is_none();
         let Some(missing) = self.window_columns(len).rev().find(is_missing) else { return len };
         if self.window == 1 {
-            return missing as i32 * page_size; // A page's edge, where the window is empty.
+            return missing as i32 * page_size; // A page edge, where the window is empty.
         }
-        // A shorter length needs its last page, which below e only a checkpoint keeps.
+        // A shorter length needs its last page. Below e, only a checkpoint keeps that page.
         let kept = self.kept(row);
         match kept.partition_point(|kept| (kept.column as usize) < missing) {
             0 => 0,
@@ -263,8 +264,8 @@ impl GroupState {
         }
     }
 
-    /// Appends what each lane will have allocated for a round of its shape to `after`. `allocated` is what it
-    /// has, `[lo, hi]` where its root may be.
+    /// Appends to `after` what each lane will have allocated for a round of its shape. `allocated` is what it has now;
+    /// its root may lie anywhere in `[lo, hi]`.
     pub(crate) fn reserve(&self, shapes: &[i32], allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
         for (lanes, shape) in runs(shapes) {
             let reserve = &self.reserves[shape];
@@ -272,8 +273,8 @@ impl GroupState {
         }
     }
 
-    /// Memory for `takes` more pages and `cells` more cells of the table, and for giving all of them back: whatever a verb
-    /// does from here on with what rows hold, it asks for no memory.
+    /// Takes the memory for `takes` more pages and `cells` more cells of the table, and for giving all of them back.
+    /// No later verb on what rows hold then asks for memory.
     pub(crate) fn make_room(&mut self, takes: usize, cells: usize) -> Result<()> {
         self.pool.make_room(takes)?;
         // Each cell that holds a page, and each page kept outside the table, may become a pending change.
@@ -285,14 +286,14 @@ impl GroupState {
         self.table.num_held() + self.num_kept
     }
 
-    /// Memory for what the row's checkpoint keeps of the columns that leave the table when e rises to `to`.
+    /// Takes the memory for the columns that the row's checkpoint keeps when e rises to `to`.
     pub(crate) fn make_room_to_keep(&mut self, row: Row, to: i64, checkpoint: Option<i32>) -> Result<()> {
         let (keep, gone) = (self.checkpoint_columns(checkpoint), self.evicted_columns(row, to));
         let both = keep.end.min(gone.end).saturating_sub(keep.start.max(gone.start));
         if both == 0 { Ok(()) } else { room(&mut self.kept[row.at()], both, "a checkpoint") }
     }
 
-    /// Gives the row pages up to `to` slots; the caller has counted the free ones.
+    /// Gives the row pages up to `to` slots. The caller has checked that there are enough free pages.
     pub(crate) fn grow(&mut self, row: Row, to: i64, step: u64, verb: Verb) -> Result<()> {
         for column in self.columns(self.allocated[row.at()].into(), to) {
             let page = self.pool.take(row, step, verb).ok_or_else(|| {
@@ -355,7 +356,8 @@ impl GroupState {
         checkpoint.map_or(0..0, |len| self.window_columns(len))
     }
 
-    /// Gives back what lies wholly below the window; what the checkpoint needs stays with the row, outside the table.
+    /// Gives back the pages wholly below the window. Pages that the checkpoint needs stay with the row, outside the
+    /// table.
     pub(crate) fn evict(&mut self, row: Row, to: i64, checkpoint: Option<i32>, fence: Fence, verb: Verb) -> Held {
         let keep = self.checkpoint_columns(checkpoint);
         for column in self.evicted_columns(row, to) {
@@ -372,14 +374,14 @@ impl GroupState {
         Ok(())
     }
 
-    /// Cuts the row to `len` tokens, which [`next_cut`](Self::next_cut) allowed: drops the tail, brings the pages that
-    /// the window needs back from the checkpoint, and forgets the checkpoint's pages unless it `stays`.
+    /// Cuts the row to `len` tokens, which [`next_cut`](Self::next_cut) allowed. It drops the tail, brings the pages
+    /// that the window needs back from the checkpoint, and forgets the checkpoint's pages unless it `stays`.
     pub(crate) fn cut(&mut self, row: Row, len: i32, stays: bool, fence: Fence, verb: Verb) -> Held {
         let at = row.at();
         let end = ceil_align(len.into(), self.page_size);
         let evict_to = self.evict_to(len);
         let is_evicted = evict_to < self.evicted[at].into();
-        // An empty window, at a page edge, needs nothing; what the checkpoint keeps may lie far below it.
+        // An empty window at a page edge needs no page; the pages that the checkpoint keeps may lie far below it.
         let needs_back = is_evicted && !self.window_columns(len).is_empty();
         self.shrink(row, end, fence, verb)?;
         if needs_back {
@@ -404,12 +406,12 @@ impl GroupState {
             }
         }
         self.protected[at] = self.protected[at].min(len);
-        // Where e had passed the new end, the window is empty there and so is the row's part of the table.
+        // If e had passed the new end, the window there is empty, and so is the row's part of the table.
         self.allocated[at] = end as i32;
         Ok(())
     }
 
-    /// Gives back what the checkpoint keeps outside the table.
+    /// Gives back the pages that the checkpoint keeps outside the table.
     pub(crate) fn drop_kept(&mut self, row: Row, fence: Fence, verb: Verb) -> Held {
         if let Some(kept) = self.kept.get_mut(row.at()) {
             self.num_kept -= kept.len();
@@ -420,7 +422,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// Gives back everything.
+    /// Gives back all pages of the row.
     pub(crate) fn clear(&mut self, row: Row, fence: Fence, verb: Verb) -> Held {
         self.drop_kept(row, fence, verb)?;
         self.shrink(row, 0, fence, verb)?;
@@ -429,7 +431,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// A copy to keep: it has no delta, and no cell that holds nothing is touched.
+    /// A copy for a snapshot. It has no delta, and cells that hold nothing are not touched.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let what = "lengths of a group";
         let columns = |row: Row| self.held_columns(row).end;
@@ -447,7 +449,7 @@ impl GroupState {
         })
     }
 
-    /// A copy of what checkpoints keep.
+    /// A copy of the pages that checkpoints keep.
     pub(crate) fn try_clone_kept(&self) -> Result<Vec<Vec<Kept>>> {
         let mut kept = filled(Vec::new(), self.kept.len(), "checkpoints")?;
         for (copy, kept) in kept.iter_mut().zip(&self.kept) {
@@ -456,20 +458,20 @@ impl GroupState {
         Ok(kept)
     }
 
-    /// Takes over what another state's checkpoints keep.
+    /// Takes over the pages that another state's checkpoints keep.
     pub(crate) fn set_kept(&mut self, kept: Vec<Vec<Kept>>) {
         self.num_kept = kept.iter().map(Vec::len).sum();
         self.kept = kept;
     }
 
-    /// Every number of the rows and of the pool that decides what the group will do.
+    /// Adds every number of the rows and of the pool that decides what the group will do.
     pub(crate) fn hash(&self, digest: &mut Digest) {
         for lengths in [&self.allocated, &self.protected, &self.evicted] {
             digest.ints(lengths);
         }
         for at in 1..self.allocated.len() {
             let row = Row(at as i32);
-            // Lengths that were written behind the ledger's back are the audit's to report, not a panic's.
+            // Lengths that were written behind the ledger's back are reported by the audit and must not panic here.
             digest.ints(self.table.row(row).get(self.held_columns(row)).unwrap_or_default());
             for kept in self.kept(row) {
                 digest.ints(&[i64::from(kept.column), i64::from(kept.page.0)]);
@@ -479,7 +481,7 @@ impl GroupState {
     }
 }
 
-/// The pages without which one row alone could run dry, and what they are for.
+/// The least number of pages with which one row alone cannot run dry, and what they are for.
 fn least_pages(spec: &Group, sizes: &Sizes<'_>, reserves: &[Reserve], row_width: i64) -> (i64, String) {
     let page_size = spec.page_size;
     let row = (row_width / page_size, format!("the pages of one row of {row_width} slots"));
@@ -488,7 +490,7 @@ fn least_pages(spec: &Group, sizes: &Sizes<'_>, reserves: &[Reserve], row_width:
     let checkpoint = if sizes.sessions { ceil_div(window - 1, page_size) + 1 } else { 0 };
     let pages = sizing::window_pages(page_size, window, ahead) + checkpoint;
     if pages >= row.0 {
-        return row; // Every page of a row has a column of its own.
+        return row; // Every page of a row has its own column.
     }
     let kept = if sizes.sessions { format!(" and the {checkpoint} pages of a checkpoint") } else { String::new() };
     (pages, format!("a window of {window} with {ahead} slots ahead{kept}"))

@@ -1,12 +1,13 @@
 //! Copies of partly filled pages: the tail of a prefix that `admit` and `fork` give to a new row.
 //!
-//! A copy waits until a step is prepared, rides on it, and holds both its pages until that step is launched; from then
-//! on their fences do. Its row may go away in the meantime: the copy then writes a page that nobody has, or is dropped.
+//! A copy waits until a step is prepared, and rides on that step. It holds both its pages until the step is launched;
+//! from then on their fences hold them. If its row goes away in the meantime, the copy writes a page that nobody
+//! holds, or is dropped.
 
 use crate::digest::Digest;
 use crate::ids::{Page, Row};
 
-/// The first `tokens` slots of page `src` go to page `dst`, in every layer of the group.
+/// Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
     /// The group's index.
@@ -15,7 +16,7 @@ pub struct PageCopy {
     pub src: i32,
     /// The page that is written.
     pub dst: i32,
-    /// Slots that are copied, from the page's first on; fewer than P.
+    /// Slots that are copied, from the page's first slot on; fewer than P.
     pub tokens: i32,
 }
 
@@ -24,7 +25,7 @@ pub struct PageCopy {
 pub(crate) struct TailCopy {
     pub(crate) copy: PageCopy,
     pub(crate) row: Row,
-    /// Where the row's table had `dst` when the copy was asked for.
+    /// The column in which the row's table had `dst` when the copy was asked for.
     pub(crate) column: usize,
 }
 

@@ -11,9 +11,9 @@
 //!    '-----------  fenced <----------------------------'     (straight to free when nothing can still touch it)
 //! ```
 //!
-//! A page keeps the latest fence of everyone who held it, and is also fenced while a page copy that has not been
-//! launched holds it. Once shared it stays shared, read-only, until nobody holds it. Each transition checks the state
-//! it leaves, in O(1), always.
+//! A page keeps the latest fence of everyone who held it. It is also fenced while a page copy that has not been
+//! launched holds it. A shared page stays shared and read-only until nobody holds it. Each transition checks the state
+//! that it leaves, in O(1), always.
 
 use crate::check::in_range;
 use crate::digest::Digest;
@@ -22,7 +22,7 @@ use crate::ids::{Page, Row};
 use crate::memory::{self, room};
 use crate::verb::Verb;
 
-/// What a page is doing.
+/// The state of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PageState {
     /// Can be handed out.
@@ -30,7 +30,7 @@ pub enum PageState {
     Free,
     /// Held by one row, which may write it.
     Owned,
-    /// Read-only, under a count of holders (rows and pinned prefixes).
+    /// Read-only, with a count of holders (rows and pinned prefixes).
     Shared,
     /// Given back, but a launched step or a page copy may still touch it.
     Fenced,
@@ -52,43 +52,43 @@ impl std::fmt::Display for PageState {
 pub struct PageRecord {
     /// The page.
     pub page: Page,
-    /// What it is doing.
+    /// Its state.
     pub state: PageState,
-    /// Who took it from the pool last; row 0 if nobody ever did.
+    /// The row that took it from the pool last; row 0 if none ever did.
     pub owner: Row,
     /// Rows and pinned prefixes that hold it.
     pub holders: u32,
     /// The step that it was last taken for.
     pub birth_step: u64,
-    /// The latest launched step that may touch it, of everyone who gave it back since it was taken; 0 if none.
+    /// The latest launched step that may touch it, over everyone who gave it back since it was taken; 0 if none.
     pub fence: u64,
-    /// What touched it last.
+    /// The verb that touched it last.
     pub last_verb: Verb,
 }
 
-/// One page's line, without its number.
+/// One page's line, without the page's number.
 #[derive(Debug, Clone, Copy, Default)]
 struct Line {
     birth_step: u64,
     fence: u64,
     owner: i32,
     holders: u32,
-    /// Of the holders, rows that are idle.
+    /// How many of the holders are idle rows.
     idle_holders: u32,
-    /// Page copies not launched yet that read or write it.
+    /// Page copies that are not launched yet and read or write it.
     copies: u32,
     state: PageState,
     last_verb: Verb,
 }
 
-/// Who has to do with one page.
+/// Who uses one page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct PageCounts {
     /// Rows and pinned prefixes that hold it.
     pub(crate) holders: u32,
-    /// Of these, rows that are idle.
+    /// How many of these are idle rows.
     pub(crate) idle_holders: u32,
-    /// Page copies not launched yet that read or write it.
+    /// Page copies that are not launched yet and read or write it.
     pub(crate) copies: u32,
 }
 
@@ -105,12 +105,12 @@ pub struct PagePool {
     num_pages: usize,
     /// Pages whose every holder is an idle row.
     num_reclaimable: usize,
-    /// Free pages that were handed out before; the last one goes first.
+    /// Free pages that were handed out before; the last one is handed out first.
     returned: Vec<Page>,
-    /// Given back: free once their fence is complete and no copy holds them.
+    /// Pages that were given back: free once their fence is complete and no copy holds them.
     fenced: Vec<Page>,
-    /// The ownership map of page 0 and of every page handed out so far. Pages behind its end are free, so that a huge
-    /// pool costs nothing before it is used.
+    /// The ownership map of page 0 and of every page handed out so far. Pages behind its end are free, so a huge pool
+    /// costs nothing before it is used.
     map: Vec<Line>,
 }
 
@@ -151,20 +151,20 @@ impl PagePool {
         self.num_reclaimable
     }
 
-    /// Pages handed out at least once, and page 0: what the ownership map has memory for.
+    /// Pages that were handed out at least once, and page 0: those for which the ownership map has memory.
     #[must_use]
     pub fn num_mapped(&self) -> usize {
         self.map.len()
     }
 
-    /// Bytes that the pool keeps for each page handed out so far.
+    /// Bytes that the pool uses for each page handed out so far.
     #[must_use]
     pub const fn bytes_per_page() -> usize {
         size_of::<Line>() + 2 * size_of::<Page>()
     }
 
-    /// Memory for `takes` more pages handed out, and for every page handed out so far to be given back and fenced: with
-    /// it no [`take`](Self::take) and no release asks for more.
+    /// Takes the memory for handing out `takes` more pages, and for giving back and fencing every page handed out so
+    /// far. Then no [`take`](Self::take) and no release asks for more.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -177,7 +177,7 @@ impl PagePool {
         room(&mut self.fenced, all.saturating_sub(fenced), "fenced pages")
     }
 
-    /// A copy, with the room of one that is worked on.
+    /// A copy with enough spare room for every page handed out so far to be given back.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let copied = |pages: &[Page]| -> Result<Vec<Page>> {
             let mut copy = memory::with_room(self.map.len(), "a page pool")?;
@@ -188,7 +188,7 @@ impl PagePool {
         Ok(Self { returned, fenced, map: memory::copied(&self.map, "a page pool")?, ..*self })
     }
 
-    /// A page that was never handed out, and what is no page at all, reads as a free one.
+    /// The record of a page. A page that was never handed out, and an id that is no page, read as free.
     fn line(&self, page: Page) -> Line {
         self.map.get(page.at()).copied().unwrap_or_default()
     }
@@ -211,7 +211,7 @@ impl PagePool {
         (0..len).map(|page| self.seen(Page(page as i32)))
     }
 
-    /// Hands a free page to `owner`, or nothing when there is none. It asks for memory unless
+    /// Hands a free page to `owner`, or returns nothing if there is none. It asks for memory unless
     /// [`make_room`](Self::make_room) has.
     pub fn take(&mut self, owner: Row, birth_step: u64, last_verb: Verb) -> Option<Page> {
         let page = match self.returned.pop() {
@@ -240,19 +240,19 @@ impl PagePool {
         }
     }
 
-    /// An idle row holds the page, which it held before it was idle.
+    /// Notes that a row that holds the page has become idle.
     pub(crate) fn rest(&mut self, page: Page) {
         self.change(page, |line| line.idle_holders += 1);
     }
 
-    /// A row that was idle and holds the page is idle no longer.
+    /// Notes that an idle row that holds the page is idle no longer.
     pub(crate) fn wake(&mut self, page: Page) {
         self.change(page, |line| line.idle_holders = line.idle_holders.saturating_sub(1));
     }
 
-    /// Changes a page's holders, and with them the count of reclaimable pages.
+    /// Changes a page's holders and updates the count of reclaimable pages.
     fn change(&mut self, page: Page, change: impl FnOnce(&mut Line)) {
-        // A cell that was written behind the ledger's back is the audit's to report, not a panic's.
+        // A cell that was written behind the ledger's back is reported by the audit and must not panic here.
         let Some(line) = self.map.get_mut(page.at()) else { return };
         let was_reclaimable = line.is_reclaimable();
         change(line);
@@ -260,7 +260,7 @@ impl PagePool {
         self.num_reclaimable -= usize::from(was_reclaimable);
     }
 
-    /// One more holder, which is not idle: from now on the page is read-only.
+    /// Adds one holder, which is not idle. From now on the page is read-only.
     ///
     /// # Errors
     /// The page's record when nobody holds it.
@@ -276,9 +276,9 @@ impl PagePool {
         Ok(())
     }
 
-    /// `row`, which is not idle, holds the page no longer; the step `fence` is the last launched one by which it may touch it (0: none,
-    /// or one that is complete). The last holder's drop frees the page, or fences it until every fence left on it is
-    /// complete.
+    /// Drops `row`, which is not idle, as a holder. `fence` is the last launched step by which the row may touch the
+    /// page (0 if there is none, or if it is complete). When the last holder drops the page, it becomes free, or
+    /// fenced until every fence left on it is complete.
     ///
     /// # Errors
     /// As [`PagePool::check_held`]; nothing is changed then.
@@ -296,7 +296,7 @@ impl PagePool {
         if self.line(page).state == PageState::Shared { Ok(()) } else { Err(self.seen(page)) }
     }
 
-    /// A pinned prefix holds the page no longer.
+    /// Drops a pinned prefix as a holder of the page.
     ///
     /// # Errors
     /// The page's record when it is not shared.
@@ -323,12 +323,12 @@ impl PagePool {
         }
     }
 
-    /// A page copy, not launched yet, reads or writes the page.
+    /// Notes that a page copy, not launched yet, reads or writes the page.
     pub(crate) fn hold(&mut self, page: Page) {
         self.map[page.at()].copies += 1;
     }
 
-    /// The copy was launched with the step `fence`, or dropped (0).
+    /// Notes that the copy was launched with the step `fence`, or dropped (0).
     pub(crate) fn unhold(&mut self, page: Page, fence: u64, completed: u64, verb: Verb) {
         let line = &mut self.map[page.at()];
         line.copies -= 1;
@@ -341,13 +341,13 @@ impl PagePool {
         }
     }
 
-    /// Holders that the page would have to lose to be free at once; `None` when a fence or a copy would keep it.
+    /// Holders that the page must lose to be free at once; `None` if a fence or a copy would keep it.
     pub(crate) fn holders_if_unfenced(&self, page: Page, completed: u64) -> Option<u32> {
         let line = self.line(page);
         (line.fence <= completed && line.copies == 0).then_some(line.holders)
     }
 
-    /// Steps up to `completed` have finished on the device: their fences fall.
+    /// Ends the fences of steps up to `completed`, which have finished on the device.
     pub fn complete(&mut self, completed: u64) {
         let Self { fenced, returned, map, .. } = self;
         fenced.retain(|&page| {
@@ -362,7 +362,7 @@ impl PagePool {
         });
     }
 
-    /// Everything that decides what the pool will do: the lines of pages in use, and the order of the free ones.
+    /// Adds everything that decides what the pool will do: the lines of pages in use, and the order of the free ones.
     pub(crate) fn hash(&self, digest: &mut Digest) {
         for (page, line) in self.map.iter().enumerate().filter(|(_, line)| line.state != PageState::Free) {
             digest.ints(&[page as i64, line.state as i64, i64::from(line.owner), i64::from(line.holders)]);
@@ -370,7 +370,7 @@ impl PagePool {
             digest.word(line.copies.into());
         }
         digest.numbers(self.fenced.iter().map(|page| page.0));
-        // Pages handed out once and given back in order are as if never touched.
+        // Pages that were handed out and given back in order are as if never touched.
         let mut fresh = self.map.len() as i32;
         let mut returned = &self.returned[..];
         while let Some((&bottom, above)) = returned.split_first().filter(|(bottom, _)| bottom.0 == fresh - 1) {
@@ -380,7 +380,7 @@ impl PagePool {
         digest.numbers(returned.iter().map(|page| page.0));
     }
 
-    /// Every broken rule of the pool itself, with the numbers, and the page if it is one's (for the audit).
+    /// Every broken rule of the pool itself, with the numbers, and the page if the rule is about one (for the audit).
     pub(crate) fn broken(&self, completed: u64) -> Result<Vec<(Option<Page>, String)>> {
         let mut report = Vec::new();
         let marked = |state| self.map[1..].iter().filter(|line| line.state == state).count();
@@ -426,7 +426,7 @@ impl PagePool {
         Ok(report)
     }
 
-    /// How many pages are handed out before this one, which is free.
+    /// How many pages are handed out before this free page.
     pub(crate) fn turn_of(&self, page: Page) -> usize {
         match self.returned.iter().rposition(|&other| other == page) {
             Some(at) => self.returned.len() - 1 - at,
@@ -434,7 +434,7 @@ impl PagePool {
         }
     }
 
-    /// Page copies not launched yet that read or write the page.
+    /// Page copies that are not launched yet and read or write the page.
     pub(crate) fn copies_of(&self, page: Page) -> u32 {
         self.line(page).copies
     }
@@ -445,7 +445,7 @@ impl PagePool {
     }
 }
 
-/// Faults that no public call can bring about: planted here, and found.
+/// Plants faults that no public call can cause, and checks that they are found.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -529,8 +529,8 @@ mod tests {
             assert!(!seen.contains(&hash), "change {} leaves no trace", seen.len());
             seen.push(hash);
         }
-        // By which verb a page was touched last decides nothing. When it was taken counts without page fencing only, for
-        // a copy into it that is not finished (`check_no_copy_into`): that much the hash does not see.
+        // The verb that touched a page last decides nothing. When it was taken counts only without page fencing, for
+        // a copy into it that is not finished (`check_no_copy_into`). The hash leaves both out.
         let mut pool = busy();
         (pool.map[1].birth_step, pool.map[1].last_verb) = (7, Verb::Launch);
         assert_eq!(hash(&pool), seen[0]);

@@ -1,7 +1,7 @@
 //! One group's page table: which page holds which part of which row.
 //!
-//! `int32 [num_rows + 1, pages_per_row]`, allocated once and never moved, so that a view of it stays good. Cells at or
-//! beyond a row's `allocated_len / P` are 0; row 0 is all 0.
+//! `int32 [num_rows + 1, pages_per_row]`, allocated once and never moved, so that a view of it stays valid. Cells at
+//! or beyond a row's `allocated_len / P` are 0. Row 0 is all 0.
 
 use crate::check::in_range;
 use crate::error::{Error, Result};
@@ -73,7 +73,7 @@ impl PageTable {
         self.num_held
     }
 
-    /// A copy that has, of each row, the columns below `columns(row)`: behind them all is 0, here and there.
+    /// A copy that takes, of each row, only the columns below `columns(row)`. All cells behind them are 0 in both.
     pub(crate) fn try_clone(&self, columns: impl Fn(Row) -> usize) -> Result<Self> {
         let mut cells = zeroed(self.cells.len(), "a page table")?;
         for at in 1..self.cells.len() / self.pages_per_row {

@@ -1,7 +1,7 @@
-//! The rows: per-row lengths as a struct of arrays, `[num_rows + 1]` each, and who holds a row.
+//! The rows: their lengths as a struct of arrays, `[num_rows + 1]` each, and who holds each row.
 //!
-//! Of one row: `0 <= resolved <= resolved + in_flight <= allocated`. A row that is not live reads 0 everywhere but in
-//! `epoch`, which never goes back.
+//! For each row: `0 <= resolved <= resolved + in_flight <= allocated`. A row that is not live reads 0 everywhere
+//! except in `epoch`, which never goes back.
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ use crate::memory::{self, room, zeroed};
 use crate::shape::{Shape, runs};
 use crate::state::step::{Plan, StepKind};
 
-/// Characters of a tag that a message shows.
+/// Characters of a tag that a message shows at most.
 const MAX_SHOWN: usize = 100;
 
 /// State of all rows; index 0 is padding and stays 0.
@@ -25,38 +25,39 @@ pub(crate) struct Rows {
     pub(crate) resolved: Vec<i32>,
     /// k: rounds prepared and not resolved.
     pub(crate) in_flight: Vec<i32>,
-    /// r + sum of their largest accept lengths.
+    /// r plus the largest accept lengths of its rounds in flight.
     pub(crate) hi: Vec<i32>,
     /// Draft KV is valid below this.
     pub(crate) drafted: Vec<i32>,
     /// Bumped by every release.
     pub(crate) epoch: Vec<u64>,
-    /// An extend has launched since the row was admitted or cut shorter: its next root is known.
+    /// Whether an extend has launched since the row was admitted or cut shorter: its next root is known then.
     pub(crate) ready: Vec<bool>,
-    /// r before the row's unlaunched extend, plus one; 0 when it has none.
+    /// r before the row's unlaunched extend, plus one; 0 if it has none.
     extend_from: Vec<i32>,
-    /// Rounds of `in_flight` that are launched: their roots are written.
+    /// How many rounds of `in_flight` are launched: their roots are written.
     pub(crate) launched_rounds: Vec<i32>,
-    /// Rounds of `in_flight` that write no draft KV.
+    /// How many rounds of `in_flight` write no draft KV.
     pub(crate) undrafted_rounds: Vec<i32>,
-    /// The last launched step that the row took part in, 0 if none.
+    /// The last launched step that the row took part in; 0 if none.
     pub(crate) last_launched: Vec<u64>,
-    /// The step that was next when the row was admitted: older ones belong to an earlier holder.
+    /// The next step's number when the row was admitted: older steps belong to an earlier holder.
     pub(crate) admitted_at: Vec<u64>,
-    /// A session's row between turns.
+    /// Whether the row is between two turns of a session.
     pub(crate) idle: Vec<bool>,
-    /// Rows that are idle.
+    /// Number of idle rows.
     pub(crate) num_idle: usize,
-    /// Tokens of the row's checkpoint plus one; 0 when it has none.
+    /// Tokens of the row's checkpoint plus one; 0 if it has none.
     checkpoint: Vec<i32>,
     /// `[num_rows + 1, max_rounds]`: the steps of the rounds in flight, oldest first.
     rounds: Vec<u64>,
     pub(crate) tags: Vec<Option<Box<str>>>,
-    /// Rows that were never handed out: from this one to the last. They go when no other is free, lowest first.
+    /// Rows that were never handed out: from this one to the last. They are handed out when no other row is free,
+    /// lowest first.
     fresh: usize,
-    /// Rows given back; the last one goes first.
+    /// Rows that were given back; the last one is handed out first.
     returned: Vec<Row>,
-    /// (step, row): free once that step is complete.
+    /// (step, row): the row is free once that step is complete.
     fenced: Vec<(u64, Row)>,
 }
 
@@ -105,7 +106,7 @@ impl Rows {
         self.fenced.len()
     }
 
-    /// Rows that can be handed out; the last one goes first.
+    /// Rows that can be handed out; the last one is handed out first.
     pub(crate) fn free(&self) -> impl Iterator<Item = Row> {
         (self.fresh..=self.count).rev().map(|row| Row(row as i32)).chain(self.returned.iter().copied())
     }
@@ -125,7 +126,7 @@ impl Rows {
         Ok(Row(row))
     }
 
-    /// `"row 3"`, or `"row 3 (tag)"`; of a long tag its beginning.
+    /// `"row 3"`, or `"row 3 (tag)"` with the beginning of a long tag.
     pub(crate) fn describe(&self, row: Row) -> String {
         let Some(Some(tag)) = self.tags.get(row.at()) else { return format!("row {}", row.0) };
         match tag.char_indices().nth(MAX_SHOWN) {
@@ -139,7 +140,8 @@ impl Rows {
         self.returned.last().copied().or((self.fresh <= self.count).then_some(Row(self.fresh as i32)))
     }
 
-    /// Memory for one more row in use, and for all of those to be given back; the tag as it is kept.
+    /// Takes the memory for one more row in use, for giving all used rows back, and for the tag, which it returns as
+    /// it is kept.
     pub(crate) fn make_room(&mut self, tag: Option<&str>) -> Result<Option<Box<str>>> {
         let used = self.fresh.min(self.count);
         let (returned, fenced) = (self.returned.len(), self.fenced.len());
@@ -148,7 +150,7 @@ impl Rows {
         tag.map(|tag| memory::text(tag, "a tag")).transpose()
     }
 
-    /// Takes the next free row; `next_step` is the number of the step prepared next.
+    /// Takes the next free row. `next_step` is the number of the step that will be prepared next.
     pub(crate) fn admit(&mut self, tag: Option<Box<str>>, next_step: u64) {
         let Some(row) = self.next_free() else { return };
         if self.returned.pop().is_none() {
@@ -178,7 +180,8 @@ impl Rows {
         self.checkpoint[row.at()] = len.map_or(0, |len| len + 1);
     }
 
-    /// Makes the row, which is not idle, free, or fenced until the step `fence` is complete. Its tag stays for error messages.
+    /// Makes the row, which is not idle, free, or fenced until the step `fence` is complete. Its tag stays for error
+    /// messages.
     pub(crate) fn give_back(&mut self, row: Row, fence: Option<u64>) {
         self.forget_rounds(row);
         let at = row.at();
@@ -205,7 +208,7 @@ impl Rows {
         });
     }
 
-    /// The row stays but what it had in flight does not count any more, and it needs a new root.
+    /// Keeps the row, but drops its rounds in flight; the row needs a new root.
     pub(crate) fn forget_rounds(&mut self, row: Row) {
         let at = row.at();
         self.in_flight[at] = 0;
@@ -222,13 +225,13 @@ impl Rows {
         rounds.get(..self.in_flight[row.at()] as usize).unwrap_or(rounds)
     }
 
-    /// The step of the row's oldest round in flight, 0 when there is none.
+    /// The step of the row's oldest round in flight; 0 if there is none.
     pub(crate) fn oldest_round(&self, row: Row) -> u64 {
         if self.in_flight[row.at()] > 0 { self.rounds[row.at() * self.max_rounds] } else { 0 }
     }
 
-    /// Every lane of a decode has one more round in flight.
-    // The slices of one length, here and below, spare the loop a bounds check for each array.
+    /// Adds one round in flight to every lane of a decode.
+    // Slices of one length, here and below, save the loop a bounds check for each array.
     pub(crate) fn push_rounds(&mut self, plan: &Plan, shapes: &[Shape]) {
         let len = self.count + 1;
         let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
@@ -254,8 +257,8 @@ impl Rows {
         self.undrafted_rounds[at] -= i32::from(!writes_draft);
     }
 
-    /// Whether every lane's row stands, and whether one of those that stand cannot be resolved: its oldest round is of
-    /// another step, or the number of accepted tokens impossible.
+    /// Whether every lane's row is still at its epoch, and whether one of those that are cannot be resolved: its
+    /// oldest round is of another step, or the number of accepted tokens is impossible.
     #[allow(clippy::needless_bitwise_bool, reason = "no branch per lane")]
     pub(crate) fn check_resolve(&self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) -> (bool, bool) {
         let len = self.count + 1;
@@ -276,7 +279,7 @@ impl Rows {
         (all_stand, is_wrong)
     }
 
-    /// The oldest round of every lane yields `accept_lens[lane]` tokens; 0 for a lane whose row stands no longer.
+    /// Resolves the oldest round of every lane with `accept_lens[lane]` tokens; 0 for a lane whose row has moved on.
     pub(crate) fn resolve_rounds(&mut self, plan: &Plan, accept_lens: &[i32], shapes: &[Shape]) {
         let len = self.count + 1;
         let (resolved, drafted) = (&mut self.resolved[..len], &mut self.drafted[..len]);
@@ -306,7 +309,7 @@ impl Rows {
         }
     }
 
-    /// The lanes of a step are launched: of a decode, one more round of each is written.
+    /// Marks the lanes of a step as launched. In a decode, one more round of each is written.
     pub(crate) fn launch(&mut self, plan: &Plan) {
         let len = self.count + 1;
         let (launched, last) = (&mut self.launched_rounds[..len], &mut self.last_launched[..len]);
@@ -348,7 +351,8 @@ impl Rows {
         self.hi[row.at()] = len;
     }
 
-    /// r before the row's unlaunched extend: what its window is reckoned from, so that a cancel finds it held.
+    /// r before the row's unlaunched extend. Its window is computed from this length, so that a cancel finds the
+    /// window held.
     pub(crate) fn settled(&self, row: Row) -> i32 {
         match self.extend_from[row.at()] {
             0 => self.resolved[row.at()],
@@ -357,12 +361,12 @@ impl Rows {
     }
 
     /// Tokens of the row that launched forwards write: r without its unlaunched extend, plus the roots of launched
-    /// rounds (an unlaunched extend has no launched round behind it).
+    /// rounds. (An unlaunched extend has no launched round behind it.)
     pub(crate) fn written(&self, row: Row) -> i32 {
         self.settled(row) + self.launched_rounds[row.at()]
     }
 
-    /// Everything that decides what the rows will do.
+    /// Adds everything that decides what the rows will do.
     pub(crate) fn hash(&self, digest: &mut Digest) {
         let lengths = [
             &self.resolved,
@@ -393,7 +397,8 @@ impl Rows {
         }
     }
 
-    /// A copy, with the room of one that is worked on. Of rows that were never handed out nothing is touched.
+    /// A copy with enough spare room for every used row to be given back. Rows that were never handed out are not
+    /// touched.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let used = self.fresh.min(self.count + 1);
         let mut copy = Self::new(self.count, self.max_rounds)?;
@@ -402,7 +407,7 @@ impl Rows {
         Ok(copy)
     }
 
-    /// Copies of what has no fixed size, for [`restore`](Self::restore).
+    /// Copies the parts that have no fixed size, for [`restore`](Self::restore).
     pub(crate) fn try_clone_lists(&self) -> Result<Lists> {
         let used = self.fresh.min(self.count + 1);
         let mut lists = Lists {
@@ -418,7 +423,7 @@ impl Rows {
         Ok(lists)
     }
 
-    /// Takes over another state of the same rows, in place; epochs go on from the greater of both.
+    /// Takes over another state of the same rows, in place. Each epoch goes on from the greater of both.
     pub(crate) fn restore(&mut self, other: &Self, lists: Lists) {
         let used = self.fresh.max(other.fresh).min(self.count + 1);
         self.take_over(other, used, lists);
@@ -427,7 +432,7 @@ impl Rows {
         }
     }
 
-    /// Everything but the epochs, of the rows below `used`; behind them no row of either was ever handed out.
+    /// Takes over everything but the epochs, for rows below `used`. Neither state ever handed out a row behind them.
     fn take_over(&mut self, other: &Self, used: usize, lists: Lists) {
         let flags = [(&mut self.live, &other.live), (&mut self.ready, &other.ready), (&mut self.idle, &other.idle)];
         for (now, then) in flags {
@@ -458,7 +463,7 @@ impl Rows {
     }
 }
 
-/// What a state of the rows has beside its arrays of fixed size.
+/// The parts of a state of the rows that have no fixed size.
 #[derive(Debug)]
 pub(crate) struct Lists {
     returned: Vec<Row>,

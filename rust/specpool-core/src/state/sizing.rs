@@ -4,7 +4,7 @@
 //! Slots of one row, half-open: `[0, lo)` committed for certain, `[lo, hi]` where the device's true root may be,
 //! `[.., need)` what one round may write from any of those roots.
 //!
-//! Every function takes any numbers in its stated range and answers [`Error::Config`] outside of it; inside the range
+//! Every function takes any numbers in its stated range. Outside the range it returns [`Error::Config`]; inside,
 //! nothing overflows `i64`.
 
 use crate::check::in_range;
@@ -25,11 +25,11 @@ const MAX_COUNT: i64 = 1 << 31;
 pub enum Policy {
     /// What the round can write from any root in `[lo, hi]`, and no more.
     Exact,
-    /// `lo + (D+1) * W`, what `SGLang` does.
+    /// `lo + (D+1) * W`, as in `SGLang`.
     DoubleBuffer,
 }
 
-/// What sizing must know of a group.
+/// What sizing must know about a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Geometry {
     page_size: i64,
@@ -47,7 +47,7 @@ impl Geometry {
         Ok(Self { page_size, hosts_drafts, layout })
     }
 
-    /// What upstream assumes: drafts in the row, dense when `P == 1` or `K == 1`, else holey.
+    /// The geometry that upstream assumes: drafts in the row, dense if `P == 1` or `K == 1`, else holey.
     ///
     /// # Errors
     /// As [`Geometry::new`].
@@ -79,7 +79,7 @@ impl Geometry {
     }
 }
 
-/// One shape's reserve in one group, its constants worked out once.
+/// One shape's reserve in one group, with its constants computed once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reserve {
     page_size: i64,
@@ -176,7 +176,8 @@ impl Reserve {
                 let draft = if last > threshold {
                     base + branches
                 } else if lo < base {
-                    // The page before `base` has an offset above the threshold: a smaller root with a larger footprint.
+                    // The page before `base` has an offset above the threshold: a smaller root there has a larger
+                    // footprint.
                     base - self.page_size + branches
                 } else {
                     base + one_less
@@ -186,14 +187,16 @@ impl Reserve {
         }
     }
 
-    /// Pages that a row can ever hold whose roots all lie in `[lo, hi]`, each of its rounds reserved for from one root.
+    /// The most pages that a row can hold while its roots lie in `[lo, hi]`, if each of its rounds is reserved for
+    /// from one root.
     #[must_use]
     pub fn pages(&self, lo: i64, hi: i64) -> i64 {
         // `double_buffer` grows with lo, `exact` is the largest footprint of the whole range.
         ceil_div(self.need(lo, hi).max(self.need(hi, hi)), self.page_size)
     }
 
-    /// Slots beyond `resolved_len` that no round passes, with `rounds` in flight that accept at most `spread` tokens.
+    /// The most slots beyond `resolved_len` that a round uses, with `rounds` in flight that accept at most `spread`
+    /// tokens.
     #[must_use]
     pub(crate) fn most_ahead(&self, rounds: i64, spread: i64) -> i64 {
         match self.form {
@@ -213,7 +216,7 @@ impl Reserve {
     #[inline]
     fn grown(&self, allocated: i64, need: i64) -> i64 {
         let missing = need - allocated;
-        // One page or none, without a branch; more is asked for once in a row's life.
+        // One page or none, without a branch. A row needs more only once in its life.
         if missing <= self.page_size {
             allocated + i64::from(missing > 0) * self.page_size
         } else {
@@ -221,7 +224,8 @@ impl Reserve {
         }
     }
 
-    /// [`next_allocated`](Self::next_allocated) of many lanes, appended to `after`: the form is looked at once.
+    /// [`next_allocated`](Self::next_allocated) of many lanes, appended to `after`. It looks at the form of the
+    /// reserve only once.
     pub(crate) fn extend_allocated(&self, allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
         let grown = |allocated: &i32, need: i64| self.grown(i64::from(*allocated), need) as i32;
         let with = |root| allocated.iter().zip::<&[i32]>(root);
@@ -255,8 +259,8 @@ pub fn pages_needed(reserve: &Reserve, lo: i64, hi: i64) -> Result<i64> {
     Ok(reserve.pages(lo, hi))
 }
 
-/// Slots beyond `resolved_len` that no claim of a row passes: an extend of `max_chunk` tokens at most, or a round behind
-/// `overlap_depth` others.
+/// The most slots beyond `resolved_len` that a claim of a row uses: an extend of at most `max_chunk` tokens, or a
+/// round behind `overlap_depth` others.
 pub(crate) fn most_ahead(reserves: &[Reserve], shapes: &[Shape], max_chunk: i64, overlap_depth: i64) -> i64 {
     let most_accepted = shapes.iter().map(|shape| i64::from(shape.max_accept_len())).max().unwrap_or(1);
     let spread = overlap_depth.saturating_mul(most_accepted);
@@ -264,13 +268,13 @@ pub(crate) fn most_ahead(reserves: &[Reserve], shapes: &[Shape], max_chunk: i64,
     max_chunk.max(reserve)
 }
 
-/// Pages that a row holds at most which keeps a window and claims `ahead` slots beyond its `resolved_len`.
+/// The most pages of a row that keeps a window and claims `ahead` slots beyond its `resolved_len`.
 pub(crate) fn window_pages(page_size: i64, window: i64, ahead: i64) -> i64 {
     ceil_div(window - 1 + ahead, page_size) + 1
 }
 
-/// Pages of a window group that a row of any length holds at most, whatever rounds of these shapes it runs and however
-/// many of them are in flight (docs/contract.md, Geometry and groups).
+/// The most pages of a window group that a row of any length holds, whatever rounds of these shapes it runs and
+/// however many of them are in flight (docs/contract.md, Geometry and groups).
 ///
 /// # Errors
 /// [`Error::Config`] when a number is out of range.
@@ -346,7 +350,7 @@ pub fn extend_pages(new_len: i64, allocated: i64, page_size: i64) -> Result<i64>
     Ok((ceil_div(new_len, page_size) - allocated / page_size).max(0))
 }
 
-/// Tokens that the older synchronous worker (v1) reckons for `num_rows` rows (sgl#22406).
+/// Tokens that the older synchronous worker of upstream (v1) counts for `num_rows` rows (sgl#22406).
 ///
 /// # Errors
 /// [`Error::Config`] when a number or the product is out of range.

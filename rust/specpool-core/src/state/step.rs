@@ -32,7 +32,7 @@ impl StepKind {
     }
 }
 
-/// One prepared forward and what it was prepared with. `b` is its number of lanes.
+/// One prepared forward, and what it was prepared with. `b` is its number of lanes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// The step's number, from 1.
@@ -45,15 +45,15 @@ pub struct Plan {
     pub rows: Vec<i32>,
     /// `int32 [b]`: each lane's shape, an index into the ledger's list (0 in an extend).
     pub shapes: Vec<i32>,
-    /// `uint64 [b]`: each row's epoch; the lane counts only while the row is still at it.
+    /// `uint64 [b]`: each row's epoch. The lane counts only while the row still has this epoch.
     pub epochs: Vec<u64>,
-    /// `int32 [b]`: least position where the device's true root can be (the extend's first position).
+    /// `int32 [b]`: the least position where the device's true root can be (in an extend, its first position).
     pub lo: Vec<i32>,
-    /// `int32 [b]`: greatest such position, inclusive. The device clamps its length into `[lo, hi]`.
+    /// `int32 [b]`: the greatest such position, inclusive. The device clamps its length into `[lo, hi]`.
     pub hi: Vec<i32>,
     /// `int32 [b]`: `resolved_len` before the step.
     pub start: Vec<i32>,
-    /// `int32 [b]`: `resolved_len` right after prepare (`start` in a decode, whose tokens count at resolve).
+    /// `int32 [b]`: `resolved_len` right after prepare (in a decode it equals `start`; its tokens count at resolve).
     pub new_len: Vec<i32>,
     /// `int32 [num_groups, b]`: `allocated_len` before the step.
     pub allocated_before: Vec<i32>,
@@ -71,14 +71,14 @@ impl Plan {
     }
 }
 
-/// What a step must remember besides its plan.
+/// What a step remembers beside its plan.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Before {
-    /// Per lane: `drafted_len` before the step; empty in a decode, which does not move it.
+    /// Per lane: `drafted_len` before the step. Empty in a decode, which does not move it.
     pub(crate) drafted: Vec<i32>,
     /// Rows that were idle before the step.
     pub(crate) idle: Vec<i32>,
-    /// The copies that ride on the step, those of its plan.
+    /// The copies of its plan, with their rows.
     pub(crate) copies: Vec<TailCopy>,
 }
 
@@ -87,11 +87,11 @@ pub(crate) struct Before {
 pub(crate) struct StepRecord {
     pub(crate) plan: Arc<Plan>,
     pub(crate) before: Before,
-    /// A row has been released since prepare.
+    /// Whether a row has been released since prepare.
     pub(crate) stale: bool,
-    /// Extends have nothing to resolve and are born resolved.
+    /// Whether nothing is left to resolve. Extends have nothing to resolve and start resolved.
     pub(crate) resolved: bool,
-    /// Its forward failed: its rows were retracted.
+    /// Whether its forward failed and its rows were retracted.
     abandoned: bool,
 }
 
@@ -102,16 +102,16 @@ impl StepRecord {
     }
 }
 
-/// Where a step stands.
+/// The state of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepState {
     /// Not launched.
     Prepared,
-    /// Not launched, and never to be: a row of it was released since. It must be cancelled.
+    /// Not launched, and never to be, because a row of it was released since. It must be cancelled.
     Stale,
-    /// Launched; a decode's results are still to be resolved.
+    /// Launched; a decode's results are not resolved yet.
     Launched,
-    /// Nothing is left to resolve; the device may not have finished it.
+    /// Nothing is left to resolve; the device may not have finished the step.
     Resolved,
 }
 
@@ -128,8 +128,8 @@ impl StepState {
     }
 }
 
-/// Runs of cancelled numbers that are remembered, so that completing one is refused: a bound, since a ledger may live
-/// for years. Completing an older one says nothing new and is let pass.
+/// Runs of cancelled numbers that are remembered, so that completing one is refused. The count is bounded, because a
+/// ledger may live for years. Completing an older cancelled number is accepted without effect.
 const MAX_CANCELLED: usize = 1024;
 
 /// All steps that are not over, oldest first.
@@ -159,7 +159,7 @@ impl Steps {
         self.completed
     }
 
-    /// Memory for one more step, and for the cancel of every unlaunched one.
+    /// Takes the memory for one more step, and for the cancel of every unlaunched one.
     pub(crate) fn make_room(&mut self) -> Result<()> {
         memory::room_in_queue(&mut self.queue, 1, "steps in flight")?;
         memory::room_in_queue(&mut self.cancelled, self.num_unlaunched + 1, "cancelled steps")
@@ -172,7 +172,7 @@ impl Steps {
         self.queue.push_back(StepRecord { plan, before, stale: false, resolved, abandoned: false });
     }
 
-    /// Numbers go on behind those of another ledger whose state is taken over, and never go back.
+    /// Makes numbers go on behind those of another ledger whose state is taken over. They never go back.
     pub(crate) fn skip_to(&mut self, other: &Self) {
         self.next = self.next.max(other.next);
         self.completed = self.completed.max(other.completed);
@@ -183,7 +183,7 @@ impl Steps {
         self.queue.front().map(|record| record.plan.step)
     }
 
-    /// The steps of a state that is kept while none is in flight: their numbers, and those that were cancelled.
+    /// The steps of a state that is saved while none is in flight: their numbers, and those that were cancelled.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let mut copy = Self { next: self.next, completed: self.completed, ..Self::new() };
         memory::room_in_queue(&mut copy.cancelled, self.cancelled.len(), "cancelled steps")?;
@@ -191,7 +191,7 @@ impl Steps {
         Ok(copy)
     }
 
-    /// Every step that is not over, oldest first, and where it stands.
+    /// Every step that is not over, oldest first, and its state.
     pub(crate) fn states(&self) -> impl Iterator<Item = (&StepRecord, StepState)> {
         self.queue.iter().enumerate().map(|(place, record)| {
             let state = match (place < self.num_launched(), record.stale, record.resolved) {
@@ -228,7 +228,7 @@ impl Steps {
         self.set_resolved(step);
     }
 
-    /// Everything that decides what the steps in flight will do.
+    /// Adds everything that decides what the steps in flight will do.
     pub(crate) fn hash(&self, digest: &mut Digest) {
         for (record, state) in self.states() {
             let plan = &record.plan;
@@ -276,7 +276,7 @@ impl Steps {
         self.unlaunched().find(|record| record.stale).map(|record| record.plan.step)
     }
 
-    /// A row was released: unlaunched steps that it takes part in are stale from now on.
+    /// Makes the unlaunched steps of a released row stale.
     pub(crate) fn mark_stale(&mut self, row: i32) {
         let launched = self.num_launched();
         for record in self.queue.range_mut(launched..) {
@@ -346,7 +346,7 @@ impl Steps {
         }
     }
 
-    /// Takes the newest step, which is not launched, out of the queue; what came after it was cancelled before.
+    /// Takes the newest step, which is not launched, out of the queue. Later steps were cancelled before.
     pub(crate) fn cancel_newest(&mut self) -> Option<StepRecord> {
         let record = self.queue.pop_back()?;
         self.num_unlaunched -= 1;
@@ -362,7 +362,7 @@ impl Steps {
         Some(record)
     }
 
-    /// Forgets steps that are over. One that waits for its resolve keeps the younger ones in the queue.
+    /// Forgets steps that are over. A step that waits for its resolve keeps the younger ones in the queue.
     fn retire(&mut self) {
         while self.num_launched() > 0
             && self.queue.front().is_some_and(|record| record.resolved && record.plan.step <= self.completed)

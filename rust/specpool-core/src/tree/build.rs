@@ -1,8 +1,8 @@
-//! The draft tree (docs/contract.md, The draft tree): select, organize, build. Knows nothing of pages or rows.
+//! The draft tree (docs/contract.md, The draft tree): select, organize, build. It knows nothing of pages or rows.
 //!
-//! Candidates of a round are numbered level by level: `K` of step 0, then `K*K` of each later step, laid out
-//! `branch * K + child`. Scores never rise from parent to child and ties go to the lower number, so a kept
-//! candidate's parent is always kept too.
+//! Candidates of a round are numbered level by level: `K` of step 0, then `K*K` of each later step, laid out as
+//! `branch * K + child`. Scores never rise from parent to child, and ties go to the lower number, so the parent of a
+//! kept candidate is always kept too.
 
 use std::cmp::Ordering;
 
@@ -64,7 +64,7 @@ pub fn num_candidates(num_steps: usize, topk: usize) -> usize {
     topk.saturating_add(num_steps.saturating_sub(1).saturating_mul(topk).saturating_mul(topk))
 }
 
-/// Candidates that an error shows.
+/// Candidates that an error shows at most.
 const MAX_SHOWN: usize = 16;
 
 /// Higher score first, then lower number; NaN counts as the lowest.
@@ -73,7 +73,7 @@ fn better(scores: &[f32], a: usize, b: usize) -> Ordering {
     key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal).then(a.cmp(&b))
 }
 
-/// The numbers of the `count` best scores, best first, in `order` (a scratch buffer with room for all).
+/// Writes the numbers of the `count` best scores, best first, to `order` (a scratch buffer with room for all).
 fn top(scores: &[f32], count: usize, order: &mut Vec<usize>) {
     order.clear();
     order.extend(0..scores.len());
@@ -84,12 +84,12 @@ fn top(scores: &[f32], count: usize, order: &mut Vec<usize>) {
     order.sort_unstable_by(|&a, &b| better(scores, a, b));
 }
 
-/// A probability that cannot lift a child above its parent: NaN counts as 0.
+/// A probability that cannot raise a child above its parent: NaN counts as 0.
 fn probability(p: f32) -> f32 {
     if p.is_nan() { 0.0 } else { p.clamp(0.0, 1.0) }
 }
 
-/// A score below `2^-126` counts as 0, since a GPU may flush it; NaN likewise.
+/// A score below `2^-126` counts as 0, because a GPU may flush it; NaN likewise.
 fn score(p: f32) -> f32 {
     if p >= f32::MIN_POSITIVE { p } else { 0.0 }
 }
@@ -151,7 +151,7 @@ impl<'a> Candidates<'a> {
             self.tokens[lane * total + first..][..per_lane].copy_from_slice(tokens);
             let parents = &mut self.parents[lane * (1 + k * self.num_steps)..];
             if step == 0 {
-                // The model's own order is kept, as upstream: top-K probabilities come sorted.
+                // Keeps the model's own order, as upstream: top-K probabilities come sorted.
                 for (cell, &p) in level.iter_mut().zip(p) {
                     *cell = score(probability(p));
                 }
@@ -307,7 +307,7 @@ impl Tree {
             mask.copy_within(parent * n..=parent * n + parent, node * n);
             mask[node * n + node] = true;
         }
-        // Backwards, so that the first child is the lowest node and siblings ascend.
+        // Go backwards, so that the first child is the lowest node and siblings ascend.
         for (node, &parent) in parents.iter().enumerate().skip(1).rev() {
             let parent = first + parent as usize;
             self.next_sibling[first + node] = self.first_child[parent];

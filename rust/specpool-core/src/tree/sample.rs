@@ -1,11 +1,11 @@
 //! The seeded draw: a counter-based uniform and the inverse CDF over token ids.
 //!
-//! The token at a position depends on the logits, the request's parameters, its seed and the position, never on
-//! depth, shape, batch or history: that is what makes speculative text equal to plain sampling.
+//! The token at a position depends on the logits, the request's parameters, its seed and the position. It never
+//! depends on depth, shape, batch or history. So speculative text equals plain sampling.
 //!
-//! A CUDA kernel repeats it bit for bit, in whatever order it sums. A token's weight is a whole number:
-//! `exp((logit - max) / temperature) * 2^34`, rounded to even, the exponential in plain IEEE f32 steps (no libm, no
-//! fused multiply-add). At most [`MAX_VOCAB`] of them add up to `2^53`, so that every sum is exact in f64.
+//! A CUDA kernel repeats the draw bit for bit, in whatever order it sums. A token's weight is a whole number:
+//! `exp((logit - max) / temperature) * 2^34`, rounded to even. The exponential uses plain IEEE f32 steps (no libm, no
+//! fused multiply-add). At most [`MAX_VOCAB`] weights add up to `2^53`, so every sum is exact in f64.
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
@@ -14,35 +14,35 @@ use crate::memory::{room, with_room};
 /// Ids per partial sum.
 pub const CHUNK: usize = 256;
 
-/// Most columns of the logits, for sums to be exact.
+/// Most columns of the logits, so that sums are exact.
 pub const MAX_VOCAB: usize = 1 << 19;
 
-/// The weight of the likeliest token, `2^34`.
+/// The weight of the most likely token, `2^34`.
 const ONE: f32 = 17_179_869_184.0;
 
-/// A temperature below this, `2^-100`, counts as 0: no GPU that takes tiny numbers for 0 may draw otherwise.
+/// A temperature below `2^-100` counts as 0, so that a GPU that flushes tiny numbers draws the same token.
 const MIN_TEMPERATURE: f32 = 7.888_609e-31;
 
-/// How one row is sampled.
+/// The sampling parameters of one row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampleParams {
     /// 0 (or less than `2^-100`) = argmax (the lowest id on ties).
     pub temperature: f32,
-    /// Keep this many of the most likely tokens, ties towards the lower id; 0 = all.
+    /// Keep this many of the most likely tokens; on ties keep the lower ids; 0 = all.
     pub top_k: i32,
-    /// Then keep the smallest set of most likely tokens whose share of what is left is `>= top_p`, ties towards
-    /// the lower id; 1 = all.
+    /// Then keep the smallest set of most likely tokens whose share of the rest is `>= top_p`; on ties keep the lower
+    /// ids; 1 = all.
     pub top_p: f32,
-    /// The draw, in `[0, 1)`.
+    /// The random number, in `[0, 1)`.
     pub u: f64,
 }
 
-/// A draw and how near another outcome was.
+/// A draw, and how close another outcome was.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Draw {
     /// The token, or -1 where the logits hold a NaN, +inf, or nothing but -inf.
     pub token: i64,
-    /// The least change that gives another token: see [`draw`].
+    /// The smallest change that gives another token: see [`draw`].
     pub margin: f64,
 }
 
@@ -87,8 +87,8 @@ pub fn sample_tokens(logits: &[f32], vocab: usize, params: &[SampleParams]) -> R
     Ok(tokens)
 }
 
-/// As [`sample_tokens`], but returns how near each draw was to another outcome (see [`draw`]); NaN where the row
-/// has no token.
+/// As [`sample_tokens`], but returns how close each draw was to another outcome (see [`draw`]); NaN if the row has no
+/// token.
 ///
 /// # Errors
 /// As [`sample_tokens`].
@@ -121,7 +121,7 @@ fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
     Ok(())
 }
 
-/// Buffers that rows share: at most one row wide.
+/// Buffers that all rows share, each at most one row wide.
 #[derive(Debug, Default)]
 pub struct Scratch {
     sums: Vec<f64>,  // one per chunk of ids
@@ -129,7 +129,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Buffers for rows of `vocab` ids, which no draw outgrows.
+    /// Takes the buffers for rows of `vocab` ids; no draw needs more.
     fn of(vocab: usize) -> Result<Self> {
         let mut scratch = Self::default();
         room(&mut scratch.sums, vocab.div_ceil(CHUNK), "sums of weights")?;
@@ -140,11 +140,10 @@ impl Scratch {
 
 /// Draws one token by inverse CDF over token ids: the least id whose cumulative weight exceeds `u` times the total.
 ///
-/// The margin is the least of: the distance of `u` to the two edges of the token's
-/// interval, as far as a token lies beyond them; the distance of the mass kept by top-p to `top_p`; and the gap in
-/// `logit / temperature` between the last token kept by top-k or top-p and the next. At temperature 0 it is the
-/// gap between the two greatest logits (only on request, as it costs a pass). Infinite where no other token is
-/// possible.
+/// The margin is the least of three distances: of `u` to the edges of the token's interval, if another token lies
+/// beyond them; of the mass kept by top-p to `top_p`; and the gap in `logit / temperature` between the last token kept
+/// by top-k or top-p and the next token. At temperature 0 it is the gap between the two greatest logits (only on
+/// request, because it costs a pass). It is infinite if no other token is possible.
 pub fn draw(logits: &[f32], params: &SampleParams, scratch: &mut Scratch, with_margin: bool) -> Draw {
     let none = Draw { token: -1, margin: f64::NAN };
     let Some(max) = finite_max(logits) else { return none };
@@ -164,9 +163,10 @@ pub fn draw(logits: &[f32], params: &SampleParams, scratch: &mut Scratch, with_m
     drawn
 }
 
-/// The greatest logit, or `None` where the row holds a NaN, +inf, or nothing but -inf.
+/// The greatest logit, or `None` if the row holds a NaN, +inf, or nothing but -inf.
 fn finite_max(logits: &[f32]) -> Option<f32> {
-    // Eight lanes, so that the compiler can keep them in registers. A NaN never compares, so it is sought apart.
+    // Eight lanes, so that the compiler can keep them in registers. A NaN never compares, so it is searched for
+    // separately.
     let mut lanes = [f32::NEG_INFINITY; 8];
     let mut nan = [false; 8];
     let rows = logits.chunks_exact(8);
@@ -188,7 +188,7 @@ fn gap_to_second(logits: &[f32], token: usize) -> f64 {
     f64::from(logits[token]) - f64::from(second)
 }
 
-/// A token's unnormalised probability, a whole number.
+/// A token's unnormalized probability, a whole number.
 struct Weigh {
     max: f32,
     temperature: f32,
@@ -221,11 +221,11 @@ fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { mantissa * scale }
 }
 
-/// Two passes over the row and one over a single chunk.
+/// Draws in two passes over the row and one over a single chunk.
 fn draw_from_all(logits: &[f32], weigh: &Weigh, u: f64, sums: &mut Vec<f64>) -> Draw {
     let total = sum_chunks(logits, weigh, sums);
     let aim = u * total;
-    // The aim stays below the total: u is at most 1 - 2^-53, the total a whole number of at most 2^53.
+    // The aim stays below the total: u is at most 1 - 2^-53, and the total is a whole number of at most 2^53.
     let (mut chunk, mut below) = (0, 0.0);
     while chunk + 1 < sums.len() && below + sums[chunk] <= aim {
         below += sums[chunk];
@@ -244,7 +244,7 @@ fn sum_chunks(logits: &[f32], weigh: &Weigh, sums: &mut Vec<f64>) -> f64 {
     sums.iter().sum()
 }
 
-/// Weights apart from their sums: each loop alone is one that the compiler turns into vector code.
+/// Weights, computed apart from their sums: the compiler vectorizes each loop only if it stands alone.
 fn chunk_weights(chunk: &[f32], weigh: &Weigh) -> [f64; CHUNK] {
     let mut weights = [0.0; CHUNK];
     for (weight, &logit) in weights.iter_mut().zip(chunk) {
@@ -279,14 +279,14 @@ fn walk(weights: impl Iterator<Item = (usize, f64)>, mut below: f64, aim: f64) -
     found
 }
 
-/// Distance of the aim to an inner edge of `[below, above)`, as a share of the total.
+/// The distance of the aim to an inner edge of `[below, above)`, as a share of the total.
 fn edge_distance(below: f64, above: f64, aim: f64, total: f64) -> f64 {
     let lower = if below > 0.0 { aim - below } else { f64::INFINITY };
     let upper = if above < total { above - aim } else { f64::INFINITY };
     (lower.min(upper) / total).max(0.0)
 }
 
-/// A key that sorts likelier tokens first, ties by id; its low half is the id.
+/// A sort key: more likely tokens first, ties by id. Its low half is the id.
 fn likelier_first(logit: f32, id: usize) -> u64 {
     let bits = (logit + 0.0).to_bits(); // -0 becomes 0, which it equals
     let descending = if bits >> 31 == 1 { bits } else { !bits ^ (1 << 31) };
@@ -297,7 +297,7 @@ fn id_of(key: u64) -> usize {
     (key & u64::from(u32::MAX)) as usize
 }
 
-/// Leaves the ids that top-k, then top-p keep in `scratch.order`, ascending; returns how near the cut was.
+/// Leaves the ids that top-k and then top-p keep in `scratch.order`, ascending; returns how close the cut was.
 fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scratch) -> f64 {
     let weight = |id: u64| weigh.of(logits[id_of(id)]);
     let order = &mut scratch.order;
@@ -317,7 +317,7 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
         let total =
             if cut { order.iter().map(|&key| weight(key)).sum() } else { sum_chunks(logits, weigh, &mut scratch.sums) };
         let need = f64::from(params.top_p) * total;
-        // Sort only as much of the head as the mass needs.
+        // Sort only the part of the head that the mass needs.
         let (mut sorted, mut kept, mut mass) = (if cut { order.len() } else { 0 }, 0, 0.0);
         while kept < order.len() && mass < need {
             if kept == sorted {

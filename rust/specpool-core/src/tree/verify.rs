@@ -1,5 +1,5 @@
-//! Verify (docs/contract.md, The draft tree): the walk down the tree along the target's own tokens. Greedy and sampling
-//! differ only in where those tokens come from (an argmax, or the seeded draw of `sample`).
+//! Verify (docs/contract.md, The draft tree): walks down the tree along the target's own tokens. Greedy and sampled
+//! decoding differ only in where those tokens come from (an argmax, or the seeded draw of `sample`).
 
 use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
@@ -10,16 +10,16 @@ use crate::memory::{filled, with_room};
 pub struct Verified {
     /// `[batch, S + 1]`: flat node ids `lane * N + node` of the walk, the root first, padded with -1.
     pub accept_index: Vec<i32>,
-    /// `[batch]`: nodes of the walk, which is the number of tokens won, the bonus included.
+    /// `[batch]`: nodes of the walk, which is the number of accepted tokens, the bonus included.
     pub accept_len: Vec<i32>,
     /// `[batch * N]`: the target's token at each node of the walk, 0 elsewhere; the last one is the bonus.
     pub predict: Vec<i64>,
 }
 
-/// Walks each lane's tree from the root: to the first child whose token is the target's, until there is none.
+/// Walks each lane's tree from the root: goes to the first child whose token is the target's, until there is none.
 ///
-/// All inputs are `[batch, N]`. A target token of -1 (the logits there held a NaN) stops the walk at that node,
-/// and stands in `predict` as the bonus, so that the caller can fail that request alone.
+/// All inputs are `[batch, N]`. A target token of -1 (the logits there held a NaN) stops the walk at that node. It is
+/// returned in `predict` as the bonus, so that the caller can fail that request alone.
 ///
 /// # Errors
 /// [`Error::Shape`] when lengths differ or a link does not lead to a later node of the lane.
@@ -86,7 +86,7 @@ pub fn verify_tree(
     Ok(result)
 }
 
-/// The node that `node` links to. Links only lead forwards, so a walk always ends.
+/// The node that `node` links to. Links only lead forward, so a walk always ends.
 fn link(name: &str, links: &[i32], lane: usize, n: usize, node: usize) -> Result<Option<usize>> {
     match links[lane * n + node] {
         -1 => Ok(None),
