@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""The typer commands and their options, apart from those that run an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specpool.cli.options.types import (
 from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 
-# Without rich's frames help is not cut at the width of the terminal, and an error is one line.
+# rich_markup_mode=None: help is not cut at the terminal's width, and an error is one line.
 app = typer.Typer(
     cls=NamingGroup,
     add_completion=False,
