@@ -36,7 +36,7 @@ def check_place(
         raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r:.80}")
     check_int("threads", threads, 1, 1 << 10)
     if graph_sizes and device == "cpu":
-        raise ConfigError(f"graph_sizes {[*graph_sizes]} are of CUDA graphs: give --device cuda")
+        raise ConfigError(f"graph_sizes {[*graph_sizes]} need CUDA graphs: give --device cuda")
 
 
 def check_models(target: str, draft: str | None) -> None:
@@ -80,7 +80,7 @@ def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping
     if config.num_pages is not None and config.kv_bytes is not None:
         raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
     if options.get("offload", "cost") != "cost" and not config.host_bytes:
-        raise ConfigError("--offload says who goes to host memory: give --host-bytes too")
+        raise ConfigError("--offload says what goes to host memory: give --host-bytes too")
     if options.get("on_finding", "raise") != "raise" and not config.busy_check:
         raise ConfigError("on_finding says what a busy check does: give --busy-check 1 or 2 too")
     _warn_of_layout(config, draft)

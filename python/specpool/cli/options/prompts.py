@@ -43,7 +43,7 @@ def read_prompts(given: Given, target: str, count: int) -> list[PromptValue]:
     if given.file is None:
         if given.format is not None:
             raise ConfigError(
-                f"prompt_format {given.format} is of a file: give --prompt-file, or leave it out"
+                f"prompt_format {given.format} needs a file: give --prompt-file, or leave it out"
             )
     else:
         prompts += _of_file(given.file, given.format)
