@@ -104,7 +104,7 @@ def _check_row(picture: Picture, row: int | None) -> None:
 
 
 def _place(log: Path, step: int | None) -> tuple[int, int, RecordError | None]:
-    """Return the event that prepares `step` (None: the first decode), how many there are, damage."""
+    """Return the event that prepares `step` (None: the first decode), their number, the damage."""
     film = Film(log)
     middle, num_events = 0, 0
     for event in film.readable():
