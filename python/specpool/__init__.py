@@ -1,6 +1,6 @@
 """specpool: the KV-cache memory manager for speculative decoding.
 
-The ledger needs NumPy alone; `Engine` and what belongs to it are loaded at first use and need
+The ledger needs NumPy alone. `Engine` and its classes are imported at first use and need
 `specpool[hf]`.
 """
 

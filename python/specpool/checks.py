@@ -1,4 +1,4 @@
-"""Checks of single values, which every room may use."""
+"""Checks of single values, for all folders of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user may choose: `EngineConfig` for an engine, `SamplingParams` for a request."""
+"""`EngineConfig`: the options of an engine. `SamplingParams` has the options of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WorkerName = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
 
-#: Tokens that a row is to have room for beyond its next round before another request is admitted.
+#: The default of `EngineConfig.headroom`, in tokens.
 HEADROOM = 16
 
 
@@ -31,7 +31,7 @@ def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
     return Shape, (shape.num_steps, shape.topk, shape.num_draft_tokens)
 
 
-# A Rust class: so that a configuration can be pickled and copied.
+# Shape is a Rust class; register it, so that a configuration can be pickled and copied.
 copyreg.pickle(Shape, _parts)
 
 
@@ -46,10 +46,10 @@ def check_graph_sizes(sizes: object, max_batch: int) -> None:
 
 
 def busy_check_of_environment() -> int:
-    """The level in `SPECPOOL_BUSY_CHECK`; 0 where that is not set.
+    """Return the level in `SPECPOOL_BUSY_CHECK`; 0 if the variable is not set.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: the variable is not 0, 1 or 2.
     """
     text = os.environ.get("SPECPOOL_BUSY_CHECK", "")
     if text not in ("", "0", "1", "2"):
@@ -59,10 +59,10 @@ def busy_check_of_environment() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine lays out its memory and drafts.
+    """The options of an engine: its memory, its drafting and its scheduling.
 
     Attributes:
-        shape: what a drafting round does; None = a chain of 3 with a drafter, else no drafting.
+        shape: the shape of a drafting round; None = a chain of 3 with a drafter, else no drafting.
         shapes: further shapes that requests may ask for; memory is laid out for all of them.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
@@ -71,43 +71,44 @@ class EngineConfig:
         layout: where drafts lie in a row; `auto` = dense (the torch back end reads single tokens).
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
-        max_batch: requests that run at once.
-        max_sessions: sessions that keep KV between their turns, at most; the one whose turn ended
-            longest ago gives way. Others keep their tokens, and are prefilled anew.
-        session_pages: pages of each group that they may keep for themselves between turns; None =
-            all that nobody else needs.
-        overlap_depth: 0 = a round's results are read before the next one is prepared; 1 = after.
-        worker: `v2` keeps what a round has reserved for the rounds that follow; `v1`, which needs
-            overlap_depth 0, gives it back after each. The text is the same. `auto` = v2, but v1
-            for a model with recurrent state.
-        prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks, between
-            which the running requests go on.
+        max_batch: the most requests that run at once.
+        max_sessions: the most sessions that keep KV between their turns. If there are more, the
+            session whose turn ended longest ago loses its KV; it keeps its tokens, and its next
+            turn computes the KV again.
+        session_pages: the most pages of each group that idle sessions keep; None = all that no
+            running request needs.
+        overlap_depth: 0 = a round's results are read before the next round is prepared; 1 = after.
+        worker: `v2` keeps the pages that a round has reserved for later rounds; `v1`, which needs
+            overlap_depth 0, gives them back after each round. The text is the same. `auto` = v2,
+            but v1 for a model with recurrent state.
+        prefill_tokens: the most tokens of one prefill step. Longer prompts are prefilled in chunks,
+            and running requests go on between the chunks.
         headroom: tokens that every row must have room for beyond its next round before another
-            request is admitted: with less, rows wait for each other's pages; with more, fewer run.
+            request is admitted. With less, rows wait for each other's pages; with more, fewer run.
         mixed_chunks: a turn's prefill chunk and its round share one forward of the target.
-        attention: back end that reads the pages: `torch`, or `flashinfer` on CUDA.
-        max_context_len: tokens of a sequence at most; None = what the model's positions allow.
+        attention: the back end that reads the pages: `torch`, or `flashinfer` on CUDA.
+        max_context_len: the most tokens of a sequence; None = what the model's positions allow.
         num_pages: pages of each full group; None = what `kv_bytes` holds, at most `max_batch` full
             rows. A window group has the pages of `max_batch` windows and one prefill step, at most
             `num_pages`.
-        kv_bytes: bytes for the KV buffers; None = half of the memory that is free.
-        host_bytes: bytes of host memory for the KV of requests that had to give way; 0 = they are
-            prefilled again.
-        offload: who goes there: `cost` = whose copies there and back take less time than a prefill,
-            `always` = whoever fits, `never` = nobody.
+        kv_bytes: bytes for the KV buffers; None = half of the free memory.
+        host_bytes: bytes of host memory for the KV of retracted requests and idle sessions; 0 =
+            none, so their KV is computed again.
+        offload: which of them go to the host: `cost` = if the copies there and back take less time
+            than a prefill, `always` = all that fit, `never` = none.
         adaptive: chooses a shape for each round of the requests that name none: `ema` = SGLang's
-            rule and table, `cost` = what has the most expected tokens per second, a JSON file (see
-            docs/adaptive.md), or an `AdaptiveConfig`; None = they have `shape`.
+            rule and table, `cost` = the shape with the most expected tokens per second, a JSON file
+            (see docs/adaptive.md), or an `AdaptiveConfig`; None = `shape` is used.
         graph_sizes: batch sizes whose decode rounds are captured as CUDA graphs; a smaller batch is
-            padded to the next of them. () = no graphs; None = powers of two and `max_batch` on a
-            CUDA device, where back end and models allow it.
-        busy_check: what is looked at before each turn: 0 = nothing beyond what every call checks,
+            padded to the next size. () = no graphs; None = powers of two and `max_batch` on a CUDA
+            device, if back end and models allow it.
+        busy_check: what to check before each turn, beyond the checks of every call: 0 = nothing,
             1 = sums and rows, 2 = every page, and the device's page tables. The default is the
             environment's SPECPOOL_BUSY_CHECK, else 0.
-        on_finding: of a busy check. Requests whose rows are in a finding end with an error, and the
-            rows with their pages are out of use until the engine closes; `raise` also ends all
-            others that run, and raises CorruptState; `quarantine` goes on. A finding that concerns
-            no row raises in any case.
+        on_finding: what follows a finding of the busy check. Requests whose rows are in a finding
+            end with an error, and these rows and pages are out of use until the engine closes.
+            `raise` also ends all other running requests and raises CorruptState; `quarantine` goes
+            on. A finding that concerns no row raises in any case.
     """
 
     shape: Shape | None = None
@@ -137,7 +138,7 @@ class EngineConfig:
     on_finding: OnFinding = "raise"
 
     def __new__(cls, **fields: object) -> EngineConfig:
-        """Refuse names that are no fields, before `__init__` would with a TypeError."""
+        """Raise `ConfigError` for unknown field names; `__init__` would raise a TypeError."""
         check_fields(cls, fields)
         return object.__new__(cls)
 

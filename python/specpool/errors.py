@@ -1,4 +1,4 @@
-"""Every exception that specpool raises on purpose; messages state the numbers."""
+"""The exceptions of specpool. Their messages have the numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class SpecpoolError(Exception):
     """Base of every specpool error. A refused call has changed nothing."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Past `__init__`, whose arguments are not those that the exception keeps (`args`).
+        # Restore without `__init__`, because its arguments are not the exception's `args`.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
-    """A group has too few pages that can be handed out now.
+    """A group has too few free pages.
 
     Attributes:
         group: name of the group.
         need: pages that the call needs.
         free: pages that can be handed out now.
         fenced: freed pages that a launched step may still touch.
-        reclaimable: pages whose every holder is idle.
+        reclaimable: pages that only idle rows hold.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
 
 
 class OutOfMemory(SpecpoolError, MemoryError):  # noqa: N818 - beside OutOfPages and OutOfRows
-    """The machine has no memory for what a call needs; the call has changed nothing.
+    """The machine has too little memory for a call; the call has changed nothing.
 
     Attributes:
-        num_bytes: bytes of the block that there was no memory for.
+        num_bytes: bytes of the block that could not be allocated.
     """
 
     def __init__(self, message: str, num_bytes: int) -> None:
@@ -47,7 +47,7 @@ class OutOfMemory(SpecpoolError, MemoryError):  # noqa: N818 - beside OutOfPages
         self.num_bytes = num_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not past `__init__`: MemoryError lets nobody else make its instances.
+        # Restore by calling the type, because only MemoryError's own `__new__` makes instances.
         return type(self), (*self.args, self.num_bytes), vars(self)
 
 
@@ -96,7 +96,7 @@ class OrderError(SpecpoolError):
 
 
 class NotReady(SpecpoolError):  # noqa: N818 - the contract's name
-    """A row cannot take part yet."""
+    """A row cannot take part in the call yet, because something of it is in flight."""
 
 
 class DraftLag(SpecpoolError):  # noqa: N818 - the contract's name
@@ -116,7 +116,7 @@ class ConfigError(SpecpoolError, ValueError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that does not fit: names the tensor, its shape and the shape expected."""
+    """A checkpoint that does not fit; the message names the tensor or key and what is expected."""
 
 
 class CorruptState(SpecpoolError):  # noqa: N818 - the contract's name
@@ -128,9 +128,9 @@ class RecordError(SpecpoolError):
 
 
 def one_line(error: BaseException, most: int = 400) -> str:
-    """Return what an error says as one line of at most `most` characters.
+    """Return an error's message as one line of at most `most` characters.
 
-    Its type comes first unless the message of such an error is a sentence by itself.
+    The error's type comes first, except for ValueError, OSError and ImportError with a message.
     """
     text = " ".join(str(error).split())
     if not text or not isinstance(error, ValueError | OSError | ImportError):
@@ -140,10 +140,10 @@ def one_line(error: BaseException, most: int = 400) -> str:
 
 @contextlib.contextmanager
 def reading(what: str, kind: type[ConfigError] = CheckpointError) -> Iterator[None]:
-    """Turn whatever a file makes of the library that reads it into one error of `kind`.
+    """Turn any error of a library that reads a file into one error of `kind`.
 
-    A broken or hostile file raises errors of any type in transformers, and a Rust panic in
-    tokenizers, which is no `Exception`. Errors of specpool pass as they are.
+    A broken or hostile file can raise errors of any type in transformers, and a Rust panic in
+    tokenizers, which is not an `Exception`. Errors of specpool pass unchanged.
 
     Args:
         what: the beginning of the message: what could not be done.
@@ -160,12 +160,12 @@ def reading(what: str, kind: type[ConfigError] = CheckpointError) -> Iterator[No
 
 
 def wants_trust(error: CheckpointError) -> bool:
-    """Whether transformers refused to run a checkpoint's Python code, by an error of `reading`."""
+    """Return whether an error of `reading` means that a checkpoint needs its own Python code."""
     return "trust_remote_code" in str(error.__cause__)
 
 
 def needs_trust(name: str, part: str) -> CheckpointError:
-    """Return the refusal of a checkpoint that brings Python code."""
+    """Return the error for a checkpoint that needs its own Python code, which is not trusted."""
     return CheckpointError(
         f"{name}: its {part} is Python code in the checkpoint (auto_map), which is not run unless "
         "you trust it: read it, then give trust_remote_code=True (--trust-remote-code)"

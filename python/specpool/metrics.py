@@ -1,6 +1,6 @@
-"""`Engine.stats` for Prometheus: read when scraped, at no cost between scrapes.
+"""`register`: exports `Engine.stats` to Prometheus, at no cost between scrapes.
 
-Needs `prometheus-client` (`pip install 'specpool[metrics]'`).
+It needs `prometheus-client` (`pip install 'specpool[metrics]'`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from specpool.engine.engine import Engine
 
-# Field -> metric, without the prefix; a counter's name gets `_total` behind it.
+# Field -> (metric name without the prefix, help text). Counters get the suffix `_total`.
 GROUP_GAUGES = {
     "page_size": ("page_size_slots", "Slots of a page."),
     "num_pages": ("pages", "Pages in all."),
@@ -66,7 +66,7 @@ HISTOGRAMS = {
     "request": ("request_seconds", "Seconds from a request's arrival to its end."),
 }
 
-# The collectors of each registry by prefix.
+# Registry -> prefix -> collector.
 _COLLECTORS: WeakKeyDictionary[CollectorRegistry, dict[str, Any]] = WeakKeyDictionary()
 
 GRAPH_GAUGES = {
@@ -88,22 +88,22 @@ def register(
 ) -> Collector:
     """Export the engine's numbers with every scrape of the registry.
 
-    A name belongs to one collector: a further engine with the same prefix joins the collector that
-    is there, if its labels are others.
+    A metric name belongs to one collector. A further engine with the same prefix joins the existing
+    collector if its labels differ.
 
     Args:
-        engine: read at each scrape; while the collector is registered, it is kept alive.
-        registry: None = the client's default one.
+        engine: read at each scrape, and kept alive while the collector is registered.
+        registry: None = the client's default registry.
         labels: fixed labels of every sample of this engine, such as `{"engine": "2"}`.
-        prefix: of every name.
+        prefix: the prefix of every metric name.
 
     Returns:
-        What `registry.unregister` takes, with all its engines.
+        The collector. `registry.unregister` removes it with all its engines.
 
     Raises:
-        ConfigError: not an engine; prometheus-client is not installed; a label is called `group`,
-            `phase`, `accept_len`, `shape` or `le`; an engine with the same labels is registered, or
-            the names belong to somebody else's collector.
+        ConfigError: `engine` is not an Engine; prometheus-client is not installed; a label is
+            called `group`, `phase`, `accept_len`, `shape` or `le`; an engine with the same labels
+            is registered; or another library's collector has the names.
     """
     try:
         from prometheus_client import REGISTRY
@@ -132,7 +132,7 @@ def register(
                         families[family.name].samples += family.samples
             return iter(families.values())
 
-        def describe(self) -> Iterator[Metric]:  # by which the registry knows names that are taken
+        def describe(self) -> Iterator[Metric]:  # the registry reads the taken names from it
             return self.collect()
 
     registry, collector = registry or REGISTRY, EngineCollector()
@@ -153,7 +153,7 @@ def _join(
     prefix: str,
     error: ValueError,
 ) -> Collector:
-    """Add an engine to the collector that has the names."""
+    """Add an engine to the existing collector of this prefix."""
     if collector is not None and any(labels == own for _, own in collector.engines):
         raise ConfigError(
             f"an engine is registered as {prefix!r} with labels {labels} already: give this one "
@@ -163,7 +163,7 @@ def _join(
         if collector is None:
             raise KeyError(prefix)
         registry.unregister(collector)
-    except KeyError:  # it has been unregistered; the names are another one's
+    except KeyError:  # our collector is not registered, so another collector has the names
         raise ConfigError(f"{error}; choose another prefix than {prefix!r}") from None
     collector.engines.append((engine, labels))
     registry.register(collector)
@@ -172,7 +172,7 @@ def _join(
 
 
 def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
-    """Every number of `stats`."""
+    """Yield a metric for every number of `stats`."""
     from prometheus_client.metrics_core import (
         CounterMetricFamily,
         GaugeMetricFamily,

@@ -1,4 +1,4 @@
-"""Amounts of memory, as people write and read them: `80GiB`, `24G`, `8589934592`."""
+"""Parse and show amounts of memory, such as `80GiB`, `24G` or `8589934592`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST = 1 << 60
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """Bytes: a number, and a unit or none; `GiB` and `Gi` are 2^30, `GB` and `G` are 10^9.
+    """Return the bytes of a number with an optional unit: `GiB`, `Gi` = 2^30; `GB`, `G` = 10^9.
 
     Raises:
-        ConfigError: another form, or more than 2^60.
+        ConfigError: the text has another form, or is above 2^60; the message begins with `name`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGTPkmgtp])(i?))?[Bb]?\s*", text, re.ASCII)
     if match is None:
@@ -32,7 +32,7 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def show_bytes(num_bytes: int) -> str:
-    """In the greatest binary unit that leaves at least 1."""
+    """Format bytes in the greatest binary unit that gives at least 1, such as `1.5 GiB`."""
     for power, unit in reversed(list(enumerate(("B", "KiB", "MiB", "GiB", "TiB")))):
         if abs(num_bytes) >= 1024**power or power == 0:
             return f"{num_bytes / 1024**power:,.4g} {unit}"

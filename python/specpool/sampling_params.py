@@ -1,4 +1,4 @@
-"""`SamplingParams`: how a request's tokens are chosen, and where its text ends."""
+"""`SamplingParams`: options for choosing a request's tokens and for ending its text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from specpool.checks import check_fields, check_int
 from specpool.errors import ConfigError
 
-#: Stop strings of one request at most.
+#: The most stop strings of one request.
 MAX_STOP_STRINGS = 64
 
 
 def check_stop(stop: object) -> None:
-    """Raise `ConfigError` unless `stop` is a tuple of strings that a text can hold."""
+    """Raise `ConfigError` unless `stop` is a tuple of at most `MAX_STOP_STRINGS` valid strings."""
     if not isinstance(stop, tuple | list):
         raise ConfigError(f"stop must be a tuple of strings, got {stop!r:.80}")
     if len(stop) > MAX_STOP_STRINGS:
@@ -34,26 +34,26 @@ def check_stop(stop: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """The sampling and stop options of one request.
 
     Attributes:
-        max_new_tokens: tokens to generate at most.
+        max_new_tokens: the most tokens to generate.
         temperature: 0 = greedy.
         top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
         top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
             temperature above 0.
-        seed: a token is a function of its distribution, the seed and its position alone;
-            None = a fresh seed, reported in the output.
-        n: samples of the prompt, each an output of its own; sample i has seed + i.
-        logprobs: None = none; n = the chosen token's log probability and those of the n most likely
-            tokens, from the target's logits before temperature and truncation.
+        seed: a drawn token depends only on its distribution, the seed and its position; None = a
+            fresh seed, reported in the output.
+        n: number of samples of the prompt, each with its own output; sample i has seed + i.
+        logprobs: None = none; n = the log probabilities of the chosen token and of the n most
+            likely tokens, from the target's logits before temperature and truncation.
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
-        stop: strings that end the request, wherever the tokens' edges lie. The text ends before the
-            earliest place where one of them begins; nothing of it is ever given out. A string alone
-            is one of them.
-        max_draft_steps: drafting steps of a round at most; 0 = plain decoding. None = what the
-            engine drafts, or its controller chooses. A shape that a request names must be within.
+        stop: a string or strings that end the request, also across token borders. The text ends
+            before the first stop string; no part of the stop string is ever output.
+        max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
+            beyond the engine's shape or its controller. A shape that the request names must not
+            have more steps.
     """
 
     max_new_tokens: int = 128
@@ -69,7 +69,7 @@ class SamplingParams:
     max_draft_steps: int | None = None
 
     def __new__(cls, **fields: object) -> SamplingParams:
-        """Refuse names that are no fields, before `__init__` would with a TypeError."""
+        """Raise `ConfigError` for unknown field names; `__init__` would raise a TypeError."""
         check_fields(cls, fields)
         return object.__new__(cls)
 

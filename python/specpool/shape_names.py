@@ -1,4 +1,4 @@
-"""Shapes in words: `chain:3`, `tree:5x8x32`, `none`, or a chain's depth."""
+"""Parse and show names of shapes: `chain:3`, `tree:5x8x32`, `none`, or a chain's depth."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _FORMS = re.compile(
 
 
 def chain(num_steps: int) -> Shape:
-    """A chain of that depth; 0 = no drafting."""
+    """Return a chain of `num_steps` drafts; 0 = no drafting."""
     return Shape.eagle(num_steps, 1, num_steps + 1) if num_steps else Shape.none()
 
 
 def name_of(shape: Shape) -> str:
-    """The shape as a configuration names it."""
+    """Return the name of a shape, such as `chain:3`, which `parse_shape` reads."""
     if not shape.num_steps:
         return "none"
     if shape == Shape(shape.num_steps, 1, shape.num_steps + 1):
@@ -27,15 +27,16 @@ def name_of(shape: Shape) -> str:
 
 
 def depth_order(shape: Shape) -> tuple[int, int, int]:
-    """Sorts shapes by depth, then by nodes."""
+    """Return a sort key: depth first, then number of nodes, then branches."""
     return shape.num_steps, shape.num_draft_tokens, shape.topk
 
 
 def parse_shape(name: str, value: object) -> Shape:
-    """The shape that a word, or a chain's depth, stands for; `name` says where it was given.
+    """Return the shape that a name, or a chain's depth, stands for.
 
     Raises:
-        ConfigError: another form, or a shape that EAGLE cannot build.
+        ConfigError: the value has another form, or EAGLE cannot build the shape; the message begins
+            with `name`.
     """
     is_depth = isinstance(value, int) and not isinstance(value, bool)
     match = _FORMS.fullmatch(str(value)) if is_depth or isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""Which shape each decode round drafts, from what the rounds before it gave."""
+"""Adaptive drafting: controllers that choose each round's shape from earlier rounds."""
 
 from specpool.adaptive.base import Controller
 from specpool.adaptive.config import AdaptiveConfig, RangeConfig, config_of

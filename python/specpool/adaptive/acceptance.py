@@ -1,7 +1,7 @@
-"""`Acceptance`: how likely each depth of a draft is right, from the rounds seen, with decay.
+"""`Acceptance`: estimates how likely each depth of a draft is right, from decayed counts.
 
-A depth's rate is conditional: of the lanes whose draft was right up to there. Chains share their
-rates, so a deep one also tells about the shallower ones; trees of one width share theirs.
+A depth's rate is conditional: it counts lanes whose drafts were right up to that depth. All chains
+share their rates, so a deep chain also tells about shallower ones. Trees of one width share theirs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
 
 
 def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> list[int]:
-    """Lanes with at least k correct drafts, for k of 0 to num_steps."""
+    """Return the number of lanes with at least k correct drafts, for k = 0 to num_steps."""
     lanes: list[int] = np.bincount(num_correct_drafts, minlength=num_steps + 1).tolist()
     for k in range(len(lanes) - 2, -1, -1):
         lanes[k] += lanes[k + 1]
@@ -37,7 +37,7 @@ def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> lis
 
 
 class _Family:
-    """Decayed counts of each depth: of the chains, or of the trees of one width."""
+    """The decayed counts of each depth, for the chains or for the trees of one width."""
 
     def __init__(self, num_steps: int) -> None:
         self.hits, self.tries = [0.0] * num_steps, [0.0] * num_steps
@@ -47,7 +47,7 @@ class _Family:
         self.rates: list[float] = []
 
     def add(self, survivors: list[int], now: int) -> bool:
-        """Take over a round; returns whether acceptance has jumped."""
+        """Add a round's survivors; return whether acceptance has jumped."""
         weight = min(1.0, _MAX_LANES / survivors[0])
         surprise = variance = 0.0
         for j in range(len(survivors) - 1):
@@ -73,7 +73,7 @@ class _Family:
         return True
 
     def forget(self, depth: int) -> None:
-        """Keep next to nothing of what `depth` and deeper have shown."""
+        """Reduce the counts of `depth` and deeper to almost nothing."""
         for j in range(depth, len(self.tries)):
             if self.tries[j] > _FORGOTTEN_TRIES:
                 self.hits[j] *= _FORGOTTEN_TRIES / self.tries[j]
@@ -81,7 +81,7 @@ class _Family:
             self.recent_hits[j] = self.recent_tries[j] = 0.0
 
     def estimate(self, prior: list[float]) -> None:
-        """Set the rates; a depth beyond `prior` leans on the one before it."""
+        """Set the rates; the prior of a depth beyond `prior` is the rate of the depth before."""
         rate, rates = _PRIOR, list[float]()
         for j, (hits, tries) in enumerate(zip(self.hits, self.tries, strict=True)):
             lean = prior[j] if j < len(prior) else rate
@@ -90,7 +90,7 @@ class _Family:
         self.rates = rates  # at once, whenever Ctrl-C comes
 
     def hopes(self, now: int) -> list[float]:
-        """The rates as they may be by now: the fewer and older the rounds, the nearer to 1."""
+        """Return optimistic rates: the fewer and older the rounds, the nearer to 1."""
         hopes, fresh, latest = [], 1.0, now
         for rate, tries, seen in zip(self.rates, self.tries, self.seen, strict=True):
             if seen != latest:
@@ -100,10 +100,10 @@ class _Family:
 
 
 class Acceptance:
-    """What a round of each shape is expected to give."""
+    """The expected tokens of a round of each shape."""
 
     def __init__(self, shapes: Iterable[Shape]) -> None:
-        """Reckon with `shapes`."""
+        """Start without rounds for `shapes`."""
         depths: dict[tuple[int, int], int] = {}
         for shape in shapes:
             if shape.num_steps:
@@ -116,7 +116,7 @@ class Acceptance:
         self._hoped: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, shape: Shape, num_correct_drafts: NumCorrectDrafts) -> bool:
-        """Take over a round's result; returns whether acceptance has jumped."""
+        """Add a round's result; return whether acceptance has jumped."""
         self._now += 1
         self._hoped = {}
         if not shape.num_steps or not len(num_correct_drafts):
@@ -132,13 +132,13 @@ class Acceptance:
         return jumped
 
     def expected(self, shape: Shape) -> float:
-        """Tokens that a lane's round gives, the bonus token among them."""
+        """Return the expected tokens of a lane's round, the bonus token included."""
         if not shape.num_steps:
             return 1.0
         return _tokens(shape, (self._expected or self._estimate())[_family_of(shape)])
 
     def hoped(self, shape: Shape) -> float:
-        """Tokens that it may give, for all that is known by now."""
+        """Return the optimistic estimate of a lane's tokens, for choosing probes."""
         if not shape.num_steps:
             return 1.0
         return _tokens(shape, (self._hoped or self._hope())[_family_of(shape)])
@@ -156,7 +156,7 @@ class Acceptance:
         return self._hoped
 
     def _estimate(self) -> dict[tuple[int, int], list[float]]:
-        """Set all rates: the family seen last goes by itself, the others lean on it."""
+        """Set all rates: the family seen last has no prior; its rates are the others' prior."""
         families = sorted(self._families.values(), key=lambda family: -family.seen[0])
         chains = self._families.get(_CHAINS)
         newest: list[float] = []
@@ -173,7 +173,7 @@ class Acceptance:
 
 
 def _freshness(rounds: int) -> float:
-    """The share of what a depth has shown that still counts, so many rounds later."""
+    """Return the share of a depth's counts that still counts after so many rounds."""
     return float(0.5 ** (rounds / _STALE_ROUNDS))
 
 
@@ -184,7 +184,7 @@ def _bounded(
 
 
 def _of_tries(rate: float) -> float:
-    """The rate of one of `_TREE_TRIES` tries of which one is right at that rate."""
+    """Return the rate of a single try if one of `_TREE_TRIES` tries is right with `rate`."""
     return float(1 - (1 - rate) ** (1 / _TREE_TRIES))
 
 
@@ -193,7 +193,7 @@ def _family_of(shape: Shape) -> tuple[int, int]:
 
 
 def _by_depth(rates: list[float]) -> list[float]:
-    """Tokens that a draft of each depth gives, from 0 to the deepest, with the bonus token."""
+    """Return the expected tokens by depth of the draft, from 0 on, the bonus token included."""
     tokens = [reached := 1.0]
     for rate in rates:
         reached *= rate

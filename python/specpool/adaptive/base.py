@@ -1,4 +1,4 @@
-"""`Controller`: what a scheduler asks before a decode round, and tells after it."""
+"""`Controller`: the protocol by which a scheduler gets the shape of each decode round."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ NumCorrectDrafts = Sequence[int] | npt.NDArray[np.int32]
 
 
 class Controller(Protocol):
-    """Picks the shape of each decode round; batch sizes count decodes only."""
+    """Chooses the shape of each decode round. Batch sizes count decoding rows only."""
 
     candidates: tuple[Shape, ...]
-    """Every shape that it may answer, no duplicates."""
+    """Every shape that it may choose, without duplicates."""
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
-        """The shape of the decode round to come, of `batch_size` rows."""
+        """Return the shape of the next decode round, of `batch_size` rows."""
 
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
-        """Take over a round's result; returns the shape that was switched to, or None.
+        """Learn from a round's result; return the shape that this switches to, or None.
 
         Args:
-            shape: what that round drafted; another one may be in use by now.
-            batch_size: that round's.
-            num_correct_drafts: of its lanes that drafted.
+            shape: the round's shape; another one may be in use by now.
+            batch_size: the round's batch size.
+            num_correct_drafts: of each lane that drafted with this shape.
         """
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """A round took so long."""
+        """Learn from the seconds of a round."""

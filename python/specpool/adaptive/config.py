@@ -1,6 +1,6 @@
-"""`AdaptiveConfig`: which shapes each range of batch sizes may use, and how one is picked.
+"""`AdaptiveConfig`: the shapes that each range of batch sizes may use, and how to choose one.
 
-Read from a JSON file or a dict of the same form; whatever is wrong with it is one `ConfigError`.
+It is read from a JSON file or a dict of the same form. Anything wrong raises one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeConfig:
-    """What a range of batch sizes may use.
+    """The candidates of a range of batch sizes, and the options of policy `ema`.
 
     Attributes:
         candidates: the shapes, no duplicates.
@@ -77,7 +77,7 @@ class RangeConfig:
         check_int("warmup_batches", self.warmup_batches, 0, 1 << 30)
 
     def check_ema(self) -> None:
-        """Raise `ConfigError` where the rule on the EMA cannot work with these candidates.
+        """Raise `ConfigError` if the rule on the EMA cannot work with these candidates.
 
         That is where two of them have one depth, or where no mean would leave the range at a
         candidate: it would move up and down for ever.

@@ -1,4 +1,4 @@
-"""`AdaptiveController`: upstream's policy, an EMA for each range of batch sizes."""
+"""`AdaptiveController`: SGLang's policy, an EMA for each range of batch sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specpool.adaptive.router import StepRouter
 
 
 class AdaptiveController:
-    """Ranges by batch size, each moved by the results of its own rounds."""
+    """A controller with a depth per range of batch sizes, set by the results of its rounds."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class AdaptiveController:
 
         Args:
             config: candidates and thresholds; its policy must be `ema`.
-            initial: the shape (or depth) that the ranges which have it begin with; the others begin
-                with their middle candidate. None = all of them.
-            graph_sizes: batch sizes for which graphs are captured, None where there are none.
+            initial: the shape (or depth) to begin with, in ranges that have it. Other ranges begin
+                with their middle candidate; None = all ranges do.
+            graph_sizes: the batch sizes with captured graphs; None = there are no graphs.
 
         Raises:
-            ConfigError: no range has `initial`.
+            ConfigError: no range has the shape `initial`.
         """
         shape = config.initial_shape(initial)
         steps = None if shape is None else shape.num_steps
@@ -46,7 +46,7 @@ class AdaptiveController:
         )
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
-        """The shape of the decode round to come, of `batch_size` rows."""
+        """Return the shape of the next decode round, of `batch_size` rows."""
         key = self._router.activate(batch_size)
         shape = self._ranges[key].current
         self._keys[shape, batch_size] = key
@@ -55,7 +55,7 @@ class AdaptiveController:
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
-        """Take over a round's result; returns the shape that its range has switched to, or None."""
+        """Learn from a round's result; return the shape that its range switches to, or None."""
         key = self._keys.get((shape, batch_size))
         batch_range = self._ranges[self._router.key_of(batch_size) if key is None else key]
         num_lanes = len(num_correct_drafts) if shape.num_steps else 0
@@ -66,10 +66,10 @@ class AdaptiveController:
         return batch_range.update(sum(num_correct_drafts) / num_lanes)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """Nothing: this policy does not ask what a round costs."""
+        """Do nothing: this policy does not use the cost of rounds."""
 
     def graph_sizes_of_candidates(self) -> dict[Shape, list[int] | None]:
-        """The graph sizes that can reach each candidate; None where no graphs are captured."""
+        """Return the graph sizes at which each candidate can run; None = there are no graphs."""
         return self._router.graph_sizes_of(
             {key: batch_range.candidates for key, batch_range in self._ranges.items()}
         )

@@ -1,7 +1,8 @@
-"""`CostController`: the shape with the most expected tokens per second at each batch size.
+"""`CostController`: chooses the shape with the most expected tokens per second.
 
-Expected tokens come from `Acceptance`, seconds from `RoundSeconds`. What does not run is not seen:
-now and then a short probe of another candidate is paid for out of a small share of the time.
+Expected tokens come from `Acceptance`, seconds from `RoundSeconds`. Only shapes that run are
+measured, so now and then a short probe runs another candidate. Probes may cost a small share of the
+time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LONGER_ROUNDS = 3  # that a probe may go on, while it gives more than was expec
 
 
 class CostController:
-    """Picks by measured time and seen acceptance; deterministic."""
+    """A controller by measured seconds and acceptance. Equal inputs give equal choices."""
 
     def __init__(
         self,
@@ -34,15 +35,15 @@ class CostController:
         initial: Shape | int | None = None,
         graph_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Build it.
+        """Begin without measurements.
 
         Args:
             config: the candidates of each range of batch sizes.
-            initial: the shape to begin with; None = what promises most.
-            graph_sizes: batch sizes for which graphs are captured, None where there are none.
+            initial: the shape to begin with; None = the shape with the best expected rate.
+            graph_sizes: the batch sizes with captured graphs; None = there are no graphs.
 
         Raises:
-            ConfigError: no range has `initial`.
+            ConfigError: no range has the shape `initial`.
         """
         self.candidates = config.candidates
         self._ranges = {
@@ -65,7 +66,7 @@ class CostController:
         self._spare = _MOST_SPARE
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
-        """The shape of the decode round to come, of `batch_size` rows."""
+        """Return the shape of the next decode round, of `batch_size` rows."""
         key = self._router.activate(batch_size)
         batch_range = self._ranges[key]
         self._round += 1
@@ -84,7 +85,7 @@ class CostController:
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
-        """Take over a round's result; returns the shape that a jump has switched to, or None."""
+        """Learn from a round's result; return the shape that a jump switches to, or None."""
         if self._longer and shape == self._probe and len(num_correct_drafts):
             mean = 1 + sum(num_correct_drafts) / len(num_correct_drafts)  # faster than numpy's
             self._probes_left = int(mean > self._acceptance.expected(shape))
@@ -98,11 +99,11 @@ class CostController:
         return None if before is None or after == before else after
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """A round took so long."""
+        """Learn from the seconds of a round."""
         self._seconds.add(shape, batch_size, seconds)
 
     def _choice(self, key: int, batch_size: int) -> Shape:
-        """The shape of the most tokens per second, a while old at most."""
+        """Return the shape with the most tokens per second, chosen anew every few rounds."""
         since, shape = self._chosen.get((key, batch_size), (-_CHOICE_ROUNDS, None))
         if shape is None or self._round - since >= _CHOICE_ROUNDS:
             batch_range = self._ranges[key]
@@ -115,11 +116,11 @@ class CostController:
         return shape
 
     def _rate(self, shape: Shape, batch_size: int) -> float:
-        """Expected tokens of a lane per second."""
+        """Return the expected tokens of a lane per second."""
         return self._acceptance.expected(shape) / self._seconds.of(shape, batch_size)
 
     def _plan_probe(self, batch_range: tuple[Shape, ...], batch_size: int) -> None:
-        """Begin a probe where there is something to learn and time to spare for it."""
+        """Begin a probe if there is something to learn and time to spare for it."""
         self._next_probe = self._round + _PROBE_ROUNDS // 2
         for shape in batch_range if self._untried else ():
             if shape not in self._untried:

@@ -1,6 +1,6 @@
-"""`StepRange`: which draft depth a range of batch sizes uses, from the acceptance it has seen.
+"""`StepRange`: chooses the draft depth of a range of batch sizes from its acceptance.
 
-Bit for bit SGLang's rule (sgl#21599), floating point included: `tests/vectors/adaptive.json`.
+It is SGLang's rule (sgl#21599) bit for bit, floating point included: `tests/vectors/adaptive.json`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from specpool.adaptive.config import RangeConfig
 
 
 class StepRange:
-    """An EMA of `num_correct_drafts`, and the candidate that fits it."""
+    """A range's EMA of `num_correct_drafts`, and the candidate that fits it."""
 
     def __init__(self, config: RangeConfig, initial_steps: int | None = None) -> None:
-        """Begin at the initial depth where that is a candidate, else at the middle one."""
+        """Begin at the initial depth if it is a candidate, else at the middle candidate."""
         self._config = config
         self.candidates = tuple(sorted(config.candidates, key=lambda shape: shape.num_steps))
         self._steps = [shape.num_steps for shape in self.candidates]
@@ -33,9 +33,9 @@ class StepRange:
         return self.candidates[self._at]
 
     def update(self, mean: float | None) -> Shape | None:
-        """Take over a round's mean `num_correct_drafts`; None = it drafted nothing.
+        """Learn from a round's mean `num_correct_drafts`; None = the round drafted nothing.
 
-        Returns the shape that the range has switched to, or None.
+        Return the shape that the range switches to, or None.
         """
         config = self._config
         if mean is not None and self._steps[self._at] > 0:
@@ -69,5 +69,5 @@ class StepRange:
         return at
 
     def _edge(self, below: int) -> float:
-        """The mean at or below which the candidate `below` is enough."""
+        """Return the mean at or below which the candidate `below` is enough."""
         return 0.5 if self._steps[below] == 0 else self._steps[below] - 0.5

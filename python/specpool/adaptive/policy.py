@@ -1,4 +1,4 @@
-"""The controllers by their policies' names."""
+"""`controller_of`: builds the controller of a configuration by its policy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def controller_of(
     initial: Shape | int | None = None,
     graph_sizes: Sequence[int] | None = None,
 ) -> Controller | None:
-    """The controller of a configuration; the other arguments are `AdaptiveController`'s.
+    """Build the controller of a configuration; None = no configuration.
+
+    `AdaptiveController` documents the other arguments.
 
     Raises:
-        ConfigError: no range has `initial`.
+        ConfigError: no range has the shape `initial`.
     """
     if config is None:
         return None

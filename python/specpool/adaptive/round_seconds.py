@@ -1,9 +1,9 @@
-"""`RoundSeconds`: how long a round takes, by shape and batch size, from the rounds measured.
+"""`RoundSeconds`: estimates the seconds of a round by shape and batch size from measured rounds.
 
-A machine that others use slows all shapes down alike, and only the one that runs is seen to. So a
-shape's figure learns when it takes over from another, beside which it stands; what its later rounds
-take longer than told is the batch size's load by now. Who has not run since may be free of it: that
-is a hope, for a probe to look into.
+Load from other programs slows every shape, but only the running one is observed. So a shape's
+figure learns from its first rounds after another shape, relative to the load at that time. If its
+later rounds take longer than the figure, this is the current load of the batch size. A shape that
+has not run since may be unaffected, so a probe may try it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOAD_SAMPLES = 5
 
 
 class _Cell:
-    """One shape at one batch size: a running figure of medians, so that one stall is no trend."""
+    """The seconds of one shape at one batch size: a running median, robust against a stall."""
 
     def __init__(self) -> None:
         self.load = 1.0  # beside which it ran last
@@ -31,7 +31,7 @@ class _Cell:
         self.is_settled = False
 
     def add(self, seconds: float) -> bool:
-        """Take over a measured round; returns whether the cell has settled with it."""
+        """Add a measured round; return whether the cell has settled with it."""
         self._samples.append(seconds)
         num = len(self._samples)
         median = sorted(self._samples)[(num - 1) // 2]
@@ -43,13 +43,14 @@ class _Cell:
 
 
 class _Load:
-    """What rounds of one batch size take longer by now than told, whatever their shape.
+    """The current load of one batch size: measured seconds over the figure, for any shape.
 
     Attributes:
-        value: by the latest rounds of the shape that runs.
-        beside: before it took over, by another shape's.
-        rounds: of it since then.
-        first: the cell of its shape and what its first round says; None = the second has said it.
+        value: the load by the latest rounds of the running shape.
+        beside: the load when this shape took over, by the rounds of the shape before.
+        rounds: the running shape's rounds since then.
+        first: the running shape's cell and its first round's seconds without load; None = the
+            second round was used instead.
     """
 
     def __init__(self, value: float) -> None:
@@ -60,7 +61,7 @@ class _Load:
         self._shape: Shape | None = None
 
     def add(self, shape: Shape, ratio: float) -> None:
-        """A round took so many times what was told."""
+        """Add a round whose seconds were `ratio` times its shape's figure."""
         if shape != self._shape:
             self._shape, self.beside, self.rounds = shape, self.value, 0
             # Who ran too shortly to turn this has told no load: the next stands beside the old one.
@@ -71,10 +72,10 @@ class _Load:
 
 
 class RoundSeconds:
-    """A table of measured rounds, and a guess in between."""
+    """A table of measured rounds, which interpolates between them."""
 
     def __init__(self, shapes: Iterable[Shape]) -> None:
-        """An empty table for `shapes`."""
+        """Start an empty table for `shapes`."""
         self._cells: dict[Shape, dict[int, _Cell]] = {shape: {} for shape in shapes}
         # Batch sizes to interpolate between: a shape's first, and every settled one.
         self._sizes: dict[Shape, list[int]] = {shape: [] for shape in self._cells}
@@ -82,7 +83,7 @@ class RoundSeconds:
         self._latest = 1.0  # of them
 
     def add(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """A round took so long."""
+        """Add a measured round."""
         cells = self._cells.get(shape)
         if cells is None or not seconds > 0:
             return
@@ -99,9 +100,10 @@ class RoundSeconds:
             sizes.append(batch_size)
 
     def _compare(self, cell: _Cell, load: _Load, shape: Shape, seconds: float) -> None:
-        """Learn from a settled shape's round, if it took over from another one.
+        """Learn from a settled shape's first rounds after another shape.
 
-        From the second, where there is one: the first after a plain round makes up for it.
+        The second round counts if there is one, because the first after a plain round also has the
+        drafter's catch-up.
         """
         load.add(shape, seconds / cell.seconds)
         self._latest = load.value
@@ -116,13 +118,14 @@ class RoundSeconds:
             cell.add(took)
 
     def is_measured(self, shape: Shape) -> bool:
-        """Whether any round of the shape has been."""
+        """Return whether any round of the shape has been measured."""
         return bool(self._sizes[shape])
 
     def of(self, shape: Shape, batch_size: int) -> float:
-        """Seconds that a round takes without the load, to be compared within a batch size.
+        """Return the seconds of a round without the load; compare them within a batch size only.
 
-        An unmeasured shape's are those of the nearest by nodes; 1 where nothing has been measured.
+        An unmeasured shape has the seconds of the nearest shape by nodes. If nothing has been
+        measured, return 1.
         """
         cell = self._cells[shape].get(batch_size)
         if cell is not None and cell.is_settled:
@@ -136,7 +139,7 @@ class RoundSeconds:
         return self._of_measured(nearest, batch_size)
 
     def hoped(self, shape: Shape, batch_size: int) -> float:
-        """Seconds that it may take, should stalls and the load have been the others' alone."""
+        """Return the least seconds that a round may take, if it had no stalls and no load."""
         seconds = self.of(shape, batch_size)
         cell = self._cells[shape].get(batch_size)
         if cell is None:
@@ -169,7 +172,7 @@ class RoundSeconds:
         return min(max(seconds, min(flat, by_row)), max(flat, by_row))
 
     def _growth(self, start: int, end: int) -> float:
-        """How a round's time grows between two batch sizes, by the shape measured at the most."""
+        """Return how a round grows between two batch sizes, by the shape with the most of them."""
         shape = max(self._sizes, key=lambda s: len(self._sizes[s]))
         if len(self._sizes[shape]) < 2:
             return 1.0

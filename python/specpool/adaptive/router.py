@@ -1,4 +1,4 @@
-"""`StepRouter`: which range a batch size belongs to, by lower bounds and captured graph sizes."""
+"""`StepRouter`: finds the range of a batch size by lower bounds and captured graph sizes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from specpool._core import Shape
 
 
 class StepRouter:
-    """The ranges' keys, and the range in use.
+    """The ranges' keys (lower bounds of batch sizes), and the range in use.
 
-    A batch runs in the smallest captured graph that holds it, so that graph's size decides. Near a
-    key the batch size may come and go: the range in use stays until `threshold_rounds` rounds in a
-    row belong elsewhere. With 0 it changes at once, as upstream's does.
+    A batch runs in the smallest captured graph that holds it, so the graph's size decides the
+    range. Near a key the batch size may go up and down, so the range in use changes only after
+    `threshold_rounds` rounds in a row that belong to other ranges. With 0 it changes at once, as in
+    SGLang.
     """
 
     def __init__(
@@ -31,14 +32,14 @@ class StepRouter:
         self._num_elsewhere = 0  # rounds in a row that belong to other ranges
 
     def key_of(self, batch_size: int) -> int:
-        """The key that the batch size belongs to: the greatest that is not above it."""
+        """Return the key of a batch size's range: the greatest key that is not above it."""
         sizes = self._graph_sizes
         if sizes and batch_size <= sizes[-1]:
             batch_size = sizes[bisect.bisect_left(sizes, batch_size)]
         return self._keys[max(bisect.bisect_right(self._keys, batch_size) - 1, 0)]
 
     def activate(self, batch_size: int) -> int:
-        """The key of the range for the next round, which counts towards a change of range."""
+        """Return the key of the range for the next round, and count it for a change of range."""
         key = self.key_of(batch_size)
         self._num_elsewhere = 0 if key == self._in_use else self._num_elsewhere + 1
         if self._in_use is None or self._num_elsewhere >= self._threshold_rounds:
@@ -46,7 +47,7 @@ class StepRouter:
         return self._in_use
 
     def key_of_result(self, batch_size: int) -> int:
-        """The key of the range that a round's result counts for."""
+        """Return the key of the range that a round's result counts for."""
         if self._threshold_rounds and self._in_use is not None:
             return self._in_use
         return self.key_of(batch_size)
@@ -54,9 +55,9 @@ class StepRouter:
     def graph_sizes_of(
         self, candidates: Mapping[int, Iterable[Shape]]
     ) -> dict[Shape, list[int] | None]:
-        """The graph sizes that can reach each shape of `candidates`, the ranges' by key.
+        """Return the graph sizes at which each shape can run; None = no graph sizes were given.
 
-        None for each = which graphs are captured is not known.
+        `candidates` maps a range's key to its shapes.
         """
         shapes = sorted(
             {shape for batch_range in candidates.values() for shape in batch_range},

@@ -1,1 +1,1 @@
-"""Load the parts of an engine, fit them to each other, and time them."""
+"""The assembly of an engine: load its parts, fit them to each other, and time rounds."""

@@ -1,4 +1,4 @@
-"""`Assembly`: what an engine runs on, fitted to each other: pools, worker, graphs, controller."""
+"""`assemble`: builds the parts below an engine: pools, worker, graphs, controller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specpool.worker.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts below an engine's scheduler, and how that is put on top."""
+    """The parts below an engine's scheduler, with the functions that put a scheduler on them."""
 
     target: TargetModel
     drafter: Drafter | None
@@ -44,7 +44,7 @@ class Assembly:
     controller: Controller | None
 
     def scheduler_config(self) -> SchedulerConfig:
-        """The options of a scheduler of the ledger's rows."""
+        """Return the options of a scheduler for these parts."""
         config, drafter = self.config, self.drafter
         return SchedulerConfig(
             max_batch=config.max_batch,
@@ -59,7 +59,7 @@ class Assembly:
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int) -> Loop:
-        """A loop that runs what the scheduler prepares, at this check level."""
+        """Build a loop that runs the scheduler's steps, with a busy check of this level."""
         config, ledger, cache = self.config, self.ledger, self.cache
         found = config.on_finding
         return Loop(
@@ -74,7 +74,7 @@ class Assembly:
         )
 
     def calibrate(self) -> None:
-        """Tell a controller that goes by costs what rounds take here."""
+        """Measure the rounds of each shape for a controller that chooses by cost."""
         if not isinstance(self.controller, CostController):
             return
         tour = Tour(self.controller.candidates)
@@ -92,7 +92,7 @@ class Assembly:
 
 
 def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> Assembly:
-    """Build all of it for loaded models; nothing has run yet but what the graphs capture.
+    """Build the parts for loaded models. Nothing runs yet, except to capture graphs.
 
     Raises:
         ConfigError: the configuration, the models and the memory do not fit together.
@@ -167,7 +167,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
 def _check(
     config: EngineConfig, drafter: Drafter | None, attention: BackEnd, shapes: Sequence[Shape]
 ) -> None:
-    """Refuse what these shapes cannot be drafted or verified with."""
+    """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
     for each in shapes if drafter is None else ():
         if each.num_draft_tokens > 1:
             raise ConfigError(f"{each} drafts, but there is no draft model")
@@ -181,7 +181,7 @@ def _check(
 
 
 def _context_len(config: EngineConfig, target: TargetModel) -> int:
-    """Tokens of a sequence at most."""
+    """Return the most tokens of a sequence."""
     limit = target.max_context_len
     max_context_len = config.max_context_len or limit
     if max_context_len > limit:
@@ -192,7 +192,7 @@ def _context_len(config: EngineConfig, target: TargetModel) -> int:
 
 
 def _host_tier(config: EngineConfig, ledger: Ledger, cache: KVCache) -> HostTier | None:
-    """What keeps KV on the host, where the configuration gives it memory."""
+    """Build the host tier; None if the configuration gives it no memory."""
     if not config.host_bytes:
         return None
     memory = HostMemory(ledger, cache, config.host_bytes)

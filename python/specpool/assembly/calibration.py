@@ -1,4 +1,4 @@
-"""What a round takes, by shape and batch size: measured before the first request comes."""
+"""`calibrate`: times rounds by shape and batch size, before the first request comes."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
     from specpool.adaptive.base import NumCorrectDrafts
     from specpool.loop.loop import Loop
 
-# Each shape has its turn in every pass, so that who else is at work for a while slows all of them.
+# Each pass times every shape once, so a temporary load affects all of them equally.
 _PASSES = 3
-# Seconds of all rounds, about: beyond, a size has two passes and no larger size is measured. The
-# controller reckons those from the smaller ones.
+# About the most seconds of all rounds. After that, a batch size gets two passes and no larger size
+# is measured; the controller estimates larger sizes from the smaller ones.
 _MOST_SECONDS = 4.0
-_WARM_UP, _TIMED = 1, 2  # rounds of a turn: the first do not count
-TOLD = 3  # of a shape's rounds: the fastest
+_WARM_UP, _TIMED = 1, 2  # rounds of a shape in a pass: those that do not count, those that do
+TOLD = 3  # the fastest rounds of a shape, which are reported to the controller
 _PROMPT_LEN = 32
 
 
 class Tour:
-    """A controller that has each candidate run in its turn, and notes how long that takes."""
+    """A controller that runs each candidate in turn, and notes the seconds of its rounds."""
 
     def __init__(self, candidates: Sequence[Shape]) -> None:
-        """Begin with the first."""
+        """Begin with the first candidate."""
         self.candidates = tuple(candidates)
         self.shape = self.candidates[0]
         self.size = 1  # lanes of the rounds that count
         self.seconds: list[float] = []  # of those of `shape`, the oldest first
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
-        """The candidate whose turn it is."""
+        """Return the candidate whose turn it is."""
         return self.shape
 
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> None:
-        """What the drafts are worth does not matter here."""
+        """Do nothing: calibration does not use acceptance."""
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """Note it."""
+        """Note the seconds of a round of the current shape and size."""
         if shape == self.shape and batch_size == self.size:
             self.seconds.append(seconds)
 
@@ -58,14 +58,14 @@ def calibrate(
     *,
     max_batch: int,
 ) -> None:
-    """Tell `controller` what a round of each of its candidates takes, by batch size.
+    """Time rounds of each candidate of `controller` by batch size, and report them to it.
 
     Args:
-        controller: is told of a few rounds each.
-        tour: of its candidates.
-        ledger: nothing runs on it.
-        build: a loop whose scheduler has `tour` for its controller.
-        max_batch: the sizes are the powers of two up to it, and itself; as many as find pages.
+        controller: gets the fastest rounds of each candidate and size.
+        tour: runs the same candidates in turn.
+        ledger: must have nothing in flight.
+        build: builds a loop whose scheduler has `tour` as its controller.
+        max_batch: the sizes are the powers of two up to it, and itself, as far as pages allow.
     """
     started = time.perf_counter()
     sizes = {1 << i for i in range(max_batch.bit_length())} | {max_batch}
@@ -107,7 +107,7 @@ def _can_go_on(requests: Sequence[Request]) -> bool:
 
 
 def _request(number: int, tour: Tour, ledger: Ledger) -> Request:
-    """A text of nothing; what it says is not looked at."""
+    """Make a request with a dummy prompt; its output is ignored."""
     shapes = ledger.shapes
     most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
     num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.candidates) + 1

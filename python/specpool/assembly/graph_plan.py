@@ -1,4 +1,4 @@
-"""Which kinds of rounds get CUDA graphs, and for which batch sizes."""
+"""Functions that choose which kinds of rounds get CUDA graphs, and for which batch sizes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specpool.worker.graphs.round_graph import RoundKind
 def graph_sizes(
     config: EngineConfig, attention: BackEnd, *, has_capture: bool, keeps_state: bool
 ) -> tuple[int, ...]:
-    """The batch sizes to capture, ascending; none where that cannot be.
+    """Return the batch sizes to capture, ascending; none if graphs cannot be captured.
 
     Raises:
-        ConfigError: `config` asks for some nevertheless.
+        ConfigError: graphs cannot be captured, but `config.graph_sizes` asks for some.
     """
     why = None
     if not has_capture:
@@ -41,15 +41,15 @@ def graph_sizes(
 def round_kinds(
     config: EngineConfig, sizes: Sequence[int], drafter: Drafter | None, shape: Shape
 ) -> dict[RoundKind, list[int]]:
-    """What to capture: each kind of round that lanes of one shape can have, with its batch sizes.
+    """Return the kinds of rounds to capture, with the batch sizes of each.
 
-    What a controller chooses is captured for the sizes at which it can be chosen.
+    A controller's candidate is captured for the sizes at which it can be chosen.
 
     Args:
-        config: its shapes, and candidates.
-        sizes: all of them.
-        drafter: of the engine.
-        shape: the engine's own.
+        config: gives the shapes and the candidates.
+        sizes: all batch sizes to capture.
+        drafter: the engine's.
+        shape: the engine's own shape.
     """
     keeps_draft_kv = drafter is not None and bool(drafter.layers)
     found: dict[RoundKind, list[int]] = {}

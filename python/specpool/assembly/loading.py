@@ -1,4 +1,4 @@
-"""From names, folders and models in memory to what an engine is built of."""
+"""`load`: loads the target, drafter and tokenizer of an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A target model, perhaps a drafter, perhaps a tokenizer."""
+    """A target model, with a drafter and a tokenizer if there are any."""
 
     target: TargetModel
     drafter: Drafter | None
@@ -42,10 +42,10 @@ def load(
     feature_layers: Sequence[int] | None,
     trust_remote_code: bool,
 ) -> Loaded:
-    """Load what `Engine.from_pretrained` names; its arguments are said there.
+    """Load the models of `Engine.from_pretrained`, which documents the arguments.
 
     Raises:
-        ConfigError: a path, an option or a checkpoint that does not fit.
+        ConfigError: a path, an option or a checkpoint does not fit.
     """
     if feature_layers is not None and not (
         isinstance(feature_layers, Sequence)

@@ -1,4 +1,4 @@
-"""Which worker runs: v2, or the synchronous v1."""
+"""`routed`: chooses the worker: v2, or the synchronous v1."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _log = logging.getLogger("specpool")
 def routed(
     config: EngineConfig, target: TargetModel, drafter: Drafter | None, shapes: Sequence[Shape]
 ) -> WorkerName:
-    """The worker that runs: v2, but v1 for a target that keeps a state, and a warning why.
+    """Return the worker's name: the configured one, or v2; v1 for a target with recurrent layers.
+
+    For such a target with worker `auto`, log a warning with the reason.
 
     Raises:
-        ConfigError: such a target cannot run this way.
+        ConfigError: a target with recurrent layers cannot run with these options.
     """
     if not target.keeps_state:
         return "v2" if config.worker == "auto" else config.worker

@@ -13,7 +13,7 @@ EMBEDDED = {
 
 
 def resolve(source: str) -> str:
-    """The folder of an embedded checkpoint; any other name is returned as it is."""
+    """Return the folder of an embedded checkpoint; return any other name unchanged."""
     if source not in EMBEDDED:
         return source
     return str(files(__name__).joinpath(EMBEDDED[source]))

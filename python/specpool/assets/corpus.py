@@ -1,7 +1,7 @@
-"""A seeded synthetic corpus: what the shipped pair was trained on, and the built-in prompts.
+"""A seeded synthetic corpus: the training text of the embedded models, and built-in prompts.
 
-JSON records, sums, tiny functions, prose, sequences and ini sections, all ASCII. Nothing is taken
-from a third party. The same seed gives the same bytes everywhere, and a longer corpus continues a
+It has JSON records, sums, tiny functions, prose, sequences and ini sections, all ASCII, and nothing
+from third parties. The same seed gives the same bytes everywhere. A longer corpus begins with the
 shorter one.
 """
 
@@ -29,7 +29,7 @@ PROMPT_STRIDE = 2000  # bytes from one prompt's start to the next one's
 
 
 def corpus(seed: int, num_bytes: int) -> bytes:
-    """The first `num_bytes` bytes of the corpus of `seed`."""
+    """Return the first `num_bytes` bytes of the corpus of `seed`."""
     rng = random.Random(seed)
     records: list[str] = []
     length = 0
@@ -40,10 +40,10 @@ def corpus(seed: int, num_bytes: int) -> bytes:
 
 
 def prompts(n: int, length: int = 128) -> list[list[int]]:
-    """`n` held-out prompts of `length` token ids each (a token is a byte).
+    """Return `n` held-out prompts of `length` token ids each (a token is a byte).
 
     Raises:
-        ConfigError: `n < 0`, or `length` outside `[1, PROMPT_STRIDE]`.
+        ConfigError: `n` is below 0, or `length` is outside `[1, PROMPT_STRIDE]`.
     """
     if n < 0 or not 1 <= length <= PROMPT_STRIDE:
         raise ConfigError(
@@ -54,7 +54,7 @@ def prompts(n: int, length: int = 128) -> list[list[int]]:
 
 
 def _record(rng: random.Random) -> str:
-    # NOTE: the order of the draws is part of the corpus; a reordered call changes every byte after.
+    # NOTE: do not reorder the random calls: this would change all bytes that follow.
     kind = rng.randrange(6)
     if kind == 0:
         record = {

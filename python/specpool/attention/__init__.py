@@ -1,4 +1,4 @@
-"""Attention back ends: what one forward reads and writes on pages, and how it attends."""
+"""Attention over pages: the views that a forward reads and writes, and the back ends."""
 
 from specpool.attention.attend import attend
 from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees

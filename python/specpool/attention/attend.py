@@ -1,4 +1,4 @@
-"""Attention of one layer: over the views of a forward, each with its back end."""
+"""`attend`: computes the attention of one layer over the views of a forward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one layer over pages.
+    """Write a layer's new keys and values to pages, and compute its attention over them.
 
     Args:
-        view: what is read and written; T tokens in B lanes.
+        view: the slots to write and the cells to read; T tokens in B lanes.
         k_buffer: [num_slots, Hkv, Dk], contiguous, num_slots a multiple of the page size; written.
         v_buffer: [num_slots, Hkv, Dv], likewise.
         q: [T, H, Dk] queries, H a multiple of Hkv, positions already applied.
-        k: [T, Hkv, Dk] new keys, written at ``view.write_slots`` before anything is read.
+        k: [T, Hkv, Dk] new keys, written to ``view.write_slots`` before anything is read.
         v: [T, Hkv, Dv] new values.
         scaling: factor of the scores.
-        window: a query sees keys whose position is less than this far behind its own.
+        window: a query sees the last `window` positions, its own included; None = all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
         sinks: [H] extra scores that take part in the softmax only (gpt-oss).
 

@@ -1,4 +1,4 @@
-"""Which attention back ends there are, and what each can read."""
+"""The list of attention back ends, and what each can read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Start = Callable[[torch.device, torch.dtype, Sequence[LayerKV], str], Attend | N
 def _start_nothing(
     device: torch.device, dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str
 ) -> None:
-    """Torch's `attend` is there anyway, and does all."""
+    """Return None: torch's `attend` needs no start and refuses no layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
-    """What an attention back end can do.
+    """An attention back end and what it can do.
 
     Attributes:
-        name: as `EngineConfig.attention` has it.
+        name: its name in `EngineConfig.attention`.
         reads_ragged_masks: one forward may hold prompts and trees (mixed chunks while drafting).
-        reads_trees_on_pages: a tree's nodes may lie on pages of several slots.
-        needs_host_lengths: the host must know every length before a forward: a round then waits for
-            the lengths that the one before left on the device.
+        reads_trees_on_pages: a tree's nodes may lie on pages of more than one slot.
+        needs_host_lengths: the host must know every length before a forward. A round then waits
+            until the previous round's lengths are on the host.
         runs_in_graphs: its forwards can be captured in CUDA graphs.
-        start: (device, dtype, layers with KV, type of the model) -> the `attend` of the views of
-            one engine, None = torch's. Raises `ConfigError` where it cannot do what they ask for.
+        start: (device, dtype, layers with KV, model type) -> the `attend` of one engine's views;
+            None = torch's. It raises `ConfigError` if it cannot serve these layers.
     """
 
     name: str
@@ -53,8 +53,8 @@ BACK_ENDS = {
         needs_host_lengths=False,
         runs_in_graphs=True,
     ),
-    # It plans on the host, from lengths that the host must have: a replay would keep the plan of
-    # the capture.
+    # flashinfer plans on the host from host lengths. A replayed graph would repeat the plan of the
+    # capture, so its forwards do not run in graphs.
     "flashinfer": BackEnd(
         "flashinfer",
         reads_ragged_masks=True,
@@ -67,10 +67,10 @@ BACK_ENDS = {
 
 
 def back_end(name: str) -> BackEnd:
-    """The back end of a name.
+    """Return the back end of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none of this name.
     """
     if name not in BACK_ENDS:
         raise ConfigError(f"attention must be one of {', '.join(BACK_ENDS)}, got {name!r}")
@@ -78,7 +78,7 @@ def back_end(name: str) -> BackEnd:
 
 
 def check_trees(attention: BackEnd, page_size: int, shapes: Sequence[Shape]) -> None:
-    """Raise `ConfigError` where the back end cannot read these shapes' trees on such pages."""
+    """Raise `ConfigError` if the back end cannot read these shapes' trees at this page size."""
     trees = [shape for shape in shapes if shape.topk > 1]
     if not trees or page_size == 1 or attention.reads_trees_on_pages:
         return

@@ -1,7 +1,7 @@
 """The flashinfer back end: CUDA kernels that read whole pages, or single slots, in place.
 
-Prefill is causal, verify has a custom mask, plain decoding and the steps of a draft have one query
-per reader. Each is planned once per view and kind of layer; layers of a kind share the plan.
+A prefill is causal, a verify has a custom mask, and plain decoding and draft steps have one query
+per reader. A forward is planned once per view and kind of layer; layers of one kind share the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORKSPACE_BYTES = 128 << 20  # what flashinfer recommends
 
 
 def missing() -> str | None:
-    """What this machine lacks to run flashinfer; None = nothing."""
+    """Return what this machine lacks to run flashinfer, as a sentence; None = nothing."""
     if importlib.util.find_spec("flashinfer") is None:
         return "the package is not installed: pip install 'specpool[flashinfer]'"
     if not torch.cuda.is_available():
@@ -42,10 +42,11 @@ def missing() -> str | None:
 def start(
     device: torch.device, dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str
 ) -> Attend:
-    """An `attend` for one engine; see `BackEnd.start`.
+    """Return an `attend` for one engine; see `BackEnd.start`.
 
     Raises:
-        ConfigError: it is not here, or these layers ask for what it cannot do.
+        ConfigError: flashinfer is missing or broken, there is no CUDA device, or flashinfer cannot
+            serve these layers.
     """
     lack = missing()
     if lack is not None:
@@ -55,13 +56,13 @@ def start(
     check_layers(dtype, layers, model_type)
     try:
         library = importlib.import_module("flashinfer")
-    except Exception as error:  # what a broken installation raises is of many types
+    except Exception as error:  # a broken installation may raise anything
         raise _refusal(f"importing it failed: {error!r:.200}") from error
     return FlashInfer(library, device).attend
 
 
 def check_layers(dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str) -> None:
-    """Raise `ConfigError` for layers that it has no kernel for."""
+    """Raise `ConfigError` if flashinfer has no kernel for one of these layers."""
     if dtype not in _DTYPES:
         raise _refusal(f"it computes in float16 or bfloat16, the model in {_name(dtype)}")
     for number, layer in enumerate(layers):
@@ -85,7 +86,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a plan depends on beside the view: layers that agree in it share one."""
+    """The key of a plan within a view: layers with equal keys share a plan."""
 
     window: int | None
     num_heads: int
@@ -97,27 +98,27 @@ class _Layer:
 
 
 class _Plan:
-    """A wrapper of flashinfer's that is planned for one view and kind of layer."""
+    """A flashinfer wrapper that is planned for one view and kind of layer."""
 
     def __init__(self, wrapper: Any, page_size: int) -> None:
         self.wrapper, self.page_size = wrapper, page_size
 
 
 class FlashInfer:
-    """flashinfer for the views of one engine."""
+    """The flashinfer wrappers and workspace of one engine."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
-        """Take the working memory that all plans share.
+        """Allocate the workspace that all plans share (128 MiB).
 
         Args:
             library: the flashinfer module.
-            device: of the pages.
+            device: where the pages are.
         """
         self._library, self._device = library, device
-        # Zeros: flashinfer wants it so at its first use.
+        # flashinfer needs a workspace of zeros at its first use.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # Wrappers that no view uses, by kind, in the order in which they became idle; and when the
-        # copies of their last plan are through.
+        # Kind -> idle wrappers, longest idle first, each with the event after its last plan's
+        # copies.
         self._idle: dict[str, deque[tuple[Any, Any]]] = {}
 
     def attend(
@@ -134,11 +135,11 @@ class FlashInfer:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `specpool.attention.attend`.
+        """Attend with flashinfer; see `specpool.attention.attend`.
 
         Raises:
-            ConfigError: sinks.
-            ShapeError: a mask or lengths that do not fit the view; nothing is written.
+            ConfigError: the layer has attention sinks.
+            ShapeError: a mask or lengths do not fit the view; nothing is written.
         """
         if sinks is not None:
             raise _refusal("a layer has attention sinks, which it does not know")
@@ -159,7 +160,7 @@ class FlashInfer:
         pages = tuple(
             buffer.view(-1, plan.page_size, *buffer.shape[1:]) for buffer in (k_buffer, v_buffer)
         )
-        # Queries that a model made in float32 are read as its keys are.
+        # A model may compute queries in float32; convert them to the dtype of the keys.
         out: Tensor = plan.wrapper.run(q.to(layer.dtype).contiguous(), pages)
         return out.to(q.dtype)
 
@@ -193,17 +194,17 @@ class FlashInfer:
         plan = _Plan(wrapper, indices.pages.page_size)
         planned = None
         if self._device.type == "cuda":
-            make_event: Any = torch.cuda.Event  # which has types in some versions of torch only
+            make_event: Any = torch.cuda.Event  # only some versions of torch have types for it
             planned = make_event()
             planned.record()
         finalize(plan, self._idle[kind].append, (wrapper, planned)).atexit = False
         return plan
 
     def _take(self, kind: str) -> Any:
-        """A wrapper that no view uses.
+        """Return a wrapper that no view uses, an idle one or a new one.
 
-        NOTE: one plan's numbers go to the device out of the wrapper's pinned memory: until they are
-        there, the next plan must not write it.
+        NOTE: a plan is copied to the device from the wrapper's pinned memory. A wrapper must not be
+        planned again before that copy is done.
         """
         idle = self._idle.setdefault(kind, deque())
         if idle:
@@ -211,7 +212,7 @@ class FlashInfer:
             if planned is None or planned.query():
                 idle.popleft()
                 return wrapper
-        # "fa2" is the kernel that takes custom masks.
+        # Only the "fa2" kernels take custom masks.
         if kind == "prefill":
             return self._library.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "NHD", backend="fa2"

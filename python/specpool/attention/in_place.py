@@ -1,7 +1,7 @@
-"""Attention of few queries on a CPU: our own kernel reads the pages where they lie.
+"""Attention of few queries on a CPU, by a kernel of the core that reads the pages in place.
 
-Plain decoding, drafting and verifying in float32. Nothing is gathered, no lane is padded to the
-longest, and the pages of a row may lie anywhere.
+It serves plain decoding, drafting and verifying in float32. It gathers nothing, pads no lane to the
+longest one, and allows a row's pages to lie anywhere.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 import specpool._core as _core
 from specpool.attention.view import AttentionView
 
-#: Queries per lane at most: beyond, matrix products win over reading each key once.
+#: The most queries per lane. With more, matrix products are faster than reading each key once.
 MOST_QUERIES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What the kernel is told of one view and window."""
+    """The arguments of the kernel that depend on the view and the window alone."""
 
     write_slots: NDArray[np.int64]  # [T]
     pages: NDArray[np.int32]  # [B, C]
@@ -33,7 +33,7 @@ class _Reads:
 
 
 def serves_in_place(view: AttentionView, q: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> bool:
-    """Whether `attend_in_place` can attend for these queries."""
+    """Return whether `attend_in_place` can attend for these queries."""
     return (
         view.max_q_len <= MOST_QUERIES
         and view.reader is None
@@ -55,10 +55,10 @@ def attend_in_place(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend where `serves_in_place` says so; see `specpool.attention.attend`.
+    """Attend in place; see `specpool.attention.attend`. Call it only if `serves_in_place`.
 
     Raises:
-        ShapeError: a mask, pages or lengths that do not fit; nothing is written.
+        ShapeError: a mask, pages or lengths do not fit; nothing is written.
     """
     reads = _reads(view, window)
     out = q.new_empty(q.shape[0], q.shape[1], v_buffer.shape[2])
@@ -87,7 +87,7 @@ def attend_in_place(
 
 
 def _reads(view: AttentionView, window: int | None) -> _Reads:
-    """What a layer with this window reads; worked out at the first one."""
+    """Return what a layer with this window reads; computed once per view and window."""
     key = (_Reads, window)
     reads = view.plans.get(key)
     if reads is None:
@@ -110,7 +110,7 @@ def _new_reads(view: AttentionView, window: int | None, width: int) -> _Reads:
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         bias = mask.contiguous().numpy()
-        if kv_lens is not None:  # upper bounds, which may lie beyond the columns that are read
+        if kv_lens is not None:  # upper bounds, which may exceed the columns of the mask
             kv_lens = np.minimum(kv_lens, width)
     if kv_lens is None:
         kv_lens = np.full(len(pages), width, np.int32)

@@ -1,4 +1,4 @@
-"""Views for lanes of rows: from (row, positions) to the pages and slots of one forward."""
+"""`Lanes`, the rows and positions of a forward, and the attention views that they need."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specpool.memory.kv_cache import KVCache
 
 @dataclass
 class Lanes:
-    """The rows of one forward, where each goes on, and how many tokens it gets.
+    """The rows of one forward, the first position of each, and its number of tokens.
 
     Attributes:
         rows: int32 [B], on the device.
-        seq_lens: of the rows: positions below have KV already.
+        seq_lens: the rows' lengths: positions below have KV already.
         widths: tokens of each lane in this forward, at least 1: int32 [B], on the host, or one
-            number for all.
-        lens: int32 [B], on the device: how many of them count; the rest pads, and `widths` is one
-            number. None = all.
+            number for all lanes.
+        lens: int32 [B], on the device: how many tokens of each lane count; the rest is padding,
+            and `widths` must be one number. None = all tokens count.
     """
 
     rows: Tensor
@@ -44,35 +44,35 @@ class Lanes:
 
     @cached_property
     def index(self) -> Tensor:
-        """int64 [B], the rows as torch's indexing wants them."""
+        """int64 [B], the rows as an index for torch."""
         return self.rows.long()
 
     def part(self, start: int, end: int, width: int) -> Lanes:
-        """The lanes `[start, end)`, with `width` tokens each."""
+        """Return the lanes `[start, end)`, with `width` tokens each."""
         if start == 0 and end == len(self.seq_lens):
             return Lanes(self.rows, self.seq_lens, width)
         lanes = slice(start, end)
         return Lanes(self.rows[lanes], self.seq_lens.filter(lanes), width)
 
     def filter(self, keep: npt.NDArray[np.bool_]) -> Lanes:
-        """Some of the lanes, with one token each."""
+        """Return the lanes of `keep`, bool [B], with one token each."""
         if keep.all():
             return self if self.widths == 1 else Lanes(self.rows, self.seq_lens, 1)
         (kept,) = upload(self.rows.device, np.flatnonzero(keep))
         return Lanes(self.rows.index_select(0, kept), self.seq_lens.filter(keep), 1)
 
     def ahead(self, step: int) -> Lanes:
-        """The same rows with one token each, `step` positions further on, or back."""
+        """Return the same rows, `step` positions further on (or back), with one token each."""
         return Lanes(self.rows, self.seq_lens.ahead(step) if step else self.seq_lens, 1)
 
     @property
     def most(self) -> int:
-        """The least length that no lane's tokens reach beyond."""
+        """An upper bound of all lanes' lengths after this forward."""
         return int((self.seq_lens.hi + self.widths).max())
 
     @property
     def counts(self) -> Tensor:
-        """`lens`, or `widths` on the device."""
+        """int32 [B], on the device: the tokens of each lane that count."""
         if self.lens is not None:
             return self.lens
         if isinstance(self.widths, int):
@@ -81,7 +81,7 @@ class Lanes:
 
     @property
     def lasts(self) -> Tensor:
-        """int64 [B], the last token that counts of each lane."""
+        """int64 [B], the index of each lane's last token that counts."""
         if isinstance(self.widths, int):
             size = len(self.seq_lens) * self.widths
             firsts = torch.arange(0, size, self.widths, device=self.rows.device)
@@ -90,7 +90,7 @@ class Lanes:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [T], of each token in its row."""
+        """int64 [T], the position of each token in its row."""
         if isinstance(self.widths, int):
             if self.widths == 1:
                 return self.starts.long()
@@ -101,7 +101,7 @@ class Lanes:
 
     @cached_property
     def _order(self) -> list[Tensor]:
-        """widths; the last token of each lane; of each token its lane and its place there."""
+        """On the device: widths; each lane's last token; each token's lane and its place there."""
         widths = np.asarray(self.widths)
         ends = np.cumsum(widths, dtype=np.int64)
         lanes = np.repeat(np.arange(len(ends)), widths)
@@ -110,7 +110,7 @@ class Lanes:
 
     @cached_property
     def padding(self) -> Tensor | None:
-        """Bool [T], the tokens that do not count; None = all do."""
+        """Bool [T], true for tokens that do not count; None = all count."""
         if self.lens is None or not isinstance(self.widths, int):
             return None
         offsets = torch.arange(self.widths, device=self.rows.device)
@@ -119,7 +119,10 @@ class Lanes:
     def pages(
         self, cache: KVCache, group: int, num_cells: int | None = None
     ) -> tuple[Tensor, Tensor | int]:
-        """The pages that their queries see, up to `num_cells` cells on; see `KVCache.pages_of`."""
+        """Return the pages that the lanes' queries see, as `KVCache.pages_of` does.
+
+        They reach `num_cells` cells beyond each start; None = `widths` cells.
+        """
         lens, ahead = self.seq_lens, self.widths if num_cells is None else num_cells
         window = cache.windows[group]
         if window is not None and isinstance(ahead, int) and (lens.hi - lens.lo).max() > window:
@@ -127,7 +130,7 @@ class Lanes:
         return cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
 
     def slots(self, cache: KVCache, group: int) -> Tensor:
-        """int64 [T], where each token's KV goes; padding goes to the sink."""
+        """Return the slots of the tokens' KV, int64 [T]; padding goes to the sink, slot 0."""
         place = (cache.tables[group], cache.page_sizes[group], self.rows)
         if not isinstance(self.widths, int):
             slots = kernels.slot_ranges(*place, self.starts, self.counts, hi=self.widths)
@@ -143,19 +146,24 @@ class Lanes:
 
 
 def causal_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
-    """Prefill, plain decode, draft-extend: a token at position p sees `[0, p]` of its row.
+    """Build the view in which a token at position p sees `[0, p]` of its row.
+
+    Prefill, plain decode and draft-extend use it.
 
     Args:
-        cache: whose page tables are read.
-        group: of the layers that will use the view.
-        lanes: B of them.
+        cache: holds the page tables.
+        group: the group of the layers that will use the view.
+        lanes: B lanes.
     """
     pages, origins = lanes.pages(cache, group)
     return _causal(cache, group, pages, origins, lanes, lanes.slots(cache, group))
 
 
 def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
-    """As `causal_view`, but only each lane's last token is a query; all tokens' KV is written."""
+    """Build a causal view in which only each lane's last token is a query.
+
+    The KV of all tokens is written. See `causal_view` for the arguments.
+    """
     pages, origins = lanes.pages(cache, group)
     less = lanes.widths - 1
     if lanes.lens is None and isinstance(less, int):
@@ -167,12 +175,12 @@ def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
 
 
 def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]:
-    """Of `widths` forwards with one token of each lane, one position further on each time.
+    """Build the views of `widths` forwards in a row, each with the next token of every lane.
 
     Args:
-        cache: whose page tables are read.
-        group: of the layers that will use the views.
-        lanes: B of them, all of one width.
+        cache: holds the page tables.
+        group: the group of the layers that will use the views.
+        lanes: B lanes, all of one width.
     """
     assert isinstance(lanes.widths, int)
     num_views = lanes.widths
@@ -182,7 +190,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     chunk = cache.chunks[group]
     length = lanes.seq_lens.common if chunk is None else None
     kv_lens, is_exact = _kv_lens(lanes, origins, 1), lanes.seq_lens.is_exact
-    biases: dict[int | None, Tensor] = {}  # of all forwards, by window
+    biases: dict[int | None, Tensor] = {}  # window -> the bias of all forwards
 
     def bias_for(window: int | None, step: int) -> Tensor:
         if window not in biases:
@@ -219,14 +227,14 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
 def paged_view(
     cache: KVCache, group: int, pages: Tensor, lanes: Lanes, slots: Tensor
 ) -> AttentionView:
-    """One token per lane, each lane a sequence of whole pages (branches of the holey layout).
+    """Build a causal view over given pages, one token per lane (branches of the holey layout).
 
     Args:
-        cache: whose page sizes are read.
-        group: of the layers that will use the view.
-        pages: int32 [B, C], padded with page 0.
-        lanes: B of them, one token each.
-        slots: int32 or int64, B of them, where each token's KV goes.
+        cache: gives the page sizes.
+        group: the group of the layers that will use the view.
+        pages: int32 [B, C], the pages of each lane, padded with page 0.
+        lanes: B lanes, one token each.
+        slots: int32 or int64, B slots for the tokens' KV.
     """
     return _causal(cache, group, pages, 0, lanes, slots.reshape(-1).long())
 
@@ -241,13 +249,15 @@ def own_view(
     q_positions: Tensor,
     read_tokens: Callable[[], TokenReads] | None = None,
 ) -> AttentionView:
-    """Verify and dense drafting: a query sees `[0, start)` and its own choice of cells after it.
+    """Build the view in which a query sees `[0, start)` and the cells after it that a mask names.
+
+    Verify and dense drafting use it.
 
     Args:
-        cache: whose page tables are read.
-        group: of the layers that will use the view.
-        lanes: `starts` are the cells of each prefix; lanes of other widths than Q are padded.
-        slots: int32 or int64, B * Q of them, where each query's KV goes.
+        cache: holds the page tables.
+        group: the group of the layers that will use the view.
+        lanes: B lanes; `starts` are the prefix lengths. Narrower lanes than Q are padded.
+        slots: int32 or int64, a slot for the KV of each query, lane after lane.
         own_mask: bool [B, Q, W]: query i sees cell `start + j`.
         own_positions: int32 [B, W], the model position of the token in each of these cells.
         q_positions: int32 [B, Q], the model position of each query. Windows go by position.
@@ -294,9 +304,9 @@ def own_view(
 
 
 def _kv_lens(lanes: Lanes, origins: Tensor | int, ahead: Int32 | int) -> Int32 | None:
-    """int32 [B], on the host: cells up to `ahead` behind each start; None = the host cannot tell.
+    """Return the host's upper bounds of the cells that lanes read, int32 [B].
 
-    It knows no origins but common ones.
+    Return None if each lane has its own origin, because only the device knows those.
     """
     if not isinstance(origins, int):
         return None
@@ -304,14 +314,14 @@ def _kv_lens(lanes: Lanes, origins: Tensor | int, ahead: Int32 | int) -> Int32 |
 
 
 def _since(origins: Tensor | int, positions: Tensor) -> Tensor:
-    """int32 [B] or [B, n], positions from each lane's origin on."""
+    """Subtract each lane's origin from its positions, int32 [B] or [B, n]."""
     if isinstance(origins, int):
         return positions - origins if origins else positions
     return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))
 
 
 def _causal_chunks(bias: Tensor, chunk: int, lanes: Lanes, origins: Tensor | int) -> Tensor:
-    """`_chunks` for queries at the positions behind each start."""
+    """Apply `_chunks` to queries at the positions from each start on."""
     queries = torch.arange(bias.shape[1], device=bias.device)
     return _chunks(bias, chunk, lanes.starts.unsqueeze(1) + queries, origins, lanes.counts)
 
@@ -321,15 +331,15 @@ def _chunks(
 ) -> Tensor:
     """Hide from each query the columns before its own chunk.
 
-    NOTE: the layers of such a group have no other masks than these, whatever window they ask for;
-    their views state neither `decode_len` nor `is_causal`.
+    NOTE: views of chunked groups must set neither `decode_len` nor `is_causal`, so that every layer
+    uses this mask, whatever window it asks for.
 
     Args:
         bias: float32 [B, Q, C], 0 or -inf; columns are positions from `origins` on.
         chunk: positions of a chunk; the first begins at position 0.
         q_positions: int32 or int64 [B, Q].
         origins: int32 [B], or one number for all lanes.
-        counts: int32 [B], queries that count; the rest sees column 0 and must go on to.
+        counts: int32 [B], queries that count; the rest must keep seeing column 0.
     """
     least = _since(origins, q_positions - q_positions % chunk)
     padding = torch.arange(bias.shape[1], device=bias.device) >= counts.unsqueeze(1)
@@ -359,7 +369,7 @@ def _causal(
         )
         return bias if chunk is None else _causal_chunks(bias, chunk, lanes, origins)
 
-    # Plain decoding at lengths that the host knows to be equal needs no mask.
+    # Plain decoding needs no mask if the host knows that all lengths are equal.
     is_plain = isinstance(widths, int) and widths == 1 and chunk is None
     length = lanes.seq_lens.common if is_plain else None
     kv_lens = _kv_lens(lanes, origins, widths)

@@ -1,6 +1,6 @@
-"""From a view to the index buffers of kernels that read pages by CSR: flashinfer's (its names).
+"""Index buffers for kernels that read pages by CSR, built from a view; the names are flashinfer's.
 
-Nothing here waits for the device: what the host must know it knows from the view's lengths.
+Nothing here waits for the device: the host computes sizes from the view's host lengths.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from specpool.attention.view import AttentionView, TokenReads
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
 
-#: Offsets into a mask are int32 where it is read.
+#: The most entries of a mask, because flashinfer's offsets into it are int32.
 MAX_MASK = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PageCSR:
-    """Which pages each of n readers reads, and how much of the last one.
+    """The pages that each of n readers reads, and how much of the last page.
 
     Attributes:
-        page_size: slots per page, P; 1 where `kv_indices` are slots.
+        page_size: slots per page, P; 1 if `kv_indices` are slots.
         kv_indptr: int32 [n + 1], host.
         kv_indices: int32 [kv_indptr[-1]], device.
         kv_last_page_len: int32 [n], each in 1..=P, host.
 
     Raises:
-        ShapeError: sizes that do not fit together, or what the host reads is on another device.
+        ShapeError: sizes do not fit together, or a host array is on another device.
     """
 
     page_size: int
@@ -52,30 +52,30 @@ class PageCSR:
 
     @property
     def kv_lens(self) -> Tensor:
-        """int32 [n], host: cells of each reader."""
+        """int32 [n], host: the cells of each reader."""
         return (self.kv_indptr.diff() - 1) * self.page_size + self.kv_last_page_len
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeIndices:
-    """One query per reader, which sees all that it reads."""
+    """Indices of a decode: one query per reader, which sees every cell that it reads."""
 
     pages: PageCSR
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillIndices:
-    """Several queries per reader, told apart by a mask, or by their order.
+    """Indices of a prefill or verify: several queries per reader, with a mask or causal.
 
     Attributes:
-        pages: of n lanes.
-        qo_indptr: int32 [n + 1], host: the queries of each lane.
-        custom_mask: bool [sum(q_len * kv_len)], device: lane after lane, query after query, which
-            cells it sees; None = causal, the last query sees all.
+        pages: the pages of n lanes.
+        qo_indptr: int32 [n + 1], host: offsets of each lane's queries.
+        custom_mask: bool [sum(q_len * kv_len)], device: for each lane and each of its queries, the
+            cells that the query sees; None = causal, the last query sees all.
 
     Raises:
-        ShapeError: a mask of another length (flashinfer would read past its end), one that is too
-            long for int32 offsets, or `qo_indptr` on another device.
+        ShapeError: the mask has another length (flashinfer would read past its end) or is too long
+            for int32 offsets, or `qo_indptr` is on another device.
     """
 
     pages: PageCSR
@@ -103,13 +103,13 @@ Indices = DecodeIndices | PrefillIndices
 
 
 def _on_host(name: str, array: Tensor) -> None:
-    """A plan on the host that had to fetch this would wait for the device."""
+    """Raise `ShapeError` unless `array` is int32 on the host; fetching it would wait."""
     if array.device.type != "cpu" or array.dtype != torch.int32:
         raise ShapeError(f"{name} must be int32 on the host, got {array.dtype} on {array.device}")
 
 
 def check_mask_size(q_lens: NDArray[np.integer], kv_lens: NDArray[np.integer]) -> int:
-    """Sum of q_len * kv_len; `ShapeError` where int32 cannot count so far."""
+    """Return the sum of q_len * kv_len; raise `ShapeError` if it exceeds int32."""
     size = int((q_lens.astype(np.int64) * kv_lens).sum())
     if size > MAX_MASK:
         raise ShapeError(
@@ -121,7 +121,7 @@ def check_mask_size(q_lens: NDArray[np.integer], kv_lens: NDArray[np.integer]) -
 
 
 def page_csr(read_pages: Tensor, kv_lens: Int32, page_size: int) -> PageCSR:
-    """The pages that hold each lane's first cells.
+    """Build the CSR of the pages that hold each lane's first `kv_lens` cells.
 
     Args:
         read_pages: int32 or int64 [B, C].
@@ -129,7 +129,7 @@ def page_csr(read_pages: Tensor, kv_lens: Int32, page_size: int) -> PageCSR:
         page_size: P.
 
     Raises:
-        ShapeError: a length that `read_pages` has no pages for.
+        ShapeError: a length is outside 1..=C * P.
     """
     columns = read_pages.shape[1]
     if len(kv_lens) != len(read_pages) or kv_lens.min() < 1 or kv_lens.max() > columns * page_size:
@@ -142,7 +142,7 @@ def page_csr(read_pages: Tensor, kv_lens: Int32, page_size: int) -> PageCSR:
     if counts.min() == counts.max():
         indices = read_pages[:, : int(counts[0])].reshape(-1)
     else:
-        # Of entry i, in lane b: column i - indptr[b] of row b.
+        # Entry i, of lane b, is column i - indptr[b] of row b.
         shifts = np.arange(len(counts)) * columns - indptr[:-1]
         (at,) = upload(read_pages.device, np.repeat(shifts, counts) + np.arange(indptr[-1]))
         indices = read_pages.reshape(-1).index_select(0, at)
@@ -155,7 +155,7 @@ def page_csr(read_pages: Tensor, kv_lens: Int32, page_size: int) -> PageCSR:
 
 
 def token_csr(reads: TokenReads, window: int | None) -> PageCSR:
-    """Single slots as pages of one: a window keeps the last ones of each reader."""
+    """Build a CSR of single slots, as pages of size 1; a window keeps each reader's last slots."""
     indptr, indices = reads.kv_indptr, reads.kv_indices[: int(reads.kv_indptr[-1])]
     lens = np.diff(indptr)
     if window is not None and window < lens.max():
@@ -169,7 +169,7 @@ def token_csr(reads: TokenReads, window: int | None) -> PageCSR:
 
 
 def flat_mask(mask: Tensor, q_lens: Int32, kv_lens: Int32) -> Tensor:
-    """Bool [sum(q_len * kv_len)], without the queries and cells that lanes are padded with.
+    """Return the mask as bool [sum(q_len * kv_len)], without padding queries and cells.
 
     Args:
         mask: [B, Q, C * P], bool or float (0 = visible).
@@ -177,13 +177,13 @@ def flat_mask(mask: Tensor, q_lens: Int32, kv_lens: Int32) -> Tensor:
         kv_lens: int32 [B], on the host, each at most C * P.
 
     Raises:
-        ShapeError: more entries than int32 counts.
+        ShapeError: the mask would have more than `MAX_MASK` entries.
     """
     size = check_mask_size(q_lens, kv_lens)
     visible = mask if mask.dtype == torch.bool else mask == 0
     if q_lens.min() == visible.shape[1] and kv_lens.min() == kv_lens.max():
         return visible[:, :, : int(kv_lens[0])].reshape(-1)
-    # Of entry i, in the n-th query that counts: column i - (all lens before n) of its row.
+    # Entry i, of the n-th query that counts, is column i - (sum of lens before n) of its row.
     _, num_queries, width = visible.shape
     rows = np.flatnonzero(np.arange(num_queries) < q_lens[:, None])
     lens = np.repeat(kv_lens, q_lens).astype(np.int64)
@@ -193,19 +193,19 @@ def flat_mask(mask: Tensor, q_lens: Int32, kv_lens: Int32) -> Tensor:
 
 
 def indices_of(view: AttentionView, window: int | None) -> Indices:
-    """What a layer with this window reads of a view, in the cheapest form that says it.
+    """Return the indices of what a layer with this window reads, in the cheapest form.
 
-    A window goes into the mask, by position: by index, as flashinfer counts it, the nodes of a tree
-    would see less than their window.
+    A window goes into the mask, because it counts positions. flashinfer's own window counts cells,
+    and the nodes of a tree would see less than their window.
 
     Raises:
-        ShapeError: a mask or lengths that do not fit the view.
+        ShapeError: a mask or lengths do not fit the view.
     """
     if view.read_tokens is not None:
         return DecodeIndices(token_csr(view.read_tokens(), window))
     width = view.read_pages.shape[1] * view.page_size
     kv_lens = np.full(view.num_lanes, width, np.int32) if view.kv_lens is None else view.kv_lens
-    if not view.is_causal:  # upper bounds, maybe of what nobody has pages for
+    if not view.is_causal:  # upper bounds, which may exceed the pages
         kv_lens = np.minimum(kv_lens, np.int32(width))
     pages = page_csr(view.read_pages, kv_lens, view.page_size)
     shown = window if window is not None and window < kv_lens.max() else None

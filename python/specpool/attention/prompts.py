@@ -1,8 +1,8 @@
 """Causal attention over prompts on a CPU: lane by lane, at exact lengths and without a mask.
 
-A chunk's own tokens are still at hand, so they are not read back from pages. All queries of a chunk
-see what lies before it. The two parts are attended to apart, then joined by the logarithms of their
-softmax sums.
+The attention of a chunk has two parts. The chunk's own keys and values are arguments, so they are
+not read back from pages. The cells before the chunk are visible to all its queries, so this part
+needs no mask. The two results are joined by the logarithms of their softmax sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from specpool.attention.view import AttentionView, Reads
 
-# Up to so many queries per lane one read of all lanes together is faster.
+# Up to this many queries per lane, reading all lanes together is faster.
 _FEW_QUERIES = 32
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -23,17 +23,17 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 @dataclass(frozen=True, slots=True)
 class _Lane:
     tokens: slice  # of the forward
-    prefix: Reads | None  # what lies before the chunk; None = nothing
+    prefix: Reads | None  # the cells before the chunk; None = there are none
 
 
 def serves_prompts(view: AttentionView, q: Tensor, values: Tensor, window: int | None) -> bool:
-    """Whether `attend_prompts` can attend for a layer without soft cap and sinks.
+    """Return whether `attend_prompts` can attend for a layer without soft cap and sinks.
 
     Args:
-        view: of the forward.
+        view: the view of the forward.
         q: [T, H, Dk] queries.
-        values: [num_slots, Hkv, Dv], the layer's.
-        window: of the layer.
+        values: [num_slots, Hkv, Dv], the layer's value buffer.
+        window: the layer's window; None = full attention.
     """
     lens = view.kv_lens
     if q.device.type != "cpu" or view.reader is not None or not view.is_causal or lens is None:
@@ -43,7 +43,7 @@ def serves_prompts(view: AttentionView, q: Tensor, values: Tensor, window: int |
     if window is not None and window < lens.max():
         return False
     lanes = _lanes(view)
-    # The parts are joined as they come out: in 16 bits that would round once more.
+    # Joining two parts in 16 bits would round once more, so a prefix needs float32.
     is_exact = q.dtype == torch.float32 and q.shape[2] == values.shape[2]
     return is_exact or all(lane.prefix is None for lane in lanes)
 
@@ -57,10 +57,10 @@ def attend_prompts(
     v: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Attend where `serves_prompts` says so; the chunk's KV is in its pages already.
+    """Attend lane by lane. Call it only if `serves_prompts`, with the chunk's KV in its pages.
 
     Args:
-        view: of the forward.
+        view: the view of the forward.
         k_buffer: [num_slots, Hkv, Dk].
         v_buffer: [num_slots, Hkv, Dv].
         q: [T, H, Dk].
@@ -96,13 +96,13 @@ def attend_prompts(
 def _joined(
     q: Tensor, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor, scaling: float
 ) -> Tensor:
-    """[1, H, n, D]: attention to the chunk itself, and to what lies before it."""
+    """Attend to the chunk itself and to the cells before it, and join both: [1, H, n, D]."""
     _, heads, num_tokens, dim = q.shape
     groups = heads // keys.shape[1]
     if groups > 1:
         keys, values = (part.repeat_interleave(groups, 1) for part in (keys, values))
     own, own_lse = _flash(q, keys, values, 0.0, True, scale=scaling)
-    # No mask: the query heads of one KV head are folded, and each key is read once.
+    # This part has no mask, so the query heads of a KV head are folded and read each key once.
     folded = q.reshape(1, heads // groups, groups * num_tokens, dim)
     old_keys, old_values = old_keys.to(q.dtype), old_values.to(q.dtype)
     old, old_lse = _flash(folded, old_keys, old_values, 0.0, False, scale=scaling)
@@ -111,7 +111,7 @@ def _joined(
 
 
 def _lanes(view: AttentionView) -> list[_Lane]:
-    """The view's lanes; worked out at the first layer."""
+    """Return the view's lanes; computed once per view."""
     found = view.plans.get(_Lane)
     if found is None:
         found = view.plans[_Lane] = _split(view)

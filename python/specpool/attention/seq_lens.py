@@ -1,6 +1,6 @@
-"""Lengths of a batch's rows: on the device the truth, on the host a late copy (sgl#25818).
+"""`SeqLens`: the lengths of a batch's rows, exact on the device and late on the host (sgl#25818).
 
-The host's copy and its sum are a pair that this file alone reads and writes.
+Only this file reads and writes the host's copy and its sum, so that the two always agree.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from specpool.kernels.transfer import upload
 
 
 class SeqLens:
-    """Tokens with KV of each row of one batch; where its forward goes on.
+    """The number of tokens with KV of each row of a batch, on the device and on the host.
 
-    Under overlap the host has bounds of them only, `[lo, hi]`. Its copy, `seq_lens_cpu`, is exact
-    where the bounds meet and the upper bound elsewhere. Whatever changes the lengths (a prepare,
-    `filter`, `merge`, `ahead`, a verify) gives an object whose sum is unknown, until
+    Under overlap the host knows only bounds, `[lo, hi]`. Its copy, `seq_lens_cpu`, is exact if the
+    bounds are equal, else the upper bound. Every change of the lengths (a prepare, `filter`,
+    `merge`, `ahead`, a verify) gives a new object whose sum is unknown until
     `refresh_seq_lens_cpu`.
 
     Attributes:
-        lo: int32 [B], on the host: least that each can be.
-        hi: int32 [B], on the host: greatest that each can be.
+        lo: int32 [B], on the host: the least value of each length.
+        hi: int32 [B], on the host: the greatest value of each length.
     """
 
     __slots__ = ("_late", "_on_device", "_sum", "hi", "lo")
@@ -39,25 +39,25 @@ class SeqLens:
         hi: Int32,
         late: Callable[[], Int32] | None = None,
     ) -> None:
-        """Bounds that `on_device`, int32 [B], is known to keep.
+        """Wrap the lengths of B rows.
 
         Args:
-            on_device: the truth.
-            lo: least.
-            hi: greatest.
-            late: waits for the copy that is on its way to the host, int32 [B]; None = there is
-                none, a copy is made when it is asked for.
+            on_device: int32 [B], the exact lengths.
+            lo: int32 [B], on the host: lower bounds.
+            hi: int32 [B], on the host: upper bounds.
+            late: waits for a copy that is on its way to the host and returns it, int32 [B]; None =
+                no copy is on its way, so `refresh_seq_lens_cpu` makes one.
         """
         self._on_device, self.lo, self.hi, self._late = on_device, lo, hi, late
         self._sum: int | None = None
 
     def __len__(self) -> int:
-        """B."""
+        """Return the number of rows, B."""
         return len(self.hi)
 
     @property
     def on_device(self) -> Tensor:
-        """int32 [B]."""
+        """int32 [B], the exact lengths."""
         return self._on_device
 
     @property
@@ -67,7 +67,7 @@ class SeqLens:
 
     @property
     def common(self) -> int | None:
-        """The length of every row, if the host knows that they are equal."""
+        """The length of every row, if the host knows that all are equal; else None."""
         lens = self.hi.tolist()
         same = lens.count(lens[0]) == len(lens) and self.is_exact
         return lens[0] if same else None
@@ -79,10 +79,10 @@ class SeqLens:
 
     @property
     def seq_lens_sum(self) -> int:
-        """The copy's sum.
+        """The sum of the host's copy.
 
         Raises:
-            OrderError: it is not known since the lengths changed.
+            OrderError: `refresh_seq_lens_cpu` was not called since the lengths changed.
         """
         if self._sum is None:
             raise OrderError(
@@ -92,11 +92,11 @@ class SeqLens:
         return self._sum
 
     def refresh_seq_lens_cpu(self, sync: bool) -> None:
-        """Make the sum known.
+        """Compute the sum of the host's copy; call it once per round, before building views.
 
         Args:
-            sync: bring the copy up to date first; waits for the device unless it is exact already,
-                as in plain decoding. Once per round, before anything is built from the lengths.
+            sync: make the copy exact first. This waits for the device, unless the copy is exact
+                already, as in plain decoding.
         """
         if sync and not self.is_exact:
             lens = self._on_device.cpu().numpy() if self._late is None else self._late()
@@ -104,7 +104,7 @@ class SeqLens:
         self._sum = int(self.hi.sum())
 
     def filter(self, keep: slice | npt.NDArray[np.bool_]) -> SeqLens:
-        """Some of the rows, in their order."""
+        """Return some of the rows, in their order."""
         if isinstance(keep, slice):
             on_device = self._on_device[keep]
         else:
@@ -115,7 +115,7 @@ class SeqLens:
 
     @classmethod
     def merge(cls, parts: Sequence[SeqLens]) -> SeqLens:
-        """The rows of all, one part after the other."""
+        """Return the rows of all parts, one part after the other."""
         if len(parts) == 1:
             return parts[0]
         on_device = torch.cat([part.on_device for part in parts])
@@ -124,17 +124,23 @@ class SeqLens:
         return cls(on_device, hi if is_exact else np.concatenate([p.lo for p in parts]), hi)
 
     def ahead(self, num_tokens: int) -> SeqLens:
-        """All rows so many tokens further on; what the host knows of them, it knows then."""
+        """Return all rows, `num_tokens` further on; host bounds move by as much."""
         return self._with(self._on_device + num_tokens, lambda of: of + num_tokens)
 
     def grown(self, num_tokens: Tensor, least: Int32 | int, most: Int32 | int) -> SeqLens:
-        """Each row further on by `num_tokens`, int32 [B] on the device, between least and most."""
+        """Return the rows, each further on by its `num_tokens`.
+
+        Args:
+            num_tokens: int32 [B], on the device.
+            least: lower bound of `num_tokens`, for the host.
+            most: upper bound of `num_tokens`, for the host.
+        """
         hi = self.hi + most
         lo = hi if self.lo is self.hi and least is most else self.lo + least
         return SeqLens(self._on_device + num_tokens, lo, hi)
 
     def repeat(self, times: int) -> SeqLens:
-        """Each row so many times in a row."""
+        """Return each row `times` times, one copy right after the other."""
         on_device = self._on_device.repeat_interleave(times, output_size=len(self) * times)
         return self._with(on_device, lambda of: np.repeat(of, times))
 

@@ -1,8 +1,7 @@
-"""The torch attention back end: writes new K and V, gathers whole pages, attends. CPU and GPU.
+"""The torch back end, for CPU and GPU: write new K and V, gather whole pages, attend.
 
-Token-granular: it follows any mask, so dense draft layouts and exact ancestry work at any page
-size. On a CPU, `in_place` serves few queries and `prompts` serves long chunks without gathering
-whole lanes.
+It accepts any mask, so dense draft layouts and exact ancestry work at any page size. On a CPU,
+`in_place` serves few queries and `prompts` serves long chunks without gathering whole lanes.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from specpool.attention import in_place
 from specpool.attention.prompts import attend_prompts, serves_prompts
 from specpool.attention.view import AttentionView, Reads
 
-# Up to this many queries per lane, query heads are folded into the query axis (each K and V head
-# is read once); beyond it the mask would grow by the number of heads and nothing is saved.
+# Up to this many queries per lane, query heads are folded into the query axis, so that each K and V
+# head is read once. With more queries the folded mask costs more than this saves.
 _FOLD_MAX_QUERIES = 32
 
 
@@ -33,7 +32,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `specpool.attention.attend`."""
+    """Attend with torch; see `specpool.attention.attend`."""
     if in_place.serves_in_place(view, q, k_buffer, v_buffer):
         return in_place.attend_in_place(
             view,
@@ -50,7 +49,7 @@ def attend(
     lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
     explicit = softcap is not None or sinks is not None
     by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
-    # Refuses a bad mask before anything is written.
+    # `reads` raises for a bad mask, so call it before anything is written.
     reads = None if by_lane else view.reads(window, dtype)
     if k.dtype != k_buffer.dtype:
         k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
@@ -70,7 +69,7 @@ def attend(
     if queries > 1:
         q = q.view(lanes, queries, heads, -1).transpose(1, 2)  # [B, H, Q, Dk]
     if fold:
-        # A head's group is folded before its queries.
+        # The folded axis is [group, query]: all queries of the first query head come first.
         q = q.reshape(lanes, kv_heads, groups * queries, -1)
     if explicit:
         out = _explicit_softmax(q, keys, values, reads, scaling, softcap, sinks)
@@ -95,7 +94,7 @@ def _explicit_softmax(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what SDPA has no argument for; q is folded, [B, Hkv, G * Q, Dk]."""
+    """Attend with a soft cap or sinks, which SDPA lacks; q is folded, [B, Hkv, G * Q, Dk]."""
     lanes, kv_heads, rows, _ = q.shape
     scores = torch.matmul(q, keys.transpose(2, 3)) * scaling
     if softcap is not None:

@@ -1,7 +1,7 @@
-"""What one forward reads and writes in one group: the borders between page tables and attention.
+"""`AttentionView`: the slots and cells that one forward writes and reads in one group.
 
-A view is built once per step and group and read by every layer of that group, so all that does
-not change from layer to layer (masks, page lists, padding) is worked out once and kept here.
+A view is built once per step and group, and every layer of the group uses it. Masks, page lists and
+padding do not change from layer to layer, so the view computes them once and keeps them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from specpool.memory.scratch import Scratch
 
 Mask = Tensor | NDArray[np.bool_] | NDArray[np.float32]
 Attend = Callable[..., Tensor]
-"""What `specpool.attention.attend` calls for one view, with its arguments."""
+"""A back end's attention of one view, with the arguments of `specpool.attention.attend`."""
 Reader = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(k_buffer, v_buffer, page ids [n]) -> what these pages hold, [n, P * Hkv * D] each."""
+"""(k_buffer, v_buffer, page ids [n]) -> the pages' keys and values, [n, P * Hkv * D] each."""
 
 
 @dataclass(slots=True)
 class Reads:
-    """The cells that one kind of layer (full, or one window) reads, and who may see them."""
+    """The cells that layers of one window read, and which query may see which cell."""
 
     pages: Tensor | None  # [B * C'], page ids to gather; None: the cells lie in one run
     first_slot: int  # first slot of the run; unused otherwise
@@ -35,13 +35,13 @@ class Reads:
     hi: int
     mask: Tensor | None  # float [B, 1, Q, hi - lo], 0 or -inf; None: every column is visible
     reader: Reader | None = None  # None: torch's indexing
-    scratch: Scratch | None = None  # where that puts what it reads; None: fresh memory
+    scratch: Scratch | None = None  # memory for the result of torch's indexing; None: fresh memory
     folded: dict[int, Tensor] = field(default_factory=dict)  # query heads per KV head -> mask
 
     def gather(
         self, k_buffer: Tensor, v_buffer: Tensor, num_lanes: int, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """Reads both buffers ``[num_slots, Hkv, D]`` as ``[B, Hkv, hi - lo, D]``."""
+        """Read both buffers ``[num_slots, Hkv, D]`` as ``[B, Hkv, hi - lo, D]``."""
         if self.pages is None:
             return self._run(k_buffer), self._run(v_buffer)
         if self.reader is not None:
@@ -59,7 +59,7 @@ class Reads:
         out = self.scratch.take(name, len(pages), rows.shape[1], rows.dtype)
         return torch.index_select(rows, 0, pages, out=out)
 
-    # Strides are set by hand: one call instead of the five that view, cut and transpose.
+    # `as_strided` replaces five calls that would view, cut and transpose.
 
     def _run(self, buffer: Tensor) -> Tensor:
         _, heads, dim = buffer.shape
@@ -77,7 +77,7 @@ class Reads:
         )
 
     def folded_mask(self, groups: int) -> Tensor | None:
-        """The mask ``[B, 1, groups * Q, hi - lo]`` for query heads folded into the query axis."""
+        """Return the mask ``[B, 1, groups * Q, hi - lo]`` for folded query heads."""
         if self.mask is None or groups == 1 or self.mask.shape[2] == 1:  # one query broadcasts
             return self.mask
         mask = self.folded.get(groups)
@@ -88,7 +88,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class TokenReads:
-    """What each query reads, one slot after the other, in order of position."""
+    """The slots that each query reads, in order of position."""
 
     kv_indptr: NDArray[np.int32]  # int32 [T + 1], host
     kv_indices: Tensor  # int32 [kv_indptr[-1] or more], slots, device
@@ -96,10 +96,10 @@ class TokenReads:
 
 @dataclass(slots=True)
 class AttentionView:
-    """What one forward reads and writes in ONE group.
+    """The slots and cells that one forward writes and reads in ONE group.
 
-    NOTE: cells past a lane's length are read and masked, and masking does not undo NaN or
-    infinity: every page handed out must hold finite values (zero the pages of a failed request).
+    NOTE: cells past a lane's length are read and masked, and masking does not undo NaN or infinity.
+    So every page that is handed out must hold finite values (zero the pages of a failed request).
 
     Attributes:
         page_size: slots per page, P.
@@ -107,26 +107,26 @@ class AttentionView:
         read_pages: int32 or int64 [B, C] page ids. Column ``c * P + o`` of a gathered row is in-row
             position ``c * P + o``. Page 0, the sink, pads.
         q_lens: queries of each lane, or one int if all lanes have as many. Their sum is T, or less
-            where some tokens are only written.
-        mask_for: window -> [B, Q, C * P] with Q = max(q_lens): which columns a query sees, windows
-            by node position, as bool or as a float32 bias (0 or -inf). Rows past a lane's q_len are
-            read but their result is dropped. Called at most once per distinct window, and not at
-            all where ``decode_len`` will do.
+            if the KV of some tokens is only written.
+        mask_for: window -> [B, Q, C * P] with Q = max(q_lens): which columns a query sees, with
+            windows by position, as bool or as a float32 bias (0 or -inf). Rows past a lane's q_len
+            are read but their result is dropped. Called at most once per distinct window, and not
+            at all if ``decode_len`` is set.
         decode_len: set only if each lane has one query and all of them see exactly the in-row
-            positions ``[max(0, decode_len - window), decode_len)``: plain decoding at equal
-            lengths, batch 1 above all. Then the read is cut there and no mask is built.
-        reader: reads whole pages instead of torch's indexing; it wants int32 page ids.
+            positions ``[max(0, decode_len - window), decode_len)``, as in plain decoding at equal
+            lengths. The read is then cut there and no mask is built.
+        reader: reads whole pages, by int32 page ids; None = torch's indexing does.
         kv_lens: int32 [B], on the host: no query of a lane sees a column from there on; None =
             C * P.
-        is_causal: query i of a lane sees all columns up to ``kv_len - q_len + i``, less what lies
-            below a window, and no others.
-        read_tokens: the same reads as slots, where queries of one lane go separate ways; None =
-            they are not known so.
+        is_causal: query i of a lane sees exactly the columns up to ``kv_len - q_len + i`` that
+            its window does not hide.
+        read_tokens: returns the same reads as slots per query, for draft branches that read
+            different slots of one lane; None = not known.
         attend_with: the back end's `attend`; None = torch's.
-        scratch: what torch's indexing reads goes there; None = into fresh memory.
+        scratch: memory for the result of torch's indexing; None = fresh memory.
 
     Raises:
-        ShapeError: sizes that do not fit together.
+        ShapeError: sizes do not fit together.
     """
 
     page_size: int
@@ -147,7 +147,8 @@ class AttentionView:
     pad_index: Tensor | None = field(init=False, default=None)  # int64 [B * Q], token or 0
     unpad_index: Tensor | None = field(init=False, default=None)  # int64 [T], into B * Q
     _reads: dict[tuple[int | None, torch.dtype], Reads] = field(init=False, default_factory=dict)
-    plans: dict[Hashable, object] = field(init=False, default_factory=dict)  # of `attend_with`
+    # What back ends compute once per view, by their own keys.
+    plans: dict[Hashable, object] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -181,11 +182,11 @@ class AttentionView:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens, T."""
         return self.write_slots.shape[0]
 
     def _build_padding(self, q_lens: Sequence[int]) -> None:
-        """Ragged lanes are padded to Q queries each; index lists carry tokens there and back."""
+        """Build the indices that pad ragged lanes to Q queries each, and remove the padding."""
         lens = np.asarray(q_lens, dtype=np.int64)
         offset = np.arange(self.max_q_len)
         real = offset < lens[:, None]
@@ -196,7 +197,7 @@ class AttentionView:
         )
 
     def reads(self, window: int | None, dtype: torch.dtype) -> Reads:
-        """The cells that a layer with this ``window`` reads; worked out at its first call."""
+        """Return the cells that a layer with this ``window`` reads; computed once per window."""
         key = (window, dtype)
         reads = self._reads.get(key)
         if reads is None:
@@ -207,7 +208,7 @@ class AttentionView:
         size, pages = self.page_size, self.read_pages
         width = pages.shape[1] * size
         if window is not None and window >= width:
-            return self.reads(None, dtype)  # the window hides nothing: share the full one's mask
+            return self.reads(None, dtype)  # the window hides nothing: share the full mask
         lo, hi, mask = 0, width, None
         if self.decode_len is None:
             mask = self._additive_mask(window, dtype)
@@ -222,7 +223,7 @@ class AttentionView:
         return self._reads_of(pages, lo, hi, mask)
 
     def run_of(self, lane: int, end: int) -> Reads:
-        """What one lane holds in columns [0, end), without a mask; not where a reader reads."""
+        """Return the reads of one lane's columns [0, end), without a mask or reader."""
         pages = self.read_pages[lane : lane + 1, : -(-end // self.page_size)]
         return self._reads_of(pages, 0, end, None)
 
@@ -233,10 +234,10 @@ class AttentionView:
         return Reads(pages.reshape(-1).long(), 0, lo, hi, mask, scratch=self.scratch)
 
     def mask(self, window: int | None) -> Tensor:
-        """`mask_for`, on the device and of the right shape.
+        """Return the result of `mask_for` on the device, bool or float32 [B, Q, C * P].
 
         Raises:
-            ShapeError: it is not.
+            ShapeError: `mask_for` gave another dtype or shape.
         """
         mask = torch.as_tensor(self.mask_for(window), device=self.write_slots.device)
         expected = [self.num_lanes, self.max_q_len, self.read_pages.shape[1] * self.page_size]
@@ -248,7 +249,7 @@ class AttentionView:
         return mask
 
     def _additive_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Float [B, 1, Q, C * P]: SDPA would make it from a bool mask again in every layer."""
+        """Return the mask as float [B, 1, Q, C * P]; SDPA would convert bool in every layer."""
         mask = self.mask(window)
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
@@ -257,17 +258,18 @@ class AttentionView:
 
 @dataclass(frozen=True, slots=True)
 class JoinedView:
-    """Views of one group that share a forward: the tokens of the first come first.
+    """Several views of one group that share a forward; their tokens follow one another.
 
     Attributes:
-        views: of prompts and trees, say. No lane of one may read what a lane of another writes.
+        views: such as one of prompts and one of trees. No lane of one view may read cells that a
+            lane of another view writes.
     """
 
     views: Sequence[AttentionView]
 
     @property
     def num_tokens(self) -> int:
-        """T of all."""
+        """The number of tokens of all views."""
         return sum(view.num_tokens for view in self.views)
 
 
@@ -275,9 +277,10 @@ View = AttentionView | JoinedView
 
 
 def _consecutive(pages: Tensor) -> int | None:
-    """The first page if one lane's pages follow each other, as in a pool that is little used.
+    """Return the first page if there is one lane and its pages are consecutive, else None.
 
-    Then the cells can be read in place. Not asked on a GPU, where the answer would cost a sync.
+    Consecutive pages can be read in place. On a GPU the answer is None, because looking would wait
+    for the device.
     """
     if pages.shape[0] != 1 or pages.device.type != "cpu":
         return None
@@ -287,7 +290,7 @@ def _consecutive(pages: Tensor) -> int | None:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One forward of a model: the views of its groups, and for each layer its cells and view.
+    """The attention inputs of one forward: the views of its groups, and each layer's buffers.
 
     Attributes:
         views: one per group in use.

@@ -1,4 +1,4 @@
-"""The typer application, and the one place where errors become a message and exit code 2."""
+"""`main`: runs the command line, and turns errors into a message and exit code 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
-# Of a write to standard output that fails on a full or broken disk.
+# The error codes of a write to a full or broken disk.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -31,7 +31,7 @@ def main() -> None:
 def run_app(load: Callable[[], typer.Typer]) -> None:
     """Run the application that `load` imports.
 
-    An error of the user's gives one line on stderr and exit code 2. The process ends here.
+    A user's error prints one line on stderr and gives exit code 2. The process ends in this call.
     """
     try:
         import rich  # noqa: F401
@@ -45,15 +45,15 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
     from specpool.errors import SpecpoolError
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
-    # `typer.BadParameter`'s parent, which typer does not name: every error of parsing is one.
+        sys.stdout.reconfigure(errors="replace")  # for terminals without Unicode
+    # All parsing errors derive from `typer.BadParameter`'s parent, which typer does not export.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
         try:
             code = load()(standalone_mode=False)
         finally:
-            if sys.stdout is not None:  # As it is where a shell has closed it.
-                sys.stdout.flush()  # Here, and not at exit, where an error cannot be caught.
+            if sys.stdout is not None:  # it is None if a shell has closed it
+                sys.stdout.flush()  # here, because an error at exit cannot be caught
     except typer.Abort:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -63,12 +63,12 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
     except SpecpoolError as error:
         from specpool.pictures.terminal import printable
 
-        # Names in it may be a log's, and a log may be anyone's.
+        # The message may contain names from an untrusted log file.
         lines = "\n".join(map(printable, str(error).split("\n")))
         print(f"error: {lines}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
-        _give_up_output()  # Who read it has had enough.
+        _give_up_output()  # the reader has closed the pipe
         raise SystemExit(1) from None
     except OSError as error:
         if error.filename is not None or error.errno not in _NO_ROOM:
@@ -83,12 +83,12 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return what is wrong with the command line, as typer or pydantic below it says."""
+    """Return the message of a parsing error of typer or pydantic, on one line."""
     text: str = error.format_message()  # type: ignore[attr-defined]
     text = " ".join(text.split()).replace("Value error, ", "").removesuffix(".")
     return re.sub(r"Input should be a valid (\w+), unable to parse.*", r"must be of type \1", text)
 
 
 def _give_up_output() -> None:
-    """What is still buffered goes nowhere at exit, instead of failing once more."""
+    """Discard what is still buffered, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

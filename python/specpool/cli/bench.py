@@ -1,4 +1,4 @@
-"""`specpool bench generate`: tokens per second beside plain decoding and transformers' generate."""
+"""`specpool bench generate`: compares drafting, plain decoding and transformers' generate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specpool.draft import Drafter
     from specpool.engine.engine import Engine
 
-#: Lines that a model goes on with.
+#: A text that repeats itself, which models continue.
 REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
 
 
@@ -49,10 +49,10 @@ def generate(
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, then print.
+    """Measure tokens per second, and print the results.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     check_int("repeats", repeats, 1, 1 << 16)
     for tokens in num_tokens:
@@ -97,7 +97,7 @@ def generate(
                 trust_remote_code=trust_remote_code,
             ) as engine:
                 _check_context(engine, max(num_tokens))
-                # After the engine, which says more clearly what is wrong with a target.
+                # Load it after the engine, whose errors about a wrong target are clearer.
                 reference = reference or _Transformers(resolve(target), device, trust_remote_code)
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, repeats)
@@ -121,9 +121,10 @@ def _check_context(engine: Engine, num_tokens: int) -> None:
 
 
 def _groups(engine: Engine, batch: int) -> list[list[list[int]]]:
-    """Held-out synthetic prompts of 128 tokens, at least four of them, in groups of `batch`.
+    """Return at least four held-out prompts of 128 tokens, in groups of `batch`.
 
-    Equal lengths, so that nobody pays for padding; several prompts, so that no single text decides.
+    The lengths are equal, so that no padding is measured. There are several prompts, so that a
+    single text does not decide the result.
     """
     if engine.target.vocab_size < 256:
         raise ConfigError(
@@ -174,10 +175,10 @@ def _case(
 def _traffic(
     engine: Engine, draft: str, num_requests: int, tokens: int, repeats: int
 ) -> list[Result]:
-    """Many requests at once beside one after another, and overlap beside synchronous rounds."""
+    """Compare many requests at once with one after another, and overlap with synchronous rounds."""
     batch = engine.config.max_batch
     prompts = corpus.prompts(num_requests)
-    # Of half to one and a half times as many tokens, so that rows come and go.
+    # Lengths from half to one and a half times `tokens`, so that rows come and go.
     lens = [tokens // 2 + 1 + i * 7 % (tokens + 1) for i in range(num_requests)]
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lens]
     total = sum(lens)
@@ -195,7 +196,7 @@ def _traffic(
 
     from specpool.engine.engine import Engine
 
-    # The same target: two engines take turns on it.
+    # Two engines on one target: they run in turn.
     config = dataclasses.replace(engine.config, overlap_depth=1)
     other = Engine(engine.target, _second(engine, draft), config=config)
     runs = [lambda: together(engine), lambda: together(other), one_by_one]
@@ -210,10 +211,10 @@ def _traffic(
 
 
 def _lookup(engine: Engine, draft: str, tokens: int, repeats: int) -> list[Result]:
-    """Prompt lookup where it pays, and where there is nothing to be found."""
+    """Measure prompt lookup on a text that repeats itself, and on one without repeats."""
     batch = engine.config.max_batch
     greedy = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    # So hot that the model hardly counts: its text repeats nothing.
+    # At this temperature the text is almost random and repeats nothing.
     random = dataclasses.replace(greedy, temperature=4.0, seed=0)
     results = []
     for kind, prompts, params in (
@@ -238,7 +239,7 @@ def _run_lookup(
     outputs: list[RequestOutput],
     shape: Shape | None,
 ) -> float:
-    """Tokens per second; `outputs` becomes what drafting gave."""
+    """Return tokens per second; replace `outputs` by those of a drafting run."""
     start = time.perf_counter()
     found = engine.generate(prompts, params, shape=shape)
     seconds = time.perf_counter() - start
@@ -248,7 +249,7 @@ def _run_lookup(
 
 
 def _second(engine: Engine, draft: str) -> Drafter:
-    """Another drafter of the same kind, on the same head: one serves one engine."""
+    """Return a second drafter on the same head, because a drafter serves one engine only."""
     from specpool.draft import EagleDrafter, named_drafter
 
     if isinstance(engine.drafter, EagleDrafter):
@@ -259,7 +260,7 @@ def _second(engine: Engine, draft: str) -> Drafter:
 
 
 class _Transformers:
-    """The same model under transformers' own `generate`, greedy, with its KV cache."""
+    """The same model in transformers' own greedy `generate`, with its KV cache."""
 
     def __init__(self, source: str, device: str, trust_remote_code: bool) -> None:
         from transformers import AutoModelForCausalLM
@@ -271,7 +272,7 @@ class _Transformers:
         self._device = device
 
     def seconds(self, prompts: list[list[int]], tokens: int) -> float:
-        """Time of one call; every prompt has the same length."""
+        """Return the seconds of one call; all prompts must have the same length."""
         import torch
 
         ids = torch.tensor(prompts, device=self._device)

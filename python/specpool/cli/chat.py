@@ -1,4 +1,4 @@
-"""`specpool chat`: a conversation in the terminal on a session, which computes new tokens only."""
+"""`specpool chat`: a conversation in the terminal; each turn computes its new tokens only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HELP = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the command line asked for."""
+    """The arguments of the command line."""
 
     target: str
     draft: str | None
@@ -52,10 +52,10 @@ class Job:
 
 
 def run(job: Job) -> None:
-    """Talk until the user leaves.
+    """Run the conversation until the user leaves.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     checks.check_place(
         device=job.device,
@@ -99,12 +99,12 @@ def run(job: Job) -> None:
 
 
 class Talk:
-    """A conversation: its sessions, one of which goes on."""
+    """A conversation in the terminal: its sessions, one of which is current."""
 
     def __init__(
         self, engine: Engine, params: SamplingParams, console: Console, system: str | None
     ) -> None:
-        """Begin with one session, in which nothing has been said.
+        """Open a first, empty session.
 
         Raises:
             ConfigError: the target has no tokenizer.
@@ -118,7 +118,7 @@ class Talk:
         self._sessions = {self._session.number: self._session}
 
     def lines(self) -> Iterator[str]:
-        """What the user types, or pipes in; piped lines are shown."""
+        """Yield the lines that the user types or pipes in; print piped lines."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  # line editing for `input`
@@ -132,7 +132,7 @@ class Talk:
             raise ConfigError(f"standard input is no text: {error}") from None
 
     def hear(self, line: str) -> bool:
-        """Do what a line says; False = leave."""
+        """Run a command, or a turn with the line as its text; return False to leave."""
         if not line.strip():
             return True
         if not line.startswith("/"):
@@ -158,7 +158,7 @@ class Talk:
         return True
 
     def _say(self, text: str) -> None:
-        """One turn: the answer as it comes, then its figures."""
+        """Run one turn: print the answer as it comes, then a line of figures."""
         session, interrupt, start = self._session, Interrupt(), time.perf_counter()
         first_seconds, output = 0.0, None
         try:
@@ -169,7 +169,7 @@ class Talk:
                         break
                     first_seconds = first_seconds or time.perf_counter() - start
                     self._print(item.text)
-                    # Between two rounds the session keeps its KV too.
+                    # Leaving between two rounds aborts the turn; the session keeps its KV.
                     if interrupt.asked and session.is_busy:
                         break
         except KeyboardInterrupt:
@@ -189,7 +189,7 @@ class Talk:
                 self.tell(f"the session is full at {session.num_tokens} tokens: /rewind goes back")
 
     def _turn(self, text: str) -> Prompt:
-        """What the session is given."""
+        """Return the prompt for a user's text, with the system text in the first turn."""
         system = self._system if self._session.num_tokens == 0 else None
         if not self.has_template:
             return text if system is None else f"{system}\n{text}"
@@ -225,7 +225,7 @@ class Talk:
             counts = (each.num_tokens, each.kept_tokens, each.turn_ct, each.computed_token_ct)
             rest = (each.reused_token_ct, each.retraction_ct, each.drop_ct)
             table.add_row(str(each.number), each.state, *map(str, (*counts, *rest)))
-        # Wide enough for every column also where the output is no terminal.
+        # Wide enough for all columns, also if the output is not a terminal.
         Console(width=max(self._console.width, 112), force_terminal=False).print(table)
 
     def _help(self) -> None:
@@ -235,16 +235,16 @@ class Talk:
         return "> " if len(self._sessions) == 1 else f"{self._session.number}> "
 
     def _print(self, text: str, style: str = "") -> None:
-        """As it is: a `Text` is not searched for markup and names of emoji."""
+        """Print a text literally, without rich's markup and emoji names."""
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
 
     def tell(self, text: str) -> None:
-        """A line that is no part of the conversation."""
+        """Print a line that is not part of the conversation, dimmed."""
         self._print(f"{text}\n", "dim")
 
 
 def _numbers(name: str, args: list[str]) -> list[int]:
-    """The arguments of a command."""
+    """Parse the arguments of a command; raise `ConfigError` for a wrong number or form."""
     most = 1 if name in ("rewind", "switch") else 0
     if len(args) > most or not all(re.fullmatch("[0-9]{1,9}", arg) for arg in args):
         takes = "one number" if most else "nothing"
@@ -253,7 +253,7 @@ def _numbers(name: str, args: list[str]) -> list[int]:
 
 
 def _figures(output: RequestOutput, first_seconds: float, seconds: float) -> str:
-    """One line about a turn."""
+    """Return the line of figures of a turn."""
     prompt_len, num_new = len(output.prompt_ids), len(output.token_ids)
     accept = f", accept length {output.accept_len:.2f}" if output.verify_ct else ""
     return (

@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""The typer commands and their options, apart from those that run an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from specpool.cli.options.types import (
 from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 
-# Without rich's frames help is not cut at the width of the terminal, and an error is one line.
+# rich_markup_mode=None: help is not cut at the terminal's width, and an error is one line.
 app = typer.Typer(
     cls=NamingGroup,
     add_completion=False,
@@ -74,7 +74,7 @@ def bench_generate(
         typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
     ] = None,
     requests: Annotated[
-        int, typer.Option(help="Requests that come at once, beside one after another; 0 = none.")
+        int, typer.Option(help="Requests to run at once, and one after another; 0 = none.")
     ] = 64,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     device: DeviceName = "cpu",
@@ -83,7 +83,7 @@ def bench_generate(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Drafting beside plain decoding on our pages, beside transformers' own generate."""
+    """Compare drafting, plain decoding on pages, and transformers' own generate."""
     from specpool.cli.bench import generate as run
 
     run(
@@ -122,7 +122,7 @@ def options(
 
 @app.command()
 def plan(
-    memory: Annotated[str, typer.Option(help="Of the device, such as 80GiB (2^30) or 24G (10^9).")],
+    memory: Annotated[str, typer.Option(help="Device memory, such as 80GiB (2^30) or 24G (10^9).")],
     target: Annotated[
         str | None,
         typer.Option(help="Target model: a folder, a hub name, or specpool/tiny. Or give numbers:"),
@@ -138,10 +138,10 @@ def plan(
         int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
     ] = None,
     draft_kv_heads: Annotated[
-        int | None, typer.Option(help="Of a layer of the draft. [default: the target's]")
+        int | None, typer.Option(help="KV heads of a draft layer. [default: the target's]")
     ] = None,
     draft_head_dim: Annotated[
-        int | None, typer.Option(help="Size of its heads. [default: the target's]")
+        int | None, typer.Option(help="Size of a draft head. [default: the target's]")
     ] = None,
     draft: Draft = None,
     dtype: Annotated[
@@ -151,7 +151,7 @@ def plan(
     weights: Annotated[
         str | None, typer.Option(help="Bytes of the weights. [default: the model's, else 0]")
     ] = None,
-    workspace: Annotated[str, typer.Option(help="Bytes for all else.")] = "0",
+    workspace: Annotated[str, typer.Option(help="Bytes for everything else.")] = "0",
     shape: Annotated[
         list[str] | None,
         typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
@@ -174,12 +174,12 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
-    """Say what an engine would have room for: pages, rows, requests, and which limit binds.
+    """Show what an engine would have room for: pages, rows, requests, and which limit binds.
 
-    A number of requests "at once" is what the scheduler admits together to an empty pool; they
-    grow, and some may be retracted later and come back. "To the end": so many run side by side
-    from prompt to last token and never wait for a page, so none is retracted, whatever their drafts
-    do. No weights are read.
+    Requests "at once" are those that the scheduler admits together to an empty pool. They grow, so
+    some may be retracted later and come back. Requests "to the end" run side by side from prompt to
+    last token and never wait for a page, so none is retracted, whatever their drafts do. No weights
+    are read.
     """
     from specpool.cli.plan.model import Question
     from specpool.cli.plan.plan import plan as run
@@ -219,7 +219,7 @@ def plan(
 
 @app.command()
 def info(json: Json = False) -> None:
-    """What is installed, and which back ends work here."""
+    """Show installed packages, and which back ends work here."""
     from specpool.cli.info import show
 
     show(json=json)
@@ -245,9 +245,9 @@ def replay(
     from specpool.cli import replay as command
 
     if against is not None and at is not None:
-        raise ConfigError("--against and --at are two questions: ask one")
+        raise ConfigError("--against and --at exclude each other: give one")
     if quiet and (against is not None or at is not None):
-        raise ConfigError("--quiet is of the whole log's summary: leave out --against and --at")
+        raise ConfigError("--quiet is for a whole log: leave out --against and --at")
     if against is not None:
         if not command.against(log, against, Console(highlight=False)):
             raise typer.Exit(1)
@@ -265,7 +265,7 @@ def inspect(
         typer.Option(help="Right after this step's preparation. [default: the log's end]"),
     ] = None,
     row: Annotated[
-        int | None, typer.Option(help="Whose slots. [default: one with a round in flight]")
+        int | None, typer.Option(help="Row to draw. [default: one with a round in flight]")
     ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write one self-contained page with a slider instead.")
@@ -285,7 +285,7 @@ def inspect(
     if frames is not None:
         check_int("frames", frames, 2, 1 << 20)
         if html is None:
-            raise ConfigError("--frames is of a page: give --html too")
+            raise ConfigError("--frames needs a page: give --html too")
     if html is None:
         command.show(log, Console(highlight=False), step=at, row=row)
         return
@@ -307,20 +307,20 @@ def sim(
     check: Annotated[
         int,
         typer.Option(
-            help="0 = the texts and ends of requests; 1 = also the pools' sums and who comes when; "
-            "2 = also a full audit each turn, and every slot that is read or written."
+            help="0 = check texts and ends of requests; 1 = also the pools' sums and the order of "
+            "requests; 2 = also a full audit each turn, and every slot that is read or written."
         ),
     ] = 2,
     turns: Annotated[
         float | None,
-        typer.Option(help="Sessions alone, until so many of their turns have ended, as in 1e5."),
+        typer.Option(help="Run sessions alone until so many turns have ended, such as 1e5."),
     ] = None,
 ) -> None:
-    """The scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
+    """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import sim as run
 
     if rounds is not None and turns is not None:
-        raise ConfigError("--rounds and --turns are two ways to say when to end: give one")
+        raise ConfigError("--rounds and --turns both say when to end: give one")
     num_rounds = 2e4 if rounds is None else rounds
     if not run(seed=seed, rounds=num_rounds, check=check, turns=turns):
         raise typer.Exit(1)

@@ -35,9 +35,9 @@ def generate(
     reads: AttentionOptions,
     sampling: SamplingOptions,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Tokens of each text at most.")
+        int, typer.Option("--max-new-tokens", "-n", help="Most tokens of each text.")
     ] = 96,
-    samples: Annotated[int, typer.Option(help="Of each prompt, with seeds that follow.")] = 1,
+    samples: Annotated[int, typer.Option(help="Samples of each prompt; seeds count up.")] = 1,
     stop: Stop = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are a user's messages, for the chat template.")
@@ -45,7 +45,7 @@ def generate(
     batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
     overlap_depth: OverlapDepth = 0,
     worker: Annotated[
-        str, typer.Option(help="v2, v1 (gives back what a round reserved, after each) or auto.")
+        str, typer.Option(help="v2, v1 (gives a round's reserve back after the round) or auto.")
     ] = "auto",
     mixed_chunks: Annotated[
         bool, typer.Option("--mixed-chunks", help="Chunks share the round's forward of the target.")
@@ -56,7 +56,7 @@ def generate(
         bool,
         typer.Option(
             "--compare-ancestry",
-            help="Run exact ancestry and upstream's reading; print both accept lengths.",
+            help="Run exact ancestry and SGLang's reading; print both accept lengths.",
         ),
     ] = False,
     json: Json = False,
@@ -95,7 +95,7 @@ def chat(
     *,
     models: ModelOptions,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told first, on a line of its own.")
+        str | None, typer.Option(help="A system message; without a chat template, a first line.")
     ] = None,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
@@ -104,17 +104,17 @@ def chat(
     reads: AttentionOptions,
     sampling: SamplingOptions,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Tokens of one answer at most.")
+        int, typer.Option("--max-new-tokens", "-n", help="Most tokens of one answer.")
     ] = 256,
     stop: Stop = None,
     overlap_depth: OverlapDepth = 0,
     memory: MemoryOptions,
     max_sessions: Annotated[
-        int, typer.Option(help="Sessions that keep KV between their turns, at most.")
+        int, typer.Option(help="Most sessions that keep KV between their turns.")
     ] = 16,
     session_pages: Annotated[
         int | None,
-        typer.Option(help="Pages of each group that they keep. [default: all that are free]"),
+        typer.Option(help="Most pages of each group for idle sessions. [default: all free]"),
     ] = None,
     checks: CheckOptions,
 ) -> None:
@@ -161,14 +161,14 @@ def tune(
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Of each text, whatever ends it.")] = 96,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text; stops are ignored.")] = 96,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
-    policy: Annotated[str, typer.Option(help="Of the file: cost or ema.")] = "cost",
+    policy: Annotated[str, typer.Option(help="Policy in the file: cost or ema.")] = "cost",
     place: PlaceOptions,
     out: Annotated[
         Path | None, typer.Option(help="Write the configuration, for --adaptive.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")] = False,
     json: Json = False,
     plot: Plot = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`specpool info`: what is installed here, and which back ends work."""
+"""`specpool info`: shows installed packages and which back ends work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Versions and back ends, each with a word on whether it works."""
+    """Return the versions of packages, and a line per back end on whether it works."""
     import specpool
 
     versions = {"specpool": specpool.__version__, "python": platform.python_version()}
@@ -63,7 +63,7 @@ def _flashinfer() -> str:
 
 
 def show(*, json: bool) -> None:
-    """Print what `collect` finds, as tables or as JSON."""
+    """Print the result of `collect`, as a table or as JSON."""
     found = collect()
     if json:
         print(json_module.dumps(found))

@@ -1,4 +1,4 @@
-"""`specpool inspect`: the pools and rows of a log's ledger, in the terminal or as one page."""
+"""`specpool inspect`: draws the pools and rows of a log's ledger, in the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def show(log: Path, console: Console, *, step: int | None, row: int | None) -> N
     """Draw the ledger right after the preparation of `step`, or at the log's end.
 
     Raises:
-        RecordError: the log cannot be run up to there (a damaged one is drawn up to the damage
-            first), or has no such step.
+        RecordError: the log cannot be replayed up to there, or has no such step. A damaged log is
+            first drawn up to the damage.
     """
     film = Film(log)
     if step is None:
@@ -36,25 +36,25 @@ def show(log: Path, console: Console, *, step: int | None, row: int | None) -> N
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The first and the last event of a page (0 is the empty ledger before the first)."""
+    """The events of a written page; event 0 is the empty ledger before the first event."""
 
     first: int
     last: int
     num_events: int  # of the whole log, as far as it can be read
-    damage: RecordError | None  # Why the log ends early.
+    damage: RecordError | None  # why the log ends early
 
 
 def write_page(
     log: Path, page: Path, *, step: int | None, row: int | None, max_frames: int
 ) -> Written:
-    """Write a page of at most `max_frames` events around `step`, or of the log's first ones.
+    """Write an HTML page of at most `max_frames` events around `step`, or of the first events.
 
-    It begins with `row`, or with one that has a round in flight.
+    The page first shows `row`, or a row with a round in flight.
 
     Raises:
-        RecordError: the log cannot be run up to `step`, has no such step or row, or the page cannot
-            be written.
-        ConfigError: the page is the log.
+        RecordError: the log cannot be replayed up to `step`, has no such step or row, or the page
+            cannot be written.
+        ConfigError: `page` is the log file itself.
     """
     if _is_same_file(page, log):
         raise ConfigError(f"--html {page} is the log itself: it would be written over")
@@ -82,11 +82,11 @@ def _is_same_file(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
     except OSError:
-        return False  # One of them is not there, or cannot be.
+        return False  # a file does not exist, or its name is not possible
 
 
 def _pictures(film: Film, first: int, last: int, start: int, row: int | None) -> Iterator[Picture]:
-    """Those after the events `first` to `last`, one at a time; `row` is in that of `start`."""
+    """Yield the pictures after the events `first` to `last`; check `row` in that of `start`."""
     for index in range(last + 1):
         if index > 0:
             film.advance()
@@ -104,7 +104,7 @@ def _check_row(picture: Picture, row: int | None) -> None:
 
 
 def _place(log: Path, step: int | None) -> tuple[int, int, RecordError | None]:
-    """The event that prepares `step` (None: the first decode), the number of events, the damage."""
+    """Return the event that prepares `step` (None: the first decode), their number, the damage."""
     film = Film(log)
     middle, num_events = 0, 0
     for event in film.readable():

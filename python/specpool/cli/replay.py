@@ -1,4 +1,4 @@
-"""`specpool replay`: a log run again, compared with another one, or looked at where it stands."""
+"""`specpool replay`: replays a log, compares two logs, or shows the state at a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specpool._core import Event
 from specpool.pictures.film import Film
 from specpool.pictures.terminal import draw, printable
 
-# What `Replay.end` means to a reader.
+# The printed text for each value of `Replay.end`.
 ENDS = {
     "closed": "closed",
     "limit": "ended at its record_limit; the ledger went on unrecorded",
@@ -21,10 +21,10 @@ ENDS = {
 
 
 def run(log: Path, *, quiet: bool) -> None:
-    """Print every event, then what the log amounts to.
+    """Replay a log; print every event (unless `quiet`) and a summary.
 
     Raises:
-        RecordError: where the log cannot be read or the replay differs.
+        RecordError: the log cannot be read, or the replay differs.
     """
     film = Film(log)
     events, steps, seconds = 0, 0, 0.0
@@ -44,16 +44,16 @@ def run(log: Path, *, quiet: bool) -> None:
 
 
 def line(event: Event) -> str:
-    """One event on one line."""
+    """Return an event as one line."""
     tag = f"  # {printable(event.tag)}" if event.tag else ""
     return f"{event.index:>8}  {event.text}{tag}"
 
 
 def at_step(log: Path, step: int, console: Console) -> None:
-    """Print the rows and the pools as they are right after the preparation of `step`.
+    """Draw the rows and pools right after the preparation of `step`.
 
     Raises:
-        RecordError: the log has no such step, or cannot be run up to it.
+        RecordError: the log has no such step, or cannot be replayed up to it.
     """
     film = Film(log)
     film.to_step(step)
@@ -61,12 +61,12 @@ def at_step(log: Path, step: int, console: Console) -> None:
 
 
 def against(log: Path, other: Path, console: Console) -> bool:
-    """Print the first event that differs, from both logs; returns whether they are the same.
+    """Print the first event that differs, from both logs; return whether the logs are the same.
 
     Tags and snapshots do not count, as in the digest.
 
     Raises:
-        RecordError: one of the logs cannot be run up to the difference.
+        RecordError: one of the logs cannot be replayed up to the difference.
     """
     films = {path: Film(path) for path in (log, other)} if log != other else {log: Film(log)}
     one, two = (films[path].replay.config for path in (log, other))
@@ -98,7 +98,7 @@ def against(log: Path, other: Path, console: Console) -> bool:
 
 
 def _next(film: Film) -> Event | None:
-    """The next event that the digest knows."""
+    """Return the next event that counts in the digest; None at the end."""
     event = film.advance()
     while event is not None and event.verb == "snapshot":
         event = film.advance()

@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, and results beside a reference of the same run."""
+"""The output of benchmarks: the machine, and results beside references of the same run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specpool.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure and what it is compared with; `ratio` is value / reference_value."""
+    """One figure and the reference that it is compared with."""
 
     name: str
     value: float
@@ -32,14 +32,14 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """The value over the reference's."""
+        """The value divided by the reference's value."""
         return self.value / self.reference_value
 
 
 def machine(
     device: str = "cpu", threads: int = 1, packages: Sequence[str] = ("numpy",)
 ) -> dict[str, Any]:
-    """Where the figures come from; `packages` are those whose versions matter."""
+    """Describe the machine: date, processor, device, and the versions of `packages`."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -61,9 +61,10 @@ def machine(
 
 
 def interleaved(runs: Sequence[Callable[[], float]], repeats: int) -> list[float]:
-    """Medians of `repeats` rounds in which every run takes its turn: noise hits all alike.
+    """Return the median of each run over `repeats` rounds, each of which runs all of them.
 
-    So does what a run leaves to the next: behind the first round, each has an order of its own.
+    Interleaving spreads noise over all runs alike. The order is shuffled after each round, so that
+    the effect of one run on the next is spread too.
     """
     values: list[list[float]] = [[] for _ in runs]
     turns, order = list(zip(values, runs, strict=True)), random.Random(0)
@@ -100,7 +101,7 @@ def report(
                 f"{r.reference_value:.4g}",
                 f"{r.ratio:.2f}",
             )
-        # Wide enough for every column also where the output is no terminal.
+        # Wide enough for all columns, also if the output is not a terminal.
         console = Console()
         Console(width=max(console.width, 128)).print(table)
     if plot is not None:
@@ -108,21 +109,21 @@ def report(
 
 
 def print_json(where: dict[str, Any], results: Sequence[Result]) -> None:
-    """Print one object: the machine and the results."""
+    """Print the machine and the results as one JSON object."""
     print(as_json(where, results))
 
 
 def as_json(where: dict[str, Any], results: Sequence[Result]) -> str:
-    """The machine and the results as one object."""
+    """Return the machine and the results as one JSON object."""
     rows = [asdict(result) | {"ratio": result.ratio} for result in results]
     return json.dumps({"machine": where, "results": rows}, indent=1)
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be written, before minutes go into measuring.
+    """Check that a picture can be written, before minutes of measuring.
 
     Raises:
-        ConfigError: matplotlib, the folder or the format is missing.
+        ConfigError: matplotlib or the folder is missing, or the format is not supported.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase

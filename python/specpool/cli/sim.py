@@ -1,4 +1,4 @@
-"""`specpool sim`: the real scheduler and ledger on a simulated device, scenario after scenario."""
+"""`specpool sim`: runs the real scheduler and ledger on a simulated device."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from specpool.errors import ConfigError
 from specpool.sim import Failure, Scenario, Tally, broken_law, scenario, shrink
 from specpool.sim.simulation import Simulation
 
-# A scenario's seed is the command's, times this, plus its number.
+# A scenario's seed is the command's seed * SEEDS + the scenario's number.
 SEEDS = 1 << 32
 
 
 def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> bool:
-    """Simulate, then print what happened, and the first broken law with its shrunk scenario.
+    """Simulate, then print a table, and the first broken law with its shrunk scenario.
 
-    With `turns`, sessions alone, until so many of their turns have ended; else for `rounds`.
+    With `turns`, simulate sessions alone until so many turns have ended; else run for `rounds`.
 
     Returns:
         Whether every law held.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     check_int("seed", seed, 0, (1 << 31) - 1)
     check_int("check", check, 0, 2)
@@ -56,7 +56,7 @@ def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> 
 
 
 def _one(scenario: Scenario, most_rounds: int | None, check: int, tally: Tally) -> Failure | None:
-    """Run the scenario, and count it."""
+    """Run a scenario and add its counts to `tally`; return its failure, if a law broke."""
     simulation = Simulation(scenario, check)
     try:
         simulation.run(most_rounds)

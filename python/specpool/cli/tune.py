@@ -1,6 +1,6 @@
-"""`specpool tune`: which shapes are worth it on a model and its prompts, written as a file.
+"""`specpool tune`: measures which draft shapes are worth it on a model and its prompts.
 
-The file is what `EngineConfig.adaptive` takes: a range for each batch size that was measured.
+It writes a file for `EngineConfig.adaptive`, with a range for each measured batch size.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 CANDIDATES = (Shape.none(), *map(chain, (1, 2, 3, 5, 7)), Shape.eagle(4, 4, 16))
 BATCHES = (1, 8, 32)
-#: Prompts that a run goes through at least, where none are given.
+#: The least number of prompts of a run, if none are given.
 NUM_BUILT_IN = 4
-#: Of the best shape's tokens per second: with less, a shape is no candidate.
+#: The least share of the best shape's tokens per second that makes a shape a candidate.
 REACH = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the command line asked for."""
+    """The arguments of the command line."""
 
     target: str
     draft: str | None
@@ -67,13 +67,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a shape gives at a batch size."""
+    """The measured speed of a shape at a batch size."""
 
     tokens_per_second: float
     accept_len: float  # mean, bonus included
 
 
-#: By batch size, the smallest first, and shape.
+#: Batch size (ascending) -> shape -> its speed.
 Cells = Mapping[int, Mapping[Shape, Cell]]
 
 
@@ -81,7 +81,7 @@ def run(job: Job) -> None:
     """Measure, print, and write the file if asked.
 
     Raises:
-        ConfigError: an option that cannot work; nothing is written then.
+        ConfigError: an option cannot work; nothing is written then.
     """
     check_int("tokens", job.num_tokens, 1, 1 << 20)
     check_int("repeats", job.repeats, 1, 1 << 16)
@@ -145,10 +145,10 @@ def run(job: Job) -> None:
 
 
 def parse_candidates(texts: Sequence[str]) -> tuple[Shape, ...]:
-    """The shapes that the options name, each of which may hold several with commas between.
+    """Return the shapes that the options name; an option may name several, with commas between.
 
     Raises:
-        ConfigError: another form, a shape that EAGLE cannot build, or one that stands there twice.
+        ConfigError: a text has another form, EAGLE cannot build a shape, or one is named twice.
     """
     shapes: list[Shape] = []
     for text in ",".join(texts).split(",") if texts else ():
@@ -160,7 +160,7 @@ def parse_candidates(texts: Sequence[str]) -> tuple[Shape, ...]:
 
 
 class _Runs:
-    """Runs of each shape by turns, in batches of one size."""
+    """Runs of each shape in turn, in batches of one size."""
 
     def __init__(
         self, engine: Engine, texts: list[PromptValue], batch_size: int, num_tokens: int
@@ -172,7 +172,7 @@ class _Runs:
         self._accept_len: dict[Shape, float] = {}
 
     def turn(self, shapes: Sequence[Shape]) -> None:
-        """Have each shape run once; before its first time, it warms up."""
+        """Run each shape once; before a shape's first run, warm it up."""
         for shape in shapes:
             if shape not in self._rates:
                 params = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -190,7 +190,7 @@ class _Runs:
             self._accept_len[shape] = mean_accept_len(outputs)
 
     def cells(self) -> dict[Shape, Cell]:
-        """The medians."""
+        """Return each shape's median speed."""
         return {
             shape: Cell(statistics.median(rates), self._accept_len[shape])
             for shape, rates in self._rates.items()
@@ -198,16 +198,16 @@ class _Runs:
 
 
 def best_of(cells: Mapping[Shape, Cell]) -> Shape:
-    """The shape with the most tokens per second."""
+    """Return the shape with the most tokens per second."""
     return max(cells, key=lambda shape: cells[shape].tokens_per_second)
 
 
 def configuration(cells: Cells, policy: str) -> dict[str, Any]:
-    """The file's content: for each batch size the shapes within reach of the best.
+    """Return the file's content: for each batch size the shapes within `REACH` of the best.
 
-    A range holds up to the next one's batch size, so within reach is also who is so there; plain
-    decoding always stays, for texts that are harder to guess. Policy `ema` tells shapes by their
-    depth: the best of each depth stays.
+    A range reaches up to the next measured batch size, so it also has the shapes that are within
+    reach there. Plain decoding always stays, for texts that are harder to guess. Policy `ema` knows
+    shapes by their depth, so only the best shape of each depth stays.
     """
     content: dict[str, Any] = {"policy": policy}
     for size, upper in pairwise([*cells, max(cells)]):
@@ -239,11 +239,11 @@ def _check_out(path: Path, *, force: bool) -> None:
 
 
 def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
-    """Write the file whole or not at all, once it reads as what it should say.
+    """Write the file whole or not at all, after reading it back.
 
     Raises:
-        ConfigError: it cannot be written, or has come to exist meanwhile.
-        CorruptState: it reads as something else.
+        ConfigError: the file cannot be written, or exists now and `force` is not set.
+        CorruptState: it reads back as another configuration.
     """
     wanted = AdaptiveConfig.from_dict(content)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -261,7 +261,7 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
 
 
 def results(cells: Cells) -> list[Result]:
-    """Every figure beside the best one's of its batch size."""
+    """Return every figure, beside that of the best shape of its batch size."""
     found = []
     for size, of_shapes in cells.items():
         best = best_of(of_shapes)
@@ -297,7 +297,7 @@ def _table(job: Job, cells: Cells) -> Table:
 
 
 def _draw(cells: Cells, path: Path) -> None:
-    """Tokens per second over the batch size, a line for each shape.
+    """Draw tokens per second over the batch size, a line for each shape.
 
     Raises:
         ConfigError: the file cannot be written.

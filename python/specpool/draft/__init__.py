@@ -1,9 +1,10 @@
-"""Drafters: who proposes the tokens that the target model verifies.
+"""Drafters: they propose the tokens that the target model verifies.
 
-`EagleDrafter` runs an EAGLE head; `NgramDrafter` looks the text's end up in the text before it;
-`ScriptedDrafter` knows the text and errs at a rate that is dialled, for tests and benchmarks. One
-of your own needs the attributes and methods of `Drafter`; one that is also `Choosy` lets rounds
-pass that are not worth drafting, one that is `Patient` spends little on rounds without drafts.
+`EagleDrafter` runs an EAGLE head. `NgramDrafter` searches the text for earlier copies of its last
+tokens. `ScriptedDrafter` knows the text and errs at a given rate, for tests and benchmarks. A
+drafter of your own needs the attributes and methods of `Drafter`. If it also has those of `Choosy`,
+it can skip rounds that are not worth drafting; with those of `Patient` it can save work in rounds
+without drafts.
 """
 
 from specpool.draft.base import Choosy, Drafter, DraftTree, Patient
@@ -25,13 +26,13 @@ __all__ = [
 
 
 def named_drafter(name: str) -> Drafter | None:
-    """The drafter that a name alone stands for; None = the name is of a checkpoint.
+    """Return the drafter that a name alone stands for; None = the name is of a checkpoint.
 
     Args:
         name: `ngram`, or `ngram:6` for n-grams of at most 6 tokens.
 
     Raises:
-        ConfigError: `ngram:` with anything else than a number in `[1, MAX_NGRAM]`.
+        ConfigError: `ngram:` is followed by anything else than a number in `[1, MAX_NGRAM]`.
     """
     max_ngram = ngram_of(name)
     return None if max_ngram is None else NgramDrafter(max_ngram=max_ngram)

@@ -1,4 +1,4 @@
-"""What every drafter answers: which KV it keeps, which features it wants, and its proposals."""
+"""`Drafter`, the protocol of all drafters, and `DraftTree`, their proposals."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Links = tuple[Tensor, Tensor, Tensor, Tensor]  # depths, mask, first_child, next
 class DraftTree:
     """The trees of one round, one per lane. Node 0 is the root; parents precede children.
 
-    The fields must tell of the same tree: each is checked before the target sees it. On a CPU a
-    wrong one fails the step. On a device the requests of the lanes concerned end with an error.
+    The fields must describe the same tree. The worker checks them before the target sees the tree.
+    If they do not agree, the step fails on a CPU; on a GPU only the requests of the lanes concerned
+    end with an error.
 
-    All on one device: the engine's, or a CPU for proposals that the host made.
+    All fields are on one device: the engine's, or a CPU for proposals that the host made.
     """
 
     tokens: Tensor  # int64 [B, N]
@@ -38,10 +39,10 @@ class DraftTree:
     next_sibling: Tensor  # int32 [B, N], -1 = none
 
     def check(self, shape: Shape, batch: int) -> None:
-        """Refuse arrays that are no trees of this shape; their values are left unread.
+        """Check types, dtypes and sizes for trees of this shape, without reading values.
 
         Raises:
-            ShapeError: names the field.
+            ShapeError: a field has another type, dtype, size or device; the message names it.
         """
         num_nodes = shape.num_draft_tokens
         flat, square = (batch, num_nodes), (batch, num_nodes, num_nodes)
@@ -63,10 +64,16 @@ class DraftTree:
                 )
 
     def check_values(self, root_tokens: Int64, vocab_size: int) -> None:
-        """Refuse what a verify would walk to another text than the target's; on a CPU.
+        """Check that the fields describe one tree; a wrong tree could change the text.
+
+        The fields must be on a CPU.
+
+        Args:
+            root_tokens: int64 [B], the tokens that node 0 must have.
+            vocab_size: the target's.
 
         Raises:
-            ShapeError: names the field, or the token.
+            ShapeError: a value is wrong; the message names the field, or the token.
         """
         tokens = self.tokens.numpy()
         if (tokens[:, 0] != root_tokens).any():
@@ -88,7 +95,8 @@ class DraftTree:
                 )
             lanes, above = (links != -1).nonzero()
             below = links[lanes, above]
-            # What both see but themselves: a child's parent is among what the child sees.
+            # A child sees what its parent sees, and itself. A sibling sees what its sibling sees,
+            # with itself in the sibling's place.
             others, mine = mask[lanes, above], mask[lanes, below]
             is_child = name == "first_child"
             each = np.arange(len(lanes))
@@ -104,10 +112,10 @@ class DraftTree:
                 )
 
     def check_chain(self) -> None:
-        """Refuse a tree whose nodes are not each the next one's parent.
+        """Check that each node's parent is the node before it, as recurrent targets need.
 
         Raises:
-            ShapeError: names the first node that is not.
+            ShapeError: the tree branches; the message names the first node.
         """
         wrong = (self.depths != torch.arange(self.depths.shape[1], device=self.depths.device)).any(
             0
@@ -119,10 +127,10 @@ class DraftTree:
             )
 
     def check_tokens(self, vocab_size: int) -> None:
-        """Refuse tokens that the target does not know; on a CPU.
+        """Check that all tokens are in the target's vocabulary; the fields must be on a CPU.
 
         Raises:
-            ShapeError: names the token.
+            ShapeError: a token is not; the message names it.
         """
         tokens = self.tokens.numpy()
         for token in (tokens.min(), tokens.max()):
@@ -132,7 +140,7 @@ class DraftTree:
                 )
 
     def to(self, device: torch.device) -> DraftTree:
-        """The same trees on `device`."""
+        """Return the same trees on `device`; trees of a GPU stay there if `device` is a CPU."""
         if self.tokens.device == device or device.type == "cpu":
             return self
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
@@ -140,15 +148,15 @@ class DraftTree:
 
     @classmethod
     def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:
-        """Trees of the host: build the links from `parents` [B, N].
+        """Build trees on the host from tokens, int64 [B, N], and parents, int32 [B, N].
 
-        `parents[:, 0] == -1`, `parents[b, i] < i`.
+        `parents[:, 0] == -1`, and `parents[b, i] < i` for all other nodes.
         """
         return cls(torch.from_numpy(tokens), *_links(parents, torch.device("cpu")))
 
     @classmethod
     def chain(cls, tokens: Tensor) -> DraftTree:
-        """Each token int64 [B, N] continues the one before."""
+        """Build chains from tokens, int64 [B, N]: each token continues the one before."""
         batch, num_nodes = tokens.shape
         return cls(tokens, *chain_links(batch, num_nodes, tokens.device))
 
@@ -160,39 +168,48 @@ def _links(parents: Int32, device: torch.device) -> Links:
 
 
 def chain_links(batch: int, num_nodes: int, device: torch.device) -> Links:
-    """What every chain of N nodes has, for B lanes."""
+    """Return depths, mask and links of B chains of N nodes."""
     parents = np.arange(-1, num_nodes - 1, dtype=np.int32)
     return _links(np.tile(parents, (batch, 1)), device)
 
 
 class Drafter(Protocol):
-    """Proposes trees; keeps its own state per row."""
+    """The protocol of a drafter. It proposes trees, and keeps its own state per row."""
 
     @property
     def layers(self) -> Sequence[LayerKV]:
-        """Layers whose KV it keeps in our pages; empty = it keeps none."""
+        """The layers whose KV the drafter keeps in the engine's pages; empty = none."""
 
     @property
     def feature_layers(self) -> Sequence[int]:
-        """Target layers whose inputs it wants as features; empty = the last hidden state."""
+        """The target layers whose inputs are its features; empty = the last hidden state."""
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether `propose` needs the rows' tokens on the host; they are all that it gets then.
+        """Whether `propose` needs the rows' tokens on the host.
 
-        Nothing is given to `extend`, and a row waits for the tokens of its last round.
+        If True, `extend` is never called, and a row's next round waits until the tokens of its last
+        round are on the host.
         """
 
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
-        """Its layers are `first_layer, ...` of `cache`, in `group`; `shapes` may run."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Take over tokens whose target KV is final.
+        """Take the cache; called once, before anything runs.
 
         Args:
-            lanes: which positions of which rows; `lens` says how many of them count.
+            cache: its layers `first_layer, ...` are the drafter's.
+            first_layer: index of the drafter's first layer.
+            group: the group of the drafter's layers.
+            layout: `dense` or `holey`.
+            shapes: the shapes that may run.
+        """
+
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """Write draft KV for tokens whose target KV is final.
+
+        Args:
+            lanes: the rows and positions; `lens` says how many tokens of each lane count.
             tokens: int64 [T], for each position p of `lanes` the token at p + 1.
             features: [T, f], the target's features at p.
         """
@@ -207,32 +224,41 @@ class Drafter(Protocol):
         """Propose a tree of `shape` for each lane.
 
         Args:
-            lanes: `starts` are the roots' positions.
-            shape: one shape for the whole batch.
+            lanes: B lanes; `starts` are the roots' positions.
+            shape: the shape of all lanes.
             root_tokens: int64 [B], on the device.
-            tokens: prompt and output of each lane, the root last, if `reads_tokens`.
+            tokens: prompt and output of each lane, the root last, if `reads_tokens`; else None.
+
+        Returns:
+            B trees of `shape.num_draft_tokens` nodes.
         """
 
 
 @runtime_checkable
 class Patient(Protocol):
-    """A drafter that can put off what only a round that drafts needs: plain rounds pass it by."""
+    """A drafter that can put off, in plain rounds, the work that only a drafting round needs."""
 
     def write(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """As `Drafter.extend`, but the rows draft no more before `catch_up`."""
+        """Write draft KV as `Drafter.extend` does, but put the rest off until `catch_up`.
+
+        The worker calls `catch_up` before these rows draft again.
+        """
 
     def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
-        """Make up for what `write` has put off.
+        """Do the work that `write` has put off.
 
         Args:
-            lanes: rows whose last tokens came by `write`; `starts` are the roots' positions.
+            lanes: rows whose latest call was `write`; `starts` are the roots' positions.
             root_tokens: int64 [B], on the device.
         """
 
 
 @runtime_checkable
 class Choosy(Protocol):
-    """A drafter that lets some rounds pass: where it expects little, the row decodes plainly."""
+    """A drafter that can say that a round is not worth drafting; the row then decodes plainly."""
 
     def is_promising(self, tokens: Sequence[int]) -> bool:
-        """Whether the next round of a row with these tokens, the root last, is worth drafting."""
+        """Return whether the next round of a row with these tokens is worth drafting.
+
+        `tokens` are prompt and output, the root last.
+        """

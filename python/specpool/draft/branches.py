@@ -1,4 +1,4 @@
-"""Where the branches of a draft tree write their KV and what they read."""
+"""`Branches`: where the branches of a draft tree write their KV, and what they read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from specpool.memory.kv_cache import KVCache
 
 
 class Branches(Protocol):
-    """Where a round's branches write and what they read, step by step."""
+    """The views of a round's branches, step by step."""
 
     def view(self, step: int, parents: Tensor) -> AttentionView:
-        """Of the forward of step `step`, whose branch b continues branch `parents[:, b]`."""
+        """Return the view of draft step `step`.
+
+        `parents` is int64 [B, K]: branch b of this step continues branch `parents[:, b]` of the
+        step before.
+        """
 
 
 class DenseBranches:
-    """Token-granular readers: a mask over the row's draft cells says who sees whom."""
+    """Branches of the dense layout: a mask over the row's draft cells hides other branches."""
 
     def __init__(self, cache: KVCache, group: int, lanes: Lanes, shape: Shape, exact: bool) -> None:
         self._cache, self._group, self._lanes = cache, group, lanes
@@ -38,7 +42,7 @@ class DenseBranches:
             topk=shape.topk,
             layout="dense",
         )
-        # int32 [B, K, S]: whose cell of step j holds the j-th draft on a branch's path
+        # int32 [B, K, S]: the branch whose cell of step j holds the j-th draft of a path
         size = (len(lanes.seq_lens), shape.topk, shape.num_steps)
         self._ancestors = (
             torch.zeros(size, dtype=torch.int32, device=cache.device) if exact else None
@@ -70,7 +74,7 @@ class DenseBranches:
         )
 
     def _read_tokens(self, step: int) -> TokenReads:
-        """The slots of each branch at `step`; to be asked before the next step is viewed."""
+        """Return the slots that each branch reads at `step`; call it before the next `view`."""
         lanes, topk = self._lanes, self._shape.topk
         _, indices = kernels.draft_read_indices(
             self._cache.tables[self._group],
@@ -89,7 +93,7 @@ class DenseBranches:
 
 
 class HoleyBranches:
-    """Whole-page readers: each branch has pages of its own behind the shared prefix."""
+    """Branches of the holey layout: each has its own pages behind the shared prefix."""
 
     def __init__(
         self,
@@ -119,6 +123,6 @@ class HoleyBranches:
         pages = kernels.branch_pages(
             *self._where, num_steps=num_steps, topk=topk, step=step, hi=lanes.seq_lens.hi
         )
-        # The rows are not read: the pages are at hand.
+        # B lanes of rows for B * K branches: nobody reads the rows, because the pages are given.
         branches = Lanes(lanes.rows, lanes.seq_lens.ahead(step).repeat(topk), 1)
         return paged_view(self._cache, self._group, pages, branches, self._slots[:, :, step])

@@ -1,7 +1,7 @@
-"""EAGLE drafting over our pages: expand a tree level by level, keep the draft KV up to date.
+"""`EagleDrafter`: EAGLE drafting over pages, which expands a tree level by level.
 
-Draft KV cell p of a row holds (the target's feature at p, the token at p + 1). In a round, branch b
-writes its level-j token to the cell that the layout names, at model position root + j:
+Draft KV cell p of a row is made of the target's feature at p and the token at p + 1. In a round,
+branch b writes its level-j token, at model position root + j, to a cell that the layout gives:
 
     dense  [0, root) prefix | [root + b*S, root + (b+1)*S) branch b
     holey  whole pages per branch: its copy of the prefix's partial tail page, then its drafts
@@ -27,11 +27,11 @@ from specpool.models import EagleHead, TargetModel
 
 
 class EagleDrafter:
-    """Drafts with an EAGLE head.
+    """A drafter with an EAGLE head.
 
-    What a round hands to the next is indexed by row and lives on the device: the recurrent
-    feature. The top-K probabilities and ids follow from it where a round begins that drafts, with
-    the K of its own shape, so nothing here is as wide as the widest shape.
+    A round hands one recurrent feature per row to the next round, on the device. The next round
+    computes the top-K probabilities and ids from it, with the K of its own shape. So no state is
+    sized by the widest shape.
     """
 
     reads_tokens = False
@@ -43,7 +43,7 @@ class EagleDrafter:
         self.feature_layers = tuple(head.feature_layers)
         self._exact = ancestry == "exact"
         self._attached = False
-        self._links: dict[tuple[int, ...], Links] = {}  # of chains, by [B, N]
+        self._links: dict[tuple[int, ...], Links] = {}  # [B, N] -> the links of chains
 
     @classmethod
     def from_pretrained(
@@ -58,12 +58,12 @@ class EagleDrafter:
 
         Args:
             source: a folder or a hub name.
-            target: whose embedding and output matrix the head shares.
+            target: gives the head its embedding and output matrix.
             ancestry: `exact` or `branch` (`EngineConfig.ancestry`).
-            feature_layers: target layers whose inputs are the features, whatever the file says.
+            feature_layers: target layers whose inputs are the features; overrides the file.
 
         Raises:
-            CheckpointError: a checkpoint that cannot be read or does not fit the target.
+            CheckpointError: the checkpoint cannot be read, or does not fit the target.
         """
         head = EagleHead.from_pretrained(
             source,
@@ -82,11 +82,11 @@ class EagleDrafter:
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
-        """See `Drafter.attach`. What it keeps per row is one engine's, so it serves only one.
+        """Take the cache; see `Drafter.attach`. A drafter keeps state per row, for one engine only.
 
         Raises:
-            ConfigError: it is attached already, the head knows fewer tokens than topk, or EAGLE
-                cannot build a shape.
+            ConfigError: the drafter is attached already, the head knows fewer tokens than topk, or
+                EAGLE cannot build a shape.
         """
         if self._attached:
             raise ConfigError(
@@ -111,13 +111,13 @@ class EagleDrafter:
         self._hidden = torch.zeros(
             num_rows, self.head.hidden_size, dtype=cache.dtype, device=cache.device
         )
-        self._put_off = torch.zeros_like(self._hidden)  # the head's input, see `write`
+        self._put_off = torch.zeros_like(self._hidden)  # the head's input of each row; see `write`
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """See `Drafter.extend`.
+        """Write draft KV; see `Drafter.extend`.
 
-        All tokens get their KV, but only each lane's last one is followed to the end: its result
-        is all that the next round wants.
+        All tokens get KV. Only the last token of each lane goes through the whole head, because
+        the next round needs its result alone.
         """
         views = [last_view(self._cache, self._group, lanes)]
         if len(self.layers) > 1:
@@ -128,7 +128,10 @@ class EagleDrafter:
         self._hidden.index_copy_(0, lanes.index, hidden)
 
     def write(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """See `Patient.write`. The last layer's keys and values need no attention of its own."""
+        """Write draft KV; see `Patient.write`.
+
+        The last layer's keys and values do not depend on its attention, so that is skipped.
+        """
         slots = lanes.slots(self._cache, self._group)
         views: list[AttentionView] = []
         if len(self.layers) > 1:
@@ -140,9 +143,10 @@ class EagleDrafter:
         self._put_off.index_copy_(0, lanes.index, last)
 
     def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
-        """See `Patient.catch_up`. Runs the row's last token again, to the end.
+        """Run each row's last token again through the whole head; see `Patient.catch_up`.
 
-        All that it sees is still held: our layers keep every cell, whatever the head's window.
+        The pages still hold every cell that the token sees: the draft group evicts nothing, even if
+        the head has a window.
         """
         lasts = lanes.ahead(-1)
         inputs = self._put_off.index_select(0, lanes.index)
@@ -157,7 +161,7 @@ class EagleDrafter:
         root_tokens: Tensor,
         tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
-        """See `Drafter.propose`."""
+        """Propose a tree for each lane; see `Drafter.propose`."""
         hidden = self._hidden.index_select(0, lanes.rows)
         if shape.topk == 1:
             drafts = self._chain(lanes, shape.num_steps, hidden)
@@ -171,7 +175,7 @@ class EagleDrafter:
         return self._tree(lanes, shape, root_tokens, hidden)
 
     def _chain(self, lanes: Lanes, num_steps: int, hidden: Tensor) -> list[Tensor]:
-        """One branch: each step decodes the next position, there is nothing to select."""
+        """Draft a single branch: each step decodes the next position, with nothing to select."""
         drafts = [self.head.best(hidden)]
         if num_steps == 1:
             return drafts
@@ -184,7 +188,7 @@ class EagleDrafter:
         return drafts
 
     def _tree(self, lanes: Lanes, shape: Shape, root_tokens: Tensor, hidden: Tensor) -> DraftTree:
-        """Select level by level, then organize and build."""
+        """Select branches level by level, then build the trees from the best candidates."""
         num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
         device = self._cache.device
         total = topk + (num_steps - 1) * topk * topk
@@ -201,7 +205,7 @@ class EagleDrafter:
             ids, parents, scores = kernels.select_topk(step, topk_p, topk_ids, scores, *candidates)
             if step == num_steps - 1:
                 break
-            # Which of the last step's lanes each branch continues; at step 0 there is one per row.
+            # The lane of the last step that each branch continues. Step 0 has one lane per row.
             origins = each.expand(-1, topk) if step == 0 else each * topk + parents
             hidden = hidden.index_select(0, origins.reshape(-1))
             positions = (lanes.starts + step).unsqueeze(1).expand(-1, topk).reshape(-1)
@@ -230,9 +234,10 @@ class EagleDrafter:
         keep: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """The head, each layer over its view; positions past the context are clamped to its end.
+        """Run the head, layer i over `views[i]`; clamp positions to the end of the context.
 
-        A layer without a view writes its keys and values to `slots`, int64 [T], and reads nothing.
+        A layer without a view writes its keys and values to `slots`, int64 [T], and attends to
+        nothing.
         """
         clamped = positions.clamp(max=self._last_position).long()
 

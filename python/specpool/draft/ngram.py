@@ -1,6 +1,7 @@
-"""Prompt lookup: what followed the text's last tokens before, follows them again.
+"""`NgramDrafter`: prompt lookup. It proposes what followed an earlier copy of the last tokens.
 
-An index per text maps each n-gram to where it ended last; it grows with the text, O(1) per token.
+An index per text maps each n-gram to its latest end. The index grows with the text, at O(1) per
+token and n-gram length.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 from specpool.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 
-#: Earlier occurrences that are looked at for a tree, per length of the n-gram.
+#: The most earlier occurrences that a tree takes, per length of the n-gram.
 MAX_OCCURRENCES = 16
-#: An index that was not used in so many turns is dropped. One begins with each `propose`, and
-#: when a text is looked at again.
+#: An index that was not used in so many turns is dropped. A turn begins with each `propose`, and
+#: when the same text is looked at a second time in a turn.
 KEPT_CALLS = 16
 #: Tokens at the end of an index that are compared before it is used again.
 TAIL_LEN = 64
-#: Whether finds came true: the share before there is any, what the newest one counts, and the share
+#: The hit rate of a text's finds: its first value, the weight of the newest find, and the rate
 #: below which a row decodes plainly.
 FIRST_HIT_RATE, HIT_WEIGHT, MIN_HIT_RATE = 0.75, 0.25, 0.5
 
 
 class NgramDrafter:
-    """Proposes what followed the longest end of the text that occurred before (prompt lookup).
+    """A drafter by prompt lookup, for text that repeats itself or its prompt.
 
-    It needs no draft model, keeps no KV, and costs microseconds: for text that repeats itself or
-    its prompt. A chain continues the most recent occurrence of the longest end, `max_ngram` tokens
-    at most; a tree has the first `topk` different continuations, longer ends before shorter ones
-    and recent occurrences before old ones. A continuation that reaches the end of the text goes on
-    with itself. What is left of the shape, all of it when nothing occurred before, repeats the root
-    token: a token of the vocabulary, which the verify accepts only where it is right.
+    It finds the longest end of the text, at most `max_ngram` tokens, that occurred before, and
+    proposes the tokens that followed. It needs no draft model, keeps no KV, and costs microseconds.
+    A chain continues the most recent occurrence of the longest end. A tree has the first `topk`
+    different continuations: longer ends first, and recent occurrences first among equal lengths. A
+    continuation that reaches the end of the text repeats itself. The rest of the shape, or all of
+    it if nothing occurred before, repeats the root token; verify accepts it only where it is right.
 
-    Texts are told apart by the list that holds them: pass the same list in each round. Another list
-    is indexed anew, and so is one whose last indexed tokens have changed. The index takes some 200
-    bytes per token and n-gram length; an index that is used no more is dropped after some rounds.
+    The drafter knows a text by the list that holds it, so pass the same list in each round. Another
+    list is indexed anew, and so is a list whose last indexed tokens have changed. An index takes
+    about 200 bytes per token and n-gram length. An unused index is dropped after `KEPT_CALLS`
+    turns.
     """
 
     layers: tuple[LayerKV, ...] = ()
@@ -61,14 +63,14 @@ class NgramDrafter:
         """Look for ends of the text of `min_ngram` to `max_ngram` tokens.
 
         Args:
-            max_ngram: longest end that is looked for.
-            min_ngram: shortest.
+            max_ngram: longest end to search for.
+            min_ngram: shortest end to search for.
             min_match: a row whose longest match is shorter decodes plainly (see `is_promising`);
                 0 = it always drafts, None = 2, or `max_ngram` if that is less.
 
         Raises:
-            ConfigError: not `1 <= min_ngram <= max_ngram <= MAX_NGRAM`, `0 <= min_match <=
-                max_ngram`.
+            ConfigError: a number is out of range: `1 <= min_ngram <= max_ngram <= MAX_NGRAM`, and
+                `0 <= min_match <= max_ngram`.
         """
         check_int("max_ngram", max_ngram, 1, MAX_NGRAM)
         check_int("min_ngram", min_ngram, 1, max_ngram)
@@ -81,10 +83,10 @@ class NgramDrafter:
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
-        """Nothing to attach: it keeps no KV."""
+        """Do nothing, because the drafter keeps no KV."""
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Nothing to take over: the text is all it needs."""
+        """Do nothing, because the drafter reads the text alone."""
 
     def propose(
         self,
@@ -107,27 +109,27 @@ class NgramDrafter:
         )
 
     def is_promising(self, tokens: Sequence[int]) -> bool:
-        """Whether `min_match` tokens of the text's end occurred before, and such finds held lately.
+        """Return whether the text's last `min_match` tokens occurred before and finds were right.
 
-        A round that accepts nothing costs more than one without drafts. So where less than half of
-        what followed earlier finds has come true, the row decodes plainly, and goes on being looked
-        at.
+        A round that accepts nothing costs more than a plain one. If less than half of the recent
+        finds predicted the next token, the row decodes plainly. Its finds are counted on, so it
+        drafts again when they improve.
         """
         return self._index(tokens).foresees(self._min_match)
 
     def _index(self, text: Sequence[int]) -> _NgramIndex:
-        """The index of a text, up to date."""
+        """Return the index of a text, up to date."""
         index = self._indexes.get(id(text))
         if index is None or not index.is_current():
             index = self._indexes[id(text)] = _NgramIndex(text, self._lens)
-        elif index.last_call == self._num_calls:  # all have had their turn
+        elif index.last_call == self._num_calls:  # the text again: a new turn begins
             self._drop_unused()
         index.extend()
         index.last_call = self._num_calls
         return index
 
     def _drop_unused(self) -> None:
-        """Drop the indexes of texts that nobody asks for any more."""
+        """Begin a turn, and drop the indexes that were not used in the last `KEPT_CALLS` turns."""
         self._num_calls += 1
         for key, index in list(self._indexes.items()):
             if self._num_calls - index.last_call >= KEPT_CALLS:
@@ -135,34 +137,34 @@ class NgramDrafter:
 
 
 class _NgramIndex:
-    """Where each n-gram of one text ended, for several n.
+    """The ends of each n-gram of one text, for several n.
 
-    For each n: `_last[n]` has the end of its last occurrence, and `_before[n][e - n + 1]` the end
-    of the one before that which ends at `e`, or -1.
+    `_last[n]` maps an n-gram to the end of its last occurrence. `_before[n][e - n + 1]` is the end
+    of the occurrence before the one that ends at `e`, or -1.
     """
 
     def __init__(self, text: Sequence[int], lens: Sequence[int]) -> None:
-        self.text = text  # kept, so that no other list gets its id
+        self.text = text  # a reference, so that no other list gets its id
         self.last_call = 0
         self._lens = lens  # longest first
         self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lens}
         self._before = {n: array("q") for n in lens}
         self._num_indexed = 0
-        self._foreseen: int | None = None  # the token that is expected next
-        self._hit_rate = FIRST_HIT_RATE  # of such tokens lately
-        self._tail: list[int] = []  # the last of the tokens that are indexed
+        self._foreseen: int | None = None  # the token that the latest find predicts
+        self._hit_rate = FIRST_HIT_RATE  # running share of predictions that were right
+        self._tail: list[int] = []  # the last `TAIL_LEN` indexed tokens
 
     def is_current(self) -> bool:
-        """Whether the text has only grown, as far as its last indexed tokens show.
+        """Return whether the text has only grown, judged by its last `TAIL_LEN` indexed tokens.
 
-        A text that was cut by `TAIL_LEN` tokens at most before it grew again is always told; what
-        escapes here costs proposals (`occurrences` looks at the text itself), never a wrong one.
+        A change that this check misses costs proposals at most. It cannot make a wrong one, because
+        `occurrences` compares with the text itself.
         """
         begin = self._num_indexed - len(self._tail)
         return list(self.text[begin : self._num_indexed]) == self._tail
 
     def extend(self) -> None:
-        """Take over the tokens that are new."""
+        """Index the new tokens of the text, and update the hit rate with the first of them."""
         if self._foreseen is not None and len(self.text) > self._num_indexed:
             is_hit = self.text[self._num_indexed] == self._foreseen
             self._hit_rate += (is_hit - self._hit_rate) * HIT_WEIGHT
@@ -178,12 +180,18 @@ class _NgramIndex:
         self._tail = list(self.text[-TAIL_LEN:])
 
     def occurrences(self) -> Iterator[int]:
-        """Where the text's longest end ended before, most recent first; then shorter ends."""
+        """Yield the earlier ends of the text's longest end, most recent first; then shorter ends.
+
+        At most `MAX_OCCURRENCES` for each length.
+        """
         for n in self._lens:
             yield from itertools.islice(self._occurrences_of(n), MAX_OCCURRENCES)
 
     def foresees(self, min_match: int) -> bool:
-        """Whether an end of so many tokens occurred before, and finds of late came true."""
+        """Return whether an end of `min_match` tokens occurred before and finds were right lately.
+
+        Also remember the token that this find predicts, for the hit rate.
+        """
         ends = (self._occurrences_of(n) for n in self._lens if n >= min_match)
         end = next(itertools.chain.from_iterable(ends), None)
         if end is None:
@@ -200,7 +208,7 @@ class _NgramIndex:
                 yield end
 
     def continuation(self, end: int, num_tokens: int) -> list[int]:
-        """What follows position `end`; past the end of the text it repeats itself."""
+        """Return the tokens after position `end`; past the end of the text they repeat."""
         period = self._num_indexed - 1 - end
         known = list(self.text[end + 1 : end + 1 + num_tokens])
         for at in range(len(known), num_tokens):
@@ -209,14 +217,14 @@ class _NgramIndex:
 
 
 def _grow(index: _NgramIndex, shape: Shape) -> tuple[list[int], list[int]]:
-    """One lane's tree, N tokens and N parents."""
+    """Return one lane's tree as N tokens and N parents."""
     num_steps, num_nodes = shape.num_steps, shape.num_draft_tokens
     root = index.text[-1]
     tokens, parents = [root], [-1]
     children: dict[tuple[int, int], int] = {}  # (node, token) -> node
 
     def insert(path: list[int]) -> bool:
-        """Whether the path is a new one; it is cut where no node is left."""
+        """Add a path below the root until no node is left; return whether it added any node."""
         node, before = 0, len(tokens)
         for token in path:
             child = children.get((node, token))

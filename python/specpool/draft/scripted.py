@@ -1,4 +1,4 @@
-"""A drafter with dialled acceptance: it knows the text and errs at a given rate."""
+"""`ScriptedDrafter`: a drafter that knows the text and errs at a given rate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specpool.memory.kv_cache import KVCache, LayerKV
 
 
 class ScriptedDrafter:
-    """Proposes the continuation that `references` hold, with errors, in trees of random form.
+    """A drafter for tests: it proposes known continuations, with errors, in trees of random form.
 
     The true continuation runs along a spine of random node ids, so that accepted nodes are
-    scattered and compaction has work to do; all other nodes are wrong on purpose.
+    scattered and compaction has work to do. All other nodes are wrong on purpose.
     """
 
     layers: tuple[LayerKV, ...] = ()
@@ -33,13 +33,17 @@ class ScriptedDrafter:
         error_rate: float = 0.2,
         seed: int = 0,
     ) -> None:
-        """Know `references`, each a prompt with its continuation.
+        """Keep the references.
 
         Args:
-            references: token ids; a lane whose tokens are no prefix of any gets random proposals.
+            references: token ids, each list a prompt with its continuation. A lane whose tokens are
+                no prefix of any reference gets random proposals.
             vocab_size: wrong tokens are drawn from `[0, vocab_size)`; at least 2.
             error_rate: probability that a spine token is wrong, in [0, 1].
-            seed: of the errors and the trees.
+            seed: seeds the errors and the trees.
+
+        Raises:
+            ConfigError: `vocab_size` or `error_rate` is out of range.
         """
         if vocab_size < 2:
             raise ConfigError(f"vocab_size must be at least 2, got {vocab_size}")
@@ -53,10 +57,10 @@ class ScriptedDrafter:
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
     ) -> None:
-        """Nothing to attach: it keeps no KV."""
+        """Do nothing, because the drafter keeps no KV."""
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Nothing to take over: the text is known."""
+        """Do nothing, because the text is known."""
 
     def propose(
         self,
@@ -74,7 +78,7 @@ class ScriptedDrafter:
         )
 
     def _tree(self, shape: Shape, text: list[int]) -> tuple[list[int], list[int]]:
-        """One lane's tokens and parents, N each."""
+        """Return one lane's tree as N tokens and N parents."""
         num_nodes, rng = shape.num_draft_tokens, self._rng
         truth = self._continuation(text, shape.num_steps)
         spine_len = min(shape.num_steps, num_nodes - 1)
@@ -96,7 +100,7 @@ class ScriptedDrafter:
         return tokens, parents
 
     def _continuation(self, text: list[int], num_tokens: int) -> list[int]:
-        """What follows `text`, filled up with random tokens."""
+        """Return the `num_tokens` tokens after `text`; random tokens fill up what is not known."""
         for reference in self._references:
             if reference[: len(text)] == text:
                 known = reference[len(text) : len(text) + num_tokens]

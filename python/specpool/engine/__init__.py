@@ -1,1 +1,1 @@
-"""What a user holds: the engine, its sessions, outputs and statistics."""
+"""The objects that a user holds: the engine, its sessions, outputs and statistics."""

@@ -1,15 +1,15 @@
-"""Whether two runs gave one request the same text, up to the rounding of the model's dtype.
+"""Check whether two runs gave one request the same text, up to the rounding of the model's dtype.
 
-The referee is the model itself: its own attention, without pages, over the text that a run gave.
-Each token of the run is held against what these logits choose. A token that they do not choose is
-explained by rounding if a change of the logits within `noise` would choose it.
+The referee is the model itself. It reads the text of a run with its own attention, without pages,
+and each token of the run is compared with the token that the model's logits choose. If they differ,
+rounding explains the token if a change of the logits within `noise` would choose it.
 
-Rounding moves a logit in two ways. Storing it rounds it once, by at most u * |logit|, with u half
-of the dtype's epsilon. And the hidden state that it comes from has been rounded about
+Rounding moves a logit in two ways. Storing the logit rounds it once, by at most u * |logit|, where
+u is half of the dtype's epsilon. The hidden state behind the logit has been rounded about
 `ROUNDINGS_PER_LAYER` times in each of L layers. Such errors add up like a random walk (Higham and
 Mary, SIAM J. Sci. Comput. 41, 2019), to a share u * sqrt(ROUNDINGS_PER_LAYER * L) of the hidden
-state, in no direction of its own, so to the same share of `spread`, the standard deviation of the
-logits over the vocabulary. Of two logits in each of two runs, together:
+state. The error has no preferred direction, so the logits move by the same share of `spread`, the
+standard deviation of the logits over the vocabulary. For two logits in each of two runs, the sum is
 
     noise = 4 * u * |logit| + DEVIATIONS * u * sqrt(ROUNDINGS_PER_LAYER * L) * spread
 """
@@ -39,7 +39,7 @@ ROUNDINGS_PER_LAYER = 16
 DEVIATIONS = 4.0
 # Positions whose logits are held at once.
 _BLOCK = 256
-# Sizes of what top-p may have kept that are looked at.
+# The most sizes of the set kept by top-p that are tried.
 _MOST_CUTS = 64
 # A temperature below this is greedy (cuda/sample.cu).
 _LEAST_TEMPERATURE = 2.0**-100
@@ -47,14 +47,15 @@ _LEAST_TEMPERATURE = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class TokenGap:
-    """How far a run's token is from what the model's own logits choose at its position.
+    """The distance of a run's token from the token that the model's logits choose at its position.
 
     Attributes:
         token_id: the run's token.
-        gap: the difference of two logits that would have to vanish for the model to choose it too;
-            0 = it does. Greedy: its logit below the greatest. Drawn: the distance between the drawn
-            number and the edge of the token's share, as log odds times the temperature.
-        noise: differences up to this are rounding.
+        gap: by how much logits would have to change for the model to choose the token; 0 = the
+            model chooses it. Greedy: the greatest logit minus the token's logit. Drawn: the
+            distance between the drawn number and the edge of the token's share, as log odds times
+            the temperature.
+        noise: a gap up to this is rounding.
     """
 
     token_id: int
@@ -63,24 +64,25 @@ class TokenGap:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains the token."""
+        """Return whether rounding explains the token."""
         return self.gap <= self.noise
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `Engine.compare` found.
+    """The result of `Engine.compare`.
 
     Attributes:
-        verdict: `identical`; `rounding`, texts that differ as far as the dtype's rounding explains;
-            or `fault`.
-        dtype: the model's.
-        num_same: tokens before the first that differs; all, where the texts are identical.
-        first: of the first text's token there; None where the texts are identical or it has ended.
-        second: of the second text's.
-        run_gaps: what the runs saw there themselves, if both had `logprobs` of 2 or more: how far
-            the most likely token was above the next one.
-        fault: what rounding does not explain, in a sentence; None = there is nothing.
+        verdict: `identical`; `rounding`: the texts differ, and the dtype's rounding explains it; or
+            `fault`.
+        dtype: the model's dtype, such as "float32".
+        num_same: the number of equal tokens at the start; all, if the texts are identical.
+        first: the gap of the first text's token at index `num_same`; None if the texts are
+            identical or one of them has ended there.
+        second: the same for the second text.
+        run_gaps: by how much each run's own log probability of the likeliest token was above the
+            next one, at index `num_same`; None unless both runs had `logprobs` of 2 or more.
+        fault: a sentence about what rounding does not explain; None if there is no fault.
     """
 
     verdict: Verdict
@@ -93,11 +95,11 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether the texts are identical, or differ by rounding alone."""
+        """Return whether the texts are identical or differ by rounding alone."""
         return self.verdict != "fault"
 
     def __str__(self) -> str:
-        """The verdict and its figures in one line."""
+        """Return the verdict and its figures in one line."""
         if self.verdict == "identical":
             return f"identical: {self.num_same} tokens"
         if self.verdict == "fault":
@@ -115,7 +117,7 @@ class Comparison:
 
 @torch.inference_mode()
 def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) -> Comparison:
-    """Compare two outputs of one request; see `Engine.compare`."""
+    """Compare two outputs of one request; `Engine.compare` documents arguments and errors."""
     _check_pair(first, second)
     dtype = str(target.dtype).removeprefix("torch.")
     a, b = first.token_ids, second.token_ids
@@ -138,26 +140,29 @@ def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) ->
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether the likeliest token is taken."""
+    """Return whether these parameters always take the likeliest token."""
     return params.temperature < _LEAST_TEMPERATURE
 
 
 class Referee:
-    """Holds each token of an output against the model's own logits of the same text."""
+    """A judge that compares each token of an output with the model's logits of the same text."""
 
     def __init__(self, target: TargetModel, output: RequestOutput) -> None:
-        """Run the model once over the prompt and the output."""
+        """Run the model once over the prompt and the output, with its own attention."""
         self._target, self._output = target, output
         ids = [*output.prompt_ids, *output.token_ids]
         self._hidden = target.plain_hidden(ids[:-1])[len(output.prompt_ids) - 1 :]
 
     def at(self, index: int) -> TokenGap:
-        """Of the output's token `index`."""
+        """Return the gap of the output's token `index`."""
         (logits,) = self._target.compute_logits(self._hidden[index : index + 1])
         return self._gap(index, logits.double())
 
     def fault(self, name: str) -> str | None:
-        """The first token of the `name`d text that rounding does not explain, in a sentence."""
+        """Describe the first token that rounding does not explain; None if there is none.
+
+        `name` is "first" or "second": the message calls the text so.
+        """
         for index, logits in self._others():
             if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
                 return f"the model's own logits of the {name} text's token {index} are not finite"
@@ -170,7 +175,7 @@ class Referee:
         return None
 
     def _others(self) -> Iterator[tuple[int, Tensor]]:
-        """The tokens that the model would not choose, with its logits, float64 [V]."""
+        """Yield each token that the model would not choose: its index and logits, float64 [V]."""
         tokens = torch.tensor(self._output.token_ids, device=self._hidden.device)
         for start in range(0, len(tokens), _BLOCK):
             logits = self._target.compute_logits(self._hidden[start : start + _BLOCK])
@@ -180,7 +185,10 @@ class Referee:
                 yield start + row, logits[row].double()
 
     def _choose(self, start: int, logits: Tensor) -> Tensor:
-        """int64 [n]: what the request's parameters make of these logits, from token `start` on."""
+        """Sample tokens, int64 [n], from logits [n, V] with the request's own parameters.
+
+        `start` is the index of the first token in the output.
+        """
         params, size = self._output.params, len(logits)
         top_p = max(params.top_p, torch.finfo(torch.float32).tiny)
 
@@ -196,7 +204,7 @@ class Referee:
         )
 
     def _draw(self, index: int) -> float:
-        """The number in [0, 1) that chooses the output's token `index`."""
+        """Return the number in [0, 1) that chooses the output's token `index`."""
         if is_greedy(self._output.params):
             return 0.0
         seed = torch.tensor([self._output.seed], dtype=torch.uint64)
@@ -212,12 +220,14 @@ class Referee:
 
 
 def rounding_noise(target: TargetModel, logits: Tensor, token: int) -> float:
-    """How far rounding moves two logits apart, between two runs; see this file's head.
+    """Return how far rounding may move two logits apart between two runs.
+
+    The formula is at the top of this file.
 
     Args:
-        target: for its dtype and its number of layers.
+        target: gives the dtype and the number of layers.
         logits: float64 [V].
-        token: one of the two; the other is the likeliest.
+        token: one of the two tokens; the other is the likeliest.
     """
     finite = logits[logits.isfinite()]
     greatest = max(abs(float(finite.max())), abs(float(logits[token].nan_to_num(0, 0, 0))))
@@ -226,9 +236,9 @@ def rounding_noise(target: TargetModel, logits: Tensor, token: int) -> float:
 
 
 def rounding_unit(target: TargetModel) -> float:
-    """The relative error of one rounding in the target's dtype."""
+    """Return the relative error of one rounding in the target's dtype."""
     if target.dtype == torch.float32 and target.device.type == "cuda":
-        if torch.backends.cuda.matmul.allow_tf32:  # 10 bits of the factors are multiplied
+        if torch.backends.cuda.matmul.allow_tf32:  # TF32 keeps 10 bits of each factor
             return 2.0**-11
     return torch.finfo(target.dtype).eps / 2
 
@@ -236,25 +246,26 @@ def rounding_unit(target: TargetModel) -> float:
 def drawn_gap(
     logits: Tensor, token: int, params: SamplingParams, u: float, noise: float
 ) -> TokenGap:
-    """How far a drawn token is from what `u` draws.
+    """Return the gap between a drawn token and the token that the number `u` draws.
 
-    A draw takes the token in whose share of [0, 1) the number u falls, the tokens ordered by id.
-    With c = the weights of the tokens below an edge, which sum to 1, and minus those of the tokens
-    above it, errors e of the logits move the edge's log odds by (c . e) / temperature. For two
-    tokens alone |c| is sqrt(2), and this is the greedy case; for many, errors average out.
+    Tokens are ordered by id, and each has a share of [0, 1). A draw takes the token whose share
+    contains u. Let c hold the weights of the tokens below an edge, scaled to sum to 1, and minus
+    the weights of the tokens above it, scaled likewise. Errors e of the logits then move the
+    edge's log odds by (c . e) / temperature. With two tokens |c| is sqrt(2), as in the greedy
+    case; with many tokens the errors average out.
 
     Args:
         logits: float64 [V].
         token: the token that was drawn.
-        params: with a temperature above 0.
-        u: the number that was drawn.
-        noise: `rounding_noise`.
+        params: sampling parameters with a temperature above 0.
+        u: the number that was drawn, in [0, 1).
+        noise: the result of `rounding_noise`.
     """
     order = torch.argsort(logits, descending=True, stable=True)
     most = min(params.top_k or len(order), len(order))
     weights = torch.softmax(logits[order[:most]] / params.temperature, 0)
     sizes = _cuts(weights.cumsum(0), params.top_p, noise / params.temperature)
-    # A token that no cut keeps is judged by how much it lacks.
+    # If no cut keeps the token, its gap is how far its logit is below the last kept one.
     lacks = float(logits[order[max(sizes) - 1]] - logits[token])
     best = TokenGap(token, lacks, noise) if lacks > noise else None
     for size in sizes:
@@ -269,10 +280,10 @@ def drawn_gap(
 
 
 def _kept(logits: Tensor, order: Tensor, size: int, token: int, noise: float) -> Iterator[Tensor]:
-    """The sets of `size` likeliest tokens that rounding may make, as far as they have the token.
+    """Yield the sets of `size` likeliest tokens that rounding allows and that hold `token`.
 
-    Tokens about as likely as the last one kept may be in its place. They weigh about the same, so
-    the sets differ in how many of them have lower ids than the token.
+    Any token about as likely as the last kept one may take its place. Such tokens weigh about the
+    same, so only the number of them with ids below `token` makes a difference.
     """
     if size == len(order):
         yield order
@@ -288,17 +299,17 @@ def _kept(logits: Tensor, order: Tensor, size: int, token: int, noise: float) ->
     own = certain.new_tensor([token])
     for num_below in range(max(0, num_free - len(above)), min(num_free, len(below)) + 1):
         free = below[:num_below], above[: num_free - num_below]
-        # The token itself may be certain.
+        # `token` may be among the certain ones; do not add it twice.
         yield torch.cat([certain[certain != token], *free, own])
 
 
 def _cuts(mass: Tensor, top_p: float, slack: float) -> Sequence[int]:
-    """How many of the likeliest tokens top-p keeps, for any logits within rounding.
+    """Return the possible numbers of tokens that top-p keeps, for any logits within rounding.
 
     Args:
-        mass: float64 [n], of the first 1, 2, ... tokens.
-        top_p: keep the fewest with at least this mass.
-        slack: by so much may the log odds of a mass be off.
+        mass: float64 [n], the probability of the first 1, 2, ... tokens together.
+        top_p: top-p keeps the fewest tokens with at least this mass.
+        slack: the largest error of the log odds of a mass.
     """
     if top_p >= 1:
         return [len(mass)]
@@ -314,7 +325,7 @@ def _cuts(mass: Tensor, top_p: float, slack: float) -> Sequence[int]:
 def _edge_gap(
     logits: Tensor, kept: Tensor, token: int, temperature: float, u: float, noise: float
 ) -> TokenGap:
-    """The distance between u and the nearer edge of the token's share."""
+    """Return the distance between u and the nearer edge of the token's share, 0 inside it."""
     ids = kept.sort().values
     p = torch.softmax(logits[ids] / temperature, 0)
     place = int((ids == token).nonzero())
@@ -335,12 +346,13 @@ def _log_odds(below: float, above: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _RunGaps:
-    """What two runs saw themselves where their texts part, in log probabilities.
+    """The log probabilities that two runs recorded at the first token that differs.
 
     Attributes:
-        first: how far the first run had its likeliest token above the next one.
-        second: the same of the second run.
-        apart: by how much the runs differ in how far the first's token is above the second's.
+        first: in the first run, the likeliest token's log probability minus the next one's.
+        second: the same in the second run.
+        apart: log probability of the first run's token minus that of the second run's token, in
+            the first run, minus the same difference in the second run.
     """
 
     first: float
@@ -349,7 +361,7 @@ class _RunGaps:
 
     @classmethod
     def of(cls, first: RequestOutput, second: RequestOutput, index: int) -> _RunGaps | None:
-        """At token `index`; None where one of them has not recorded its two likeliest."""
+        """Read the gaps at token `index`; None unless both runs recorded two tokens there."""
         if first.logprobs is None or second.logprobs is None:
             return None
         one, other = first.logprobs[index].top, second.logprobs[index].top
@@ -357,14 +369,14 @@ class _RunGaps:
             return None
         a, b = first.token_ids[index], second.token_ids[index]
         (high, low, *_), (other_high, other_low, *_) = one.values(), other.values()
-        # A token that is not in a run's list is at most as likely as the last one that is.
+        # A token outside a run's list is at most as likely as the last one in the list.
         least, other_least = min(one.values()), min(other.values())
         apart = one.get(a, least) - one.get(b, least)
         apart += other.get(b, other_least) - other.get(a, other_least)
         return cls(high - low, other_high - other_low, apart)
 
     def fault(self, noise: float) -> str | None:
-        """What rounding does not explain, in a sentence."""
+        """Describe the difference of the runs if rounding does not explain it, else None."""
         if self.apart <= noise:
             return None
         return (
@@ -374,7 +386,7 @@ class _RunGaps:
 
 
 def _check_pair(first: object, second: object) -> None:
-    """Raise `ConfigError` unless these are whole outputs of the same request."""
+    """Raise `ConfigError` unless these are finished outputs of the same request."""
     for output in (first, second):
         if not isinstance(output, RequestOutput):
             raise ConfigError(f"compare takes two RequestOutput, got {output!r:.80}")

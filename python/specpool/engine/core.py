@@ -1,4 +1,4 @@
-"""`EngineCore`: what an engine and its sessions run on."""
+"""`EngineCore`: the scheduler, loop and lock that an engine shares with its sessions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OnItem = Callable[[int, Chunk | RequestOutput], None]
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A request of `submit`, and who hears of it."""
+    """A request of `submit`, and the callback that gets its chunks and output."""
 
     request: Request
     report: Report
@@ -37,19 +37,19 @@ class EngineCore:
     """One scheduler, the loop that runs its steps, and the lock around both.
 
     Attributes:
-        lock: held by whoever runs a turn or changes what runs. Callbacks may take it again.
-        scheduler: decides who runs.
+        lock: hold it to run a turn or to change what runs. It is reentrant, for callbacks.
+        scheduler: decides which requests run.
         loop: runs the scheduler's steps on the worker.
         prompts: makes requests of prompts.
         tokenizer: turns tokens into text; None = there is none.
         worker: runs the forwards.
-        host: keeps KV on the host; None = nobody does.
+        host: the host tier; None = there is none.
     """
 
     def __init__(self, parts: Assembly, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Put a scheduler and a loop on the parts of an engine; nothing runs yet.
 
-        No part refers to the core, so that it ends as soon as nobody uses it.
+        No part refers to the core, so Python frees the core with its last user.
         """
         target, drafter, config = parts.target, parts.drafter, parts.config
         self.lock = threading.RLock()
@@ -73,7 +73,7 @@ class EngineCore:
             max_context_len=parts.max_context_len,
         )
         self._submitted: dict[int, _Submitted] = {}
-        # Submitted requests that have no row any more and may have news.
+        # Submitted requests that lost their row and may have news.
         self._mailbox: dict[int, Request] = {}
 
     def news(
@@ -111,7 +111,7 @@ class EngineCore:
         return request.request_id
 
     def take_back(self, request: Request) -> None:
-        """Forget a request that nobody knows of, however far its submit came."""
+        """Forget a request whose caller never got its number, however far its submit came."""
         with self.lock:
             with self.loop.recovering():
                 self.scheduler.abort(request)
@@ -119,10 +119,10 @@ class EngineCore:
             self._mailbox.pop(request.request_id, None)
 
     def abort(self, number: int) -> None:
-        """End a submitted request.
+        """Abort a submitted request; see `Engine.abort`.
 
         Raises:
-            ConfigError: there is no such request, or it was done before the latest turn.
+            ConfigError: no submitted request has this number, or its output has been delivered.
         """
         with self.lock:
             if not isinstance(number, int) or number not in self._submitted:
@@ -131,7 +131,7 @@ class EngineCore:
                 self.scheduler.abort(self._submitted[number].request)
 
     def turn(self) -> bool:
-        """Run one turn for all requests; False when nothing is left to do."""
+        """Run one turn for all requests; return False when nothing is left to do."""
         with self.lock:
             self.loop.turn()
             # A waiting request has no news, and thousands may wait.
@@ -140,11 +140,11 @@ class EngineCore:
                 submitted = self._submitted.get(number)
                 if submitted is not None:
                     self._tell(number, submitted)
-                self._mailbox.pop(number, None)  # last: what raises is asked again
+                self._mailbox.pop(number, None)  # last: if `_tell` raises, the next turn retries
             return bool(self.scheduler.has_requests or self.loop.num_flying or self._submitted)
 
     def give_everything_back(self) -> list[str]:
-        """End all requests and sessions; returns what the ledger refused to take back."""
+        """End all requests, pins and sessions; return a message per part that refused."""
         with self.loop.recovering():
             failures = self.scheduler.abort_all()
             try:
@@ -158,7 +158,7 @@ class EngineCore:
         return failures
 
     def _tell(self, number: int, submitted: _Submitted) -> None:
-        """Hand a submitted request's news on."""
+        """Pass a submitted request's new chunks and output to its callback."""
         for item in submitted.report.news():
             if isinstance(item, RequestOutput):
                 del self._submitted[number]

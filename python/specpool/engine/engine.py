@@ -1,4 +1,4 @@
-"""`Engine`: a target model, perhaps a drafter, and the pages they share."""
+"""`Engine`: a target model, an optional drafter, and the pages that both use."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Generates text with a Hugging Face decoder on our pages, an EAGLE head drafting for it.
+    """A text generator: a Hugging Face decoder on paged KV, with an optional drafter.
 
-    Use it as a context manager, or call `close`: a model that was passed in gets its own attention
-    back. An engine of `from_pretrained` that goes out of scope gives it back too.
+    Use it as a context manager, or call `close`. Either restores the attention of a model that was
+    passed in. An engine of `from_pretrained` restores it too when it goes out of scope.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class Engine:
         """Load a target and a draft model and build an engine.
 
         Args:
-            target: a folder, a hub name, `specpool/tiny` (embedded), or a model in memory.
+            target: a folder, a hub name, `specpool/tiny` (embedded), or a loaded model.
             draft: an EAGLE head (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`),
                 `ngram` or `ngram:6` (prompt lookup, see `named_drafter`), a drafter object, or None
                 for plain decoding.
             dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
-                None = float32 on a CPU, else `auto`. A model in memory keeps its own.
-            device: where the models and the KV live. A model in memory stays where it is.
-            tokenizer: instead of the one in the target's folder.
-            feature_layers: target layers whose inputs the head reads, instead of the checkpoint's.
-            trust_remote_code: run Python code that the target's folder brings; without it such a
-                target is refused, and nothing of it runs.
+                None = float32 on a CPU, else `auto`. A loaded model keeps its own.
+            device: where the models and the KV live. A loaded model stays where it is.
+            tokenizer: replaces the tokenizer of the target's folder.
+            feature_layers: target layers whose inputs the head reads; replaces the checkpoint's.
+            trust_remote_code: run Python code from the target's folder. If False, a target that
+                needs such code is refused before any of it runs.
             **options: fields of `EngineConfig`.
 
         Raises:
-            ConfigError: a path, an option or a checkpoint that does not fit.
+            ConfigError: a path, an option or a checkpoint does not fit.
         """
         check_fields(EngineConfig, options)
         config = EngineConfig(**options)
@@ -115,7 +115,7 @@ class Engine:
             engine = cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
             weakref.finalize(
                 engine.core, parts.target.close
-            ).atexit = False  # at its end all is gone
+            ).atexit = False  # at the interpreter's exit there is nothing to restore
             return engine
         except BaseException:
             parts.target.close()
@@ -130,20 +130,20 @@ class Engine:
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for each prompt; returns the outputs in the prompts' order, samples together.
+        """Generate for each prompt; return the outputs in the prompts' order, samples together.
 
         Args:
-            prompts: strings, token ids or the messages of a chat, `{"role": ..., "content": ...}`,
-                which the tokenizer's template makes a text of; one prompt or a list.
-            params: one for all, or one per prompt.
-            shape: one for all, or one per prompt. None = the engine's; `Shape.none()` = plain
-                decoding on the same pages; or one of `EngineConfig.shapes`.
-            priority: the greater comes first; equal ones in the order of arrival.
-            progress: a bar on standard error; None = on a terminal, when it takes longer than a
-                second.
+            prompts: one prompt or a list. A prompt is a string, a list of token ids, or a chat: a
+                list of `{"role": ..., "content": ...}` for the tokenizer's chat template.
+            params: one for all prompts, or one per prompt.
+            shape: one for all prompts, or one per prompt. None = the engine's; `Shape.none()` =
+                plain decoding on the same pages; or one of `EngineConfig.shapes`.
+            priority: greater runs first; equal priorities run in the order of arrival.
+            progress: show a bar on standard error; None = only on a terminal, once the call has
+                taken a second.
 
         Raises:
-            ConfigError: a prompt or a parameter that cannot work; nothing has run then.
+            ConfigError: a prompt or a parameter cannot work. Nothing has run then.
         """
         requests = self.core.prompts.requests(prompts, params, shape, priority)
         bar = ProgressBar(requests, progress)
@@ -162,10 +162,10 @@ class Engine:
         shape: Shape | Sequence[Shape] | None = None,
         priority: int = 0,
     ) -> Iterator[Chunk | RequestOutput]:
-        """As `generate`, round by round: chunks as they come, and each output when it is done.
+        """Generate as `generate` does, but yield chunks round by round, and each output at its end.
 
-        Prompts are checked at once; they run while the iterator is consumed, and closing it aborts
-        what is left.
+        Prompts are checked at once. The requests run while the iterator is consumed; closing the
+        iterator aborts those that are left.
         """
         requests = self.core.prompts.requests(prompts, params, shape, priority)
         return self._stream(requests)
@@ -178,17 +178,17 @@ class Engine:
         shape: Shape | Sequence[Shape] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[Chunk | RequestOutput]:
-        """As `stream`, for asyncio: the forwards run in a thread, one at a time.
+        """Stream as `stream` does, for asyncio: the forwards run in a thread, one at a time.
 
-        Streams of several tasks share their batches. Leaving the loop early aborts what is left,
-        once the iterator is closed (`contextlib.aclosing`).
+        Streams of several tasks share batches. To stop early, close the iterator
+        (`contextlib.aclosing`): this aborts the requests that are left.
         """
         stream = self.stream(prompts, params, shape=shape, priority=priority)
         try:
             while (item := await asyncio.to_thread(self._next, stream)) is not None:
                 yield item
         finally:
-            with self.core.lock:  # a task that was cancelled leaves its thread at work
+            with self.core.lock:  # the thread of a cancelled task may still run a turn
                 cast("Generator[Any]", stream).close()
 
     def _next(self, stream: Iterator[Chunk | RequestOutput]) -> Chunk | RequestOutput | None:
@@ -199,7 +199,7 @@ class Engine:
         """Open a conversation that keeps its KV between its turns.
 
         Args:
-            max_tokens: tokens of it at most, prompts and outputs; None = `max_context_len`.
+            max_tokens: the most tokens of all prompts and outputs; None = `max_context_len`.
 
         Raises:
             ConfigError: `max_tokens` is not in [2, max_context_len], or the engine is closed.
@@ -212,7 +212,7 @@ class Engine:
             with self.core.lock:
                 conversation = self.core.scheduler.conversations.new([])
                 return Session(self.core, conversation, max_tokens or self.max_context_len)
-        except BaseException:  # Ctrl-C: nobody would have it
+        except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:
                 with self.core.lock:
                     self.core.scheduler.conversations.close(conversation)
@@ -228,16 +228,16 @@ class Engine:
         session: Session | None = None,
         on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
     ) -> int:
-        """Queue one request for `turn`, in a loop of your own.
+        """Queue one request that later calls of `turn` run, in a loop of your own.
 
         Args:
             prompt: a string, token ids or the messages of a chat.
             params: None = the defaults.
             shape: None = the engine's, or one of its shapes.
             priority: as in `generate`.
-            session: whose next turn it is; the prompt goes on with it then.
-            on_item: called in a turn with the request's number and what came new: chunks, and the
-                output when it is done. It may submit and abort.
+            session: make the request this session's next turn; the prompt follows its tokens.
+            on_item: called within `turn` with the request's number and each new chunk, at last
+                with the output. It may call `submit` and `abort`.
 
         Returns:
             The request's number.
@@ -261,7 +261,7 @@ class Engine:
                 else:
                     request = session.next_turn(prompt, params, shape, priority)
                 return self.core.submit(request, on_item)
-        except BaseException:  # Ctrl-C: its number would be known to nobody
+        except BaseException:  # such as Ctrl-C: the caller does not get the number
             if request is not None:
                 self.core.take_back(request)
             raise
@@ -269,11 +269,12 @@ class Engine:
     def pin(self, prompt: Prompt) -> Pin:
         """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
 
-        They are found by themselves. What is kept is whole pages; when no other memory is left, the
-        oldest pinned text is dropped before a running request has to give way.
+        Every later prompt that begins with the text uses its KV. Only whole pages are kept. If
+        memory runs out, the oldest pinned text is dropped before a running request is retracted.
+        The call computes the text's KV and returns when it is there.
 
         Raises:
-            ConfigError: the prompt is no prompt, or fills no page; or the target has recurrent
+            ConfigError: the prompt is not valid, or fills no page; or the target has recurrent
                 layers.
         """
         if self.target.keeps_state:
@@ -283,7 +284,7 @@ class Engine:
             )
         params = SamplingParams(max_new_tokens=1)
         (request,) = self.core.prompts.requests([prompt], params, None, 0)
-        # What is behind its whole pages would take their windows along.
+        # Tokens behind the last whole page would move the windows off the pinned pages.
         whole = len(request.tokens) // self.config.page_size * self.config.page_size
         if not whole:
             raise ConfigError(
@@ -298,16 +299,16 @@ class Engine:
             if request.pin is None:
                 raise ConfigError(f"the prompt cannot be pinned: {request.error}")
             return request.pin
-        except BaseException:  # Ctrl-C: nobody would have the pin
+        except BaseException:  # such as Ctrl-C: the caller does not get the pin
             if request.pin is not None:
                 self.unpin(request.pin)
             raise
 
     def unpin(self, pin: Pin) -> None:
-        """Keep a pinned text no longer; requests that run on it go on. Twice is once.
+        """Drop a pinned text; requests that run on its pages go on. A second call does nothing.
 
         Raises:
-            ConfigError: it is not what `pin` gave.
+            ConfigError: `pin` is not a result of `Engine.pin`.
         """
         if not isinstance(pin, Pin):
             raise ConfigError(f"unpin takes what pin gave, got {pin!r:.80}")
@@ -315,51 +316,52 @@ class Engine:
             self.core.scheduler.pins.drop(pin)
 
     def abort(self, number: int) -> None:
-        """End a submitted request, wherever it is; its output comes with the next turn.
+        """Abort a submitted request; its output comes with the next turn.
 
         Raises:
-            ConfigError: there is no such request, or it has been done for longer than a turn.
+            ConfigError: no submitted request has this number, or its output has been delivered.
         """
         self.core.abort(number)
 
     def turn(self) -> bool:
-        """Run one turn for all requests; False when nothing is left to do."""
+        """Run one turn for all requests; return False when nothing is left to do."""
         return self.core.turn()
 
     def _stream(self, requests: list[Request]) -> Iterator[Chunk | RequestOutput]:
-        # Closed here, not by the garbage collector: it would swallow a Ctrl-C.
+        # Close the run here. The garbage collector would close it too, but swallow a Ctrl-C.
         with contextlib.closing(self.core.news(requests, tell=True)) as run:
             for _, news in run:
                 yield from news
 
     @property
     def peak_pages(self) -> list[int]:
-        """Most pages of each group that were ever taken at once."""
+        """The most pages of each group that were ever taken at once."""
         return list(self.core.loop.peak_pages)
 
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs of one request, such as a drafted one and a plain one.
 
-        Texts that differ are held against the model's own choices; see
-        `specpool.engine.comparison`.
+        If the texts differ, each is compared with the model's own choices, which costs one forward
+        per text; see `specpool.engine.comparison`.
 
         Args:
-            first: of this engine's target; it ended by a stop or its length.
-            second: of the same prompt, parameters and, if sampled, seed.
+            first: an output of this engine's target that ended by a stop or its length.
+            second: another such output of the same prompt, parameters and, if sampled, seed.
 
         Raises:
-            ConfigError: not of one request, without an end, or the engine is closed.
+            ConfigError: the outputs belong to different requests, one of them has not ended by a
+                stop or its length, or the engine is closed.
         """
         self.core.prompts.check_open()
         with self.core.lock:
             return compare(self.target, first, second)
 
     def pool_stats(self) -> list[PoolStats]:
-        """Pages of each group now."""
+        """Return the page counts of each group now."""
         return pool_stats(self.ledger)
 
     def stats(self) -> EngineStats:
-        """What the engine holds now and has done since it was built."""
+        """Return what the engine holds now, and its counters since it was built."""
         graphs = self.core.worker.graphs
         return engine_stats(
             self.ledger,
@@ -372,19 +374,19 @@ class Engine:
 
     @property
     def findings(self) -> list[BusyFinding]:
-        """What the busy check has found, the oldest first; each once, the latest of many."""
+        """The latest findings of the busy check, oldest first; each finding appears once."""
         return list(self.core.loop.busy_check.findings)
 
     def close(self) -> None:
-        """Abort what runs, give the target model its own attention back, write the event log out.
+        """Abort what runs, restore the target model's own attention, write the event log.
 
         Raises:
-            CorruptState: the ledger refuses to take something back; the message says what. All
-                else is done, a further call does nothing.
-            RecordError: the event log cannot be written; all else is done, a further call tries
-                again.
+            CorruptState: the ledger refuses to take something back; the message says what.
+                Everything else is done, and a further call does nothing.
+            RecordError: the event log cannot be written. Everything else is done, and a further
+                call tries again.
         """
-        with self.core.lock:  # a forward of an asynchronous stream may run
+        with self.core.lock:  # an asynchronous stream's thread may be inside a forward
             failures: list[str] = []
             try:
                 if not self.ledger.closed:

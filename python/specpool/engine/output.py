@@ -1,4 +1,4 @@
-"""What the user hears of a request: chunks while it runs, its output when it is done."""
+"""`Chunk` and `RequestOutput`: what a request gives while it runs, and when it is done."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What came new to one prompt's output.
+    """The new part of one prompt's output.
 
     Attributes:
-        index: which prompt.
-        sample: which of its samples.
+        index: the prompt's index in the call.
+        sample: the index among the prompt's samples.
         token_ids: the new tokens.
-        pieces: the new text in runs, each with whether it is accepted drafts. A character whose
-            bytes are not complete yet waits for the next chunk.
+        pieces: the new text in runs, each with True if the run is accepted drafts. A character
+            whose bytes are not complete yet waits for the next chunk.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Chunk:
 
 
 class Report:
-    """Tells what is new of one request, at a cost that depends on what is new alone."""
+    """A reader of one request's news. Its cost grows with the news alone, not with the output."""
 
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Decode with `tokenizer`; without one, texts are empty."""
@@ -53,7 +53,7 @@ class Report:
         self._is_done = False
 
     def news(self) -> Iterator[Chunk | RequestOutput]:
-        """What came since the last time: a chunk, and the output once it is done."""
+        """Yield what came since the last call: a chunk, and the output once the request is done."""
         request, start = self._request, self._num_told
         done, num_tokens = request.finish_reason is not None, request.num_output_tokens
         if self._is_done or (num_tokens <= start and not done):
@@ -70,13 +70,13 @@ class Report:
         pieces = [piece for piece in pieces if piece[0]]
         if ids or pieces:
             yield Chunk(request.index, request.sample, ids, pieces)
-        # Who took the chunk may have raised, or asked for news in between.
+        # The consumer of the chunk may have raised, or called `news` itself meanwhile.
         if done and not self._is_done:
             yield output_of(request, self._tokenizer)
-            self._is_done = True  # last: Ctrl-C may come, and it is told only then
+            self._is_done = True  # last: if Ctrl-C comes before, the output is told again
 
     def _take_flags(self, num_tokens: int) -> list[bool]:
-        """Whether each of the next tokens is an accepted draft, as `Request.from_draft` says."""
+        """Return, for each of the next tokens, whether it is an accepted draft."""
         forwards = self._request.forwards
         while len(self._flags) < num_tokens:
             self._flags += draft_flags(forwards[self._num_forwards])
@@ -89,7 +89,7 @@ def _visible(tokens: list[int], request: Request) -> list[int]:
 
 
 def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
-    """What the user gets of a request that is done."""
+    """Build the output of a request that is done."""
     text = TextStream(tokenizer, request.params.stop)
     ids, times = request.output_ids, request.times
     hit = None if request.watch is None else request.watch.hit
@@ -116,27 +116,27 @@ def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Re
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What `Engine.generate` returns per prompt.
+    """The result of one sample of a prompt, as `Engine.generate` returns it.
 
     Attributes:
-        index: which prompt of the call.
-        sample: which of its samples.
+        index: the prompt's index in the call.
+        sample: the index among the prompt's samples.
         prompt_ids: the prompt's tokens.
         token_ids: the generated tokens; an end-of-sequence token is the last of them.
         text: the decoded output without special tokens; "" without a tokenizer.
         finish_reason: `stop`, `length`, `error` or `abort`.
-        error: what went wrong with finish_reason `error`.
+        error: what went wrong, if finish_reason is `error`; else None.
         seed: the seed that reproduces a sampled text.
-        accept_lens: the accept length of each, bonus included.
-        from_draft: whether each generated token is an accepted draft.
-        logprobs: one entry per generated token, if asked for.
-        num_reused: prompt tokens that were not computed: their KV was there, of earlier turns of
-            the session or of a pinned text.
-        params: as they were given.
-        stop_hit: which of the stop strings ended it; None = none did.
-        queue_seconds: from its arrival until it got a row; None = it never did.
-        first_token_seconds: from its arrival to its first token; None = it has none.
-        seconds: from its arrival to its end.
+        accept_lens: the accept length of each verify round, bonus included.
+        from_draft: for each generated token, whether it is an accepted draft.
+        logprobs: one entry per generated token; None unless asked for.
+        num_reused: prompt tokens that were not computed, because an earlier turn of the session or
+            a pinned text had left their KV.
+        params: the parameters of the call.
+        stop_hit: the stop string that ended the text; None = none did.
+        queue_seconds: seconds from arrival until the request got a row; None = it never did.
+        first_token_seconds: seconds from arrival to the first token; None = there is none.
+        seconds: seconds from arrival to the end.
     """
 
     index: int
@@ -159,7 +159,7 @@ class RequestOutput:
 
     @property
     def verify_ct(self) -> int:
-        """Verify rounds of the request."""
+        """Number of verify rounds of the request."""
         return len(self.accept_lens)
 
     @property

@@ -13,27 +13,32 @@ from specpool.scheduler.request import Request
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-#: Work is long after so many seconds.
+#: Seconds after which a call is long enough for a bar on a terminal.
 LONG = 1.0
-_SECONDS_BETWEEN = 0.1  # two refreshes
+_SECONDS_BETWEEN = 0.1  # between two refreshes
 
 
 class ProgressBar:
-    """Shows how far these requests are, between `update` and `close`.
+    """A bar that shows how far some requests are, from the first `update` to `close`.
 
-    A request that ends early counts as if it had used up its tokens.
+    A request that ends early counts as if it had generated all its tokens.
     """
 
     def __init__(self, requests: Sequence[Request], wanted: bool | None) -> None:
-        """Show it (True), never (False), or where a terminal waits for long work (None).
+        """Prepare a bar for these requests; it appears with the first `update` after its time.
+
+        Args:
+            requests: the requests to watch.
+            wanted: True = show a bar; False = show none; None = show one on a terminal after
+                `LONG` seconds.
 
         Raises:
-            ConfigError: it is wanted, but rich is not installed; or `wanted` is something else.
+            ConfigError: `wanted` is True but rich is not installed, or `wanted` is not a bool.
         """
         if wanted is not None and not isinstance(wanted, bool):
             raise ConfigError(f"progress must be True, False or None, got {wanted!r:.80}")
         self._requests = requests
-        self._tokens = [0] * len(requests)  # as they were counted last
+        self._tokens = [0] * len(requests)  # output tokens at the latest `update` of each
         self._done = [False] * len(requests)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -51,7 +56,7 @@ class ProgressBar:
         self._next = now if wanted else now + LONG
 
     def update(self, index: int) -> None:
-        """This request has moved on."""
+        """Count the progress of the request at `index`, and refresh the bar if it is time."""
         if not self._is_shown:
             return
         request = self._requests[index]
@@ -63,7 +68,7 @@ class ProgressBar:
             self._show()
 
     def close(self) -> None:
-        """Take a last look, and leave the line as it is."""
+        """Refresh the bar a last time and leave it on the screen."""
         if self._progress is not None:
             self._show()
             self._progress.stop()
@@ -95,7 +100,7 @@ def _bar(total: int) -> tuple[Progress, TaskID]:
         TextColumn("{task.fields[tokens]}"),
         TimeElapsedColumn(),
     )
-    # Refreshed by hand: no thread of its own beside the engine's.
+    # No automatic refresh: rich would start a thread beside the engine's.
     progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
     task = progress.add_task("", total=total, requests="", tokens="")
     progress.start()

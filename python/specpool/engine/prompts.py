@@ -1,4 +1,4 @@
-"""From prompts and parameters to requests: everything is checked before anything is queued."""
+"""`Prompts`: makes requests of prompts and parameters, and checks all before any is queued."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Prompts:
-    """Makes requests that fit the engine."""
+    """A maker of requests that fit the engine."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Prompts:
         num_pages: Sequence[int],
         max_context_len: int,
     ) -> None:
-        """Check against these.
+        """Keep the limits that prompts and parameters are checked against.
 
         Args:
-            target: knows its vocabulary and when a text ends.
+            target: gives the vocabulary size and the tokens that end a text.
             tokenizer: None = prompts are token ids.
-            scheduler: knows what fits.
-            shape: of a request that names none.
-            shapes: the ledger's.
-            num_pages: of each group.
-            max_context_len: tokens of a sequence at most.
+            scheduler: decides whether a request can ever fit.
+            shape: the shape of a request that names none.
+            shapes: the ledger's shapes.
+            num_pages: the pages of each group.
+            max_context_len: the most tokens of a sequence.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
         self._shape, self._shapes = shape, list(shapes)
@@ -65,10 +65,10 @@ class Prompts:
         shape: Shape | Sequence[Shape] | None,
         priority: int,
     ) -> list[Request]:
-        """A request for each sample of each prompt; nothing is queued yet.
+        """Make a request for each sample of each prompt; nothing is queued yet.
 
         Raises:
-            ConfigError: a prompt or a parameter that cannot work.
+            ConfigError: a prompt or a parameter cannot work.
         """
         self.check_open()
         several = _several(prompts)
@@ -101,10 +101,10 @@ class Prompts:
         priority: int,
         max_tokens: int,
     ) -> Request:
-        """The next turn of a conversation; nothing is queued yet.
+        """Make the request of a conversation's next turn; nothing is queued yet.
 
         Raises:
-            ConfigError: a prompt or a parameter that cannot work, or no room for it.
+            ConfigError: a prompt or a parameter cannot work, or the turn exceeds `max_tokens`.
         """
         self.check_open()
         params = SamplingParams() if params is None else params
@@ -134,14 +134,14 @@ class Prompts:
         return request
 
     def check_open(self) -> None:
-        """Raise `ConfigError` where nothing can run any more."""
+        """Raise `ConfigError` if the engine or its target model has been closed."""
         if self._target.closed:
             raise ConfigError("the engine, or its target model, has been closed: make a new one")
 
     def _shapes_of(
         self, shape: Shape | Sequence[Shape] | None, num_prompts: int
     ) -> list[Shape | None]:
-        """One for each prompt; None = the engine's."""
+        """Return a shape for each prompt; None = the engine's."""
         shapes: list[Shape | None]
         if shape is None or isinstance(shape, Shape):
             shapes = [shape] * num_prompts
@@ -157,7 +157,7 @@ class Prompts:
         return shapes
 
     def _sibling(self, first: Request, sample: int) -> Request:
-        """A further sample of the same prompt, with the seed that follows."""
+        """Make a further sample of the same prompt; its seed is the first's seed + `sample`."""
         return dataclasses.replace(
             first,
             request_id=next(self._ids),
@@ -261,7 +261,7 @@ class Prompts:
         return list(self._tokenizer.encode(prompt, add_special_tokens=not goes_on))
 
     def _messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """A copy of a chat's messages, each with what a template needs."""
+        """Return a copy of a chat's messages, checked, with each content as one string."""
         if self._tokenizer is None:
             raise ConfigError(
                 f"prompt {index} is a chat, but the target has no tokenizer: give token ids"
@@ -287,7 +287,7 @@ class Prompts:
         return copies
 
     def _render(self, index: int, messages: Sequence[Message]) -> str:
-        """A chat up to where the answer begins, as the tokenizer's template says."""
+        """Render a chat with the tokenizer's template, up to where the answer begins."""
         from transformers import PreTrainedTokenizerBase
 
         tokenizer = self._tokenizer
@@ -296,7 +296,7 @@ class Prompts:
             if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
                 template = tokenizer.get_chat_template()
                 return render(template, messages, tokenizer.special_tokens_map)
-            # A tokenizer whose chats are no template's renders by itself.
+            # A tokenizer class with its own `apply_chat_template` renders by itself.
             return str(
                 tokenizer.apply_chat_template(
                     cast("list[dict[str, str]]", list(messages)),
@@ -306,7 +306,7 @@ class Prompts:
             )
         except TemplateError as error:
             raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
-        except Exception as error:  # it may refuse as it likes
+        except Exception as error:  # a tokenizer's own code may raise anything
             raise ConfigError(
                 f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
             ) from error
@@ -316,9 +316,10 @@ class Prompts:
     ) -> tuple[list[int], list[Said]]:
         """Tokenize the next turn of a chat; also return where each earlier turn ends now.
 
-        If the rendered chat begins with the text of the session's tokens, they are kept:
-        tokenizing an answer again could give other ids, and its KV would be lost. Otherwise, as
-        where a template leaves out an answer's thoughts, the whole chat is tokenized again.
+        If the rendered chat begins with the text of the session's tokens, these tokens are kept.
+        Tokenizing an answer again could give other ids, and the KV of the answer would be lost. If
+        the text differs, for example because the template leaves out an answer's thoughts, the
+        whole chat is tokenized again.
         """
         said, start = conversation.said, 0
         old: list[Message] = []
@@ -330,7 +331,7 @@ class Prompts:
                 )
             old += [*turn.messages, self._answer(turn)]
             start = turn.end
-        kept = conversation.tokens[:start]  # not what a rewind has left of a turn
+        kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
         text = self._render(0, [*old, *new])
         own = self._text_of(kept)
         if text.startswith(own):
@@ -341,7 +342,8 @@ class Prompts:
         same = common_len(kept, ids)
         if same == start:
             return ids, said
-        # Where the turns end now: before what another message in the new one's place would change.
+        # The old turns end where the tokens begin to depend on the new message: render the chat
+        # with another message in its place, and see where the texts part.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
         others = self._render(0, [*old, {**new[0], "content": other}])
         end = common_len(self._ids_of(text[: common_len(text, others)]), ids)
@@ -351,12 +353,12 @@ class Prompts:
         ]
 
     def _answer(self, turn: Said) -> Message:
-        """What the model said in a turn."""
+        """Return the model's answer of a turn, as a chat message."""
         text = TextStream(self._tokenizer, turn.stop).push(turn.answer_ids, last=True)
         return {"role": "assistant", "content": text}
 
     def _text_of(self, ids: list[int]) -> str:
-        """What the tokens say, special ones too."""
+        """Decode tokens to text, special tokens included."""
         assert self._tokenizer is not None
         text = self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -364,13 +366,13 @@ class Prompts:
         return str(text)
 
     def _ids_of(self, text: str) -> list[int]:
-        """A text's tokens, and none that begin one."""
+        """Tokenize a text without the special tokens that begin one."""
         assert self._tokenizer is not None
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _text_of_parts(name: str, parts: Sequence[object]) -> str:
-    """The text of a message whose content is a list of parts, as OpenAI's interface has it."""
+    """Join the text parts of a message's content; parts are as in OpenAI's chat interface."""
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -399,7 +401,7 @@ def _is_chat(prompt: object) -> bool:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts; one prompt alone is a list of one."""
+    """Return a list of prompts; one prompt alone becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -410,7 +412,7 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         ) from None
     if _is_chat(several):
         return [cast("Sequence[Message]", several)]
-    # An array's items are arrays without a dimension, which know their index as integers do.
+    # The items of an integer array are 0-dimensional arrays, which have `__index__` as ints do.
     if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):
         if getattr(several[0], "ndim", 0) == 0:
             return [cast("Sequence[int]", several)]
@@ -418,5 +420,5 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none."""
+    """Draw a random 64-bit seed for a request that names none."""
     return secrets.randbits(64)

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class Turn(Iterator["Chunk | RequestOutput"]):
-    """One turn of a session: chunks as they come, and the output at the end.
+    """One turn of a session: an iterator over its chunks, with the output at the end.
 
-    It waits and runs like any other request, and runs on while anything of its engine is read.
-    Closing it before its end aborts it: the session is then what it was before.
+    A turn waits and runs like any other request. Reading any stream of the engine moves it on.
+    Closing the turn before its end aborts it and leaves the session as it was before.
     """
 
     def __init__(self, core: EngineCore, request: Request) -> None:
-        """Most callers want `Session.append`."""
+        """Report on a request that has been submitted; most callers want `Session.append`."""
         self._core, self._request = core, request
         self._report = Report(request, core.tokenizer)
         self._news: deque[Chunk | RequestOutput] = deque()
         self._is_read = False
 
     def __next__(self) -> Chunk | RequestOutput:
-        """What comes next, once it is there."""
+        """Return the next chunk or the output; run turns of the engine until there is one."""
         with self._core.lock:
             while not self._news:
                 if self._is_read:
@@ -52,7 +52,7 @@ class Turn(Iterator["Chunk | RequestOutput"]):
             return item
 
     def output(self) -> RequestOutput:
-        """Run to the end.
+        """Run the turn to its end and return the output.
 
         Raises:
             ConfigError: the turn has been read to its end, or closed.
@@ -63,7 +63,7 @@ class Turn(Iterator["Chunk | RequestOutput"]):
         raise ConfigError("the turn has been read to its end, or closed")
 
     def close(self) -> None:
-        """Abort what is left; twice is once."""
+        """Abort the turn if it has not ended. A second call does nothing."""
         self._is_read = True
         self._news.clear()
         with self._core.lock, self._core.loop.recovering():
@@ -85,40 +85,40 @@ class Turn(Iterator["Chunk | RequestOutput"]):
 
 
 class Session:
-    """An append-only conversation: a turn computes its new tokens only.
+    """A conversation that keeps its KV, so that a turn computes its new tokens only.
 
-    Between turns the session keeps its KV while there is room, and its tokens always: where the KV
-    had to give way, the next turn computes it anew. Use it as a context manager, or call `close`.
+    Between turns the session always keeps its tokens, and its KV while there is room. If the KV was
+    dropped, the next turn computes it again. Use it as a context manager, or call `close`.
     """
 
     def __init__(self, core: EngineCore, conversation: Conversation, max_tokens: int) -> None:
-        """Most callers want `Engine.open_session`."""
+        """Wrap an open conversation; most callers want `Engine.open_session`."""
         self._core, self._conversation = core, conversation
         self._open = core.scheduler.conversations.open
         self.max_tokens = max_tokens
 
     def is_of(self, core: EngineCore) -> bool:
-        """Whether it is this engine's."""
+        """Return whether the session belongs to this engine core."""
         return self._core is core
 
     @property
     def number(self) -> int:
-        """Which of the engine's sessions, from 1."""
+        """The session's number within its engine, from 1."""
         return self._conversation.number
 
     @property
     def tokens(self) -> list[int]:
-        """Prompts and outputs of all turns that have ended."""
+        """The token ids of all turns that have ended, prompts and outputs."""
         return list(self._conversation.tokens)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens that are."""
+        """The number of `tokens`."""
         return len(self._conversation.tokens)
 
     @property
     def turn_ends(self) -> list[int]:
-        """How many tokens there were when each turn ended: offsets to rewind to."""
+        """The number of tokens at the end of each turn: offsets for `rewind`."""
         return [turn.end for turn in self._conversation.said]
 
     @property
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether it, or its engine, has been closed."""
+        """Whether the session or its engine has been closed."""
         return self.number not in self._open
 
     def append(
@@ -139,21 +139,21 @@ class Session:
         shape: Shape | None = None,
         priority: int = 0,
     ) -> Turn:
-        """Go on with a text or a chat, and generate.
+        """Append a prompt to the session and generate the answer.
 
-        The turn counts once its output has been generated; a turn that is aborted or fails leaves
-        the session as it was.
+        The session grows when the turn ends by a stop or its length. A turn that is aborted or
+        fails leaves the session as it was.
 
         Args:
-            prompt: a string, token ids, or the new messages of a chat, which go on behind those
-                of the turns before and the model's answers. An empty one goes on where the last
-                turn ended.
+            prompt: a string, token ids, or the new messages of a chat, which follow the messages
+                and answers of the earlier turns. An empty prompt generates on from the end of the
+                last turn.
             params: None = the defaults.
             shape: None = the engine's, or one of its shapes.
             priority: as in `Engine.generate`.
 
         Returns:
-            The turn, which runs while it is read.
+            The turn, an iterator that runs while it is read.
 
         Raises:
             ConfigError: the session is closed or busy, or the prompt or a parameter cannot work.
@@ -164,7 +164,7 @@ class Session:
                 request = self.next_turn(prompt, params, shape, priority)
                 core.scheduler.submit(request)
                 return Turn(core, request)
-        except BaseException:  # Ctrl-C: nobody would run it
+        except BaseException:  # such as Ctrl-C: the caller does not get the turn
             if request is not None:
                 core.take_back(request)
             raise
@@ -177,7 +177,7 @@ class Session:
         shape: Shape | None = None,
         priority: int = 0,
     ) -> AsyncIterator[Chunk | RequestOutput]:
-        """As `append`, for asyncio: see `Engine.stream_async`."""
+        """Append as `append` does, for asyncio: see `Engine.stream_async`."""
         turn = self.append(prompt, params, shape=shape, priority=priority)
         try:
             while (item := await asyncio.to_thread(next, turn, None)) is not None:
@@ -186,11 +186,12 @@ class Session:
             turn.close()
 
     def rewind(self, offset: int) -> int:
-        """Forget all tokens from `offset` on; of a chat, also the messages of a turn that is cut.
+        """Forget all tokens from `offset` on, and the chat messages of a turn that is cut.
 
         Returns:
-            How many of those left have KV now: less than `offset` where a window that the model
-            needs is gone, or the KV had to give way. The next turn computes the rest.
+            How many of the remaining tokens still have KV. This is less than `offset` if the KV
+            was dropped, or if a window that the model needs is gone. The next turn computes the
+            rest.
 
         Raises:
             ConfigError: the session is closed or busy, or `offset` is not in [0, num_tokens].
@@ -203,7 +204,7 @@ class Session:
                 return core.scheduler.conversations.cut(self._conversation, offset)
 
     def fork(self) -> Session:
-        """A further session with the same tokens, on the same pages as far as there is room.
+        """Return a new session with the same tokens, on the same pages if there is room.
 
         Raises:
             ConfigError: the session is closed or busy.
@@ -216,21 +217,21 @@ class Session:
                 with core.loop.recovering():
                     copy = core.scheduler.conversations.fork(self._conversation)
                 return Session(core, copy, self.max_tokens)
-        except BaseException:  # Ctrl-C: nobody would have the copy
+        except BaseException:  # such as Ctrl-C: the caller does not get the copy
             if copy is not None:
                 with core.lock:
                     core.scheduler.conversations.close(copy)
             raise
 
     def abort(self) -> None:
-        """End the turn that waits or runs, if there is one: the session is what it was before."""
+        """Abort the turn that waits or runs, if any; the session is as it was before the turn."""
         turn = self._turn()
         if turn is not None:
             with self._core.lock, self._core.loop.recovering():
                 self._core.scheduler.abort(turn)
 
     def close(self) -> None:
-        """Give everything back; a turn is aborted. Twice is once."""
+        """Abort the turn and give everything back. A second call does nothing."""
         with self._core.lock, self._core.loop.recovering():
             if not self.closed:
                 self.abort()
@@ -240,7 +241,7 @@ class Session:
     def next_turn(
         self, prompt: Prompt, params: SamplingParams | None, shape: Shape | None, priority: int
     ) -> Request:
-        """Make the next turn, which the caller submits."""
+        """Make the request of the next turn; the caller submits it."""
         self._check_idle("append to")
         return self._core.prompts.turn(
             self._conversation, prompt, params, shape, priority, self.max_tokens

@@ -1,6 +1,6 @@
-"""What an engine holds and has done, in numbers: `Engine.stats`.
+"""The numbers of `Engine.stats`: what an engine holds, and its counters.
 
-Counters (`x_ct`) only ever grow. They are kept by the step, with sums over whole arrays.
+Counters (`x_ct`) only ever grow. Each step updates them with sums over whole arrays.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats(PoolStats):
-    """Pages of one group, and what lies in them.
+    """Pages of one group, and how they are used.
 
     Attributes:
         pinned_pages: pages of pinned texts, each counted once; rows may share them.
-        reclaimable_pages: pages that sessions keep between turns and nobody else needs.
+        reclaimable_pages: pages that idle sessions keep and no running row shares.
         quarantined_pages: pages of rows that the busy check took out of use.
-        used_tokens: slots with KV of a token, one on a shared page counted once.
-        unused_slots: reserved but unused: slots of the rows beyond their tokens with KV.
+        used_tokens: slots that hold a token's KV; a slot of a shared page counts once.
+        unused_slots: slots that rows have reserved beyond their tokens with KV.
     """
 
     pinned_pages: int
@@ -62,19 +62,19 @@ class GroupStats(PoolStats):
 
 @dataclass(frozen=True, slots=True)
 class SessionStats:
-    """What a session has and has done.
+    """The state and the counters of a session.
 
     Attributes:
-        number: which of the engine's, from 1.
-        state: `waiting` or `running`, of a turn; `idle`, with KV; `host`, with KV there; `dropped`,
-            with its tokens alone.
-        num_tokens: prompts and outputs of the turns that have ended.
-        kept_tokens: those of them with KV, between turns; on the host, what had KV.
+        number: the session's number within its engine, from 1.
+        state: `waiting` or `running`: it has a turn. Without a turn: `idle`, the KV is on the
+            device; `host`, the KV is in the host tier; `dropped`, only the tokens are left.
+        num_tokens: tokens of the turns that have ended, prompts and outputs.
+        kept_tokens: how many of them have KV, on the device or in the host tier.
         turn_ct: turns that have ended by a stop or their length.
-        computed_token_ct: tokens of prefills, once more where the KV had to give way.
-        reused_token_ct: tokens that a turn found with KV.
-        retraction_ct: retractions of its turns.
-        drop_ct: how often its KV gave way between turns.
+        computed_token_ct: tokens that prefills computed; a token counts again if its KV was lost.
+        reused_token_ct: tokens whose KV a turn found in place.
+        retraction_ct: retractions of the session's turns.
+        drop_ct: how often the session lost its KV between turns.
     """
 
     number: int
@@ -90,31 +90,31 @@ class SessionStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine holds now and has done since it was built.
+    """What an engine holds now, and its counters since it was built.
 
     Attributes:
-        groups: the groups' pages.
-        num_rows: rows in all.
+        groups: the pages of each group.
+        num_rows: all rows.
         num_free_rows: rows that can be taken now.
         num_quarantined_rows: rows that the busy check took out of use.
         num_running: requests with a row.
         num_waiting: requests without one.
         retracted_ct: retractions.
-        finished_ct: requests that ended by a stop or their length, those of `pin` among them.
+        finished_ct: requests that ended by a stop or their length, those of `pin` included.
         failed_ct: requests that ended with an error.
-        aborted_ct: requests that were given up.
-        finding_ct: what the busy check has found.
+        aborted_ct: requests that were aborted.
+        finding_ct: findings of the busy check.
         round_ct: decode steps.
         prefill_ct: prefill steps.
-        prefilled_token_ct: tokens of prefill steps, once more after a retraction.
+        prefilled_token_ct: tokens of prefill steps; a token counts again after a retraction.
         generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
-        seconds: by phase.
-        latency: of the requests that have ended, those of `pin` not among them.
-        sessions: those that are open.
-        host: of the host tier; None = there is none.
-        adaptive: of the controller; None = there is none.
-        graphs: None = rounds are not captured.
+        seconds: seconds of the loop by phase.
+        latency: of the requests that have ended, those of `pin` excluded.
+        sessions: the open sessions.
+        host: statistics of the host tier; None = there is none.
+        adaptive: statistics of the adaptive controller; None = there is none.
+        graphs: statistics of the CUDA graphs; None = rounds are not captured.
     """
 
     groups: tuple[GroupStats, ...]
@@ -168,7 +168,7 @@ class EngineStats:
 
 
 def pool_stats(ledger: Ledger) -> list[PoolStats]:
-    """Pages of each group now."""
+    """Return the page counts of each group now."""
     return [
         PoolStats(
             group.name,
@@ -189,7 +189,7 @@ def engine_stats(
     host: HostTier | None,
     graphs: GraphStats | None,
 ) -> EngineStats:
-    """What an engine of these parts holds and has done."""
+    """Collect the statistics of an engine from its parts."""
     counts, ends = scheduler.counts, scheduler.counts.end_cts
     return EngineStats(
         groups=tuple(
@@ -246,7 +246,7 @@ def _session_stats(
 def _group_stats(ledger: Ledger, index: int, pool: PoolStats, busy_check: BusyCheck) -> GroupStats:
     committed = ledger.kv_committed_len
     spare = ledger.allocated_len(index) - committed
-    spare[list(busy_check.rows)] = 0  # their lengths say nothing
+    spare[list(busy_check.rows)] = 0  # the lengths of a quarantined row cannot be trusted
     unused, quarantined = int(spare.sum()), busy_check.num_pages[index]
     return GroupStats(
         pool.name,
@@ -257,7 +257,7 @@ def _group_stats(ledger: Ledger, index: int, pool: PoolStats, busy_check: BusyCh
         pinned_pages=ledger.pinned_pages(index),
         reclaimable_pages=ledger.reclaimable_pages(index),
         quarantined_pages=quarantined,
-        # A shared page is full, a page of one row's own is full but for what that row has to spare.
+        # Shared pages are full. Pages of one row are full but for the row's spare slots.
         used_tokens=(pool.used_pages - quarantined) * pool.page_size - unused,
         unused_slots=unused,
     )

@@ -1,13 +1,14 @@
-"""The kernels on torch tensors, one file for each of `cuda/*.cu`: launched, or their CPU twins.
+"""Launchers of the kernels on torch tensors, one file for each of `cuda/*.cu`.
 
-Names and arguments are those of the twins in `specpool.kernels.twins`; all tensors of a call are on
-one device. On a CPU the twin is called with the tensors' memory (`with_twin`); its slots are int64.
-(The twins of `gather_kv` and `scatter_kv`, in `specpool.kernels.twin_moves`, take no `Fields`.)
-Outputs are given or allocated with torch. Every argument is checked before the launch: a
-`ShapeError` names it, and nothing is written. Values on the device are not read: the kernels
-themselves never leave the tables and buffers, and lead what is no place to the sink.
+Names and arguments are those of the CPU twins in `specpool.kernels.twins`. All tensors of a call
+are on one device. On a CPU a launcher calls the twin on the tensors' memory (`with_twin`); its
+slots are int64. (The twins of `gather_kv` and `scatter_kv`, in `specpool.kernels.twin_moves`, take
+no `Fields`.) Outputs are given or allocated with torch. Every argument is checked before the
+launch: a `ShapeError` names a wrong one, and nothing is written. Values on the device are not read.
+Instead, a kernel maps an invalid row, position or page to the sink or skips it, so that it never
+leaves tables and buffers.
 
-`hi` stands for lengths that only the device knows: upper bounds of them, on the host.
+The argument `hi` gives upper bounds, on the host, of lengths that only the device knows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     )
     from specpool.kernels.tree import build_tree, check_tree, select_topk, verify_tree
 
-# At first use: they take torch, and the twins beside them do not.
+# Imported at first use, because these modules import torch and `specpool.kernels.twins` does not.
 _LAZY = {
     "Fields": "specpool.kernels.fields",
     "advance_ancestors": "specpool.kernels.reads",

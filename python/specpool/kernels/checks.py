@@ -1,4 +1,4 @@
-"""What every launcher checks on the host before it launches: dtype, shape, device, bounds."""
+"""The host's checks before a launch: dtype, shape, device, bounds. All raise `ShapeError`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def expect(
     shape: Sequence[int | None],
     device: torch.device,
 ) -> Tensor:
-    """`value`, a contiguous tensor of this dtype and shape (None = any) on `device`."""
+    """Return `value` if it is a contiguous tensor of this dtype and shape on `device`.
+
+    A size of None allows any.
+    """
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
     if (
         isinstance(value, Tensor)
@@ -56,7 +59,7 @@ def output(
     shape: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """`value`, checked, or a new tensor."""
+    """Return `value` after a check, or a new tensor if it is None."""
     if value is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return expect(name, value, dtype, shape, device)
@@ -69,7 +72,7 @@ def outputs(
     shapes: Sequence[Sequence[int]],
     device: torch.device,
 ) -> tuple[Tensor, ...]:
-    """All of `values`, checked, or new tensors."""
+    """Return all of `values` after a check, or new tensors if there are none."""
     if values is not None and len(values) != len(names):
         raise ShapeError(f"out must hold {', '.join(names)}, got {len(values)} tensors")
     given = values if values is not None else [None] * len(names)
@@ -80,7 +83,7 @@ def outputs(
 
 
 def number(name: str, value: int, least: int, most: int = INT_MAX) -> int:
-    """`value`, an int in [least, most]."""
+    """Return `value` if it is an int in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ShapeError(f"{name} must be an int, got {type(value).__name__} {value!r:.60}")
     if not least <= value <= most:
@@ -89,14 +92,14 @@ def number(name: str, value: int, least: int, most: int = INT_MAX) -> int:
 
 
 def device_of(name: str, value: Any) -> torch.device:
-    """The device that all tensors of a call must be on."""
+    """Return the device of `value`, which all tensors of a call must share."""
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} must be a tensor, got {_text(value)}")
     return value.device
 
 
 class Table:
-    """A page table argument, checked."""
+    """A page table argument after its checks."""
 
     def __init__(self, page_table: Tensor, page_size: int) -> None:
         self.device = device_of("page_table", page_table)
@@ -116,16 +119,16 @@ class Table:
 
     @property
     def args(self) -> tuple[Arg, ...]:
-        """As every kernel takes it."""
+        """The arguments by which every kernel takes a page table."""
         return self.cells, i32(self.num_rows), i32(self.pages_per_row), i32(self.page_size)
 
     def lanes(self, name: str, value: Tensor, n: int | None = None) -> Tensor:
-        """An int32 tensor with one entry for each lane."""
+        """Return `value` if it is an int32 tensor with one entry for each lane."""
         return expect(name, value, torch.int32, (n,), self.device)
 
 
 def is_holey(layout: str) -> np.int32:
-    """A layout as kernels take it."""
+    """Return the kernels' argument for a layout: 1 = holey, 0 = dense."""
     if layout not in ("dense", "holey"):
         raise ShapeError(f"layout must be 'dense' or 'holey', got {layout!r}")
     return i32(layout == "holey")
@@ -134,7 +137,7 @@ def is_holey(layout: str) -> np.int32:
 def upper_bounds(
     hi: NDArray[np.int32] | Sequence[int] | None, n: int, most: int
 ) -> NDArray[np.int64]:
-    """The host's upper bounds of lengths that only the device knows; None = `most`, int64 [n]."""
+    """Return checked upper bounds in [0, most], int64 [n]; all are `most` if `hi` is None."""
     if hi is None:
         return np.full(n, most, np.int64)
     bounds = np.asarray(hi)
@@ -147,7 +150,7 @@ def upper_bounds(
 
 
 def capacity(name: str, need: int, value: Tensor | None, device: torch.device) -> Tensor:
-    """`value`, int32 with room for `need` elements, or a new tensor that holds so many."""
+    """Return `value` if it is int32 with room for `need` elements, or a new tensor if None."""
     if need > INT_MAX:
         raise ShapeError(f"{name} must hold {need} elements, more than int32 can count")
     if value is None:
@@ -159,12 +162,12 @@ def capacity(name: str, need: int, value: Tensor | None, device: torch.device) -
 
 
 def blocks(n: int) -> tuple[int]:
-    """A grid with one thread for each of `n`."""
+    """Return a grid with one thread for each of `n` elements."""
     if n > INT_MAX:
         raise ShapeError(f"{n} elements are more than int32 can count")
     return (-(-n // THREADS),)
 
 
 def ceil_pow2(n: int) -> int:
-    """The least power of two that is `n` or more."""
+    """Return the least power of two that is `n` or more."""
     return 1 << max(n - 1, 0).bit_length()

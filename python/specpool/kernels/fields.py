@@ -1,4 +1,4 @@
-"""The KV buffers of a group as the kernels see them: descriptors of bytes, on the device."""
+"""`Fields`: KV buffers as the kernels see them, by descriptors of their bytes on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specpool.kernels.checks import INT_MAX, ceil_pow2, number
 from specpool.kernels.transfer import upload
 from specpool.kernels.twin_moves import Buffer, PageBlocked
 
-# As `struct Field` in cuda/moves.cu.
+# The layout of `struct Field` in cuda/moves.cu.
 _FIELD = np.dtype(
     [("base", np.int64), ("page_stride", np.int64), ("width", np.int32), ("vec", np.int32)]
 )
@@ -22,15 +22,15 @@ _FIELD = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Buffers with the same slots: made once, moved in one launch (all layers).
+    """Buffers with the same slots, such as all layers of a group, that move in one launch.
 
     Attributes:
-        table: uint8 [num_fields, 24], on the buffers' device: what the kernels read.
-        buffers: the tensors themselves, which the addresses in `table` need alive.
+        table: uint8 [num_fields, 24], on the buffers' device: the descriptors for the kernels.
+        buffers: the tensors themselves, kept alive because `table` holds their addresses.
         source: the buffers as they were given, for the CPU twins.
-        slot_dim: dimension of the slots in them.
+        slot_dim: the dimension of the slots in the buffers.
         page_size: P of the group.
-        num_slots: slots that every buffer has.
+        num_slots: the least number of slots of a buffer.
         widths: bytes of one slot in each field.
         vecs: bytes of one access to each field.
     """
@@ -46,17 +46,17 @@ class Fields:
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer], page_size: int, *, slot_dim: int = 0) -> Fields:
-        """Describes buffers.
+        """Describe buffers.
 
         Args:
             buffers: tensors with slots in dimension `slot_dim`, contiguous from there on, or
                 `PageBlocked` ones; any dtype, on one device.
             page_size: P.
-            slot_dim: dimension of the slots; each index of those before it is a field.
+            slot_dim: the dimension of the slots. Each index of the dimensions before is a field.
 
         Raises:
-            ShapeError: a buffer of another form, page size or device, more than 65535 fields, or
-                more slots than int32 can count.
+            ShapeError: a buffer has another form, page size or device, or there are more than
+                65535 fields or more slots than int32 can count.
         """
         page_size = number("page_size", page_size, 1)
         if not buffers:
@@ -95,18 +95,18 @@ class Fields:
         )
 
     def empty(self, num_slots: int) -> Fields:
-        """New contiguous buffers of the same widths, one uint8 [num_slots, width] for each."""
+        """Allocate contiguous buffers of the same widths, a uint8 [num_slots, width] per field."""
         device = self.table.device
         shapes = [(max(num_slots, 1), width) for width in self.widths]
         return Fields.of([torch.empty(s, dtype=torch.uint8, device=device) for s in shapes], 1)
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """The device of the buffers."""
         return self.table.device
 
     def views(self) -> list[Tensor]:
-        """Each field by pages, uint8 [num_pages, page_size, width]; for the CPU twins."""
+        """Return each field as pages, uint8 [num_pages, page_size, width], for the CPU twins."""
         views: list[Tensor] = []
         for buffer in self.source:
             if isinstance(buffer, PageBlocked):
@@ -114,16 +114,16 @@ class Fields:
                 continue
             for index in np.ndindex(*buffer.shape[: self.slot_dim]):
                 slots = buffer[index].reshape(buffer.shape[self.slot_dim], 1, -1)
-                views.append(slots.view(torch.uint8))  # each slot a page of its own
+                views.append(slots.view(torch.uint8))  # each slot is a page of size 1
         return [view for view in views if view.numel()]
 
     @property
     def columns(self) -> int:
-        """Accesses to one slot of the widest field."""
+        """The most accesses that one slot of a field takes."""
         return max(width // vec for width, vec in zip(self.widths, self.vecs, strict=True))
 
     def block(self, threads: int = 256) -> tuple[int, int]:
-        """Threads as (columns, slots)."""
+        """Return the block size as (columns, slots)."""
         columns = min(ceil_pow2(self.columns), threads)
         return columns, threads // columns
 
@@ -172,6 +172,6 @@ def _page_blocked(
 
 
 def _vec(field: tuple[int, int, int]) -> int:
-    """The widest access that every slot of the field is aligned to."""
+    """Return the widest access, in bytes, that every slot of the field is aligned to."""
     together = field[0] | field[1] | field[2] | 16
     return together & -together

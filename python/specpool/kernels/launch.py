@@ -1,8 +1,9 @@
-"""The one seam through which a kernel is launched: `cuda` here, `host` plugged in by the tests.
+"""`launch`: the one function that launches kernels, on a CUDA device or on a test's host back end.
 
-All kernels are one module, built by CuPy once for each device: at first use, or by `prepare`, which
-a CUDA-graph capture needs first. Launches go to torch's current stream and allocate nothing. No
-CuPy arrays: tensors go as addresses, numbers as NumPy scalars of the parameter's exact type.
+CuPy builds all kernels as one module, once per device: at first use, or in `prepare`, which must
+come before the capture of a CUDA graph. Launches go to torch's current stream and allocate nothing.
+No CuPy arrays are used: a tensor is passed as its address, and a number as a NumPy scalar of the
+parameter's exact type.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import specpool._core as _core
 from specpool.errors import ConfigError, OrderError, ShapeError
 
 Arg = Tensor | np.generic | None
-"""None is a null pointer."""
+"""An argument of a kernel; None is a null pointer."""
 
 SHARED_BYTES = 44 << 10
-"""Dynamic shared memory of a block that every GPU grants unasked, beside what kernels declare."""
+"""Bytes of dynamic shared memory per block that every GPU allows by default, beside the kernels'
+static shared memory."""
 
 
 class Backend(Protocol):
-    """Runs kernels on tensors of its own kind of device."""
+    """Runs kernels on tensors of one kind of device."""
 
     def launch(
         self,
@@ -39,7 +41,7 @@ class Backend(Protocol):
         shared_mem: int,
         touches: Sequence[Tensor],
     ) -> None:
-        """Runs or enqueues one kernel; `touches` are buffers that it reaches by address."""
+        """Run or enqueue one kernel; `touches` are buffers that it reaches by address."""
 
 
 _host: Backend | None = None
@@ -47,7 +49,7 @@ _host: Backend | None = None
 
 @contextlib.contextmanager
 def host_backend(backend: Backend) -> Iterator[None]:
-    """Runs kernels on CPU tensors with `backend`, which the tests have."""
+    """Run kernels on CPU tensors with `backend` within the block, for tests."""
     global _host
     before, _host = _host, backend
     try:
@@ -57,7 +59,7 @@ def host_backend(backend: Backend) -> Iterator[None]:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether kernels run on tensors of `device`; where they do not, their CPU twins do."""
+    """Return whether kernels run on tensors of `device`; if not, their CPU twins run."""
     return _host is not None or device.type == "cuda"
 
 
@@ -70,10 +72,10 @@ def launch(
     shared_mem: int = 0,
     touches: Sequence[Tensor] = (),
 ) -> None:
-    """Launches a kernel on the device of its tensors; nothing where the grid is empty.
+    """Launch a kernel on the device of its tensors; do nothing if the grid is empty.
 
     Args:
-        entry: name of the kernel in `cuda/`, without its `_kernel`.
+        entry: name of the kernel in `cuda/`, without the suffix `_kernel`.
         grid: blocks, one to three sizes.
         block: threads, one to three sizes.
         args: tensors, None, and NumPy scalars of the parameters' exact types.
@@ -81,9 +83,9 @@ def launch(
         touches: buffers that the kernel reaches through addresses in device memory.
 
     Raises:
-        ConfigError: CuPy is missing, or cannot use this driver.
-        OrderError: first use within the capture of a CUDA graph.
-        ShapeError: CPU tensors, for which the twins in `specpool.kernels.twins` are.
+        ConfigError: CuPy is missing, or cannot build the kernels with this driver.
+        OrderError: the first use on a device is within the capture of a CUDA graph.
+        ShapeError: the tensors are on a CPU; use the twins in `specpool.kernels.twins`.
     """
     if 0 in grid:
         return
@@ -95,24 +97,24 @@ def launch(
 
 
 def prepare(device: torch.device) -> None:
-    """Builds and loads every kernel for a CUDA device, if that has not been done.
+    """Build and load every kernel for a CUDA device, unless this was done before.
 
     Raises:
-        ConfigError: CuPy is missing, or cannot use this driver.
+        ConfigError: CuPy is missing, or cannot build the kernels with this driver.
     """
     _cuda.kernels(device)
 
 
 @functools.cache
 def source() -> str:
-    """The text of all kernels, with their own file names and lines."""
+    """Return the source of all kernels, with `#line` marks of their own files."""
     return "".join(
         f'#line 1 "{name}"\n{_core.kernel_source(name)}\n' for name in _core.KERNEL_FILES
     )
 
 
 def entries() -> list[str]:
-    """The names of all kernels."""
+    """Return the names of all kernels."""
     return re.findall(r"__global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(", source())
 
 
@@ -123,7 +125,7 @@ class CudaBackend:
         self._kernels: dict[int, dict[str, Any]] = {}  # by device, then by name
 
     def kernels(self, device: torch.device) -> dict[str, Any]:
-        """Every kernel, loaded on `device`."""
+        """Return every kernel by name, loaded on `device`."""
         index = torch.cuda.current_device() if device.index is None else device.index
         if index not in self._kernels:
             if torch.cuda.is_current_stream_capturing():
@@ -140,7 +142,7 @@ class CudaBackend:
         shared_mem: int,
         touches: Sequence[Tensor],
     ) -> None:
-        """Enqueues the kernel on torch's current stream."""
+        """Enqueue the kernel on torch's current stream."""
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         kernel = self.kernels(device)[entry]
         packed = tuple(_packed(arg) for arg in args)
@@ -160,7 +162,7 @@ def _packed(arg: Arg) -> int | np.generic:
 
 
 def _extra() -> str:
-    """What to install beside this torch."""
+    """Return the pip command that installs CuPy for this torch."""
     major = (torch.version.cuda or "13").split(".")[0]
     return f"pip install 'specpool[cuda{major}]'"
 
@@ -180,7 +182,7 @@ def _build(index: int) -> dict[str, Any]:
             module = cupy.RawModule(code=source(), options=("--std=c++17",))
             kernels = {name: module.get_function(name) for name in entries()}
             for kernel in kernels.values():
-                # Asking for it loads the kernel, which a capture may not do.
+                # Reading an attribute loads the kernel; within a capture that would fail.
                 _ = kernel.num_regs
             return kernels
     except Exception as error:

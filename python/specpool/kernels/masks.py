@@ -1,6 +1,6 @@
-"""Who sees which column, for attention by mask: built of torch's own operations.
+"""Attention masks, made with torch's own operations.
 
-Twins: `specpool.kernels.twins`, which say what the arguments are.
+Twins: `specpool.kernels.twins`; the stub `_core.pyi` documents the arguments.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def attention_bias(
     num_queries: int,
     window: int | None = None,
 ) -> Tensor:
-    """float32 [B, num_queries, num_columns]: 0 where a query sees a column, else -inf.
+    """Make a bias, float32 [B, num_queries, num_columns]: 0 if a query sees a column, else -inf.
 
-    Queries past a lane's q_len see column 0: their result is not read, but must be finite.
+    Queries past a lane's q_len see column 0: their result is dropped, but must be finite.
     """
     device = starts.device
     number("num_columns", num_columns, 1)
@@ -69,9 +69,9 @@ def draft_visibility(
     layout: str,
     ancestors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """own_mask bool [B, K, W] and own_positions int32 [B, W] of a draft step in a dense layout.
+    """Make own_mask, bool [B, K, W], and own_positions, int32 [B, W], of a dense draft step.
 
-    W = (K-1)*S + step + 1: up to the last cell that is written.
+    W = (K-1)*S + step + 1 reaches the last cell that is written.
     """
     if layout != "dense":
         raise ShapeError(f"layout must be 'dense' on a device, got {layout!r}")

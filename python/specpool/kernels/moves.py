@@ -1,7 +1,7 @@
-"""Launchers of `cuda/moves.cu`: KV moved by bytes, all layers in one launch.
+"""Launchers of `cuda/moves.cu`: they move KV as bytes, in all layers with one launch.
 
-Twins: `specpool.kernels.twin_moves`, on the buffers that `Fields` describes. Slots outside the
-buffers and padded lanes (row 0) move nothing.
+Twins: `specpool.kernels.twin_moves`, on the buffers that `Fields` describes. A kernel skips slots
+outside the buffers and padding lanes (row 0).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _slots(name: str, slots: Tensor, fields: Fields, n: int | None = None) -> Te
 
 
 def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
-    """One launch; no slot is both read and written."""
+    """Copy n slots with one launch; no slot may be both read and written."""
     if not runs_kernels(of.device):
         twins.copy_slots(to, of, dst, src, n)
         return
@@ -57,12 +57,12 @@ def _same_widths(name: str, values: Fields, fields: Fields, n: int) -> None:
 
 
 def gather_kv(fields: Fields, slots: Tensor, *, out: Fields | None = None) -> Fields:
-    """Reads slots into contiguous buffers.
+    """Read slots into contiguous buffers.
 
     Args:
         fields: the buffers.
         slots: int32 [n], repeats allowed.
-        out: buffers of the same widths, of n slots or more; slot i takes slots[i]. None = new ones.
+        out: buffers of the same widths with n slots or more; slot i gets slots[i]. None = new ones.
 
     Returns:
         `out`.
@@ -75,7 +75,7 @@ def gather_kv(fields: Fields, slots: Tensor, *, out: Fields | None = None) -> Fi
 
 
 def scatter_kv(fields: Fields, slots: Tensor, values: Fields) -> None:
-    """Writes contiguous values into slots; the inverse of `gather_kv`.
+    """Write contiguous values into slots; the inverse of `gather_kv`.
 
     Args:
         fields: the buffers, written.
@@ -89,14 +89,14 @@ def scatter_kv(fields: Fields, slots: Tensor, values: Fields) -> None:
 
 @with_twin(twins.move_kv)
 def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False) -> None:
-    """Moves slots in every buffer: slot dst[i] takes what slot src[i] held before the call.
+    """Move slots in every buffer: slot dst[i] gets the content of slot src[i] before the call.
 
     Args:
         fields: the buffers, written.
         src: int32 [n].
         dst: int32 [n], each once.
-        disjoint: promises that no slot is in both, as with copies of pages: the fastest. Otherwise
-            up to 2816 slots move in one launch, more of them by way of a copy.
+        disjoint: the caller promises that no slot is in both, as in copies of pages. This is the
+            fastest way. Otherwise up to 2816 slots move in one launch, and more through a copy.
     """
     n = _slots("src", src, fields).shape[0]
     _slots("dst", dst, fields, n)
@@ -112,7 +112,7 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
 
 
 def _held(fields: Fields, n: int) -> tuple[int, tuple[int, int], int]:
-    """Tiles of a field, threads and shared bytes where a block holds `n` slots of its columns."""
+    """Return tiles per field, block size and shared bytes for blocks that hold n slots."""
     room = MAX_HELD // max(n, 1)
     columns = min(ceil_pow2(fields.columns), 1 << (room.bit_length() - 1), 256)
     rows = max(min(256 // columns, ceil_pow2(n)), 1)
@@ -130,7 +130,7 @@ def compact_accepted(
     *,
     num_draft_tokens: int,
 ) -> None:
-    """Moves the KV of the accepted nodes to root, root + 1, ...
+    """Move the KV of the accepted nodes to positions root, root + 1, ...
 
     Args:
         fields: the buffers, written.
@@ -165,7 +165,7 @@ def duplicate_prefix_tail(
     num_steps: int,
     topk: int,
 ) -> None:
-    """Copies each prefix's tail before the drafts of branches 1..K, holey layout (sgl#7725).
+    """Copy each prefix's tail before the drafts of branches 1..K, holey layout (sgl#7725).
 
     Args:
         fields: the buffers, written.
@@ -200,7 +200,7 @@ def copy_parent_drafts(
     step: int,
     layout: str = "holey",
 ) -> None:
-    """Copies drafts 0..step of each branch's parent over its own, after the selection of `step`.
+    """Copy drafts 0..step of each branch's parent over its own, after the selection of `step`.
 
     Args:
         fields: the buffers, written.
@@ -208,10 +208,10 @@ def copy_parent_drafts(
         page_size: P.
         rows: int32 [n].
         roots: int32 [n].
-        branch_parents: int32 [n, K], as `select_topk` gives them; branches may swap.
+        branch_parents: int32 [n, K], from `select_topk`; branches may swap.
         num_steps: S.
         step: in [0, S); K * step at most 2816.
-        layout: where the drafts lie.
+        layout: `dense` or `holey`.
     """
     table = _of_group(fields, page_table, page_size)
     n = table.lanes("rows", rows).shape[0]

@@ -1,4 +1,4 @@
-"""Launchers of `cuda/reads.cu`: what the branches of a draft step read.
+"""Launchers of `cuda/reads.cu`: they list the slots or pages that draft branches read.
 
 Twins: `specpool.kernels.twins`.
 """
@@ -32,9 +32,9 @@ from specpool.kernels.with_twin import with_twin
 
 
 def read_capacity(hi: NDArray[np.int64], *, num_steps: int, topk: int) -> int:
-    """Slots that `kv_indices` must hold in every step of a round: K * (sum(hi) + n * S).
+    """Return the slots that `kv_indices` must hold in any step of a round: K * (sum(hi) + n * S).
 
-    The replay of a captured round checks no more than this: `hi` are the roots' upper bounds
+    `hi` are the upper bounds of the n roots. The bound holds for every replay of a captured round
     (sgl#27338).
     """
     return topk * (int(hi.sum()) + len(hi) * num_steps)
@@ -55,7 +55,7 @@ def draft_read_indices(
     hi: NDArray[np.int32] | Sequence[int] | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """CSR of the slots that each branch reads at a draft step: its prefix, then step + 1 drafts.
+    """List the slots that each branch reads at a draft step as CSR: prefix, then step + 1 drafts.
 
     Args:
         page_table: int32 [num_rows + 1, pages_per_row].
@@ -65,9 +65,9 @@ def draft_read_indices(
         num_steps: S.
         topk: K.
         step: in [0, S).
-        layout: where the drafts lie.
-        ancestors: int32 [n, K, width > step] (`advance_ancestors`): read the true ancestors. None:
-            read the branch's own cells, as upstream.
+        layout: `dense` or `holey`.
+        ancestors: int32 [n, K, width > step] (`advance_ancestors`): a branch reads its true
+            ancestors. None: it reads its own cells, as in SGLang.
         hi: [n] on the host, upper bounds of the roots; None = the row's width.
         out: both results; kv_indices may hold more than `read_capacity`.
 
@@ -113,7 +113,7 @@ def branch_pages(
     hi: NDArray[np.int32] | Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The pages that each branch reads at a draft step in the holey layout, padded with 0.
+    """List the pages that each branch reads at a draft step in the holey layout, padded with 0.
 
     Args:
         page_table: int32 [num_rows + 1, pages_per_row].
@@ -148,12 +148,12 @@ def branch_pages(
 
 @with_twin(_core.advance_ancestors)
 def advance_ancestors(ancestors: Tensor, branch_parents: Tensor, step: int) -> None:
-    """Brings ancestors to `step` in place, after the selection of that step.
+    """Update ancestors to `step` in place, after the selection of that step.
 
     Args:
         ancestors: int32 [n, K, width > step], written.
-        branch_parents: int32 [n, K], as `select_topk` gives them.
-        step: from 0 on, one after the other.
+        branch_parents: int32 [n, K], from `select_topk`.
+        step: call it for 0, 1, ... in order.
     """
     device = ancestors.device
     expect("ancestors", ancestors, torch.int32, (None, None, None), device)

@@ -1,4 +1,7 @@
-"""Launchers of `cuda/sample.cu`: the seeded draw. Twins: `specpool.kernels.twins`, bit for bit."""
+"""Launchers of `cuda/sample.cu`: the seeded draw.
+
+Twins: `specpool.kernels.twins`, equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,25 @@ from specpool.kernels.launch import launch
 from specpool.kernels.with_twin import with_twin
 
 MAX_VOCAB = 1 << 19
-"""Most columns of the logits, for sums to be exact."""
+"""The most columns of the logits: up to here the kernel's sums are exact."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @with_twin(twins.uniform)
 def uniform(seeds: Tensor, positions: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """float64 [n] in [0, 1): the draw of each (seed, position); seeds as int64 or uint64 [n]."""
+    """Draw a number in [0, 1) for each (seed, position), float64 [n].
+
+    Args:
+        seeds: int64 or uint64 [n]; both read the same 64 bits.
+        positions: int64 [n].
+        out: float64 [n]; None = a new tensor.
+    """
     device = device_of("seeds", seeds)
     n = expect("seeds", seeds, (torch.int64, torch.uint64), (None,), device).shape[0]
     expect("positions", positions, torch.int64, (n,), device)
     u = output("out", out, torch.float64, (n,), device)
-    # uint64 has the same bytes; torch knows little more of it.
+    # torch supports little of uint64, so pass the same bytes as int64.
     args = (seeds.view(torch.int64), positions, u, i32(n))
     launch("uniform", blocks(n), (THREADS,), args)
     return u
@@ -48,18 +57,18 @@ def sample_tokens(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws one token per row by inverse CDF over token ids.
+    """Draw one token per row by inverse CDF over token ids.
 
     Args:
         logits: float32, float16 or bfloat16 [n, V], V at most 2^19.
-        temperature: float32 [n], in [0, inf); 0, or less than 2^-100, = argmax.
+        temperature: float32 [n], in [0, inf); below 2^-100 = argmax.
         top_k: int32 [n]; 0 = all.
         top_p: float32 [n], in (0, 1]; 1 = all.
         u: float64 [n], in [0, 1).
         out: int64 [n].
 
     Returns:
-        int64 [n]; -1 where a row holds a NaN, +inf, or nothing but -inf, or its parameters are out
+        int64 [n]; -1 if a row holds a NaN, +inf, or nothing but -inf, or if its parameters are out
         of range.
     """
     device = device_of("logits", logits)

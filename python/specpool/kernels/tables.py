@@ -1,7 +1,7 @@
-"""Launchers of `cuda/tables.cu`: page tables on the device, slots of rows and positions.
+"""Launchers of `cuda/tables.cu`: updates of page tables, and slots of rows and positions.
 
-Twins: `specpool.kernels.twins`. A twin refuses bad values, such as rows outside the table; a kernel
-leads them to the sink, because device values are not read before a launch.
+Twins: `specpool.kernels.twins`. A twin refuses bad values, such as rows outside the table. A kernel
+maps them to the sink, because device values are not read before a launch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from specpool.kernels.with_twin import with_twin
 
 @with_twin(_core.apply_table_delta)
 def apply_table_delta(page_table: Tensor, rows: Tensor, columns: Tensor, pages: Tensor) -> None:
-    """Writes pages[i] into page_table[rows[i], columns[i]].
+    """Write pages[i] into page_table[rows[i], columns[i]].
 
     Args:
         page_table: int32 [num_rows + 1, pages_per_row], written.
-        rows: int32 [n], in [1, num_rows]; other entries are left.
-        columns: int32 [n]; no cell twice.
+        rows: int32 [n], in [1, num_rows].
+        columns: int32 [n]; no (row, column) twice.
         pages: int32 [n].
     """
     table = Table(page_table, 1)
@@ -56,7 +56,7 @@ def slots_at(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """int32 [n]: the slot of each (rows[i], positions[i]), both int32 [n]."""
+    """Return the slot of each (rows[i], positions[i]), int32 [n]; both arguments are int32 [n]."""
     table = Table(page_table, page_size)
     n = table.lanes("rows", rows).shape[0]
     table.lanes("positions", positions, n)
@@ -76,7 +76,7 @@ def slot_ranges(
     hi: NDArray[np.int32] | Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The slots of [starts[i], starts[i] + lens[i]) of each row, lane after lane.
+    """Return the slots of positions [starts[i], starts[i] + lens[i]) of each row, lane after lane.
 
     Args:
         page_table: int32 [num_rows + 1, pages_per_row].
@@ -101,7 +101,7 @@ def slot_ranges(
 
 
 def _tiles(bounds: NDArray[np.int64]) -> int:
-    """Blocks that share a lane's elements, four for each thread."""
+    """Return the number of blocks that share a lane's elements, four elements per thread."""
     most = int(bounds.max(initial=0))
     return min(-(-most // (4 * THREADS)), 1024)
 
@@ -118,7 +118,10 @@ def draft_write_slots(
     layout: str,
     out: Tensor | None = None,
 ) -> Tensor:
-    """int32 [n, K, S]: the slot that branch b of each lane writes step j to; rows, roots [n]."""
+    """Return the slots that each branch writes its drafts to, int32 [n, K, S].
+
+    Entry [i, b, j] is the slot of step j of branch b of lane i. `rows` and `roots` are int32 [n].
+    """
     table = Table(page_table, page_size)
     n = table.lanes("rows", rows).shape[0]
     table.lanes("roots", roots, n)
@@ -141,7 +144,7 @@ def page_csr(
     hi: NDArray[np.int32] | Sequence[int] | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages of [0, lens[i]) of each row, as CSR, for prefill and verify.
+    """List the pages of positions [0, lens[i]) of each row as CSR, for prefill and verify.
 
     Args:
         page_table: int32 [num_rows + 1, pages_per_row].
@@ -149,7 +152,7 @@ def page_csr(
         rows: int32 [n].
         lens: int32 [n].
         hi: [n] on the host, upper bounds of `lens`; None = the row's width.
-        out: the three results; kv_indices may be longer than it must.
+        out: the three results; kv_indices may be longer than needed.
 
     Returns:
         int32: kv_indptr [n + 1]; kv_indices [sum of ceil(hi / P)], valid below kv_indptr[-1];

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: many arrays in one copy there, results back later."""
+"""Copies between host and device without waiting: `upload` of many arrays at once, `Download`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _is_refused = False
 
 @contextlib.contextmanager
 def no_transfers() -> Iterator[None]:
-    """Within, while a graph is captured, every transfer raises OrderError.
+    """Make every transfer raise `OrderError` within the block, while a graph is captured.
 
-    Each replay would repeat it from, or to, host memory that is somebody else's by then.
+    Each replay would repeat the transfer with host memory that has another use by then.
     """
     global _is_refused
     before, _is_refused = _is_refused, True
@@ -38,13 +38,13 @@ def _check(what: str) -> None:
 
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """Tensors on `device` with what the arrays hold, any dtypes and shapes.
+    """Copy arrays of any dtypes and shapes to tensors on `device`.
 
-    A CPU tensor shares the memory of an array that can be written. Elsewhere all arrays travel in
-    one copy out of pinned memory, in the order of torch's current stream: the host does not wait.
+    A CPU tensor shares the memory of a writable array. On a GPU all arrays go in one copy from
+    pinned memory, on torch's current stream, and the host does not wait.
 
     Raises:
-        OrderError: within `no_transfers`.
+        OrderError: called within `no_transfers`.
     """
     _check(f"an upload of {len(arrays)} arrays")
     if device.type == "cpu":
@@ -56,7 +56,11 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
 
 
 def overwrite(tensor: Tensor, array: NDArray[Any]) -> None:
-    """`tensor`, contiguous, takes what an array of its dtype and shape holds; as `upload`."""
+    """Copy an array into a contiguous tensor of its dtype and shape; the host does not wait.
+
+    Raises:
+        OrderError: called within `no_transfers`.
+    """
     _check("an upload")
     staged = torch.from_numpy(array)
     if tensor.device.type == "cuda":
@@ -65,7 +69,7 @@ def overwrite(tensor: Tensor, array: NDArray[Any]) -> None:
 
 
 def spans_of(arrays: Sequence[NDArray[Any]]) -> list[slice]:
-    """Where each array's bytes lie in the one buffer."""
+    """Return the slice of a common byte buffer for each array."""
     spans, end = [], 0
     for array in arrays:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -75,13 +79,13 @@ def spans_of(arrays: Sequence[NDArray[Any]]) -> list[slice]:
 
 
 def pack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], into: NDArray[np.uint8]) -> None:
-    """Writes the bytes of each array into its span."""
+    """Write the bytes of each array into its span."""
     for array, span in zip(arrays, spans, strict=True):
         into[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def unpack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], packed: Tensor) -> list[Tensor]:
-    """Views of `packed`, each with dtype and shape of its array."""
+    """Return a view of `packed` for each array, with its dtype and shape."""
     return [
         packed[span].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
         for array, span in zip(arrays, spans, strict=True)
@@ -89,27 +93,27 @@ def unpack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], packed: Tenso
 
 
 class Download:
-    """A tensor on its way to the host; what is launched after it does not delay it."""
+    """A copy of a tensor to the host. Work that is launched after it does not delay it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Copies `tensor` in the order of torch's current stream.
+        """Start the copy on torch's current stream.
 
         Raises:
-            OrderError: within `no_transfers`.
+            OrderError: called within `no_transfers`.
         """
         _check("a download")
         self._event: Any = None
         if tensor.device.type != "cuda":
-            self._host = tensor.clone()  # the next replay of a graph writes it
+            self._host = tensor.clone()  # a copy, because a graph's next replay overwrites `tensor`
         else:
-            cuda: Any = torch.cuda  # its events are typed in some versions of torch only
+            cuda: Any = torch.cuda  # only some versions of torch have types for its events
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = cuda.Event()
             self._event.record(cuda.current_stream(tensor.device))
 
     def array(self) -> NDArray[Any]:
-        """What the tensor held; waits until the copy is done."""
+        """Wait until the copy is done, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy()

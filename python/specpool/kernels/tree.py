@@ -1,6 +1,6 @@
 """Launchers of `cuda/tree.cu`: select, build, check, verify. Twins: `specpool.kernels.twins`.
 
-M = K + (S-1)*K*K candidates of a round and lane.
+In the shapes below M = K + (S-1)*K*K, the candidates of one lane in one round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specpool.kernels.with_twin import with_twin
 
 
 def _candidates(scores: Tensor, tokens: Tensor, parents: Tensor, topk: int) -> tuple[int, int]:
-    """Checks a round's buffers; the batch and S, which the width of the parents says."""
+    """Check a round's buffers; return the batch and S, which follows from the parents' width."""
     device = device_of("candidate_parents", parents)
     k = number("topk", topk, 1)
     expect("candidate_parents", parents, torch.int64, (None, None), device)
@@ -55,12 +55,12 @@ def select_topk(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Records a draft step's candidates and keeps the K best of each lane.
+    """Record a draft step's candidates and keep the K best of each lane.
 
     Args:
         step: in [0, S).
         topk_p: float32 [n, K] at step 0, [n*K, K] after.
-        topk_index: int64, as topk_p: their tokens.
+        topk_index: int64, of the same shape as topk_p: the tokens.
         scores: float32 [n, K], the result of the step before; None at step 0.
         candidate_scores: float32 [n, M], written.
         candidate_tokens: int64 [n, M], written.
@@ -104,10 +104,10 @@ def build_tree(
     num_draft_tokens: int,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Chooses the N - 1 best candidates and links them (the twins' `organize` and `build_tree`).
+    """Choose the N - 1 best candidates and link them (the twins' `organize` and `build_tree`).
 
     Args:
-        candidate_scores: float32 [n, M], as `select_topk` left it.
+        candidate_scores: float32 [n, M], written by `select_topk`.
         candidate_tokens: int64 [n, M].
         candidate_parents: int64 [n, 1 + K*S].
         root_tokens: int64 [n].
@@ -153,12 +153,12 @@ def check_tree(
     vocab_size: int,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the lanes whose arrays are no tree that verify may walk; no value reaches the host.
+    """Find the lanes whose arrays are not a valid tree for verify, without reading values back.
 
-    A tree's node 0 is the root. A child sees what its parent sees, and itself; siblings see the
-    same others; a node's depth is the number of its ancestors; links lead forwards; tokens are
-    below `vocab_size`. Nodes that no link leads to are never walked: of these only the number of
-    nodes that they see is compared with their depth.
+    In a valid tree node 0 is the root token. A child sees what its parent sees, and itself.
+    Siblings see the same nodes apart from themselves. A node's depth is the number of its
+    ancestors. Links lead to later nodes. Tokens are below `vocab_size`. Nodes that no link leads to
+    are never walked; for these only the depth and the number of visible nodes are compared.
 
     Args:
         tokens: int64 [n, N].
@@ -167,12 +167,12 @@ def check_tree(
         first_child: int32 [n, N], -1 = none.
         next_sibling: int32 [n, N], -1 = none.
         root_tokens: int64 [n].
-        vocab_size: of the target.
+        vocab_size: the target's.
         out: the three results.
 
     Returns:
-        tokens int64 [n, N] and depths int32 [n, N], of a broken lane the root's in every node;
-        is_broken bool [n].
+        tokens int64 [n, N] and depths int32 [n, N], with the root's values in every node of a
+        broken lane; is_broken bool [n].
     """
     device = device_of("tokens", tokens)
     expect("tokens", tokens, torch.int64, (None, None), device)
@@ -208,19 +208,19 @@ def verify_tree(
     num_steps: int,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walks each tree from its root to the child with the target's token, while there is one.
+    """Walk each tree from its root to the child with the target's token, as long as there is one.
 
     Args:
         tokens: int64 [n, N <= 1877], the root's first.
         first_child: int32 [n, N].
         next_sibling: int32 [n, N].
-        target_tokens: int64 [n, N]; -1 ends the walk there and stands as the bonus.
+        target_tokens: int64 [n, N]; -1 ends the walk there and becomes the bonus token.
         num_steps: S, the most drafts accepted.
         out: the three results.
 
     Returns:
-        accept_index int32 [n, S+1], flat node ids, -1 padded; accept_len int32 [n], the bonus
-        included; predict int64 [n*N], the target's tokens at the nodes of the walk, else 0.
+        accept_index int32 [n, S+1], flat node ids, padded with -1; accept_len int32 [n], the bonus
+        included; predict int64 [n*N], the target's tokens at the walked nodes, 0 at others.
     """
     device = device_of("tokens", tokens)
     expect("tokens", tokens, torch.int64, (None, None), device)

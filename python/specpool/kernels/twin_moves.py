@@ -1,10 +1,10 @@
-"""Moves of KV between slots in torch: any device, any dtype (docs/kernels.md).
+"""Moves of KV between slots in torch, on any device and for any dtype (docs/kernels.md).
 
-A buffer is a tensor with one dimension of slots (by default the first), or a `PageBlocked` one. All
-layers may stand in one tensor (`slot_dim` says which dimension the slots are). Every move is
-gather-then-scatter: sources and targets may overlap. Contiguous buffers in host memory are moved by
-the core, without a copy between where it can; others by a gather and a scatter of torch's. Empty
-work launches nothing.
+A buffer is a tensor with one dimension of slots, or a `PageBlocked` one. `slot_dim` is the
+dimension of the slots, so one tensor may hold all layers. Every move reads all sources before it
+writes, so sources and targets may overlap. The core moves contiguous buffers in host memory,
+without an intermediate copy if it can. Other buffers are moved by torch's gather and scatter. A
+call with no slots does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import specpool._core as _core
 from specpool.errors import ShapeError
 
 Slots = NDArray[np.int64] | Tensor
-"""int64 [n]: an array, whose values are checked, or a tensor on the buffers' device, trusted."""
+"""Slots, int64 [n]: a NumPy array, whose values are checked, or a tensor on the buffers' device,
+whose values are trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class PageBlocked:
             )
 
     def fields(self) -> list[Tensor]:
-        """Each field as a view [num_pages, page_size, width]."""
+        """Return each field as a view [num_pages, page_size, width]."""
         views, first = [], 0
         for width in self.widths:
             size = self.page_size * width
@@ -67,7 +68,7 @@ Buffer = Tensor | PageBlocked
 def _host_bytes(
     buffers: Sequence[Buffer], slot_dim: int
 ) -> list[tuple[NDArray[np.uint8], tuple[int, ...]]] | None:
-    """The buffers as `_core.move_slots` takes them; None unless all are contiguous on the CPU."""
+    """Return the buffers for `_core.move_slots`; None unless all are contiguous on the CPU."""
     tensors = [b.data if isinstance(b, PageBlocked) else b for b in buffers]
     if not all(t.device.type == "cpu" and t.is_contiguous() and t.numel() for t in tensors):
         return None
@@ -83,14 +84,14 @@ def _blocked_bytes(buffer: PageBlocked) -> tuple[NDArray[np.uint8], tuple[int, .
 
 
 def _plain_bytes(buffer: Tensor, slot_dim: int) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
-    """Bytes [lead, slots, width] of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor as [lead, slots, width], and its widths."""
     lead, slots = math.prod(buffer.shape[:slot_dim]), buffer.shape[slot_dim]
     content = buffer.view(-1).view(torch.uint8).view(lead, slots, -1)
     return content.numpy(), (content.shape[2],)
 
 
 def _as_bytes(buffer: Tensor) -> Tensor:
-    """Eight-bit floats as bytes: torch cannot index them everywhere, a move needs no numbers."""
+    """View 8-bit floats as bytes, because torch cannot index them on every device."""
     if buffer.dtype.itemsize == 1 and buffer.dtype.is_floating_point:
         return buffer.view(torch.uint8)
     return buffer
@@ -141,13 +142,13 @@ def _check_forms(src: Slots, dst: Slots) -> None:
 
 
 def _check_values(src: Slots, dst: Slots, num_slots: int) -> None:
-    """Refuses moves that a buffer cannot do. A tensor's values are left unread on its device."""
+    """Raise `ShapeError` for slots outside the buffers; the values of tensors are not read."""
     if isinstance(src, np.ndarray) and isinstance(dst, np.ndarray):
         _core.check_moves(src, dst, num_slots)
 
 
 def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int = 0) -> None:
-    """Moves slots in every buffer: slot dst[i] takes what slot src[i] held before the call.
+    """Move slots in every buffer: slot dst[i] gets the content of slot src[i] before the call.
 
     Args:
         buffers: tensors with slots in dimension `slot_dim`, or `PageBlocked` ones; on one device.
@@ -156,8 +157,9 @@ def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int 
         slot_dim: dimension of the slots in the tensors.
 
     Raises:
-        ShapeError: wrong dtype or shape, a slot outside a buffer, or one written twice. (The values
-            of index tensors on a device are trusted, since reading them would wait for it.)
+        ShapeError: a dtype or shape is wrong, a slot is outside a buffer, or a slot is written
+            twice. (The values of index tensors on a GPU are trusted, since reading them would
+            wait.)
     """
     if not buffers or len(src) == len(dst) == 0:
         return
@@ -181,7 +183,7 @@ def move_kv(buffers: Sequence[Buffer], src: Slots, dst: Slots, *, slot_dim: int 
 
 
 def gather_kv(buffers: Sequence[Tensor], slots: Slots, *, slot_dim: int = 0) -> list[Tensor]:
-    """Reads slots of every buffer into new contiguous tensors.
+    """Read slots of every buffer into new contiguous tensors.
 
     Args:
         buffers: tensors with slots in dimension `slot_dim`, on one device.
@@ -192,7 +194,7 @@ def gather_kv(buffers: Sequence[Tensor], slots: Slots, *, slot_dim: int = 0) -> 
         One tensor per buffer, `n` long in dimension `slot_dim`.
 
     Raises:
-        ShapeError: wrong dtype or shape, or a slot outside a buffer.
+        ShapeError: a dtype or shape is wrong, or a slot is outside a buffer.
     """
     if not buffers:
         return []
@@ -208,7 +210,7 @@ def gather_kv(buffers: Sequence[Tensor], slots: Slots, *, slot_dim: int = 0) -> 
 def scatter_kv(
     buffers: Sequence[Tensor], slots: Slots, values: Sequence[Tensor], *, slot_dim: int = 0
 ) -> None:
-    """Writes contiguous values into slots of every buffer; the inverse of `gather_kv`.
+    """Write contiguous values into slots of every buffer; the inverse of `gather_kv`.
 
     Args:
         buffers: tensors with slots in dimension `slot_dim`, on one device.
@@ -217,7 +219,7 @@ def scatter_kv(
         slot_dim: dimension of the slots.
 
     Raises:
-        ShapeError: numbers, dtypes or shapes that do not fit, a slot outside a buffer or written
+        ShapeError: numbers, dtypes or shapes do not fit, or a slot is outside a buffer or written
             twice.
     """
     if len(values) != len(buffers):
@@ -257,7 +259,7 @@ def compact_accepted(
     num_draft_tokens: int,
     slot_dim: int = 0,
 ) -> None:
-    """Moves the KV of the accepted nodes to root, root + 1, ... (`compact_moves`)."""
+    """Move the KV of the accepted nodes to positions root, root + 1, ... (`compact_moves`)."""
     src, dst = _core.compact_moves(
         page_table, page_size, rows, roots, accept_index, num_draft_tokens=num_draft_tokens
     )
@@ -275,7 +277,7 @@ def duplicate_prefix_tail(
     topk: int,
     slot_dim: int = 0,
 ) -> None:
-    """Copies each prefix's tail before the drafts of branches 1..K (`prefix_tail_moves`)."""
+    """Copy each prefix's tail before the drafts of branches 1..K (`prefix_tail_moves`)."""
     src, dst = _core.prefix_tail_moves(
         page_table, page_size, rows, roots, num_steps=num_steps, topk=topk
     )
@@ -294,7 +296,7 @@ def copy_parent_drafts(
     step: int,
     slot_dim: int = 0,
 ) -> None:
-    """Copies the drafts of each branch's parent over its own (`branch_copy_moves`)."""
+    """Copy the drafts of each branch's parent over its own (`branch_copy_moves`)."""
     src, dst = _core.branch_copy_moves(
         page_table, page_size, rows, roots, branch_parents, num_steps=num_steps, step=step
     )

@@ -1,11 +1,11 @@
 """CPU twins of specpool's kernels: draft tree, verify, sampling, slots, moves (docs/kernels.md).
 
-Index functions take and return NumPy arrays, each one call into the Rust core (`specpool._core`,
-where the stubs document them). Whatever touches KV is torch code and lives in
-`specpool.kernels.twin_moves`, imported on its own.
+Index functions take and return NumPy arrays. Each is one call into the Rust core; the stub
+`_core.pyi` documents it. Functions that touch KV are torch code in `specpool.kernels.twin_moves`,
+which this module does not import.
 
-Every function checks dtype, shape, contiguity and bounds first and raises `ShapeError`; nothing is
-written then.
+Every function first checks dtype, shape, contiguity and bounds. If a check fails, it raises
+`ShapeError` and writes nothing.
 """
 
 from specpool._core import (

@@ -1,4 +1,4 @@
-"""The CPU twins behind the launchers: on CPU tensors a launcher calls its twin instead."""
+"""`with_twin`: makes a launcher call its CPU twin for tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ _PLACED = (Tensor, Fields)  # a union of types takes longer to check, in every c
 
 
 def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a launcher: `twin` runs on tensors of a CPU, where no kernel does.
+    """Decorate a launcher so that `twin` runs for CPU tensors, unless kernels run on them.
 
-    It gets the same arguments, tensors as NumPy arrays over the same memory and `Fields` as their
-    buffers, and checks them as strictly, values too. Slots come back as int64, which torch's own
-    indexing wants, unless `out` is given. `hi` is not needed: the lengths are at hand.
+    The twin gets the same arguments: tensors as NumPy arrays over the same memory, and `Fields` as
+    their buffers. It checks them as strictly as the launcher, and also checks values. Slots are
+    returned as int64, for torch's indexing, unless `out` is given. `hi` is dropped, because the
+    twin can read the lengths.
     """
 
     def decorate(launcher: Callable[P, R]) -> Callable[P, R]:
-        # The device is the first argument's; only `select_topk` begins with a number.
+        # The first tensor gives the device; only `select_topk` begins with a number.
         place = int(launcher.__name__ == "select_topk")
         parameters = inspect.signature(launcher).parameters.values()
         names = [one.name for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD]
@@ -43,7 +44,7 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
             if len(args) != len(names):
                 by_name = names[len(args) :]
                 if len(args) > len(names) or not options.keys() >= set(by_name):
-                    return launcher(*args, **options)  # Python says which one is missing
+                    return launcher(*args, **options)  # raises a TypeError that names the argument
                 args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
             first: object = args[place]
             if runs_kernels(first.device if isinstance(first, _PLACED) else _CPU):
@@ -83,7 +84,11 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
 
 
 def _converted(tensor: Tensor) -> Any:
-    """Return what NumPy cannot see in place: it knows no bfloat16; only logits come as such."""
+    """Copy a tensor that NumPy cannot share: bfloat16 logits become float32.
+
+    Raises:
+        ShapeError: the tensor is not on a CPU.
+    """
     if tensor.device.type != "cpu":
         where = f"one is on {tensor.device}"
         raise ShapeError(f"tensors must be on one device, CUDA or cpu: {where}") from None
@@ -91,7 +96,7 @@ def _converted(tensor: Tensor) -> Any:
 
 
 def _into(out: Any, results: Any) -> Any:
-    """`results` as tensors, in `out` where it is given."""
+    """Return `results` as tensors, copied into `out` if that is given."""
     if isinstance(results, tuple):
         if out is not None and len(out) != len(results):
             raise ShapeError(f"out must hold {len(results)} tensors, got {len(out)}")
@@ -131,7 +136,7 @@ def _expect(name: str, value: Any, *dtypes: type[np.generic]) -> None:
 def build_tree(
     scores: Any, tokens: Any, parents: Any, root_tokens: Any, *, topk: int, num_draft_tokens: int
 ) -> tuple[Any, ...]:
-    """The twins `organize` and `build_tree` in one, as the kernel is."""
+    """Run the twins `organize` and `build_tree`, as the kernel does both."""
     chosen = _core.organize(scores, tokens, parents, topk=topk, num_draft_tokens=num_draft_tokens)
     parent_list, indices, drafts = chosen
     links = _core.build_tree(parent_list, indices, topk=topk)
@@ -141,7 +146,7 @@ def build_tree(
 def check_tree(
     tokens: Any, depths: Any, mask: Any, child: Any, sibling: Any, roots: Any, *, vocab_size: int
 ) -> tuple[Any, Any, Any]:
-    """The kernel, lane by lane and link by link."""
+    """Do the work of the kernel lane by lane and link by link."""
 
     def is_tree(lane: int) -> bool:
         seen = [set(np.flatnonzero(line).tolist()) for line in mask[lane]]
@@ -170,40 +175,40 @@ def check_tree(
 
 
 def sample_tokens(logits: Any, *parameters: Any) -> Any:
-    """The twin, for logits of any float type that a kernel takes (bfloat16 comes as float32)."""
+    """Call the twin for logits of any float type of the kernel (bfloat16 comes as float32)."""
     _expect("logits", logits, np.float32, np.float16)
     return _core.sample_tokens(logits.astype(np.float32, copy=False), *parameters)
 
 
 def uniform(seeds: Any, positions: Any) -> Any:
-    """The twin, for seeds in either reading of their 64 bits."""
+    """Call the twin for seeds of either dtype, with their 64 bits as uint64."""
     _expect("seeds", seeds, np.int64, np.uint64)
     return _core.uniform(seeds.view(np.uint64), positions)
 
 
 def move_kv(buffers: Any, src: Any, dst: Any, *, slot_dim: int, disjoint: bool = False) -> None:
-    """The twin, which wants int64 and needs no promise."""
+    """Call the twin with int64 slots; it does not need the promise of `disjoint`."""
     _expect("src", src, np.int32, np.int64)
     _expect("dst", dst, np.int32, np.int64)
     moves.move_kv(buffers, src.astype(np.int64), dst.astype(np.int64), slot_dim=slot_dim)
 
 
 def copy_parent_drafts(*args: Any, layout: str = "holey", **options: Any) -> None:
-    """The twin, which knows the layout that needs such copies."""
+    """Call the twin, which serves the holey layout alone."""
     if layout != "holey":
         raise ShapeError(f"layout must be 'holey' on a CPU, got {layout!r}")
     moves.copy_parent_drafts(*args, **options)
 
 
 def copy_slots(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
-    """The twin of the kernel behind `gather_kv` and `scatter_kv`, on buffers of any form.
+    """Copy slots as the kernel behind `gather_kv` and `scatter_kv` does, on buffers of any form.
 
     Args:
-        to: written.
-        of: read, of the same widths.
-        dst: int32 [n], each once; None = 0, 1, ..
-        src: int32 [n]; None = 0, 1, ..
-        n: slots.
+        to: buffers to write.
+        of: buffers to read, of the same widths.
+        dst: int32 [n], each once; None = 0, 1, ...
+        src: int32 [n]; None = 0, 1, ...
+        n: the number of slots.
     """
     places = []
     for name, fields, slots in (("dst", to, dst), ("src", of, src)):

@@ -1,1 +1,1 @@
-"""Run one turn after another: prepare, launch, take over results, check."""
+"""The loop of an engine: it checks, prepares, launches and takes over results, turn by turn."""

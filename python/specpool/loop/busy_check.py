@@ -1,7 +1,8 @@
-"""The busy check: before each turn, does all that runs still add up?
+"""The busy check: before each turn, check that pages, rows and requests are consistent.
 
-Level 0 leaves it to the checks that every call of the ledger makes. Level 1 compares sums and rows,
-O(rows). Level 2 is the ledger's full audit, and the device's page tables beside the ledger's.
+Level 0 does nothing; only the checks inside the ledger's calls remain. Level 1 compares sums and
+rows, O(rows). Level 2 adds the ledger's full audit, and compares the device's page tables with the
+ledger's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from specpool.errors import CorruptState
 from specpool.memory.kv_cache import KVCache
 from specpool.scheduler.scheduler import Scheduler
 
-#: Findings that are kept.
+#: The most findings that are kept.
 MAX_FINDINGS = 100
 
 _SHARED = 2  # a state of `Ledger.ownership_map`
@@ -31,19 +32,20 @@ _log = logging.getLogger("specpool")
 
 @dataclass(frozen=True, slots=True)
 class BusyFinding:
-    """What the busy check found.
+    """One inconsistency that the busy check found.
 
     Attributes:
         text: the broken rule, with the numbers.
-        group: name of the group.
-        page: the page that the finding is about, or else the row's last one in the group.
-        row: whose rule it is.
-        rows: the rows that are to be taken out of use: `row`, or all that hold `page`.
-        state: of the page: free, owned, shared, fenced.
-        owner: who took the page, as in `row 3 (request 17)`.
-        birth_step: for which step.
-        last_verb: what touched the page last.
-        well_at: the newest step when all was well.
+        group: the name of the group, if the finding is about one.
+        page: the page that the finding is about; if it names none, the row's last page in the
+            group.
+        row: the row that breaks the rule, if it is one.
+        rows: the rows to take out of use: `row`, or all rows that hold `page`.
+        state: the page's state: free, owned, shared, fenced.
+        owner: the row that took the page, such as `row 3 (request 17)`.
+        birth_step: the step that the page was taken for.
+        last_verb: the latest ledger verb that touched the page.
+        well_at: the newest step at the last check without a finding.
     """
 
     text: str
@@ -77,11 +79,11 @@ class _Fault:
 
 
 class BusyCheck:
-    """Looks at an engine's parts; rows of what it finds are out of use until the engine closes.
+    """The check of an engine's parts. Rows with a finding are out of use until the engine closes.
 
     Attributes:
-        findings: the latest, the oldest first; each once.
-        finding_ct: how many there were.
+        findings: the latest `MAX_FINDINGS` findings, oldest first; each appears once.
+        finding_ct: findings since the engine was built.
     """
 
     def __init__(
@@ -93,15 +95,16 @@ class BusyCheck:
         level: int,
         on_finding: OnFinding,
     ) -> None:
-        """Look at these; what is done about a finding is said in `EngineConfig`."""
+        """Check these parts; `EngineConfig` explains `level` and `on_finding`."""
         self._ledger, self._scheduler, self._cache = ledger, scheduler, cache
         self._level, self._on_finding = level, on_finding
         self._groups = ledger.groups
         self._taken_out: set[int] = set()
-        self._has_shared = [False] * len(self._groups)  # pages, when last counted
-        self._step = self._well_at = 0  # the newest step: launched, and at the last good look
-        # What the device's tables must hold; None while that is not known, as where the rounds were
-        # timed before: what their rows have given back goes to the device with the next step.
+        self._has_shared = [False] * len(self._groups)  # shared pages existed at the last look
+        # The newest launched step: now, and at the last look without a finding.
+        self._step = self._well_at = 0
+        # What the device's tables must hold; None = not known. Calibration leaves it unknown: the
+        # table delta of the rows that it gave back goes to the device with the next step.
         self._tables: list[npt.NDArray[np.int32]] | None = None
         self.findings: deque[BusyFinding] = deque(maxlen=MAX_FINDINGS)
         self.finding_ct = 0
@@ -113,7 +116,7 @@ class BusyCheck:
 
     @property
     def num_pages(self) -> list[int]:
-        """Pages that they own, of each group."""
+        """The number of pages that rows out of use own, for each group."""
         rows, counts = self.rows, [0] * len(self._groups)
         for g in range(len(counts)) if rows else ():
             states, owners, _ = self._ledger.ownership_map(g)
@@ -121,16 +124,21 @@ class BusyCheck:
         return counts
 
     def forget_tables(self) -> None:
-        """The device's tables are about to change: until `note_tables` nothing is known of them."""
+        """Skip the device's tables until `note_tables`, because they are about to change."""
         self._tables = None
 
     def note_tables(self, step: int) -> None:
-        """The device's tables hold what they must for this step: remember that."""
+        """Remember what the device's tables must hold now that step `step` has updated them."""
         self._step = step
         self._tables = self._host_tables()
 
     def look(self) -> CorruptState | None:
-        """Take the rows of what is new out of use; returns what is to be raised of it."""
+        """Check everything that the level asks for, and take rows with new findings out of use.
+
+        Returns:
+            The error that the caller must raise; None if there is nothing new, or if taking the
+            rows out of use is enough.
+        """
         if self._level == 0:
             return None
         found = [self._report(fault) for fault in self._faults() if not self._is_known(fault)]
@@ -156,14 +164,17 @@ class BusyCheck:
         faults, sums = [*self._wrong_rows()], [*self._wrong_sums()]
         if sums or self._level == 2:
             audit = [_Fault(f.text, f.group, f.page, f.row) for f in self._ledger.audit()]
-            # The audit says which page or row it is; a sum that it knows nothing of stays one.
+            # The audit names the page or row. If it finds nothing, report the wrong sum itself.
             faults += audit or sums
         if self._level == 2:
             faults += self._wrong_tables()
         return faults
 
     def _wrong_sums(self) -> Iterator[_Fault]:
-        """Of each group: free + fenced + held are all pages, a shared one counted once."""
+        """Yield each group in which free + fenced + held pages are not all pages.
+
+        A shared page counts once. Also check that the ledger holds exactly the pinned prefixes.
+        """
         ledger, out_of_use, lost = self._ledger, self.rows, self.num_pages
         pins = {pin.prefix for pin in self._scheduler.pins}
         if pins != set(ledger.prefixes):
@@ -187,7 +198,7 @@ class BusyCheck:
                 )
 
     def _num_kept(self, g: int) -> int:
-        """Pages of a window group that checkpoints keep outside the table, and nobody shares."""
+        """Count the unshared pages of a window group that checkpoints keep outside the table."""
         ledger, size, window = self._ledger, self._groups[g].page_size, self._groups[g].window
         if window is None:
             return 0
@@ -200,7 +211,10 @@ class BusyCheck:
         return num_kept
 
     def _wrong_rows(self) -> Iterator[_Fault]:
-        """Each row of a request or a session is live at its epoch, and each live row has one."""
+        """Yield rows of requests and sessions that are not live at their epoch, or not unique.
+
+        Also yield live rows that no request and no session has.
+        """
         ledger, epoch = self._ledger, self._ledger.epoch
         owners = {
             row: (f"session {conversation.number}", conversation.epoch)
@@ -225,7 +239,7 @@ class BusyCheck:
                 yield _Fault(f"{self._name(row)} is live, but nobody has it", row=row)
 
     def _wrong_tables(self) -> Iterator[_Fault]:
-        """The device's page tables are what the last delta made of them."""
+        """Yield the rows whose page table on the device differs from the ledger's."""
         for g, expected in enumerate(self._tables or ()):
             found = self._cache.tables[g].cpu().numpy()
             rows, columns = np.nonzero(found != expected)
@@ -248,7 +262,7 @@ class BusyCheck:
     # --- whom it concerns -----------------------------------------------------------------------
 
     def _is_known(self, fault: _Fault) -> bool:
-        """Whether it follows from what is out of use already."""
+        """Return whether the fault is about a row that is out of use already."""
         rows = self.rows
         if not rows:
             return False
@@ -259,7 +273,7 @@ class BusyCheck:
         return not self._holders(fault.group, fault.page).isdisjoint(rows)
 
     def _holders(self, group: int, page: int) -> set[int]:
-        """The rows that took the page, or that name it where they hold one."""
+        """Return the row that took the page, and all rows that hold it in their page table."""
         ledger, P = self._ledger, self._groups[group].page_size
         columns = np.arange(ledger.pages_per_row(group))
         held = columns < ledger.allocated_len(group)[:, None] // P

@@ -1,4 +1,4 @@
-"""`Clock`: seconds of a loop's phases."""
+"""`Clock`: measures the seconds of a loop's phases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class PhaseSeconds:
     """Seconds that the loop has spent, by phase.
 
     Attributes:
-        schedule: deciding what runs, and the ledger's prepare.
-        launch: table deltas and forwards; on a CPU a forward runs here, on a device it is enqueued.
-        wait: until a step's results are on the host.
-        finish: giving them to the requests.
+        schedule: decide what runs, and prepare it in the ledger.
+        launch: apply table deltas and launch forwards. On a CPU the forward runs in this phase; on
+            a GPU it is only enqueued.
+        wait: wait until a step's results are on the host.
+        finish: give the results to the requests.
     """
 
     schedule: float
@@ -25,7 +26,7 @@ class PhaseSeconds:
 
 
 class Stopwatch:
-    """Adds up the seconds of its `with` blocks."""
+    """A stopwatch that adds up the seconds of its `with` blocks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -51,5 +52,5 @@ class Clock:
         self.wait, self.finish = Stopwatch(), Stopwatch()
 
     def seconds(self) -> PhaseSeconds:
-        """What they show."""
+        """Return the seconds so far."""
         return PhaseSeconds(*(getattr(self, each.name).seconds for each in fields(PhaseSeconds)))

@@ -1,6 +1,7 @@
-"""The turns of an engine: prepare, launch, take over; what fails ends alone.
+"""`Loop`: runs the turns of an engine: prepare, launch, take over results.
 
-Under overlap (D = 1) a turn's steps are launched before the last turn's results are read.
+A failed forward ends only its own requests. Under overlap (D = 1) a turn launches its steps before
+it reads the results of the turn before.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from specpool.worker.graphs.capture import is_out_of_memory
 from specpool.worker.results import PendingStep
 from specpool.worker.worker import Worker
 
-# Prefills that an average of their seconds reaches back to, about.
+# The running average of prefill seconds gives the newest prefill a weight of 1 / _OBSERVED.
 _OBSERVED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Flying:
-    """A step that was launched in a turn of the loop, and its results to come."""
+    """A step that was launched, and its results to come."""
 
     turn: int
     step: Step
-    pending: PendingStep | None  # None = a reload, which gives no tokens
-    started: float  # when it was launched, by the clock
+    pending: PendingStep | None  # None = a reload from the host tier, which gives no tokens
+    started: float  # `time.perf_counter` at the launch
 
 
 class Loop:
-    """Runs the steps of a scheduler on a worker.
+    """The loop that runs a scheduler's steps on a worker.
 
     Attributes:
-        scheduler: whose.
-        busy_check: before each turn.
-        clock: seconds by phase.
-        peak_pages: most pages of each group that were taken at once.
+        scheduler: decides the steps.
+        busy_check: runs before each turn.
+        clock: measures seconds by phase.
+        peak_pages: the most pages of each group that were taken at once.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Loop:
         mixed_chunks: bool,
         host: HostTier | None = None,
     ) -> None:
-        """Nothing is on its way; see `EngineConfig` for the options."""
+        """Start with no step on its way; `EngineConfig` explains the options."""
         self._host = host
         self._ledger, self.scheduler, self._worker = ledger, scheduler, worker
         self._cache, self.busy_check = cache, busy_check
@@ -79,22 +80,29 @@ class Loop:
 
     @property
     def num_flying(self) -> int:
-        """Steps whose results are still to come."""
+        """The number of steps whose results are still to come."""
         return len(self._flying)
 
     def run(self, requests: list[Request]) -> Generator[int]:
-        """Run until these are done; yields which one has news."""
+        """Run turns until these requests are done.
+
+        The caller must hold the engine's lock while the generator runs. Closing the generator
+        aborts the requests that are left.
+
+        Yields:
+            The index of a request that has new tokens or has ended.
+        """
         seen = [0] * len(requests)
         pending = {request.request_id: index for index, request in enumerate(requests)}
         mailbox: dict[int, Request] = {}
         try:
             for request in requests:
                 request.mailbox = mailbox
-                if request.sample == 0:  # it brings its siblings along
+                if request.sample == 0:  # `submit` also queues its siblings
                     self.scheduler.submit(request)
             while pending:
-                # Another iterator's turns may have moved ours on, so look before each turn. Who
-                # waits has no news, and may be one of thousands.
+                # Another iterator's turns may have moved our requests on, so look before each turn.
+                # Look at running requests only: waiting ones have no news, and may be thousands.
                 moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
                 mailbox.clear()
                 for index in sorted(pending[number] for number in moved & pending.keys()):
@@ -115,16 +123,20 @@ class Loop:
                 self.rest()
 
     def rest(self) -> None:
-        """With nobody left to run, leave nothing on its way either."""
+        """Drain if no request is left."""
         if not self.scheduler.has_requests:
             self.drain()
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
-        """Whatever stops the block, Ctrl-C above all: what runs ends, and nothing stays behind."""
+        """End all running requests if an exception such as Ctrl-C stops the block.
+
+        No step stays on its way then. The exception goes on to the caller. If memory ran out, the
+        requests end with an error, otherwise they are aborted.
+        """
         try:
             yield
-        except GeneratorExit:  # Ctrl-C came before or behind the block: nothing was stopped
+        except GeneratorExit:  # the block itself did not fail: nothing was stopped halfway
             raise
         except BaseException as error:
             self._flying.clear()
@@ -134,20 +146,22 @@ class Loop:
             raise
 
     def turn(self) -> None:
-        """One turn, if a request is there; else take over what is on its way."""
+        """Run one turn if there is a request, else drain."""
         if self.scheduler.has_requests:
             self._run_turn()
         else:
             self.drain()
 
     def drain(self) -> None:
-        """Take over all that is on its way; nothing is fenced then."""
+        """Wait for all steps on their way and take over their results; no page is fenced then."""
         with self.recovering():
             while self._flying:
                 self._take_over(self._flying.popleft())
 
     def _run_turn(self) -> None:
-        """Launch what can run now, and take over the oldest results when more are not allowed.
+        """Launch the steps that can run now, then take over the results of earlier turns.
+
+        Under overlap (D = 1) the results of this turn's steps stay on their way.
 
         If a forward fails, only its requests end. If anything else fails, all running requests
         end. Lack of memory is then not raised: the outputs that ended carry it, and waiting
@@ -163,13 +177,13 @@ class Loop:
                 raise
 
     def _run_steps(self) -> None:
-        """See `_run_turn`."""
+        """Do the work of `_run_turn`, without its handling of errors."""
         self._look()
         before = [flying.step for flying in self._flying]
         started, num_lost = time.perf_counter(), self._num_lost
         with self.clock.schedule:
             steps = self.scheduler.schedule()
-        if not self.scheduler.has_requests:  # the busy check has ended the last ones
+        if not self.scheduler.has_requests:  # the busy check has ended the last requests
             return
         if not steps and not self._flying:
             out_of_use = f"{len(self.busy_check.rows)} of {self._ledger.num_rows} rows"
@@ -188,13 +202,13 @@ class Loop:
             self._observe_round(before, steps, time.perf_counter() - started)
 
     def _look(self) -> None:
-        """The busy check, before anything else is prepared."""
+        """Run the busy check before a step is prepared; raise what it says must be raised."""
         found = self.busy_check.finding_ct
         error = self.busy_check.look()
         if error is None and self.busy_check.finding_ct == found:
             return
         try:
-            self.drain()  # no step that is under way has a row that is out of use
+            self.drain()  # so that no step under way has a row that is out of use
         except SpecpoolError as failure:
             raise (error or failure) from failure
         if error is not None:
@@ -209,7 +223,7 @@ class Loop:
         for step in steps:
             try:
                 self.scheduler.launch(step)
-            except StalePlan:  # a forward of this turn has failed, and took a row of it along
+            except StalePlan:  # an earlier forward of this turn failed and released one of its rows
                 self._num_lost += 1
                 self.scheduler.cancel(step)
             else:
@@ -233,7 +247,7 @@ class Loop:
             for step in launched:
                 self._fail(step, error)
         else:
-            if self._cache.device.type == "cpu":  # it has run
+            if self._cache.device.type == "cpu":  # the forward has run
                 self._observe(launched, time.perf_counter() - started)
             turns = repeat(self._turns), launched, pending, repeat(started)
             self._flying += map(_Flying, *turns)
@@ -265,7 +279,7 @@ class Loop:
             scrub_free(self._ledger, self._cache, all_groups=bool(lost.any()))
 
     def _observe(self, steps: list[Step], seconds: float) -> None:
-        """Learn what the prefill of a token takes, from a forward of nothing else."""
+        """Update the average seconds of one prefill token, if the forward was one prefill alone."""
         plan = steps[0].plan
         if len(steps) == 1 and plan.kind == "extend" and steps[0].handles is None:
             latest = seconds / int((plan.new_len - plan.start).sum())
@@ -274,9 +288,9 @@ class Loop:
             handles.token_seconds = known + (latest - known) / _OBSERVED
 
     def _observe_round(self, before: list[Step], steps: list[Step], seconds: float) -> None:
-        """Learn what a round takes, from a turn of nothing else.
+        """Report the seconds of a turn that ran one round alone to the choice of shapes.
 
-        Under overlap a device works, in this turn, on what was on its way `before` it.
+        Under overlap, a GPU spends the turn on the steps that were on their way `before` it.
         """
         runs_here = self._cache.device.type == "cpu" or not self._overlap_depth
         ran = steps if runs_here else before
@@ -285,7 +299,7 @@ class Loop:
             self.scheduler.round_shapes.observe(choice, ran[0].plan.shapes, seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
-        """End the requests of a forward that failed, after everything launched before it."""
+        """End the requests of a failed forward, after taking over all steps launched before it."""
         self._num_lost += 1
         self._synchronize()
         while self._flying and self._flying[0].step.plan.step < step.plan.step:
@@ -294,5 +308,5 @@ class Loop:
 
     def _synchronize(self) -> None:
         if self._cache.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device that is gone runs nothing more
+            with contextlib.suppress(RuntimeError):  # a lost device has nothing to wait for
                 torch.cuda.synchronize(self._cache.device)

@@ -14,11 +14,12 @@ from specpool.scheduler.request import Request
 def scrub_request(ledger: Ledger, cache: KVCache, request: Request) -> None:
     """Zero the pages of a request that produced a NaN, while it still has its row.
 
-    A page that others hold too was whole when they came to share it, so its last holder zeroes it.
+    Skip pages that other rows hold too. A page was free of NaN when it came to be shared, so it
+    needs no scrub now; its last holder scrubs it if that request produced a NaN.
     """
     if not request.tainted:
         return
-    # A device in trouble may not even scrub; the error that brought us here is the one to see.
+    # A failing device may refuse the scrub too. Do not let that hide the first error.
     with contextlib.suppress(Exception):
         for group in range(len(ledger.groups)):
             pages = ledger.page_table(group)[request.row]
@@ -29,8 +30,9 @@ def scrub_request(ledger: Ledger, cache: KVCache, request: Request) -> None:
 def scrub_free(ledger: Ledger, cache: KVCache, *, all_groups: bool) -> None:
     """Zero the free pages of window groups, or of all groups.
 
-    A round that was prepared meanwhile may have freed a page with a NaN behind its window, and an
-    abort one in any group. Nobody has taken these pages yet.
+    Call it before these pages are handed out again. While the NaN was on its way to the host, a
+    prepare may have evicted a page with it from a window group, and an abort may have freed such a
+    page in any group.
     """
     for group, window in enumerate(cache.windows):
         if all_groups or window is not None:

@@ -1,1 +1,1 @@
-"""From bytes to pages: how many pages each group gets, and the KV buffers themselves."""
+"""Memory for KV: the sizes of the groups, the KV buffers, and the host tier."""

@@ -1,12 +1,12 @@
-"""How many requests fit, and what keeps one more out: what the scheduler will do, said in advance.
+"""`Capacity`: how many requests the scheduler will run together, and what limits the number.
 
-Two questions, each with the scheduler's own answer (tests/memory/test_plan.py asks both):
+It answers two questions; tests/memory/test_plan.py compares both answers with the scheduler:
 
-- *at once*: so many requests, each with so many tokens, are admitted together to an empty pool.
-  The scheduler admits while what each needs for its next round fits. They grow: some may be
-  retracted later, and then come back.
-- *to their ends*: so many requests run side by side from their prompts to their last tokens, none
-  ever waits for a page, and so none is retracted, whatever their drafts do.
+- *at once*: how many requests of a given length are admitted together to an empty pool? The
+  scheduler admits a request if the pages for its next round are free. The requests grow, so some
+  may be retracted later.
+- *to their ends*: how many requests run side by side from their prompts to their last tokens, so
+  that none ever waits for a page or is retracted, whatever their drafts do?
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from specpool.memory.page_needs import row_pages, step_pages
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How many requests of one kind fit."""
+    """An answer of `Capacity`."""
 
     num_requests: int
-    pages: tuple[int, ...]  # of each group, that one request asks for
-    limit: str  # what keeps one more out
+    pages: tuple[int, ...]  # pages of each group that one request needs
+    limit: str  # what limits the number, such as "pages of kv" or "max_batch 8"
 
 
 class Capacity:
-    """What a ledger of these sizes has room for."""
+    """The room of a ledger of given sizes."""
 
     def __init__(self, sizes: GroupSizes, *, reads_tokens: bool = False, headroom: int = 0) -> None:
-        """Reckon with `sizes`.
+        """Keep the sizes and options.
 
         Args:
             sizes: the groups and their pages.
-            reads_tokens: as the `Scheduler` will have it.
-            headroom: likewise.
+            reads_tokens: the same as the `Scheduler`'s option.
+            headroom: the same as the `Scheduler`'s option, in tokens.
 
         Raises:
-            ConfigError: a ledger of these sizes is refused.
+            ConfigError: `sizes` has more rows than a ledger can have.
         """
         self.sizes = sizes
         self._reads_tokens, self._headroom = reads_tokens, headroom
@@ -53,14 +53,14 @@ class Capacity:
             )
 
     def at_once(self, num_tokens: int, shape: int = -1) -> Fit:
-        """Requests of `num_tokens` tokens each that are admitted together to an empty pool.
+        """Count the requests of `num_tokens` tokens that are admitted together to an empty pool.
 
         Args:
-            num_tokens: of the prompt, or of prompt and output so far.
+            num_tokens: tokens of each prompt, or of prompt and output so far.
             shape: index into the shapes; -1 = the last.
 
         Raises:
-            ConfigError: no request of so many tokens can go on within the context.
+            ConfigError: `num_tokens` is not in [1, max_context_len - 1].
         """
         check_int("tokens", num_tokens, 1, self.sizes.max_context_len - 1)
         lo, hi = num_tokens, self._admission_root(num_tokens)
@@ -68,15 +68,16 @@ class Capacity:
         return self._fit(pages, step_pages(self.sizes))
 
     def to_the_end(self, prompt_len: int, max_len: int, shape: int = -1) -> Fit:
-        """Requests that run side by side to their ends without ever waiting for a page.
+        """Count the requests that run to their ends together without ever waiting for a page.
 
         Args:
             prompt_len: tokens of each prompt.
-            max_len: tokens of each request at most, the prompt included.
+            max_len: the most tokens of each request, the prompt included.
             shape: index into the shapes; -1 = the last.
 
         Raises:
-            ConfigError: the lengths do not go together.
+            ConfigError: `max_len` is not in [2, max_context_len], or `prompt_len` is not in
+                [1, max_len - 1].
         """
         check_int("context", max_len, 2, self.sizes.max_context_len)
         check_int("prompt", prompt_len, 1, max_len - 1)
@@ -87,23 +88,24 @@ class Capacity:
         if sizes.max_chunk < sizes.max_context_len:  # else a step may hold several whole prompts
             together = self._fit(*sizes.shared_pages(prompt_len, last, index))
             fit = max(fit, together, key=lambda each: each.num_requests)
-        # Behind a window a row does not grow: those admitted together may be what binds.
+        # Rows of a window group do not grow, so admission may be the tighter limit.
         return min(fit, self.at_once(prompt_len, shape), key=lambda each: each.num_requests)
 
     def _admission_root(self, num_tokens: int) -> int:
-        """The greatest root that a request must have room for to be admitted."""
+        """Return the greatest root that a request must have room for to be admitted."""
         return min(num_tokens + self._headroom, self.sizes.max_context_len - 1)
 
     def _last_root(self, prompt_len: int, max_len: int, shape: int) -> int:
-        """The greatest root that a round of such a request is ever reserved for.
+        """Return the greatest root that a round of such a request is ever reserved for.
 
-        The scheduler prepares another round, with k of them in flight, as long as these may give
-        one token each and the request still want more: r is max_len - 2 - k at most.
+        With k rounds in flight, the scheduler prepares another one if the request still needs
+        tokens when each of the k gives one token. So r is at most max_len - 2 - k.
         """
         sizes, found = self.sizes, prompt_len
         is_plain = sizes.shapes[shape] == Shape.none()
         depth = 0 if self._reads_tokens and not is_plain else sizes.overlap_depth
-        # `double_buffer` looks at the least root, a token for each round; `exact` at the greatest.
+        # `double_buffer` reserves from the least root, one token per round; `exact` from the
+        # greatest.
         step = sizes.shapes[shape].max_accept_len if sizes.policy == "exact" else 1
         for ahead in range(depth + 1):
             resolved_len = max_len - 2 - ahead
@@ -115,7 +117,7 @@ class Capacity:
         return range(len(self.sizes.shapes))[shape]
 
     def _fit(self, pages: Sequence[int], aside: Sequence[int]) -> Fit:
-        """Requests that hold so many pages each, beside those set aside."""
+        """Return how many requests of `pages` pages each fit beside the pages set `aside`."""
         sizes, pages = self.sizes, tuple(pages)
         counts = [
             max(1, (group.num_pages - kept) // n)  # one alone always fits

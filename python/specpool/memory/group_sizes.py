@@ -1,6 +1,6 @@
-"""How many pages each group gets: from bytes to the groups of a ledger.
+"""`GroupSizes`: the groups of a ledger, and `size_groups`, which computes them from bytes.
 
-The one place that says so, without torch: an engine sizes its pools here, and so does a plan.
+An engine and `specpool plan` both size their pools here. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specpool.num_bytes import show_bytes
 
 
 class _Reserves(TypedDict):
-    """What a round's claim depends on, as the core's sizing takes it."""
+    """The arguments of the core's sizing functions that are the same for all rounds of a group."""
 
     page_size: int
     overlap_depth: int
@@ -39,12 +39,12 @@ class GroupSize:
 
     name: str
     page_size: int  # slots
-    page_bytes: int  # of one page, in all layers of the group
-    pages_per_row: int  # columns of a row; a full group's row can hold them all at once
-    num_pages: int  # page 0 not counted
+    page_bytes: int  # bytes of one page in all layers of the group
+    pages_per_row: int  # columns of a row in the page table
+    num_pages: int  # without page 0
     hosts_drafts: bool
     layout: Literal["dense", "holey"]
-    window: int | None = None  # positions that a query sees, its own among them; None = all
+    window: int | None = None  # positions that a query sees, its own included; None = all
 
     @property
     def row_width(self) -> int:
@@ -53,25 +53,25 @@ class GroupSize:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its buffers, page 0 among them."""
+        """Bytes of the group's buffers, page 0 included."""
         return (self.num_pages + 1) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """All groups of a ledger, and what else it is built with.
+    """All groups of a ledger, and the other options that it is built with.
 
     Attributes:
-        groups: the target's first, of these the full one.
-        draft_group: the group that hosts the draft's layers.
+        groups: the target's groups first, and of these the full one first.
+        draft_group: the index of the group that hosts the draft's layers.
         shapes: shape 0 first.
-        num_rows: requests that run at once.
-        max_sessions: rows beside them, of sessions between their turns.
-        max_context_len: tokens of a sequence at most.
-        max_chunk: tokens of one prefill step at most.
+        num_rows: the most requests that run at once.
+        max_sessions: further rows, for sessions between their turns.
+        max_context_len: the most tokens of a sequence.
+        max_chunk: the most tokens of one prefill step.
         overlap_depth: rounds prepared ahead.
-        policy: how much a round reserves.
-        keeps_draft_kv: the draft model has layers.
+        policy: `exact` or `double_buffer`: how much a round reserves.
+        keeps_draft_kv: whether the draft model has layers.
     """
 
     groups: tuple[GroupSize, ...]
@@ -92,18 +92,18 @@ class GroupSizes:
 
     @property
     def most_rows(self) -> int:
-        """Rows that a ledger can have: what all of them read in one round is indexed by int32."""
+        """The most rows of a ledger: the reads of all rows in one round are indexed by int32."""
         topk = max(shape.topk for shape in self.shapes)
         return min(((1 << 31) - 1) // (topk * group.row_width) for group in self.groups)
 
     def group_of(self, window: int | None) -> int:
-        """The group of the target's layers with this window."""
+        """Return the index of the group of the target's layers with this window."""
         if window is not None and window >= self.max_context_len:
             window = None  # it hides nothing
         return [group.window for group in self.groups].index(window)
 
     def with_widths(self) -> GroupSizes:
-        """The same with the widths of their rows."""
+        """Return a copy in which `pages_per_row` of each group is computed."""
         groups = []
         for group in self.groups:
             width = sizing_row_width(
@@ -113,9 +113,10 @@ class GroupSizes:
         return replace(self, groups=tuple(groups))
 
     def with_rows(self, num_rows: float, num_windows: int, num_steps: int = 1) -> GroupSizes:
-        """The same with pages for so many rows of the whole context, and for so many windows.
+        """Return a copy with the page counts computed.
 
-        `num_steps` is of prefill steps, see `window_pages`.
+        Full groups get pages for `num_rows` rows of the whole context. Window groups get pages for
+        `num_windows` rows and `num_steps` prefill steps; see `window_pages`.
         """
         groups = []
         for group in self.groups:
@@ -129,19 +130,19 @@ class GroupSizes:
 
     @property
     def most_steps(self) -> int:
-        """Prefill steps whose chunks lie behind windows at once.
+        """The most prefill steps whose chunks hold pages of window groups at the same time.
 
-        The one that is prepared; the one before it, until its rows are prepared again; and under
-        overlap one more, whose pages are fenced.
+        These are the step that is being prepared; the step before it, until its rows are prepared
+        again; and under overlap one more step, whose pages are fenced.
         """
         return 2 + self.overlap_depth
 
     def window_pages(self, group: GroupSize, num_rows: int, num_steps: int = 1) -> int:
-        """Pages of a window group for so many rows, however long they are.
+        """Return the pages of a window group that `num_rows` rows of any length need.
 
-        What each keeps behind its window and claims ahead, a page more where it begins and ends
-        inside one, and what so many prefill steps take beyond that, in all. One row's share more is
-        for a session's checkpoint or a pinned text.
+        A row needs the pages of its window, the claim of a round, and one more page because a
+        window may begin and end inside a page. One further row's share is for a session's
+        checkpoint or a pinned text. The chunks of `num_steps` prefill steps are added.
         """
         of_row = self._most_window_pages(group, 1)
         of_step = self._most_window_pages(group, self.max_chunk) - of_row
@@ -149,14 +150,15 @@ class GroupSizes:
         return min(wanted, num_rows * group.pages_per_row)
 
     def _settled_pages(self, group: GroupSize) -> int:
-        """What a row that decodes holds of a window group at most, fenced pages included."""
+        """Return the most pages of a window group that a decoding row holds, fenced included."""
         passed = self._most_window_pages(replace(group, window=1), 1)
         return self._most_window_pages(group, 1) + self.overlap_depth * passed
 
     def pages_needed(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
-        """Of each group, what a row can ever hold whose roots all lie in `[lo, hi]`.
+        """Return the most pages of each group that a row with roots in `[lo, hi]` can hold.
 
-        As `Ledger.pages_needed`, but of roots beyond the context too; `shape` is an index.
+        It equals `Ledger.pages_needed`, but also allows roots beyond the context. `shape` is an
+        index into `shapes`.
         """
         found = []
         for group in self.groups:
@@ -168,10 +170,10 @@ class GroupSizes:
         return tuple(found)
 
     def most_pages(self, prompt_len: int, hi: int, shape: int) -> tuple[int, ...]:
-        """Of each group, what a request can ever hold or keep from others.
+        """Return the most pages of each group that a request can hold or keep fenced.
 
-        As `pages_needed`; under overlap, what it gives back behind a window stays fenced for as
-        long as the forward that may read it runs.
+        This is `pages_needed` and, under overlap, the pages evicted from a window: they stay fenced
+        while a forward that may read them runs.
         """
         found = list(self.pages_needed(prompt_len, hi, shape))
         chunk = min(prompt_len, self.max_chunk)
@@ -187,10 +189,11 @@ class GroupSizes:
     def shared_pages(
         self, prompt_len: int, hi: int, shape: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As `most_pages`, but with what prefill steps take apart, which rows do not all have.
+        """Split the pages of `most_pages` into those of each row and those of prefill steps.
 
         Returns:
-            pages of each group that every request holds, and those of prefill steps in all.
+            The pages of each group that every request holds, and the pages of each group that all
+            prefill steps together hold beyond that.
         """
         all_pages = self.pages_needed(prompt_len, hi, shape)
         kept = self.pages_needed(0, hi, shape)
@@ -219,7 +222,7 @@ class GroupSizes:
         }
 
     def ledger(self) -> Ledger:
-        """The ledger of these groups."""
+        """Build the ledger of these groups."""
         groups = [
             Group(
                 group.name,
@@ -254,20 +257,20 @@ def size_groups(
     max_context_len: int,
     kv_bytes: int,
 ) -> GroupSizes:
-    """Size the groups: a full one, one for each window, and the draft's where it has its own.
+    """Size the groups: a full one, one for each window, and the draft's own if it has one.
 
     Args:
         config: placement, policy, layout, page size, depth, `max_batch`, `max_sessions`,
             `prefill_tokens`, and `num_pages` if given.
         target_bytes: window -> bytes of a token's KV in all layers of the target with that window
-            (`bytes_by_window`); a window as long as the context hides nothing.
-        draft_bytes: of a token's KV in all layers of the draft model; 0 = it keeps none.
-        shapes: those that will run beside shape 0.
-        max_context_len: tokens of a sequence at most.
-        kv_bytes: for the buffers; not looked at where `config.num_pages` is given.
+            (`bytes_by_window`); a window as long as the context counts as full.
+        draft_bytes: bytes of a token's KV in all layers of the draft model; 0 = it keeps none.
+        shapes: the shapes that will run beside shape 0.
+        max_context_len: the most tokens of a sequence.
+        kv_bytes: bytes for all buffers; ignored if `config.num_pages` is given.
 
     Raises:
-        ConfigError: the bytes do not hold one full row.
+        ConfigError: `kv_bytes` does not hold one row of the whole context.
     """
     full_bytes, windows = 0, {}
     for window, size in target_bytes.items():
@@ -295,8 +298,8 @@ def size_groups(
     has_own = draft_bytes > 0 and (split or not full_bytes)  # the draft's layers
     if full_bytes and split:
         groups.append(bare("target", full_bytes, False))
-    elif full_bytes or not (windows or has_own):  # layers that are all recurrent have no bytes
-        # A shared group hosts the branches whoever drafts, as upstream's does.
+    elif full_bytes or not (windows or has_own):  # a target of recurrent layers alone has no bytes
+        # A shared group hosts the branches of every drafter, as in SGLang.
         hosts = config.placement == "shared" and drafts
         groups.append(bare("kv", full_bytes + draft_bytes, hosts))
     groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
@@ -332,11 +335,12 @@ def size_groups(
 
 
 def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
-    """As many rows as the bytes hold, at most all.
+    """Give the groups as many pages as the bytes hold, at most enough for all rows.
 
-    Windows come first: a row's does not grow with its length, so that they are what limits how many
-    short requests run. All that run have theirs where that is at most half of the bytes, else there
-    are as many as rows of the whole context. Where these all fit, sessions between turns get some.
+    Window groups come first: a row's window pages do not grow with its length, so they limit how
+    many short requests run. All `num_rows` rows get window pages if these take at most half of the
+    bytes. Otherwise there are as many windows as rows of the whole context. If all rows of the
+    whole context fit, sessions between turns get windows too.
     """
     room = kv_bytes - sum(group.page_bytes for group in sizes.groups)  # page 0 of each
     full = [group for group in sizes.groups if group.window is None]

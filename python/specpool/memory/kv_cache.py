@@ -1,6 +1,6 @@
-"""The KV buffers of every layer, and the page tables that the kernels read.
+"""`KVCache`: the KV buffers of every layer, and the page tables that the kernels read.
 
-Slots of page 0 are a sink: padded lanes write there, and nobody reads what they wrote.
+The slots of page 0 are the sink: padding writes there, and every query that reads it masks it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specpool.memory.scratch import Scratch
 
 
 class KVCache:
-    """KV buffers per group and layer, and each group's page table, all on the device.
+    """The KV buffers of each layer and the page table of each group, all on the device.
 
-    The tables are written by `apply_delta` alone, once per step and before its forward, so that a
-    forward reads them as they were when its step was prepared.
+    Only `apply_delta` writes the tables, once per step and before its forward. So a forward reads
+    the tables as they were when its step was prepared.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class KVCache:
             ledger: gives the groups' page sizes, page counts and tables.
             layers: what each layer stores.
             layer_groups: the group of each layer, `len(layers)` indices into `ledger.groups`.
-            dtype: of keys and values.
+            dtype: dtype of keys and values.
             device: where the buffers live.
-            attend_with: the back end's `attend`, of all views of these pages; None = torch's.
+            attend_with: the back end's `attend` for all views of these pages; None = torch's.
 
         Raises:
-            ConfigError: a CUDA device for which the kernels cannot be built.
+            ConfigError: the kernels cannot be built for the CUDA device.
         """
         if device.type == "cuda":
             prepare(device)
@@ -61,7 +61,8 @@ class KVCache:
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.windows = [group.window for group in ledger.groups]
         self.layer_groups = list(layer_groups)
-        # The chunk of a group whose layers see one at a time; the probe refuses mixed groups.
+        # Per group: the chunk size if its layers use chunked attention, else None. The probe
+        # refuses groups that mix both.
         chunked = {g for g, layer in zip(layer_groups, layers, strict=True) if layer.is_chunked}
         self.chunks = [w if g in chunked else None for g, w in enumerate(self.windows)]
         self.max_context_len = ledger.max_context_len
@@ -71,8 +72,8 @@ class KVCache:
         def buffer(group: int, num_heads: int, head_dim: int) -> Tensor:
             return _zeros((slots[group], num_heads, head_dim), dtype, device)
 
-        # Each [num_slots, num_kv_heads, head_dim]. Zeroed, because a masked-out NaN is still a NaN
-        # once the softmax's 0 has been multiplied with it.
+        # Each [num_slots, num_kv_heads, head_dim]. Zeroed, because attention reads masked slots
+        # and 0 * NaN is NaN.
         self.keys = [
             buffer(g, layer.num_kv_heads, layer.k_head_dim)
             for g, layer in zip(layer_groups, layers, strict=True)
@@ -83,10 +84,11 @@ class KVCache:
         ]
         # int32 [num_rows + 1, pages_per_row] per group
         self.tables = upload(device, *(ledger.full_table(g) for g in range(len(ledger.groups))))
-        self._whole_groups: dict[int, kernels.Fields] = {}  # all layers of each
-        self._gathered: dict[tuple[int, ...], kernels.Fields] = {}  # by widths: the latest read
-        self._pinned: dict[tuple[int, ...], kernels.Fields] = {}  # where graphs read to
-        # K and V of a layer with a page for a slot, by the address of the keys
+        self._whole_groups: dict[int, kernels.Fields] = {}  # group -> all of its layers
+        # Output buffers of `read_pages` by widths: the current ones, and those that graphs use.
+        self._gathered: dict[tuple[int, ...], kernels.Fields] = {}
+        self._pinned: dict[tuple[int, ...], kernels.Fields] = {}
+        # Address of a layer's keys -> its K and V as fields in which a page counts as one slot.
         self._by_page: dict[int, kernels.Fields] = {}
         if runs_kernels(device):
             for group, pair in zip(
@@ -96,16 +98,20 @@ class KVCache:
                 self._by_page[pair[0].data_ptr()] = kernels.Fields.of(pages, 1)
 
     def fields(self, layers: Sequence[int]) -> kernels.Fields:
-        """Keys and values of these layers of one group, to be moved in one launch."""
+        """Return the keys and values of layers of one group, for moves in one launch."""
         page_size = self.page_sizes[self.layer_groups[layers[0]]]
         return kernels.Fields.of(self.buffers(layers), page_size)
 
     def buffers(self, layers: Sequence[int]) -> list[Tensor]:
-        """Keys and values of these layers."""
+        """Return the keys of these layers, then their values."""
         return [self.keys[i] for i in layers] + [self.values[i] for i in layers]
 
     def apply_delta(self, step: int) -> None:
-        """Bring the tables up to date with what preparing `step` changed."""
+        """Copy the table changes that preparing `step` made to the device's tables.
+
+        Raises:
+            OrderError: see `Ledger.take_delta`.
+        """
         for table, delta in zip(self.tables, self._ledger.take_delta(step), strict=True):
             if len(delta[0]):
                 kernels.apply_table_delta(table, *upload(self.device, *delta))
@@ -114,7 +120,8 @@ class KVCache:
     def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
         """Apply a plan's page copies, int32 [n, 4]: (group, src page, dst page, tokens), in order.
 
-        Before the step's forward: a row that was forked has its own copy of a partly filled page.
+        Call it before the step's forward. Copies arise when a forked row gets its own copy of a
+        partly filled page.
         """
         for group, src, dst, num_tokens in copies.tolist():
             size = self.page_sizes[group]
@@ -128,19 +135,20 @@ class KVCache:
     def pages_of(
         self, group: int, rows: Tensor, least: Int32, ends: Int32
     ) -> tuple[Tensor, Tensor | int]:
-        """The pages of each row that a query of a forward can see, and the positions they begin at.
+        """Return the pages of each row that a forward's queries can see, and where they begin.
 
-        In a window group they begin where the window of the first query does: what is read there
-        does not grow with the rows.
+        In a window group the pages begin at the window of the first query, so that the read does
+        not grow with the rows.
 
         Args:
-            group: whose pages.
+            group: the group of the pages.
             rows: int32 [B], on the device.
-            least: int32 [B], on the host: no query of the row is at a position below.
-            ends: int32 [B], likewise: nor at this one or beyond.
+            least: int32 [B], on the host: a lower bound of the row's query positions.
+            ends: int32 [B], on the host: an upper bound, exclusive.
 
         Returns:
-            int32 [B, C], page 0 where a row has none; int32 [B], or one number for all rows.
+            The pages, int32 [B, C], page 0 if a row has none; and the position that each row's
+            pages begin at, int32 [B], or one number for all rows.
         """
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         if window is None:
@@ -157,21 +165,22 @@ class KVCache:
     def window_pages(
         self, group: int, rows: Tensor, starts: Tensor, num_cells: int
     ) -> tuple[Tensor, Tensor]:
-        """As `pages_of` of a window group, where the host does not know where the lanes stand.
+        """Return the pages as `pages_of` does for a window group, from lengths on the device.
 
         Args:
-            group: whose pages.
+            group: the group of the pages.
             rows: int32 [B], on the device.
-            starts: int32 [B], on the device: the first query of each lane.
-            num_cells: cells that the lane's queries see from there on, at most.
+            starts: int32 [B], on the device: the first query position of each lane.
+            num_cells: the most cells from `starts` on that the lane's queries see.
 
         Returns:
-            int32 [B, C], page 0 where a row has none; int32 [B], the positions they begin at.
+            The pages, int32 [B, C], page 0 if a row has none; and the positions that they begin
+            at, int32 [B].
         """
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         assert window is not None
         firsts = torch.clamp(starts - (window - 1), min=0) // size
-        # Wherever in a page the window begins.
+        # Enough columns for a window that begins anywhere in a page.
         num_columns = (window - 1 + num_cells + size - 2) // size + 1
         columns = firsts.unsqueeze(1) + torch.arange(num_columns, device=self.device)
         index = columns.clamp(max=table.shape[1] - 1)
@@ -179,15 +188,15 @@ class KVCache:
 
     @property
     def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """`read_pages` where kernels run; None: torch's own indexing reads the pages."""
+        """`read_pages` if kernels run; None = torch's indexing reads the pages."""
         return self.read_pages if self._by_page else None
 
     def read_pages(self, keys: Tensor, values: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole pages of one layer, by one launch of `gather_kv`.
+        """Read whole pages of one layer with one launch of `gather_kv`.
 
         Args:
-            keys: [num_slots, Hkv, Dk], of `self.keys`.
-            values: [num_slots, Hkv, Dv], the same layer's.
+            keys: [num_slots, Hkv, Dk], an element of `self.keys`.
+            values: [num_slots, Hkv, Dv], of the same layer.
             pages: int32 [n].
 
         Returns:
@@ -198,19 +207,19 @@ class KVCache:
         if space is None or space.num_slots < len(pages):
             space = self._gathered.get(fields.widths)
         if space is None or space.num_slots < len(pages):
-            # With some room, so that a text that gets longer does not ask for more each time.
+            # Some extra room, so that a growing text does not allocate anew at each step.
             space = self._gathered[fields.widths] = fields.empty(len(pages) + len(pages) // 8)
         kernels.gather_kv(fields, pages, out=space)
         rows = [buffer[: len(pages)].view(self.dtype) for buffer in space.buffers]
         return rows[0], rows[1]
 
     def pin_reads(self) -> None:
-        """What pages were read to so far stays in its place, since graphs will have its address."""
+        """Keep the current output buffers of `read_pages`: graphs will hold their addresses."""
         self._pinned |= self._gathered
         self._gathered = {}
 
     def scrub(self, group: int, pages: npt.NDArray[np.int32]) -> None:
-        """Zero these pages in every layer of a group, so that no NaN outlives its request."""
+        """Zero pages, int32 [n], in every layer of a group, so that no NaN outlives its request."""
         size = self.page_sizes[group]
         (index,) = upload(self.device, pages.astype(np.int64))
         layers = [i for i, g in enumerate(self.layer_groups) if g == group]
@@ -224,7 +233,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU, a page of memory is taken when something is first written there."""
+    """Return zeros. On a CPU the system takes each page of memory when it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = dtype.itemsize * math.prod(shape)

@@ -1,4 +1,4 @@
-"""Pages that requests need next: what admission reckons with."""
+"""`PageNeeds`: the pages that requests need next, for admission."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ if TYPE_CHECKING:
 
 
 class PageNeeds:
-    """Pages of each group that a request holds or needs for its next round, and some growth.
+    """A table of the pages that a request holds or needs for its next round and some growth.
 
-    The core reckons them (`Ledger.pages_needed`), once for each shape and number of tokens.
+    The core computes each entry (`Ledger.pages_needed`), once per shape and number of tokens.
     """
 
     def __init__(
         self, ledger: Ledger, headroom: int, choices: Sequence[tuple[int, ...]] = ()
     ) -> None:
-        """Reckon for rows of `ledger` that may grow by `headroom` tokens first.
+        """Start an empty table.
 
-        The indices behind its shapes stand for the most that any of some shapes needs, for each
-        of `choices`: see `RoundShapes`.
+        Args:
+            ledger: gives groups and shapes.
+            headroom: tokens that a row may grow before its next round.
+            choices: sets of shape indices. Set i gets shape index `len(ledger.shapes) + i`, and
+                needs the most that any of its shapes needs; see `RoundShapes`.
         """
         self._ledger, self._headroom = ledger, headroom
         self._alike = [*((shape,) for shape in range(len(ledger.shapes))), *choices]
         size = len(self._alike), ledger.max_context_len + 1, len(ledger.groups)
-        self._counts = np.full(size, -1, np.int32)  # by shape and tokens; -1 = not reckoned yet
+        self._counts = np.full(size, -1, np.int32)  # [shape, tokens, group]; -1 = not known yet
         self._step_pages = np.array(step_pages(ledger), np.int32)
 
     def of(self, length: int, shape: int) -> Int32:
-        """int32 [num_groups], of a request that goes on from so many tokens; index of its shape."""
+        """Return the pages that a request of `length` tokens needs, int32 [num_groups].
+
+        `shape` is an index into the shapes and choices.
+        """
         counts: Int32 = self._counts[shape, length]
         if counts[0] < 0:
             last = self._ledger.max_context_len - 1
@@ -45,13 +51,16 @@ class PageNeeds:
         return counts
 
     def at_most(self, lo: int, hi: int, shape: int) -> Int64:
-        """int64 [num_groups], as `Ledger.pages_needed`."""
+        """Return the most pages a row with roots in `[lo, hi]` needs, int64 [num_groups]."""
         pages = [self._ledger.pages_needed(lo, hi, each) for each in self._alike[shape]]
         most: Int64 = np.max(pages, axis=0)
         return most
 
     def of_all(self, lens: Int32, shapes: Int32) -> Int32:
-        """int32 [num_groups], of these requests together and a prefill step; lens, shapes [n]."""
+        """Return the pages of these requests and one prefill step together, int32 [num_groups].
+
+        `lens` and `shapes` are int32 [n]: tokens and shape index of each request.
+        """
         counts: Int32 = self._counts[shapes, lens]
         for i in np.flatnonzero(counts[:, 0] < 0).tolist():
             counts[i] = self.of(int(lens[i]), int(shapes[i]))
@@ -60,10 +69,10 @@ class PageNeeds:
 
 
 def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list[int]:
-    """Pages of each group that a row holds beside others, its roots in `[lo, hi]`.
+    """Return the pages of each group that a row with roots in `[lo, hi]` holds for itself.
 
-    As `pages_needed`, but behind a window without the chunk that a prefill step writes there: there
-    is one such step at a time, whoever's tokens are in it (`step_pages`).
+    For window groups this is `pages_needed` without the chunk of a prefill step. One prefill step
+    runs at a time for all rows, so `step_pages` counts its chunk once.
     """
     windows = [group.window for group in ledger.groups]
     needed = ledger.pages_needed(lo, hi, shape)
@@ -75,11 +84,12 @@ def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list
 
 
 def step_pages(ledger: Ledger | GroupSizes) -> list[int]:
-    """Of each window group, what a prefill step takes beyond what its rows keep; 0 in others.
+    """Return the pages of each window group that a prefill step takes beyond its rows' own.
 
-    Admission sets one step's pages aside. The step before it may still hold its own, until its rows
-    are prepared again; then the next chunk waits for a turn. To set those aside too would keep
-    rows out: with windows for three rows, 2 to 4 run instead of 7 to 9.
+    Other groups get 0. Admission sets the pages of one step aside. The step before may still hold
+    its pages until its rows are prepared again; the next chunk then waits for a turn. Setting those
+    pages aside too would keep rows out: with windows for three rows, 2 to 4 would run instead of 7
+    to 9.
     """
     windows, last = [group.window for group in ledger.groups], ledger.max_context_len - 1
     most, kept = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)

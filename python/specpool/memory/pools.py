@@ -1,4 +1,4 @@
-"""An engine's ledger, from the memory that a device has free."""
+"""`plan_pools`: sizes an engine's groups by the device's free memory, and builds the ledger."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specpool.num_bytes import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The ledger to build, and where each layer's KV lies.
+    """The ledger of an engine, and the group of each layer's KV.
 
     Attributes:
-        ledger: with its groups sized.
+        ledger: the new ledger.
         layer_groups: the group of each layer: the target's layers, then the draft's.
         target_groups: the same for the target's layers alone.
         draft_group: the group that hosts the draft's layers.
@@ -39,14 +39,14 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now on `device`; on a CPU, within the process's own limits."""
+    """Return the free bytes on `device`; on a CPU, the least of the host's and cgroups' limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min([_free_bytes_of_host(), *_free_bytes_of_cgroups()])
 
 
 def _free_bytes_of_cgroups() -> Iterator[int]:
-    """What is left under each memory limit that a container or a service manager has set."""
+    """Yield the bytes left under each cgroup memory limit of a container or service manager."""
     if not _OWN_CGROUPS.exists():
         return
     for line in _OWN_CGROUPS.read_text().splitlines():
@@ -66,7 +66,7 @@ def _free_bytes_of_cgroups() -> Iterator[int]:
             most = (folder / limit).read_text().strip()
             if most == "max":
                 continue
-            # Cached files are given up for whoever asks for memory.
+            # Do not count cached files: the system drops them when memory is needed.
             stat = dict(
                 entry.split() for entry in (folder / "memory.stat").read_text().splitlines()
             )
@@ -97,15 +97,17 @@ def plan_pools(
 
     Args:
         config: placement, policy, layout, page size, and `num_pages` or `kv_bytes` if given.
-        target_layers: of the target model.
-        draft_layers: of the drafter; empty if it keeps no KV.
-        shapes: those that will run beside shape 0.
-        max_context_len: tokens of a sequence at most.
-        dtype: of the KV.
-        device: where the KV lives.
+        target_layers: the KV layers of the target model.
+        draft_layers: the KV layers of the drafter; empty if it keeps no KV.
+        shapes: the shapes that will run beside shape 0.
+        max_context_len: the most tokens of a sequence.
+        dtype: dtype of the KV.
+        device: where the KV lives. Without `num_pages` and `kv_bytes`, half of its free memory is
+            used.
 
     Raises:
-        ConfigError: the memory does not hold one full row, or not the pages asked for.
+        ConfigError: the memory does not hold one row of the whole context, or not the pages that
+            were asked for.
     """
     budget = config.kv_bytes
     if budget is None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from specpool.models.target import TargetModel
     from specpool.models.target_output import TargetOutput
 
-# At first use: they take torch, and what reads a config beside them does not.
+# Imported at first use: these modules import torch, which readers of a config do not need.
 _LAZY = {
     "EagleHead": "specpool.models.eagle.head",
     "TargetModel": "specpool.models.target",

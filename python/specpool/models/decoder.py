@@ -1,4 +1,4 @@
-"""What a target takes of a transformers model: its decoder, and configs of its own."""
+"""Helpers that find a transformers model's decoder and give it private copies of its configs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 class _Standing:
-    """A cache that keeps nothing: it tells layers that count by it where each token stands."""
+    """A cache that keeps nothing, for layers that take a token's position from their cache."""
 
     def __init__(self, positions: Tensor) -> None:
-        """Of tokens [1, T]."""
+        """Take the tokens' positions, int64 [1, T]."""
         self._ahead = positions[0] - torch.arange(positions.shape[1], device=positions.device)
 
     def get_seq_length(self, *_: Any) -> Tensor:
-        """int64 [T]: position i of a token, less its place in the forward."""
+        """Return int64 [T]: each token's position minus its index in the forward."""
         return self._ahead
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Give back what was given, which pages keep; note the layer that will attend."""
+        """Return the arguments, since pages keep KV, and note the layer that will attend."""
         ATTENDING.set(layer)
         return key, value
 
 
 def _no_model(source: object) -> ConfigError:
-    """Return the refusal of what is neither a name nor a transformers model, with the way out."""
+    """Return the error for a source that is neither a name nor a transformers model."""
     kind = type(source)
     told = f"the target is a folder, a hub name or a transformers model, got {source!r:.80}"
     if kind.__module__.partition(".")[0] == "peft":
@@ -50,10 +50,10 @@ def _no_model(source: object) -> ConfigError:
 
 
 def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:
-    """Gives every module of the model its own copy of the config that it shares; old ones back.
+    """Give the model's modules a copy of their configs; return (module, old config) pairs.
 
-    The name of the attention function is kept in the config, and a config object may be shared
-    with another model, which must not change with this one.
+    The config holds the name of the attention function. Another model may share the config object
+    and must not change with this one.
     """
     from transformers import PretrainedConfig
 
@@ -68,10 +68,11 @@ def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:
 
 
 def _find_decoder(model: PreTrainedModel) -> Any:
-    """The module that turns token ids into the hidden states that the head reads."""
+    """Return the module that turns token ids into the hidden states before the output matrix."""
     find = getattr(model, "get_decoder", None)
     decoder = find() if find is not None else None
-    if decoder is None or decoder is model or isinstance(decoder, nn.Linear):  # a head, once
+    # Some versions of transformers return the model itself, or its head.
+    if decoder is None or decoder is model or isinstance(decoder, nn.Linear):
         decoder = model.base_model
     if decoder is model:  # Llama 4's text model is not where its class says
         decoder = getattr(model, "model", model)

@@ -1,9 +1,9 @@
-"""Which Hugging Face models can run over pages, decided when loading, before any pool exists.
+"""Checks of a Hugging Face model by its config: can it run over pages?
 
-Two gates. `check_config` and `check_class` refuse by name what is known not to fit, from the
-config alone. `probe` then runs a few tokens through the model's own attention and through ours and
-compares: whatever mixes tokens outside attention, or asks attention for something that we do not
-do, shows there, also in models that nobody has thought of yet.
+There are two gates, both at loading, before any pool exists. `check_config` and `check_class`
+refuse models that are known not to fit, by config and class alone. `probe` then runs a few tokens
+through the model's own attention and over pages and compares the logits. It also finds unknown
+models that mix tokens outside attention, or that need something that paged attention does not do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specpool.errors import ConfigError
 from specpool.models.files.plain_config import longest_context
 from specpool.models.torch_attention import CALLS_TORCH
 
-# Config keys of layers that carry a state from token to token, and what the layers are called.
+# Config keys and names of layers that carry a state from token to token.
 _RECURRENT_KEYS = (
     "state_size",
     "ssm_state_size",
@@ -38,9 +38,9 @@ _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent",
 _KNOWN_LAYER_TYPES = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 )
-#: Types whose layers see one chunk at a time: a test runs each of them beside transformers.
+#: Types with chunked attention that run here: a test compares each with transformers.
 CHUNKED = ("llama4_text",)
-#: Types with recurrent layers that run here: a test runs each of them beside transformers.
+#: Types with recurrent layers that run here: a test compares each with transformers.
 RECURRENT = (
     "bailing_hybrid",
     "bamba",
@@ -66,20 +66,20 @@ RECURRENT = (
 
 
 def refusal(model_type: str, reason: str) -> ConfigError:
-    """The one form in which a model is refused."""
+    """Return the error that refuses a model of this type for this reason."""
     return ConfigError(f"cannot run a model of type {model_type!r} over pages: {reason}")
 
 
 def text_config(config: Any) -> Any:
-    """The decoder's part of a config (the config itself, unless the model also sees or hears)."""
+    """Return the text decoder's part of a config; it is the config itself unless multimodal."""
     return config.get_text_config(decoder=True)
 
 
 def check_config(config: Any) -> None:
-    """Refuses, by config alone, the kinds of model that cannot run over pages.
+    """Refuse, by config alone, models that cannot run over pages.
 
     Raises:
-        ConfigError: names the model type and the reason.
+        ConfigError: the model cannot run; the message names its type and the reason.
     """
     text = text_config(config)
     for reason in _reasons(config, text):
@@ -87,7 +87,7 @@ def check_config(config: Any) -> None:
 
 
 def has_recurrent_layers(config: Any) -> bool:
-    """Whether layers carry a state from token to token, by the config."""
+    """Return whether the config has layers that carry a state from token to token."""
     return next(_recurrent_reasons(config, text_config(config)), None) is not None
 
 
@@ -110,7 +110,8 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
         yield "it is an encoder-decoder; its cross attention reads another sequence's KV"
     if get("add_cross_attention") or get("cross_attention_layers"):
         yield "it has cross attention, which reads another sequence's KV"
-    if get("is_decoder") is False and get("type_vocab_size"):  # GPT-NeoX says the former too
+    # GPT-NeoX, a decoder, also has is_decoder=False, so look for type_vocab_size too.
+    if get("is_decoder") is False and get("type_vocab_size"):
         yield "it is an encoder (is_decoder is false): its tokens see those behind them"
     if get("index_topk"):
         yield (
@@ -150,13 +151,13 @@ def _reasons(config: Any, text: Any) -> Iterator[str]:
 
 
 def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> None:
-    """Refuses model classes that do not call transformers' `AttentionInterface`.
+    """Refuse model classes that do not call transformers' `AttentionInterface`.
 
-    Not all that do say so; those whose module has the table of attention functions may. Hybrids do
-    not say it at all. The probe finds out.
+    A class passes if it says so, or if its module has the table of attention functions. Classes
+    with recurrent layers do neither, so they always pass. The probe finds wrong passes.
 
     Raises:
-        ConfigError: names the model type and the class.
+        ConfigError: the class does not call it; the message names the model type and the class.
     """
     calls_interface = getattr(model_class, "_supports_attention_backend", False) or hasattr(
         sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
@@ -169,17 +170,17 @@ def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> No
         )
 
 
-#: The longest context of a model that counts no positions.
+#: The longest context, in tokens, of a recurrent model whose config states none.
 NO_POSITIONS = 1 << 18
 
 
 def max_context_len(config: Any) -> int:
-    """The longest context in tokens, L.
+    """Return the longest context in tokens, L.
 
-    Shorter than the config's where positions are no one's own (`longest_context`).
+    It may be shorter than the config's; see `longest_context`.
 
     Raises:
-        ConfigError: the config states none.
+        ConfigError: the config has no `max_position_embeddings`.
     """
     text = text_config(config)
     length = getattr(text, "max_position_embeddings", None)

@@ -1,8 +1,7 @@
-"""Models known by their configs alone: what their layers keep of a token, and how big they are.
+"""`Outline`: the KV per token and the size of a model, read from its config alone.
 
-No weights are read, and torch is not imported: a config of a common family is read as it is, others
-take transformers. A target's config states what `probe` finds out by running the model; a test
-holds the two together for every family.
+No weights are read. A config of a common family is parsed without torch; others need transformers.
+A test checks, for every family, that the config and `probe` agree on what layers keep.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from specpool.models.files.names import fetch_config, find_model
 from specpool.models.files.plain_config import FAMILIES, PlainConfig
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-# Configs with one of these say otherwise how wide keys and values are.
+# A config with one of these keys states the width of keys and values in a way not read here.
 _OTHER_KEYS = ("multi_query", "kv_channels", "attn_config")
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What memory must know of a model."""
+    """The numbers of a model that the sizing of memory needs."""
 
     layers: tuple[LayerKV, ...]
-    dtype: str | None  # as stored; None = not said
-    dtype_from: str  # who says it: `config` or `weights`; `` = nobody
-    weight_bytes: int | None  # as stored; None = not known here
-    num_parameters: int | None  # by the config, about; None = not known
+    dtype: str | None  # of the stored weights; None = not known
+    dtype_from: str  # where `dtype` is from: `config` or `weights`; empty = not known
+    weight_bytes: int | None  # of the stored weights; None = not known
+    num_parameters: int | None  # about, by the config; None = not known
     max_context_len: int
     vocab_size: int | None
 
     def loaded_bytes(self, dtype: str) -> int | None:
-        """Bytes of the weights once they are `dtype`; by the config where there are no files."""
+        """Return the bytes of the weights in `dtype`, by the files or else by the config."""
         if self.weight_bytes is None:
             known = self.num_parameters
             return None if known is None else known * ITEMSIZES[dtype]
@@ -55,14 +54,15 @@ class Outline:
 
 
 def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
-    """The outline of a decoder in a folder or on the hub, of which the config alone is fetched.
+    """Return the outline of a decoder; from the hub only the config is fetched.
 
     Args:
         source: a folder or a hub name.
-        trust_remote_code: run Python code that the config brings; otherwise it is refused.
+        trust_remote_code: run Python code of the checkpoint; if False, a model that needs it is
+            refused.
 
     Raises:
-        ConfigError: nothing found at `source`, or a model that cannot run over pages.
+        ConfigError: there is no model at `source`, or it cannot run over pages.
     """
     found = find_model(source)
     folder = found or fetch_config(source).parent
@@ -90,7 +90,7 @@ def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
 
 
 def _dtype(raw: dict[str, Any], folder: Path) -> tuple[str | None, str]:
-    """The dtype of the weights, and who says it."""
+    """Return the dtype of the weights, and where it is from: "config", "weights" or ""."""
     text = raw.get("text_config")
     for part in (raw, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):  # transformers 5 and 4
@@ -104,10 +104,10 @@ def _dtype(raw: dict[str, Any], folder: Path) -> tuple[str | None, str]:
 
 
 def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> PlainConfig:
-    """What transformers makes of a config.
+    """Read a config with transformers.
 
     Raises:
-        ConfigError: it is not installed, or the model cannot run over pages.
+        ConfigError: transformers is not installed, or the model cannot run over pages.
     """
     try:
         import torch  # noqa: F401
@@ -127,10 +127,10 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
 
 
 def stated_layers(config: Any) -> tuple[LayerKV, ...]:
-    """What each layer keeps of a token, by a config that `check_config` has passed.
+    """Return the KV of each layer by a config that `check_config` has passed.
 
     Raises:
-        ConfigError: the config does not say it.
+        ConfigError: the config does not state it in the usual keys, or has recurrent layers.
     """
     from specpool.models import torch_attention
     from specpool.models.gate import has_recurrent_layers, text_config
@@ -158,10 +158,10 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
         if is_falcon:
             num_kv_heads = torch_attention.num_kv_heads(text)
         head_dim = _integer(text, "head_dim") or hidden_size // max(num_heads, 1)
-    except Exception as error:  # transformers 5, of a key whose value is each layer's own
+    except Exception as error:  # transformers 5 raises for a key with one value per layer
         raise refusal from error
     v_head_dim = _integer(text, "v_head_dim") or head_dim
-    if _integer(text, "kv_lora_rank"):  # a latent, kept as the heads that it is expanded to
+    if _integer(text, "kv_lora_rank"):  # latent attention: pages keep the expanded heads
         num_kv_heads = num_heads
         head_dim = _integer(text, "qk_nope_head_dim") + _integer(text, "qk_rope_head_dim")
     elif v_head_dim != head_dim:
@@ -176,7 +176,7 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
 
 
 def _windows(text: Any, num_layers: int) -> list[int | None]:
-    """Of each layer: with a window but no kinds of layers, all of them have it."""
+    """Return each layer's window; without `layer_types`, all layers have the config's window."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if window is None or kinds is None:
@@ -185,16 +185,16 @@ def _windows(text: Any, num_layers: int) -> list[int | None]:
 
 
 def _integer(config: Any, key: str) -> int:
-    """The config's value, 0 if it has none."""
+    """Return the config's integer value of a key, or 0."""
     value = getattr(config, key, None)
     return value if isinstance(value, int) else 0
 
 
 def head_outline(source: str | os.PathLike[str]) -> Outline:
-    """The outline of an EAGLE head; of its weights the headers alone are read.
+    """Return the outline of an EAGLE head; of safetensors files only the headers are read.
 
     Raises:
-        CheckpointError: nothing found at `source`, or no EAGLE head.
+        CheckpointError: there is nothing at `source`, or it is not an EAGLE head.
     """
     folder = find_folder(source)
     files = weight_files(folder)
@@ -224,10 +224,10 @@ def head_outline(source: str | os.PathLike[str]) -> Outline:
 
 
 def _fetch_index(name: str) -> None:
-    """Fetch the index of a hub model's weights if there is one: it says how big they are."""
+    """Fetch the index of a hub model's weights if there is one, because it has their size."""
     from huggingface_hub import hf_hub_download
 
     try:
         hf_hub_download(name, "model.safetensors.index.json")
-    except Exception:  # a single file has no index; offline, what is not there stays away
+    except Exception:  # a single weight file has no index, and the network may be off
         pass

@@ -13,9 +13,9 @@ from specpool.models.probe import ProbeBatch
 from specpool.models.recurrent import ATTENDING
 
 _ATTENTION = "specpool"
-# The batch of the forward that is running, None outside.
+# The batch of the running forward; None outside of one.
 _BATCH: ContextVar[AttentionBatch | None] = ContextVar("specpool_batch", default=None)
-_NO_MODULE = nn.Identity()  # of calls whose layer a cache has noted
+_NO_MODULE = nn.Identity()  # stands for the module in calls whose layer is in ATTENDING
 
 
 def _paged_attention(
@@ -31,11 +31,11 @@ def _paged_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: query [B, H, n, D] after rope -> ([B, n, H, Dv], None).
+    """Attend over pages, as transformers' attention function of a layer.
 
-    Where lanes are flattened to one sequence, B is 1 and n all tokens.
-
-    `attention_mask` is not used: what a query may see comes from the batch's views.
+    `query` is [B, H, n, D] after RoPE, `key` and `value` are [B, Hkv, n, D]; the result is
+    ([B, n, H, Dv], None). If lanes are flattened to one sequence, B is 1 and n counts all tokens.
+    `attention_mask` is not used, because the batch's views say what a query may see.
     """
     batch = _BATCH.get()
     if batch is None:
@@ -59,21 +59,20 @@ def _paged_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    # Transformers' own functions give one block of memory, and some models rely on it.
+    # Some models rely on a contiguous result, as transformers' own functions give.
     return out.contiguous().view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
 def _torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same for models that call torch's function: -> [B, H, n, Dv]."""
+    """Do the same for models that call torch's function; return [B, H, n, Dv]."""
     out, _ = _paged_attention(_NO_MODULE, query, key, value, None)
     return out.transpose(1, 2)
 
 
 def _register() -> None:
-    """Have transformers find our attention by its name.
+    """Register paged attention with transformers by its name.
 
-    NOTE: only the function is registered. Without a mask function of the same name transformers
-    builds no mask at all, which is what we want.
+    NOTE: no mask function of that name is registered, so that transformers builds no mask.
     """
     from transformers import AttentionInterface
 

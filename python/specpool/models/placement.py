@@ -16,10 +16,10 @@ _DEVICES = ("cpu", "cuda")
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype that models run in here; None = as stored.
+    """Return the torch dtype of an option; None or "auto" gives None, the stored dtype.
 
     Raises:
-        ConfigError: another one.
+        ConfigError: not float32, bfloat16 or float16.
     """
     if dtype is None or dtype == "auto":
         return None
@@ -34,7 +34,7 @@ def _parse_device(device: torch.device | str) -> torch.device:
         parsed = torch.device(device)
         if parsed.type not in _DEVICES:
             raise ConfigError(f"device {str(device)!r:.80}: allowed are {', '.join(_DEVICES)}")
-        # Devices compare by index, and weights on "cuda" are on "cuda:0".
+        # Return "cuda:0" for "cuda", because weights have an index and devices compare by it.
         return torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
@@ -43,7 +43,7 @@ def _parse_device(device: torch.device | str) -> torch.device:
 
 
 def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the one device of a model."""
+    """Return the dtype and the device of a model; raise `ConfigError` if it cannot run there."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn", "torch.nn.quantized")):
             raise ConfigError(

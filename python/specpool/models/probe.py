@@ -1,4 +1,4 @@
-"""Run a model over a few pages once, and compare it with its own attention."""
+"""`probe`: runs a model over a few pages once, and compares it with its own attention."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specpool.models.gate import refusal, text_config
 if TYPE_CHECKING:
     from specpool.models.target_output import TargetOutput
 
-# Keyword arguments that attention may be given and that change nothing for one that gets its masks
-# from a view. Anything else that is not None asks for something that we do not do.
+# Keyword arguments of attention that paged attention may ignore. Any other argument that is not
+# None asks for something that it does not do.
 _HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position",
@@ -33,24 +33,24 @@ _HARMLESS_ARGUMENTS = frozenset(
     }
 )
 _PROBE_PAGE_SIZE = 2
-_PROBE_TABLE = [[5, 2, 4], [6, 3, 1]]  # of two lanes, in no particular order
+_PROBE_TABLE = [[5, 2, 4], [6, 3, 1]]  # the pages of two lanes, in no particular order
 _PROBE_PAGES = 6
-# First token of each text. One that agrees is enough: in 16 bits a router of experts can tip over
-# at a near tie, but a model that cannot run over pages differs on every text.
+# The first token of each text. One text that agrees is enough: in 16 bits a router of experts may
+# choose another expert at a near tie, but a model that cannot run over pages differs on every text.
 PROBE_TEXTS = (17, 60, 101, 150)
-# Relative difference of the logits, by dtype. Noise is far below; a token that sees what it should
-# not, or misses what it should see, is above.
+# The greatest relative difference of the logits, by dtype. Noise is far below it. A token that sees
+# a wrong set of tokens is above it.
 _TOLERANCE_16_BIT = 0.2
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """How far the logits may differ, relatively."""
+    """Return the greatest relative difference of logits that a probe accepts."""
     return _TOLERANCE.get(dtype, _TOLERANCE_16_BIT)
 
 
 class Probed(Protocol):
-    """What a probe asks of a model; `TargetModel` has all of it."""
+    """The attributes of a model that a probe needs; `TargetModel` has them."""
 
     @property
     def config(self) -> Any:
@@ -58,42 +58,42 @@ class Probed(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """The dtype of the weights."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of the weights."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that it takes."""
+        """The number of token ids."""
 
     @property
     def max_context_len(self) -> int:
-        """Positions that it knows."""
+        """The longest context in tokens."""
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that keep KV."""
+        """The layers that keep KV."""
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> TargetOutput:
-        """One forward over pages."""
+        """Run one forward over pages; see `TargetModel.forward`."""
 
     def forward_from(
         self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """One forward that goes on from recurrent states."""
+        """Run one forward from recurrent states; see `TargetModel.forward_from`."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states."""
+        """Return the logits of hidden states."""
 
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits of one text by the model's own attention."""
+        """Return the logits of one text by the model's own attention."""
 
 
 @dataclass(slots=True)
 class ProbeBatch(AttentionBatch):
-    """A batch that makes its buffers as layers ask for them, and notes what they ask."""
+    """A batch that allocates a layer's buffers at its first call, and records each call."""
 
     kv: dict[int, tuple[Tensor, Tensor, View]] = field(default_factory=dict)
     calls: list[tuple[int, LayerKV]] = field(default_factory=list)
@@ -110,7 +110,7 @@ class ProbeBatch(AttentionBatch):
         sinks: Tensor | None,
         others: dict[str, Any],
     ) -> None:
-        """Notes one call of attention; query, key, value are [1, heads, T, D]."""
+        """Record one call of attention; query, key and value are [1, heads, T, D]."""
         kv_heads, num_tokens = key.shape[1:3]
         if value.shape[1:3] != key.shape[1:3] or query.shape[2] != num_tokens:
             self.objections.append(
@@ -140,23 +140,23 @@ class ProbeBatch(AttentionBatch):
 
 
 def probe(target: Probed) -> tuple[LayerKV, ...]:
-    """Runs a short text through the model's own attention and, in two parts, over pages.
+    """Run a short text through the model's own attention and, in two parts, over pages.
 
-    The text shares its batch with another lane, and its last token comes in a forward of its own,
-    so a state outside KV, positions taken from the order of the batch, or a leak from lane to lane
-    change its logits.
+    The text shares its batch with another lane, and its last token has a separate forward. So its
+    logits change if the model has a state outside KV, takes positions from the order of the batch,
+    or leaks from lane to lane.
 
     Returns:
-        What each layer keeps, as seen in its calls.
+        The KV of each layer, as seen in its calls.
 
     Raises:
-        ConfigError: names the model type, the reason and the numbers.
+        ConfigError: the model cannot run; the message has its type, the reason and the numbers.
     """
     limit = probe_tolerance(target.dtype)
     differences = []
     for start in PROBE_TEXTS:
         layer_kv, difference = _probe_text(target, start)
-        if not difference > limit:  # NaN passes: broken weights are no matter of layout
+        if not difference > limit:  # NaN passes: broken weights are not a fault of paging
             return layer_kv
         differences.append(difference)
     raise refusal(
@@ -168,7 +168,7 @@ def probe(target: Probed) -> tuple[LayerKV, ...]:
 
 
 def _probe_text(target: Probed, start: int) -> tuple[tuple[LayerKV, ...], float]:
-    """One text of the probe; what the layers keep, and how far the logits differ."""
+    """Probe one text; return the KV of the layers and the relative difference of the logits."""
     text, other = ([(first + 7 * i) % target.vocab_size for i in range(4)] for first in (start, 5))
     plain = target.plain_logits(text)
     first, pieces = _probe_forward(target, [other[:2], text[:3]], [0, 0], None)
@@ -182,7 +182,7 @@ def _probe_text(target: Probed, start: int) -> tuple[tuple[LayerKV, ...], float]
 def _probe_forward(
     target: Probed, lanes: list[list[int]], starts: list[int], earlier: ProbeBatch | None
 ) -> tuple[ProbeBatch, Tensor]:
-    """One forward of two ragged lanes; logits [T, V]."""
+    """Run one forward of two ragged lanes; return its batch and logits [T, V]."""
     batch, positions = probe_batch(target.device, [len(lane) for lane in lanes], starts, earlier)
     tokens = torch.tensor([token for lane in lanes for token in lane], device=target.device)
     try:
@@ -197,7 +197,10 @@ def _probe_forward(
 def probe_batch(
     device: torch.device, widths: list[int], starts: list[int], earlier: ProbeBatch | None
 ) -> tuple[ProbeBatch, Tensor]:
-    """Two lanes that go on from `starts`, over the pages of an earlier forward; positions [T]."""
+    """Make a batch of two lanes from `starts` on, and its positions [T].
+
+    It uses the buffers of an earlier forward, if there is one.
+    """
     position_lists = [
         range(start, start + width) for start, width in zip(starts, widths, strict=True)
     ]
@@ -235,7 +238,7 @@ def probe_batch(
 
 
 def chunk_size(text: Any, layer: int) -> int | None:
-    """The chunk of positions that the layer's queries see, by the config; None = it has none."""
+    """Return the layer's chunk size by the config; None = no chunked attention."""
     kinds = getattr(text, "layer_types", None) or ()
     if layer >= len(kinds) or kinds[layer] != "chunked_attention":
         return None
@@ -245,7 +248,7 @@ def chunk_size(text: Any, layer: int) -> int | None:
 def _with_chunks(
     model_type: str, text: Any, layers: Sequence[tuple[int, LayerKV]]
 ) -> tuple[LayerKV, ...]:
-    """These layers, with the chunks that the config gives them; no call of attention says them."""
+    """Return the layers with their chunk sizes, which are in the config but not in the calls."""
     chunks = {chunk for layer, _ in layers if (chunk := chunk_size(text, layer)) is not None}
     if any(shape.window in chunks for _, shape in layers):
         raise refusal(model_type, f"some layers see chunks, others windows, both of {chunks}")
@@ -258,7 +261,14 @@ def _with_chunks(
 
 
 def layers_seen(target: Probed, batch: ProbeBatch, expected: Sequence[int]) -> tuple[LayerKV, ...]:
-    """Checks that each of these layers attended once, with the window that the config states."""
+    """Check that each expected layer attended once, with the window that the config states.
+
+    Returns:
+        The KV of each layer.
+
+    Raises:
+        ConfigError: a layer did not, or a call asked for something that paging cannot do.
+    """
     model_type, text = target.config.model_type, text_config(target.config)
     if batch.objections:
         raise refusal(model_type, batch.objections[0])
@@ -271,7 +281,7 @@ def layers_seen(target: Probed, batch: ProbeBatch, expected: Sequence[int]) -> t
         )
     calls = sorted(batch.calls, key=lambda call: call[0])
     layers = _with_chunks(model_type, text, calls)
-    # Some models put a window into their masks only, where attention over pages would not see it.
+    # Some models put a window only into their masks, which paged attention ignores.
     window = getattr(text, "sliding_window", None)
     if window is None or window >= target.max_context_len:
         return layers

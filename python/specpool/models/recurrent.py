@@ -1,8 +1,8 @@
-"""Layers that carry a state from token to token: what a row's state is, and where it is kept.
+"""`RecurrentState`: the states of recurrent layers, which they carry from token to token, by row.
 
-A state belongs to a length: it holds all tokens below, and no cut brings an earlier one back. So it
-is saved before a round and replayed over what the round kept (`StateForward`). The attention layers
-of a hybrid keep their KV in pages as everywhere.
+A state belongs to one length: it contains all tokens below, and it cannot be cut back to an earlier
+length. So a round starts from a saved state, and the accepted tokens are run again from it
+(`StateForward`). Attention layers of such a model keep their KV in pages as usual.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from specpool.models.gate import refusal, text_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The layer that attends next, as it has told its cache: Zamba's share modules without a number.
+# The layer that attends next. Layers tell it to their cache, because Zamba's layers share attention
+# modules that have no layer number.
 ATTENDING: ContextVar[int | None] = ContextVar("specpool_attending", default=None)
 
 
@@ -33,9 +34,9 @@ class StateSpec:
     Attributes:
         layer: index in the model.
         kind: `conv` or `recurrent`, as transformers calls them.
-        index: among the layer's states of this kind.
-        shape: of one row's.
-        dtype: as the model keeps it.
+        index: index among the layer's states of this kind.
+        shape: shape of one row's state.
+        dtype: the model's dtype of the state.
     """
 
     layer: int
@@ -46,16 +47,16 @@ class StateSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one row's."""
+        """Bytes of one row's state."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
     def of(self, cache: Any) -> Tensor:
-        """The state of each lane, [B, *shape]."""
+        """Return the state of each lane in a cache, [B, *shape]."""
         state: Tensor = getattr(cache.layers[self.layer], f"{self.kind}_states")[self.index]
         return state
 
     def put(self, cache: Any, state: Tensor) -> None:
-        """Make it the lanes' state, so that the layer goes on from there."""
+        """Write the lanes' state, [B, *shape], into a cache, so that the layer goes on from it."""
         layer = cache.layers[self.layer]
         getattr(layer, f"{self.kind}_states")[self.index] = state
         getattr(layer, f"is_{self.kind}_states_initialized")[self.index] = True
@@ -66,9 +67,9 @@ class StateSpec:
 
 
 class RecurrentState:
-    """Per row: the state of each recurrent layer at the row's length.
+    """The state of each recurrent layer for each row, at the row's length.
 
-    A forward gathers by lane; what is to stay is put back.
+    A forward gathers states by lane. `put` saves the states that are to stay.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RecurrentState:
         num_rows: int,
         device: torch.device,
     ) -> None:
-        """Zeros, for rows 0 to `num_rows`."""
+        """Allocate zeros for rows 0 to `num_rows`."""
         self._config, self._specs = config, specs
         self._by_row = [
             torch.zeros(num_rows + 1, *spec.shape, dtype=spec.dtype, device=device)
@@ -91,11 +92,11 @@ class RecurrentState:
         return sum(state.numel() * state.element_size() for state in self._by_row)
 
     def lanes(self, rows: Tensor, *, is_fresh: bool) -> Any:
-        """A cache for one forward that goes on from these rows' states.
+        """Return a transformers cache for one forward that starts from these rows' states.
 
         Args:
             rows: int64 [B].
-            is_fresh: the rows have no token yet, whatever their last requests have left.
+            is_fresh: the rows have no token yet, so start from zeros and ignore old states.
         """
         cache = paged_cache(self._config)
         for spec, state in zip(self._specs, self._by_row, strict=True):
@@ -106,17 +107,17 @@ class RecurrentState:
         return cache
 
     def values(self, cache: Any) -> list[Tensor]:
-        """What the lanes of a forward have come to; each [B, ...]."""
+        """Return copies of the states after a forward, one [B, ...] per spec."""
         return [spec.of(cache).clone() for spec in self._specs]
 
     def put(self, rows: Tensor, values: Sequence[Tensor]) -> None:
-        """Keep these states of the rows, int64 [B]."""
+        """Save states, one [B, ...] per spec, for the rows, int64 [B]."""
         for state, value in zip(self._by_row, values, strict=True):
             state.index_copy_(0, rows, value.to(state.dtype))
 
 
 def paged_cache(config: PretrainedConfig) -> Any:
-    """A cache of transformers whose attention layers keep nothing: pages do."""
+    """Return a transformers cache whose attention layers keep nothing, because pages keep KV."""
     from transformers.cache_utils import DynamicCache
 
     cache: Any = DynamicCache(config=config)
@@ -133,14 +134,14 @@ def _pass_on(
 
 
 def attention_layers(cache: Any) -> list[int]:
-    """The layers with KV."""
+    """Return the indices of a cache's layers with KV."""
     from transformers.cache_utils import CacheLayerMixin
 
     return [i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)]
 
 
 def states_in(cache: Any) -> tuple[StateSpec, ...]:
-    """What the layers have put into a cache that was empty."""
+    """Return the specs of the states that a forward has put into an empty cache."""
     from transformers.cache_utils import LinearAttentionCacheLayerMixin as Mixin
 
     return tuple(
@@ -154,7 +155,7 @@ def states_in(cache: Any) -> tuple[StateSpec, ...]:
 
 
 def check_transformers(config: Any) -> None:
-    """Raise `ConfigError` where this transformers keeps states in another way."""
+    """Raise `ConfigError` if this version of transformers keeps states in another way."""
     import transformers
 
     kind = getattr(transformers.cache_utils, "LinearAttentionLayer", None)
@@ -167,7 +168,7 @@ def check_transformers(config: Any) -> None:
 
 
 def cache_argument(decoder: Any, config: Any) -> str:
-    """How the decoder's forward calls its cache."""
+    """Return the name of the cache argument of the decoder's forward."""
     names = inspect.signature(decoder.forward).parameters
     for name in ("past_key_values", "cache_params"):
         if name in names:

@@ -1,7 +1,7 @@
-"""What a model with recurrent layers can do, found out when loading, before any pool exists.
+"""`probe_states`: checks a model with recurrent layers at loading, before any pool exists.
 
-A few tokens run through the model by itself, and through ours with its states put away and brought
-back: whatever is not in them shows in the logits.
+A few tokens run through the model itself, and in parts with its states saved and restored between
+them. If the states are not complete, the logits differ.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from specpool.models.recurrent import (
 )
 
 _NUM_TOKENS = 6
-_CUT = 4  # tokens of the first forward, where there are several
-# An error so much smaller than what the first part's tokens change is rounding.
+_CUT = 4  # tokens of the first forward, if the text runs in parts
+# A state differs by rounding alone if its error is at most this share of the error of a state that
+# ignores the first part.
 _SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class StateProbe:
-    """What was found; see the attributes of `TargetModel`."""
+    """The findings of the probe; `TargetModel` documents the attributes."""
 
     kv_layers: tuple[int, ...]
     layer_kv: tuple[LayerKV, ...]
@@ -47,10 +48,10 @@ class StateProbe:
 
 @torch.inference_mode()
 def probe_states(target: Probed) -> StateProbe:
-    """Runs a text at once, in two parts, and token by token behind the first part.
+    """Run a text at once, in two parts, and token by token after the first part.
 
     Raises:
-        ConfigError: names the model type, the reason and the numbers.
+        ConfigError: the logits differ; the message has the model type and the numbers.
     """
     limit = probe_tolerance(target.dtype)
     worst = []
@@ -67,7 +68,7 @@ def probe_states(target: Probed) -> StateProbe:
         differences = [
             float((logits - plain).norm() / plain.norm()) for logits in (whole, by_token)
         ]
-        if not max(differences) > limit:  # NaN passes: broken weights are no matter of states
+        if not max(differences) > limit:  # NaN passes: broken weights are not a fault of states
             return replace(found, continues=_continues(target, found, lanes, states))
         worst.append(max(differences))
     raise refusal(
@@ -78,10 +79,10 @@ def probe_states(target: Probed) -> StateProbe:
 
 
 def _continues(target: Probed, found: StateProbe, lanes: Tensor, expected: list[Tensor]) -> bool:
-    """Whether two tokens at once go on from a state, and do not begin anew.
+    """Return whether a forward of two tokens continues from a state instead of starting anew.
 
-    Logits would not tell: in weights that are small, or in 16 bits, a state changes them little. So
-    the states are compared, with `expected` and with those of a text that begins there.
+    With small weights or in 16 bits a state changes the logits little, so compare states instead:
+    with `expected`, and with those of a text that begins at the cut.
     """
     _, ours = _in_parts(target, found, lanes, [_CUT, _NUM_TOKENS - _CUT])
     _, anew = _in_parts(target, found, lanes[:, _CUT:], [_NUM_TOKENS - _CUT])
@@ -92,7 +93,7 @@ def _continues(target: Probed, found: StateProbe, lanes: Tensor, expected: list[
 
 
 def _found(target: Probed, lanes: Tensor) -> StateProbe:
-    """What the layers keep, by a forward that starts from nothing."""
+    """Run a forward without earlier states, and return what the layers keep."""
     cache = paged_cache(target.config)
     batch, positions = probe_batch(target.device, [_NUM_TOKENS] * 2, [0, 0], None)
     target.forward_from(cache, lanes, positions.view(2, -1), batch)
@@ -107,7 +108,7 @@ def _found(target: Probed, lanes: Tensor) -> StateProbe:
 def _in_parts(
     target: Probed, found: StateProbe, lanes: Tensor, widths: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """In forwards of so many tokens: logits [n, V] of the second lane's text, and its states."""
+    """Run forwards of `widths` tokens; return logits [n, V] and states of the second lane."""
     states = RecurrentState(target.config, found.state_specs, 2, target.device)
     rows = torch.tensor([2, 1], device=target.device)
     earlier: ProbeBatch | None = None

@@ -1,10 +1,10 @@
-"""A Hugging Face decoder, unmodified, over our pages: the target model.
+"""`TargetModel`: an unmodified Hugging Face decoder that runs over pages.
 
-transformers lets an attention function be registered by name. Ours finds the batch of the forward
-that calls it in a context variable (not every decoder hands unknown keyword arguments on to its
-attention), and reads and writes pages. The lanes of a batch are flattened to one sequence; only
-attention mixes tokens, and it keeps lanes apart. With recurrent layers, which mix tokens too, lanes
-of one width stand side by side.
+transformers lets an attention function be registered by name. The one of this package reads and
+writes pages. It finds the batch of the running forward in a context variable, because not every
+decoder passes unknown keyword arguments to its attention. The lanes of a batch are flattened to one
+sequence: only attention mixes tokens, and it keeps lanes apart. Recurrent layers mix tokens too, so
+with them each lane is a row of the batch, and all lanes of a forward have the same width.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from specpool.models.torch_attention import (
     num_shared,
 )
 
-# NOTE: transformers takes nine seconds of CPU to import, so each function that needs it does that.
+# NOTE: importing transformers takes seconds of CPU, so each function that needs it imports it.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -60,27 +60,28 @@ if TYPE_CHECKING:
 class TargetModel:
     """A Hugging Face decoder that reads and writes KV in pages.
 
-    Use as a context manager, or call `close` to give a model that was passed in back as it was.
+    Use it as a context manager, or call `close`, to restore a model that was passed in.
 
     Attributes:
         model: the transformers model.
-        config: the config that it runs with (a copy).
-        device: where its weights are.
-        dtype: their dtype.
+        config: the config that the model runs with (a copy).
+        device: the device of the weights.
+        dtype: the dtype of the weights.
         num_layers: decoder layers.
         hidden_size: width h of the hidden states that the language model head reads.
         vocab_size: V, width of the logits.
         max_context_len: longest context in tokens.
-        layer_kv: what each layer of `kv_layers` keeps per token.
-        kv_layers: the layers with attention, by the number that they attend under.
-        state_specs: what the recurrent layers keep of a row; empty = there are none.
-        continues: many tokens at once may go on from a state; else they go one by one.
+        layer_kv: the KV that each layer of `kv_layers` keeps per token.
+        kv_layers: the layers with attention, by the index that they attend with.
+        state_specs: the states that the recurrent layers keep per row; empty = there are none.
+        continues: whether a forward of several tokens may start from a state; if not, such tokens
+            run one by one.
         eos_token_ids: tokens that end a text; may be empty.
-        closed: whether the model has been given back.
+        closed: whether `close` was called.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Takes over ``model`` until `close`. See `from_pretrained` for the errors."""
+        """Take over ``model`` until `close`. See `from_pretrained` for the errors."""
         check_values(model.config)
         check_config(model.config)
         self._is_recurrent = has_recurrent_layers(model.config)
@@ -104,7 +105,7 @@ class TargetModel:
             self._torch_attention = TorchAttention(
                 _torch_attention, num_shared(text_config(model.config))
             )
-            for module in self._torch_modules:  # with a name of their own for their attention
+            for module in self._torch_modules:  # each names its attention function in its config
                 module.config = copy.copy(module.config)
         self.closed = False
         try:
@@ -128,20 +129,21 @@ class TargetModel:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> TargetModel:
-        """Loads a decoder, or takes one that is in memory.
+        """Load a decoder, or take over a loaded one.
 
         Args:
-            source: a folder (also one that `find_target` found), a hub name, or a model. A model
-                in memory keeps its weights, dtype and device, and `close` gives it back as it was.
+            source: a folder (also a result of `find_target`), a hub name, or a loaded model. A
+                loaded model keeps its weights, dtype and device, and `close` restores it.
             dtype: a torch dtype or "float32", "bfloat16", "float16"; "auto" or None: as stored.
             device: where to run; the CPU by default.
             local_files_only: never ask the network.
             revision: branch, tag or commit on the hub.
-            trust_remote_code: run Python code that the checkpoint brings; otherwise it is refused.
+            trust_remote_code: run Python code of the checkpoint; if False, a model that needs it is
+                refused.
 
         Raises:
-            ConfigError: nothing found at ``source``; an unknown dtype or device; or a model that
-                cannot run over pages, with its type and the reason.
+            ConfigError: there is nothing at ``source``, the dtype or device is unknown, or the
+                model cannot run over pages; the message has the reason.
             CheckpointError: tensors are missing or have other shapes than the config says.
         """
         wanted = check_dtype(dtype)
@@ -176,26 +178,26 @@ class TargetModel:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a row has more than KV: a state that holds all its tokens, and no fewer."""
+        """Whether rows have recurrent states beside KV. Such a state cannot be cut back."""
         return bool(self.state_specs)
 
     @property
     def embedding_weight(self) -> Tensor:
-        """[V, h] input embeddings, unscaled."""
+        """The input embeddings [V, h], unscaled."""
         embeddings: Any = self.model.get_input_embeddings()
         weight: Tensor = embeddings.weight
         return weight
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, h] weight of the language model head."""
+        """The weight of the language model head, [V, h]."""
         weight: Tensor = self._lm_head.weight
         return weight
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, h] after the final norm, as the model computes them.
+        """Return the logits [n, V] of hidden states [n, h] after the final norm.
 
-        With the factor and the soft cap that some families put on their logits.
+        The factors and the soft cap of some families are applied, as the model does it.
         """
         logits: Tensor = self._lm_head(hidden)
         if self._logit_factor is not None:
@@ -207,14 +209,14 @@ class TargetModel:
         return logits
 
     def capture(self, layers: Sequence[int]) -> None:
-        """Records, from now on, the hidden states that *enter* these layers.
+        """Record, from now on, the hidden states that *enter* these layers.
 
         Args:
             layers: layer indices 0..=num_layers; num_layers is the input of the final norm. The
-                features of a forward are concatenated in this order. Empty: none.
+                features of a forward are concatenated in this order. Empty: record none.
 
         Raises:
-            ConfigError: an index outside 0..=num_layers; the old choice stands.
+            ConfigError: an index is outside 0..=num_layers; the old choice stays.
         """
         if tuple(layers) == self._capture_order:
             return
@@ -242,13 +244,16 @@ class TargetModel:
         batch: AttentionBatch,
         logits_index: Tensor | None = None,
     ) -> TargetOutput:
-        """One forward of a flattened, ragged batch.
+        """Run one forward of a flattened, ragged batch.
 
         Args:
             token_ids: int64 [T], lane after lane.
-            positions: int64 [T], position of each token (of its node, in a tree).
-            batch: where each layer reads and writes.
+            positions: int64 [T], the position of each token (in a tree, of its node).
+            batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
+
+        Returns:
+            Logits [n, V], hidden states [T, h], and the captured features or None.
 
         Raises:
             ShapeError: T of token_ids, positions and the batch's views differ.
@@ -272,13 +277,13 @@ class TargetModel:
     def forward_from(
         self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """One forward of lanes that go on from their states, which it moves on.
+        """Run one forward of lanes from their recurrent states.
 
         Args:
-            cache: from `RecurrentState.lanes`; holds the states behind these tokens afterwards.
+            cache: from `RecurrentState.lanes`; holds the states after these tokens on return.
             token_ids: int64 [B, n].
             positions: int64 [B, n].
-            batch: where each attention layer reads and writes, lane after lane.
+            batch: the pages that each attention layer reads and writes, lane after lane.
 
         Returns:
             Hidden states [B * n, h] after the final norm.
@@ -289,12 +294,12 @@ class TargetModel:
     def _run(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **more: Any
     ) -> Tensor:
-        """Hidden states [B * n, h] of [B, n] tokens."""
+        """Run the decoder on [B, n] tokens; return hidden states [B * n, h]."""
         if self._takes_positions:
             more["position_ids"] = positions
         if self._counts_by_cache or self._torch_modules:
             more["past_key_values"] = _Standing(positions)
-        if self._torch_modules:  # a mask that is there is not built
+        if self._torch_modules:  # given a mask, transformers does not build one
             more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
         token, told = _BATCH.set(batch), ATTENDING.set(None)
         try:
@@ -308,7 +313,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits [n, V] of one text by the model's own eager attention, without pages."""
+        """Return the logits [n, V] of one text by the model's own eager attention."""
         self._use("eager")
         try:
             tokens = torch.tensor([list(token_ids)], device=self.device)
@@ -320,9 +325,10 @@ class TargetModel:
 
     @torch.inference_mode()
     def plain_hidden(self, token_ids: Sequence[int]) -> Tensor:
-        """Hidden states [n, h] of one text as `plain_logits` has them, for `compute_logits`.
+        """Return the hidden states [n, h] of one text by the model's own eager attention.
 
-        Takes memory for n * n attention weights of each head of a layer.
+        `compute_logits` turns them into the logits of `plain_logits`. The call needs memory for
+        n * n attention weights of each head of a layer.
         """
         self._use("eager")
         try:
@@ -334,7 +340,7 @@ class TargetModel:
             self._captured.clear()
 
     def close(self) -> None:
-        """Gives the model back as it was: attention, hooks, training flags. Can be repeated."""
+        """Restore the model's attention, hooks and training flags. A second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -362,7 +368,7 @@ class TargetModel:
             module.config._attn_implementation = "sdpa"
 
     def _describe(self) -> None:
-        """Finds the parts of the model and its sizes."""
+        """Find the parts of the model and its sizes."""
         self.config = self.model.config
         text = text_config(self.config)
         # LongCat's layers attend twice.
@@ -398,7 +404,7 @@ class TargetModel:
         )
 
     def _probe(self) -> None:
-        """What each layer keeps, as seen in short forwards."""
+        """Find out what each layer keeps, with a few short forwards."""
         self.state_specs: tuple[StateSpec, ...] = ()
         self.continues = True
         self.kv_layers = tuple(range(text_config(self.config).num_hidden_layers))

@@ -1,8 +1,9 @@
-"""A target's folder: found here or fetched from the hub, and checked before transformers reads it.
+"""`TargetFolder`: a target's folder, which is checked before transformers reads it.
 
-transformers takes a folder's word for much: for code to run, for files to open, and for sizes to
-allocate. A `TargetFolder` runs no code of a checkpoint unless the user said so, names no file
-outside itself, and states no sizes far beyond what its weight files hold.
+transformers trusts a folder: it runs its code, opens the files that it names, and allocates the
+sizes that it states. The checks here make sure that no code of a checkpoint runs unless the user
+allows it, that all named files are inside the folder, and that sizes are not far beyond what the
+weight files hold.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ from specpool.models.gate import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What transformers reads of a repository besides weights, none of it in a subfolder.
+# The files that transformers reads of a repository besides weights, none of them in a subfolder.
 _CONFIGS = ("config.json", "*.index.json")
 _TEXTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # The weights in the order in which transformers looks for them.
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
-# Numbers that a byte of a weight file may stand for (4-bit ones are 2), and numbers that any model
-# may have beyond them (buffers that are computed).
+# The most numbers per byte of a weight file (4-bit weights have 2), and the numbers that a model
+# may have beyond that (computed buffers).
 _NUMBERS_PER_BYTE, _SPARE_NUMBERS = 4, 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFolder:
-    """Where a target lies.
+    """The folder of a target.
 
     Attributes:
-        name: what the user called it.
+        name: the name that the user gave.
         path: the folder.
-        trust_remote_code: the user lets the checkpoint's own Python code run.
+        trust_remote_code: the user allows the checkpoint's Python code to run.
     """
 
     name: str
@@ -65,10 +66,10 @@ class TargetFolder:
     trust_remote_code: bool
 
     def load(self, loader: Any, **options: Any) -> Any:
-        """Return `loader.from_pretrained` of the folder; nothing is fetched.
+        """Return the result of `loader.from_pretrained` for the folder; weights are not fetched.
 
         Raises:
-            CheckpointError: what the folder makes of transformers, on one line.
+            CheckpointError: transformers raised; the message is its error on one line.
         """
         try:
             with reading(f"cannot load a model from {self.name!r}"):
@@ -93,7 +94,7 @@ def find_target(
     trust_remote_code: bool = False,
     config_only: bool = False,
 ) -> TargetFolder:
-    """Find a target's folder, or fetch it from the hub; nothing of it is read.
+    """Find a target's folder, or fetch it from the hub; its files are not read.
 
     Args:
         source: a folder, or a hub name.
@@ -103,7 +104,7 @@ def find_target(
         config_only: fetch no weights and no tokenizer.
 
     Raises:
-        ConfigError: no such folder, one without a config, or a name that the hub does not know.
+        ConfigError: there is no such folder, it has no config.json, or the hub cannot give it.
     """
     if not isinstance(trust_remote_code, bool):
         raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r:.80}")
@@ -157,7 +158,7 @@ def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any])
             weight_map = read_json(index).get("weight_map")
             files = weight_map.values() if isinstance(weight_map, dict) else ()
             names = {file for file in files if isinstance(file, str)}
-            return fetch([glob.escape(name) for name in sorted(names)])  # they are no patterns
+            return fetch([glob.escape(name) for name in sorted(names)])  # names, not patterns
         fetch([single])
         if (folder / single).is_file():
             break
@@ -165,11 +166,12 @@ def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any])
 
 
 def load_config(folder: TargetFolder) -> Any:
-    """Return the config of a decoder that can run over pages, as far as the config alone tells.
+    """Read a folder's config, and check by it that the model can run over pages.
 
     Raises:
-        ConfigError: a config that transformers does not take, or a model that cannot run, with the
+        ConfigError: transformers refuses the config, or the model cannot run; the message has the
             reason.
+        CheckpointError: see `TargetFolder.load`.
     """
     raw = read_json(folder.path / "config.json")
     check_counts(folder.name, raw)
@@ -184,7 +186,7 @@ def load_config(folder: TargetFolder) -> Any:
         if not _runs_own_code(config):
             check_class(_model_class(config), config.model_type, is_recurrent=is_recurrent)
         max_context_len(config)
-        # A config may name kernels to fetch and to run.
+        # A config may name kernels to fetch and run; name none.
         config._attn_implementation = "eager"
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = None
@@ -192,10 +194,10 @@ def load_config(folder: TargetFolder) -> Any:
 
 
 def check_values(config: Any) -> None:
-    """Refuse values that no model can have under the keys that are read here.
+    """Check the types and ranges of the config values that this package reads.
 
     Raises:
-        ConfigError: names the key and its value.
+        ConfigError: a value is wrong; the message has its key and the value.
     """
     text = text_config(config)
     for key in ("num_hidden_layers", "max_position_embeddings", "sliding_window"):
@@ -216,7 +218,7 @@ def eos_ids(value: object) -> frozenset[int]:
     """Return the tokens that end a text, from a config's `eos_token_id`.
 
     Raises:
-        ConfigError: neither an id, nor a list of ids, nor None.
+        ConfigError: the value is neither an id, nor a list of ids, nor None.
     """
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(type(one) is not int or not -1 << 31 <= one < 1 << 31 for one in ids):
@@ -225,15 +227,15 @@ def eos_ids(value: object) -> frozenset[int]:
 
 
 def load_model(folder: TargetFolder, config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Load a model on the CPU, once its files are known to be what the config says.
+    """Load a model on the CPU, after a check that its files fit the config.
 
     Args:
-        folder: of the model.
-        config: what `load_config` found there.
+        folder: the model's folder.
+        config: the result of `load_config`.
         dtype: None = as stored.
 
     Raises:
-        CheckpointError: names the file, the tensor or the numbers that do not fit.
+        CheckpointError: a file, a tensor or a number does not fit; the message names it.
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -252,7 +254,11 @@ def load_model(folder: TargetFolder, config: Any, dtype: torch.dtype | None) -> 
 
 
 def _check_files(folder: TargetFolder) -> list[Path]:
-    """Return the weight files; refuse those that lie elsewhere, are no floats or are too few."""
+    """Return the weight files.
+
+    Refuse files outside the folder, weights that are not floats, and files with fewer tensors than
+    layers.
+    """
     config = read_json(folder.path / "config.json")
     files = _weight_files(folder, config)
     dtypes: dict[str, str] = {}
@@ -285,7 +291,7 @@ def _check_plain_names(path: Path, content: dict[str, Any], key: str) -> None:
 
 def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
     path, own = folder.path, config.get("transformers_weights")
-    # transformers prefers these, and torch.distributed unpickles what lies beside them.
+    # transformers prefers such files, and torch.distributed unpickles other files of the folder.
     parts = sorted(file.name for file in path.iterdir() if re.match(r"shard-\d", file.name))
     if parts:
         raise CheckpointError(
@@ -312,7 +318,7 @@ def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
 def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> None:
     """Refuse a config whose model is far larger than the weight files.
 
-    transformers would fill what the files lack with random numbers, however many.
+    transformers would fill any number of missing weights with random numbers.
     """
     if _runs_own_code(config):
         return
@@ -321,7 +327,7 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except Exception:  # loading meets the same fault
+    except Exception:  # loading will raise the same error
         return
     numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     stored = sum(path.stat().st_size for path in files)
@@ -333,7 +339,7 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
 
 
 def _check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose gaps transformers has filled with random numbers."""
+    """Refuse a checkpoint in which transformers filled missing weights with random numbers."""
     faults = []
     for mismatch in sorted(loaded["mismatched_keys"]):
         # transformers 4 gives names only
@@ -346,7 +352,7 @@ def _check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
 
 
 def _model_class(config: Any) -> type:
-    """Return the class that `AutoModelForCausalLM` will load, asked before weights are read."""
+    """Return the class that `AutoModelForCausalLM` will load, without reading weights."""
     from transformers import AutoModelForCausalLM
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -359,7 +365,7 @@ def _model_class(config: Any) -> type:
 
 
 def _runs_own_code(config: Any) -> bool:
-    """Whether the model's class is the checkpoint's; the user has trusted it then."""
+    """Return whether the model's class is the checkpoint's own code, which the user trusts."""
     from transformers import AutoModelForCausalLM
 
     return type(config) not in AutoModelForCausalLM._model_mapping and bool(

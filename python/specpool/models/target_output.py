@@ -1,4 +1,4 @@
-"""`TargetOutput`: what one forward of a target gives."""
+"""`TargetOutput`: the result of one forward of a target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class TargetOutput:
-    """What one forward gives."""
+    """The result of one forward of T tokens."""
 
     logits: Tensor  # [n, V], n = len(logits_index), or T without one
     hidden: Tensor  # [T, h], after the final norm

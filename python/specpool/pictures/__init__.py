@@ -1,1 +1,1 @@
-"""Draw a recorded ledger, in the terminal or on a page."""
+"""Pictures of a recorded ledger, for the terminal or an HTML page."""

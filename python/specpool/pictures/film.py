@@ -1,6 +1,6 @@
-"""What a ledger looks like at one moment: pages, rows and the slots of a row, as plain values.
+"""`Film` and `Picture`: the pages, rows and slots of a ledger at one moment, as plain values.
 
-A `Film` runs a log again and takes a `Picture` after any event; drawing it is the command line's.
+A `Film` replays a log and takes a `Picture` after any event. `terminal.py` and `page.py` draw it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SlotKind = Literal["evicted", "shared", "committed", "root", "draft", "hole", "v
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A decode in flight, as one row sees it."""
+    """One row's part of a decode in flight."""
 
     step: int
     shape: int  # index into Ledger.shapes
     lo: int  # least position of the round's root
-    hi: int  # greatest, inclusive
+    hi: int  # greatest position of the root, inclusive
     state: str  # "prepared", "stale" or "launched"
 
 
@@ -52,13 +52,13 @@ class RowPicture:
 
     @property
     def committed(self) -> int:
-        """`kv_committed_len`: final tokens and one root a round in flight."""
+        """`kv_committed_len`: final tokens, and one root for each round in flight."""
         return self.resolved + self.in_flight
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPicture:
-    """One page pool: `ownership_map` up to the last page ever taken (`n` pages), and the counts."""
+    """One page pool: `ownership_map` up to the last page ever taken, n, and the counts."""
 
     states: NDArray[np.uint8]  # [n + 1]
     owners: NDArray[np.int32]  # [n + 1]
@@ -79,7 +79,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a position of a row holds. `branch` and `step` of a draft; `source` of a hole."""
+    """One position of a row. Drafts set `branch` and `step`; holes set `source`."""
 
     position: int
     kind: SlotKind
@@ -90,7 +90,7 @@ class Slot:
 
 
 def row_name(row: int, num_rows: int) -> str:
-    """A short name in capital letters, of equal width for all rows: A, B, .. or AA, AB, .."""
+    """Return a short name in capital letters, of equal width for all rows: A, B, .. or AA, .."""
     width, most = 1, 26
     while num_rows > most:
         width, most = width + 1, most * 26
@@ -101,24 +101,24 @@ def row_name(row: int, num_rows: int) -> str:
 
 
 class Film:
-    """A log, run again event by event.
+    """A replay of a log, event by event.
 
     Args:
         path: the event log.
 
     Raises:
-        RecordError: the log cannot be read; so in every method.
+        RecordError: the log cannot be read; every method may raise it too.
     """
 
     def __init__(self, path: Path) -> None:
         self.replay = Replay(path)
         self.ledger: Ledger = self.replay.ledger
-        self.damage: RecordError | None = None  # Where `readable` had to end.
+        self.damage: RecordError | None = None  # the error at which `readable` ended
         self._plans: dict[int, Plan] = {}
         self._event: Event | None = None
 
     def advance(self) -> Event | None:
-        """Run one more event; None at the end of the log."""
+        """Replay one event and return it; None at the end of the log."""
         event = self.replay.advance()
         if event is None:
             return None
@@ -131,15 +131,17 @@ class Film:
         return event
 
     def events(self) -> Iterator[Event]:
-        """Run the rest."""
+        """Replay the rest of the log, and yield each event."""
         while (event := self.advance()) is not None:
             yield event
 
     def readable(self) -> Iterator[Event]:
-        """Run the rest, of a damaged log what is before the damage: then `damage` is set.
+        """Replay the rest of the log up to its damage, if any, and yield each event.
+
+        If the log is damaged, the generator ends there and sets `damage`.
 
         Raises:
-            RecordError: the replay differs, so that the ledger is not what was recorded.
+            RecordError: the replay differs, so that the ledger is not the recorded one.
         """
         while True:
             digest = self.ledger.digest
@@ -155,7 +157,7 @@ class Film:
             yield event
 
     def to_step(self, step: int) -> None:
-        """Run until right after the preparation of `step`.
+        """Replay until right after the preparation of `step`.
 
         Raises:
             RecordError: the log has no such step.
@@ -169,7 +171,7 @@ class Film:
         raise RecordError(f"step {step} is not in the log: its steps are 1 to {last}")
 
     def picture(self) -> Picture:
-        """The ledger as it is now."""
+        """Return a picture of the ledger as it is now."""
         ledger = self.ledger
         return Picture(
             event=self._event,
@@ -180,7 +182,7 @@ class Film:
     def _rows(self) -> Iterator[RowPicture]:
         ledger = self.ledger
         groups, rounds = range(len(ledger.groups)), self._rounds()
-        live = ledger.live_rows()  # A log may speak of millions of rows and admit two.
+        live = ledger.live_rows()  # a ledger may have millions of rows and admit two
         allocated, protected, evicted = (
             list(zip(*(of_group(at)[live].tolist() for at in groups), strict=True))
             for of_group in (ledger.allocated_len, ledger.protected_len, ledger.evicted_len)
@@ -210,7 +212,7 @@ class Film:
             )
 
     def _rounds(self) -> dict[int, list[Round]]:
-        """Each row's rounds in flight, with the bounds that the resolved ones leave."""
+        """Return each row's rounds in flight, with the bounds of their roots."""
         ledger = self.ledger
         resolved, epoch = ledger.resolved_len, ledger.epoch
         most = [shape.max_accept_len for shape in ledger.shapes]
@@ -243,9 +245,9 @@ def _group(ledger: Ledger, at: int) -> GroupPicture:
 
 
 def slots(row: RowPicture, at: int, group: Group, shapes: list[Shape]) -> list[Slot]:
-    """Every position of the row in the group `at`, `[0, allocated)`.
+    """Return every position of the row in the group `at`, `[0, allocated)`.
 
-    The drafts are those of the newest round in flight, with its root at the least place it can be.
+    The drafts are those of the newest round in flight, with its root at its least position.
     """
     kinds = [
         Slot(position, _kind(row, at, group.page_size, position))
@@ -275,7 +277,7 @@ def _kind(row: RowPicture, at: int, page_size: int, position: int) -> SlotKind:
 
 
 def _drafts(group: Group, shape: Shape, root: int) -> Iterator[Slot]:
-    """The cells of the round's branches, and the copies of the prefix's tail before them."""
+    """Yield the cells of the round's branches, and the copies of the prefix's tail before them."""
     if not group.hosts_drafts or shape.num_steps == 0:
         return
     cells = draft_write_positions(

@@ -1,4 +1,4 @@
-"""`specpool inspect --html`: one page with its film and its drawing code, nothing from outside."""
+"""`write`: writes the page of `specpool inspect --html`, with its data and code in one file."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def write(
 
     Args:
         path: the file.
-        log: what the page calls the log.
-        film: its ledger's configuration is shown.
-        pictures: the frames, one or more; taken one at a time.
-        start: the frame that is shown first.
-        picked: the row that is shown first; None leaves it to the page.
-        num_events: events of the whole log.
-        damage: why the log ends there.
+        log: the name of the log on the page.
+        film: gives the configuration of the ledger.
+        pictures: the frames, one or more; read one at a time.
+        start: the index of the frame that is shown first.
+        picked: the row that is shown first; None lets the page choose.
+        num_events: the number of events of the whole log.
+        damage: why the log ends early; None = it does not.
 
     Raises:
-        RecordError: the file cannot be written; or from `pictures`.
+        RecordError: the file cannot be written, or `pictures` raises it.
     """
     ledger = film.ledger
     frames, shown = _frames(pictures, [1] * len(ledger.groups))
@@ -54,7 +54,7 @@ def write(
                 "hosts_drafts": group.hosts_drafts,
                 "layout": group.layout,
                 "window": group.window,
-                "shown": shown[at],  # the last page that anyone ever held
+                "shown": shown[at],  # the last page that was ever held
             }
             for at, group in enumerate(ledger.groups)
         ],
@@ -70,7 +70,7 @@ def write(
         "damage": str(damage) if damage else "",
         "frames": frames,
     }
-    # No tag of the page may end inside the data.
+    # Escape "<", so that the data cannot close the page's script element.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     folder = resources.files("specpool.pictures")
     html, style, script = (
@@ -87,7 +87,10 @@ def write(
 def _frames(
     pictures: Iterable[Picture], shown: list[int]
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Per picture: its event, and what is not as in the picture before; `shown` grows with them."""
+    """Return a frame per picture: its event, and the changes since the picture before.
+
+    `shown` is raised to the last page of each group that any frame changes; return it too.
+    """
     frames: list[dict[str, Any]] = []
     before: Picture | None = None
     for picture in pictures:
@@ -114,7 +117,7 @@ def _frames(
 
 
 def _pool_changes(before: GroupPicture | None, now: GroupPicture) -> list[list[int]]:
-    """`[first, count, state, owner, holders]` of each run of pages that changed, ascending."""
+    """Return `[first, count, state, owner, holders]` of each run of changed pages, ascending."""
     num_pages = max(len(now.states), len(before.states) if before else 0)
     columns, old = _columns(now, num_pages), _columns(before, num_pages)
     differ = [new != was for new, was in zip(columns, old, strict=True)]
@@ -124,20 +127,20 @@ def _pool_changes(before: GroupPicture | None, now: GroupPicture) -> list[list[i
 
 
 def _columns(pool: GroupPicture | None, num_pages: int) -> list[NDArray[Any]]:
-    """States, owners and holders of `num_pages` pages, 0 behind those that were ever taken."""
+    """Return states, owners and holders of `num_pages` pages; pages never taken have 0."""
     if pool is None:
         return [np.zeros(num_pages, dtype=np.int32)] * 3
     columns = (pool.states, pool.owners, pool.holders)
     return [np.pad(column, (0, num_pages - len(column))) for column in columns]
 
 
-# What a row of the page begins with, by the name that the page has for it.
+# The initial values of a row, by their names in the page's data.
 _NEW_ROW: dict[str, Any] = {
     "tag": "",
     "resolved": 0,
     "in_flight": 0,
     "drafted": 0,
-    "epoch": None,  # As no row has it, so that each new row is told of.
+    "epoch": None,  # no row has this value, so every new row has a change
     "idle": False,
     "rounds": [],
     "allocated": [],
@@ -147,10 +150,10 @@ _NEW_ROW: dict[str, Any] = {
 
 
 def _row_changes(before: Sequence[RowPicture], now: Sequence[RowPicture]) -> dict[str, Any]:
-    """What changed, name by name: `[first row, count, value]` of each run of rows.
+    """Return the changes of rows: for each name, `[first row, count, value]` of each run of rows.
 
-    Under "gone" the rows that were released; under "pages", per group, `[row, first column, count,
-    first page]`: of consecutive pages, or none of all where the page is 0.
+    "gone" has the released rows. "pages" has, per group, `[row, first column, count, first page]`
+    of each run of consecutive pages; a first page of 0 means that all cells of the run are 0.
     """
     old = {row.row: row for row in before}
     changes: dict[str, Any] = {}
@@ -181,7 +184,7 @@ def _values(row: RowPicture | None) -> dict[str, Any]:
         "drafted": row.drafted,
         "epoch": row.epoch,
         "idle": row.idle,
-        # The page works the bounds of the root out from these.
+        # The page's script computes the bounds of the root from these.
         "rounds": [[one.step, one.shape, one.state] for one in row.rounds],
         "allocated": list(row.allocated),
         "protected": list(row.protected),
@@ -190,7 +193,7 @@ def _values(row: RowPicture | None) -> dict[str, Any]:
 
 
 def _runs(changed: Iterable[tuple[int, Any]]) -> list[list[Any]]:
-    """`[first, count, value]` of neighbours with the same value."""
+    """Join neighbours with the same value to `[first, count, value]`."""
     runs: list[list[Any]] = []
     for number, value in changed:
         if runs and runs[-1][0] + runs[-1][1] == number and runs[-1][2] == value:
@@ -201,9 +204,10 @@ def _runs(changed: Iterable[tuple[int, Any]]) -> list[list[Any]]:
 
 
 def _page_runs(row: int, old: Sequence[int], new: Sequence[int]) -> list[list[int]]:
-    """`[row, first column, count, first page]` of the columns that changed; a shorter row is cut.
+    """Return `[row, first column, count, first page]` of each run of changed columns.
 
-    The pages of a run are consecutive, or all 0 where the first is.
+    The pages of a run are consecutive, or all 0. Columns that a shorter row lost are not listed,
+    because the page cuts rows by their length.
     """
     if old == new:
         return []

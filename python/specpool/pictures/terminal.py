@@ -1,4 +1,4 @@
-"""A picture of a ledger as text: pools, rows, and one row slot by slot, with colour and without."""
+"""`draw`: prints a picture of a ledger as text: pools, rows, and one row slot by slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specpool.pictures.film import (
     slots,
 )
 
-# Owner colours, in turn; a letter says the same where there is none.
+# The colours of owners, in turn. Letters tell the owners apart without colour.
 PALETTE = (
     "#4e9ade", "#e2844b", "#57b894", "#c678c0", "#b9a83c", "#e06c75", "#7d8be0", "#8bbf56",
 )  # fmt: skip
@@ -57,14 +57,14 @@ LEGEND = (
 )
 MAX_POOL_LINES = 24
 MAX_ROWS = 40
-# A row longer than that is told of, not drawn: a few bytes of a log can make one of any length.
+# The most slots of a row that is drawn: a few bytes of a log can make a row of any length.
 MAX_DRAWN = 1 << 18
-# Slots that are drawn with their text; a longer row is drawn one mark a slot.
+# The most slots of a row whose slots have labels; a longer row has one mark per slot.
 MAX_LABELLED = 96
 
 
 def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None) -> None:
-    """Print the whole picture; the slots are those of `row`, or of one with a round in flight."""
+    """Print the whole picture, with the slots of `row` or of a row with a round in flight."""
     event = picture.event
     if event is None:
         console.print(Text("before the first event", "bold"))
@@ -84,7 +84,7 @@ def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None)
 
 
 def printable(text: str) -> str:
-    """The text with its control characters as escapes, so that it cannot command a terminal."""
+    """Escape a text's control characters, so that it cannot control a terminal."""
     return "".join(
         char.encode("unicode_escape").decode()
         if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -94,12 +94,12 @@ def printable(text: str) -> str:
 
 
 def _most_telling(picture: Picture) -> Sequence[RowPicture]:
-    """Rows with a round in flight first."""
+    """Return the rows, those with a round in flight first."""
     return sorted(picture.rows, key=lambda row: not row.rounds)
 
 
 def colour(row: int) -> str:
-    """The row's colour."""
+    """Return the row's colour."""
     return PALETTE[(row - 1) % len(PALETTE)]
 
 
@@ -185,7 +185,7 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
 
 
 def _strip(cells: Sequence[Slot], page_size: int, row: int) -> Text:
-    """One mark a page, the most telling one in it; long runs of the same are counted."""
+    """Return one mark per page, that of its most telling slot; shorten long runs to counts."""
     order = ("draft", "hole", "root", "verify", "committed", "shared", "evicted", "reserved")
     marks = []
     for first in range(0, len(cells), page_size):
@@ -222,7 +222,10 @@ def _slots(console: Console, ledger: Ledger, row: RowPicture) -> None:
 
 
 def _slot_lines(cells: Sequence[Slot], group: Group, width: int) -> Iterator[Text]:
-    """Lines of whole pages where they fit: positions, slots, and what the verify window covers."""
+    """Yield the lines of a row's slots, with marks below the verify window.
+
+    A line has whole pages, if a page fits.
+    """
     labelled = len(cells) <= MAX_LABELLED
     cell = len(str(len(cells))) + 2 if labelled else 1
     page = group.page_size * cell + 2

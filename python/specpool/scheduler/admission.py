@@ -1,4 +1,4 @@
-"""`Admission`: who gets a row next."""
+"""`Admission`: gives rows to waiting requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from specpool.scheduler.waiting import Waiting
 
 
 class Admission:
-    """Gives rows to requests that wait, in their order, and to samples of a prompt that runs."""
+    """The part of the scheduler that gives rows to waiting requests and to samples.
+
+    Waiting requests get rows in their order. Samples of a running prompt get forks of its row.
+    """
 
     def __init__(
         self,
@@ -39,15 +42,15 @@ class Admission:
         """Move requests from `waiting` to `running`.
 
         Args:
-            ledger: of the rows.
-            config: says how many run at once.
-            running: the requests that have a row.
-            waiting: the requests that have none.
-            conversations: a turn takes its conversation's idle row.
-            pins: a request begins with the longest text that it shares with one.
-            handles: what a request has on the host comes first.
-            needs: pages that each request needs next.
-            room: makes pages free that a row lacks.
+            ledger: the rows and pages.
+            config: limits how many requests run at once.
+            running: the requests with a row.
+            waiting: the requests without a row.
+            conversations: give a turn its conversation's idle row.
+            pins: give a request the longest pinned text that it begins with.
+            handles: the KV of requests on the host; a request with a handle takes no pin.
+            needs: the pages that each request needs next.
+            room: frees pages if the tail of a pin finds none.
             ends: ends a request that the ledger has no memory for.
         """
         self._ledger, self._config, self._running, self._waiting = ledger, config, running, waiting
@@ -56,7 +59,7 @@ class Admission:
         self._num_pages = np.array([group.num_pages for group in ledger.groups])
 
     def admit(self) -> None:
-        """Take rows for who is next, while what every row needs next fits beside them."""
+        """Admit waiting requests in order, while the pages for every row's next round fit."""
         claimed = None
         while self._waiting and len(self._running) < self._config.max_batch:
             request = self._waiting.first
@@ -82,7 +85,7 @@ class Admission:
                 self._waiting.part(request)
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
-        """A free row, and how many of the request's tokens have KV there, thanks to a pin."""
+        """Take a free row; return it and its number of tokens with KV from a pin, or None."""
         self._handles.take(request)
         pins = self._pins.shared_with(request.tokens) if request.handle is None else []
         while True:
@@ -108,7 +111,10 @@ class Admission:
                 return row, length
 
     def fork(self, request: Request) -> None:
-        """All but the prompt's last token is there: the siblings share it, as far as rows go."""
+        """Fork the request's row for its siblings, once all but the prompt's last token has KV.
+
+        Siblings that find no row or page wait.
+        """
         while request.siblings:
             sibling, row = request.siblings[0], 0
             if sibling.finish_reason is None and len(self._running) < self._config.max_batch:

@@ -1,4 +1,4 @@
-"""`SchedulerConfig`: what a scheduler may do, and what its drafter needs."""
+"""`SchedulerConfig`: the options of a scheduler."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ class SchedulerConfig:
     """The options of a scheduler.
 
     Attributes:
-        max_batch: rows that run at once.
-        prefill_tokens: tokens of one prefill step at most; longer prompts come in chunks.
-        keeps_draft_kv: the drafter writes draft KV of what a step keeps.
-        reads_tokens: the drafter reads the rows' tokens: a row that drafts has one round in flight
-            at most.
-        trims_rounds: each row gives back, after a round, what that had reserved (v1).
-        shares_prompts: a prompt's samples run on forks of its row; else each computes it.
+        max_batch: the most rows that run at once.
+        prefill_tokens: the most tokens of one prefill step; longer prompts come in chunks.
+        keeps_draft_kv: the drafter writes draft KV of the tokens that a step keeps.
+        reads_tokens: the drafter reads the rows' tokens, so a drafting row has at most one round in
+            flight.
+        trims_rounds: after each round, each row gives the round's reserve back (v1).
+        shares_prompts: a prompt's samples run on forks of its row; if False, each computes it.
         headroom: tokens beyond its next round that every row must have room for before another
             request is admitted.
-        max_idle: rows that conversations keep between their turns, at most.
-        idle_pages: pages of each group that these rows may keep for themselves; None = all.
+        max_idle: the most rows that conversations keep between their turns.
+        idle_pages: the most pages of each group that these rows keep; None = all.
     """
 
     max_batch: int

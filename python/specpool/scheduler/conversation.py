@@ -1,4 +1,4 @@
-"""`Conversation`: what has been said in a session, and where its KV is between two turns."""
+"""`Conversation`: the tokens of a session, and the place of its KV between two turns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one turn has added.
+    """The part of a conversation that one turn has added.
 
     Attributes:
-        end: tokens of the conversation up to where the turn has ended.
-        messages: of a chat, that the turn began with; None = it was text or token ids.
-        answer_ids: generated, without the tokens that stop.
-        stop: strings that the answer's text ends before.
+        end: the number of tokens of the conversation at the turn's end.
+        messages: the chat messages that began the turn; None = it began with text or token ids.
+        answer_ids: the generated tokens without stop tokens.
+        stop: the turn's stop strings; the answer's text ends before the first of them.
     """
 
     end: int
@@ -31,18 +31,18 @@ class Said:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """A conversation: what its client has of it, and the row with its KV while it is idle.
+    """A conversation: its tokens, and the row or handle with its KV while it is idle.
 
     Attributes:
-        number: counts the conversations of an engine, from 1.
-        tokens: of all turns that have ended.
-        said: the turns that these tokens are of.
-        row: idle, with KV of the first tokens; 0 = none, or the turn's request has it.
-        epoch: of the row when it became idle.
+        number: its number within the engine, from 1.
+        tokens: the tokens of all turns that have ended.
+        said: the turns that these tokens are from.
+        row: the idle row with KV of the first tokens; 0 = none, or the turn's request has it.
+        epoch: the row's epoch when it became idle.
         handle: KV of the first tokens on the host; None = none, or the turn's request has it.
         turn_ct: turns that have ended by a stop or their length.
-        computed_token_ct: tokens of prefills.
-        reused_token_ct: tokens whose KV a turn found.
+        computed_token_ct: tokens that prefills computed.
+        reused_token_ct: tokens whose KV a turn found in place.
         retraction_ct: retractions of its turns.
         drop_ct: how often its KV was dropped between turns, to make room.
     """
@@ -60,7 +60,10 @@ class Conversation:
     drop_ct: int = 0
 
     def cut(self, num_tokens: int) -> None:
-        """Leave that many tokens, and the messages of turns that are whole."""
+        """Keep the first `num_tokens` tokens, and the turns that end within them.
+
+        A cut turn that began with text or token ids stays with its shorter length.
+        """
         said = [turn for turn in self.said if turn.end <= num_tokens]
         cut = self.said[len(said) :]
         if cut and cut[0].messages is None and num_tokens > (said[-1].end if said else 0):
@@ -69,7 +72,7 @@ class Conversation:
 
 
 def common_len(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many tokens, or characters, both begin with."""
+    """Return the length of the common prefix of two sequences of tokens or characters."""
     if a == b[: len(a)]:
         return len(a)
     return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)

@@ -28,11 +28,11 @@ class Conversations:
         rows: Rows,
         handles: HostHandles,
     ) -> None:
-        """No conversation is open.
+        """Start without conversations.
 
         Args:
-            ledger: of the rows.
-            config: says how many rows and pages may be idle, and whether turns need draft KV.
+            ledger: the rows and pages.
+            config: limits idle rows and pages, and says whether turns need draft KV.
             rows: gives idle rows back.
             handles: keeps KV of idle rows on the host.
         """
@@ -45,7 +45,7 @@ class Conversations:
         self.drop_ct = 0  # of all that were ever open
 
     def new(self, tokens: list[int]) -> Conversation:
-        """A further conversation, with what has been said in it."""
+        """Open a conversation that begins with these tokens."""
         conversation = Conversation(next(self._numbers), tokens)
         try:
             self.open[conversation.number] = conversation
@@ -55,7 +55,7 @@ class Conversations:
             raise
 
     def begin(self, request: Request) -> None:
-        """The request is the next turn of its conversation, which is busy until it ends."""
+        """Record the request as its conversation's turn; the conversation is busy until it ends."""
         if request.conversation is not None:
             self._turns[request.conversation.number] = request
 
@@ -71,12 +71,12 @@ class Conversations:
         conversation.turn_ct += 1
 
     def turn_of(self, conversation: Conversation) -> Request | None:
-        """The request of the turn that waits or runs; None = the conversation is idle."""
+        """Return the request of the turn that waits or runs; None = the conversation is idle."""
         turn = self._turns.get(conversation.number)
         return None if turn is None or turn.finish_reason is not None else turn
 
     def close(self, conversation: Conversation) -> None:
-        """Forget one between turns, and give back what it keeps; twice is once."""
+        """Forget an idle conversation and give back its KV. A second call does nothing."""
         try:
             self._give_back(conversation)
         except SpecpoolError:  # the ledger refuses: the row is out of use
@@ -88,7 +88,7 @@ class Conversations:
         self.open.pop(conversation.number, None)  # last: Ctrl-C may come before
 
     def close_all(self) -> list[str]:
-        """Forget all of them; returns what could not be given back."""
+        """Close all conversations; return a message for each row that could not be given back."""
         failures = []
         for conversation in list(self.open.values()):
             try:
@@ -99,11 +99,11 @@ class Conversations:
         return failures
 
     def kept_len(self, conversation: Conversation) -> int:
-        """Tokens with KV on an idle row."""
+        """Return the tokens with KV on the conversation's idle row."""
         return int(self._ledger.resolved_len[conversation.row])
 
     def owns(self, row: int) -> bool:
-        """Whether the row is idle, and that of an open conversation."""
+        """Return whether the row is the idle row of an open conversation."""
         conversation = self._idle.get(row)
         return (
             conversation is not None
@@ -112,11 +112,14 @@ class Conversations:
         )
 
     def rows(self) -> Iterator[tuple[int, Conversation]]:
-        """The idle rows."""
+        """Yield the idle rows with their conversations."""
         yield from self._idle.items()
 
     def keep(self, conversation: Conversation, row: int, num_tokens: int) -> None:
-        """A turn is over: the row stays idle, with KV of that many tokens at most."""
+        """Make a row idle for its conversation, with KV of at most `num_tokens` tokens.
+
+        If there are too many idle rows or pages, those idle the longest are dropped.
+        """
         self._rows.end_turn(row, num_tokens)
         conversation.row, conversation.epoch = row, int(self._ledger.epoch[row])
         self._idle.pop(row, None)  # a rewind is use too
@@ -128,7 +131,7 @@ class Conversations:
         """Give the request's row back to its conversation, as the last turn has left it.
 
         Returns:
-            False where nothing was kept: the row is the caller's to give back.
+            False if nothing was kept; the caller must then give the row back.
         """
         conversation, checkpoint = request.conversation, self._ledger.checkpoint_len(request.row)
         if conversation is None:
@@ -142,9 +145,10 @@ class Conversations:
         return True
 
     def take(self, request: Request) -> tuple[int, int] | None:
-        """The idle row of the request's conversation, and how many of its tokens have KV there.
+        """Take the idle row of the request's conversation, cut to the tokens of use.
 
-        What lies beyond them has been freed. None: there is no such row.
+        Returns:
+            The row and its number of tokens with KV; None = there is no such row.
         """
         conversation = request.conversation
         if conversation is None or not conversation.row:
@@ -155,10 +159,11 @@ class Conversations:
         return row, length
 
     def start(self, request: Request, row: int) -> int:
-        """Cut the row, which has KV of the request's conversation or its own, to what is of use.
+        """Cut a row with KV of the request or its conversation to the tokens that are of use.
 
         Returns:
-            From where the request is to be prefilled; an aborted turn falls back to it.
+            The number of tokens kept: the prefill begins there. If the turn is aborted, the row
+            falls back to this length.
         """
         conversation, kept_len = request.conversation, int(self._ledger.resolved_len[row])
         drafted_len = self._ledger.drafted_len[row] if self._config.keeps_draft_kv else kept_len
@@ -170,7 +175,7 @@ class Conversations:
         return length
 
     def cut(self, conversation: Conversation, num_tokens: int) -> int:
-        """Leave that many tokens; returns how many of them have KV."""
+        """Cut a conversation to `num_tokens` tokens; return how many of them have KV."""
         conversation.cut(num_tokens)
         self._handles.cut(conversation, num_tokens)
         if not conversation.row:
@@ -183,9 +188,9 @@ class Conversations:
         return self.kept_len(conversation) if conversation.row else 0
 
     def fork(self, conversation: Conversation) -> Conversation:
-        """A further conversation with the same tokens, on the same pages while there is room.
+        """Open a conversation with the same tokens, on the same pages if there is room.
 
-        Nothing of the row may be in flight any more.
+        The caller must have drained all steps of the row.
         """
         copy = None
         try:
@@ -203,19 +208,19 @@ class Conversations:
             raise
 
     def reclaim(self, shortage: OutOfPages) -> bool:
-        """Drop what has been idle the longest; False where that would help nobody."""
+        """Drop the row that is idle the longest; return False if that would free no page."""
         if not shortage.reclaimable or not self._idle:
             return False
         self._drop_oldest()
         return True
 
     def forget(self, row: int) -> None:
-        """The row is out of use: its conversation has its tokens alone."""
+        """Take a row that is out of use from its conversation, which keeps its tokens alone."""
         if row in self._idle:
             self._forget(self._idle[row])
 
     def forget_lost(self) -> None:
-        """A step was abandoned, and rows with it that were idle already; or Ctrl-C has come."""
+        """Forget idle rows that the ledger has taken back, after an abandoned step or Ctrl-C."""
         for row, conversation in list(self._idle.items()):
             if not self.owns(row):
                 self._forget(conversation)
@@ -225,7 +230,7 @@ class Conversations:
                 conversation.row = 0
 
     def _is_over(self) -> bool:
-        """Whether idle rows keep more pages than they may."""
+        """Return whether idle rows keep more pages than `idle_pages` allows."""
         most = self._config.idle_pages
         if most is None or not self._idle:
             return False
@@ -241,7 +246,7 @@ class Conversations:
             self.count_drop(conversation)
 
     def count_drop(self, conversation: Conversation) -> None:
-        """Its KV had to give way."""
+        """Count a drop of the conversation's KV."""
         conversation.drop_ct += 1
         self.drop_ct += 1
 

@@ -1,4 +1,4 @@
-"""`Counts`: what a scheduler has counted since its start."""
+"""`Counts`: the counters of a scheduler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_WAITING = 256
 
 
 class Counts:
-    """What a scheduler has done. Steps leave their arrays, which are added up when asked for."""
+    """The counters of a scheduler. Steps leave their arrays, which are added up when read."""
 
     def __init__(self, max_accept_len: int) -> None:
-        """Nothing yet; no round accepts more than `max_accept_len` tokens."""
+        """Start at 0; no round accepts more than `max_accept_len` tokens."""
         self.round_ct = self.prefill_ct = 0
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
         self.latency = Latency()
@@ -27,41 +27,41 @@ class Counts:
         self._prefills: list[tuple[Int32, Int32, Int32]] = []
 
     def round(self, accept_len: Int32) -> None:
-        """A decode step is over; int32 [B], of the lanes that count."""
+        """Count a decode step with these accept lengths, int32 [B]."""
         self.round_ct += 1
         self._rounds.append(accept_len)
         if len(self._rounds) > _MOST_WAITING:
             self._add_up()
 
     def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
-        """A prefill step is over; int32 [B]: from where to where, and tokens drawn."""
+        """Count a prefill step: first position, end and drawn tokens of each lane, int32 [B]."""
         self.prefill_ct += 1
         self._prefills.append((start, new_len, drawn))
         if len(self._prefills) > _MOST_WAITING:
             self._add_up()
 
     def end(self, reason: str, times: Times | None = None) -> None:
-        """A request is over; None = how long it took does not count."""
+        """Count the end of a request, and its latency if `times` are given."""
         self.end_cts[reason] += 1
         if times is not None and reason in ("stop", "length"):
             self.latency.add(times)
 
     @property
     def accept_cts(self) -> list[int]:
-        """Rows' rounds by accept length, from 0."""
+        """Rounds of single rows by accept length, from 0."""
         self._add_up()
         cts: list[int] = self._accept_cts.tolist()
         return cts
 
     @property
     def prefilled_token_ct(self) -> int:
-        """Tokens of prefill steps."""
+        """The tokens of prefill steps."""
         self._add_up()
         return self._prefilled_token_ct
 
     @property
     def generated_token_ct(self) -> int:
-        """Tokens that the steps gave."""
+        """The tokens that the steps generated."""
         accepted = sum(length * ct for length, ct in enumerate(self.accept_cts))
         return self._first_token_ct + accepted
 

@@ -1,4 +1,4 @@
-"""`Ends`: how a request ends, and what becomes of its row."""
+"""`Ends`: ends requests, and gives their rows back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specpool.scheduler.waiting import Waiting
 
 
 class Ends:
-    """Ends requests, wherever they are."""
+    """The part of the scheduler that ends running and waiting requests."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Ends:
         handles: HostHandles,
         counts: Counts,
     ) -> None:
-        """End requests of `running` and `waiting`; the others are told of it."""
+        """End requests of `running` and `waiting`; the other parts take what they give back."""
         self._ledger, self._running, self._waiting = ledger, running, waiting
         self._conversations, self._rows = conversations, rows
         self._handles, self._counts = handles, counts
@@ -37,7 +37,7 @@ class Ends:
         """End a request that runs or waits.
 
         Raises:
-            SpecpoolError: the ledger refuses to take its row back, which is out of use then.
+            SpecpoolError: the ledger refuses to take the row back; the row is then out of use.
         """
         request.post()  # first: Ctrl-C may come between
         request.finish_reason = reason
@@ -70,7 +70,7 @@ class Ends:
         self._running.remove(request)
 
     def give_up(self, requests: list[Request], shortage: OutOfMemory) -> None:
-        """End the requests of a call that the ledger has no memory for; it has changed nothing."""
+        """End with an error the requests of a call for which the ledger had no memory."""
         for request in requests:
             request.error = f"a step was not prepared: {type(shortage).__name__}: {shortage}"
             self.end(request, "error")

@@ -1,4 +1,4 @@
-"""`HostHandles`: what requests and conversations keep on the host."""
+"""`HostHandles`: the host tier's handles of requests and conversations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class HostHandles:
     """The handles of requests and conversations. Each handle has one owner.
 
     Attributes:
-        token_seconds: time that the prefill of a token takes; the loop that times it writes it.
+        token_seconds: average seconds to prefill one token; the loop measures and writes it.
     """
 
     def __init__(self, host: HostTier | None, *, keeps_draft_kv: bool) -> None:
-        """Nothing is on the host; without a `host`, nothing will be."""
+        """Start with no handles. Without a `host`, no KV goes to the host."""
         self._host, self._keeps_draft_kv = host, keeps_draft_kv
         self.token_seconds = 0.0
 
@@ -31,9 +31,9 @@ class HostHandles:
         return None
 
     def take(self, request: Request) -> None:
-        """Cut what the request, or its conversation, has on the host to what the request can use.
+        """Give a request its handle, or that of its conversation, cut to the tokens it can use.
 
-        The request owns it from here on.
+        From here on the request owns the handle.
         """
         conversation, handle = request.conversation, request.handle
         if conversation is not None and handle is None:
@@ -43,7 +43,7 @@ class HostHandles:
             request.handle = self._host.trim(handle, request.useful_len(handle.length, drafted_len))
 
     def return_handle(self, request: Request) -> None:
-        """Give what the request has on the host back to its conversation, or drop it."""
+        """Give a request's handle back to its conversation, or drop it if there is none."""
         handle, conversation = request.handle, request.conversation
         if conversation is None:
             self.drop(request)
@@ -51,13 +51,13 @@ class HostHandles:
             conversation.handle, request.handle = handle, None
 
     def drop(self, owner: Conversation | Request) -> None:
-        """Keep nothing for it on the host."""
+        """Drop the handle of a request or conversation, if it has one."""
         handle, owner.handle = owner.handle, None
         if handle is not None and self._host is not None and self._host.holds(handle):
             self._host.drop(handle)
 
     def cut(self, conversation: Conversation, num_tokens: int) -> None:
-        """Keep KV of that many tokens of the conversation at most."""
+        """Cut a conversation's handle to at most `num_tokens` tokens."""
         handle = conversation.handle
         if handle is not None and self._host is not None:
             conversation.handle = self._host.trim(handle, min(num_tokens, handle.length))
@@ -65,11 +65,11 @@ class HostHandles:
     def reloads(
         self, requests: Iterable[Request], max_batch: int
     ) -> tuple[list[Request], list[int], bool]:
-        """Return whose KV can come back in one step, at most `max_batch`, and how far.
+        """Choose at most `max_batch` requests whose KV can come back in one step.
 
         Returns:
-            The requests, the end of each one's chunk, and whether the step writes draft KV: that is
-            so for all of its chunks or for none.
+            The requests, the end of each request's chunk, and whether the step writes draft KV,
+            which is the same for all of its chunks.
         """
         chosen: list[Request] = []
         ends: list[int] = []
@@ -88,14 +88,14 @@ class HostHandles:
         return chosen, ends, writes_draft
 
     def forget_failed(self, owners: Iterable[Conversation | Request]) -> None:
-        """Forget handles whose copies failed: what they were to bring back is prefilled."""
+        """Forget handles whose copies failed; their tokens will be prefilled."""
         if self._host is not None:
             for owner in owners:
                 if owner.handle is not None and not self._host.holds(owner.handle):
                     owner.handle = None
 
     def recover(self, owners: list[Conversation | Request]) -> None:
-        """Keep what these own alone: Ctrl-C came between any two calls."""
+        """Drop all handles that none of these owners has, after Ctrl-C at any point."""
         if self._host is not None:
             self._host.recover([each.handle for each in owners if each.handle is not None])
             self.forget_failed(owners)

@@ -1,4 +1,4 @@
-"""How long requests take: when each came to what, and the seconds of many in buckets."""
+"""`Times`, the milestones of one request, and `Latency`, histograms over many requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUCKETS: tuple[float, ...] = (
 
 @dataclass(slots=True)
 class Times:
-    """When a request came to what, by `time.perf_counter`; None = not yet."""
+    """The times of a request's milestones, by `time.perf_counter`; None = not reached yet."""
 
     queued: float | None = None
     started: float | None = None  # it got its first row
@@ -23,19 +23,19 @@ class Times:
     ended: float | None = None
 
     def since_queued(self, name: str) -> float | None:
-        """Seconds from its arrival to one of the others."""
+        """Return the seconds from arrival to the milestone `name`; None = not reached."""
         end = getattr(self, name)
         return None if end is None or self.queued is None else end - self.queued
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How long something took, of requests that ended by a stop or their length.
+    """A histogram of seconds, over requests that ended by a stop or their length.
 
     Attributes:
         bounds: upper ends of the buckets in seconds, ascending; the last is infinite.
         cts: requests in each bucket.
-        sum_seconds: of all of them.
+        sum_seconds: the sum over all requests.
     """
 
     bounds: tuple[float, ...]
@@ -44,7 +44,7 @@ class Histogram:
 
     @property
     def ct(self) -> int:
-        """Requests in all buckets."""
+        """The number of requests in all buckets."""
         return sum(self.cts)
 
 
@@ -53,9 +53,9 @@ class LatencyStats:
     """Seconds from a request's arrival, of requests that ended by a stop or their length.
 
     Attributes:
-        queue: until it got a row.
+        queue: until the request got a row.
         first_token: until the host had its first token.
-        request: until its end.
+        request: until the request's end.
     """
 
     queue: Histogram
@@ -64,26 +64,26 @@ class LatencyStats:
 
 
 class Latency:
-    """Adds up what requests took."""
+    """The histograms of a scheduler's latencies."""
 
     def __init__(self) -> None:
-        """Nothing has ended yet."""
+        """Start with empty histograms."""
         self._queue, self._first_token, self._request = _Seconds(), _Seconds(), _Seconds()
 
     def add(self, times: Times) -> None:
-        """A request has ended."""
+        """Add a request that has ended."""
         self._queue.add(times.since_queued("started"))
         self._first_token.add(times.since_queued("first_token"))
         self._request.add(times.since_queued("ended"))
 
     def stats(self) -> LatencyStats:
-        """All of them."""
+        """Return the histograms."""
         parts = self._queue, self._first_token, self._request
         return LatencyStats(*(part.histogram() for part in parts))
 
 
 class _Seconds:
-    """Adds seconds up in buckets."""
+    """A histogram that grows."""
 
     def __init__(self) -> None:
         self._cts, self._sum = [0] * len(BUCKETS), 0.0

@@ -1,4 +1,4 @@
-"""`Pins`: texts whose KV is kept for requests that begin with them."""
+"""`Pins`: the pinned texts, whose KV is kept for requests that begin with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specpool.errors import SpecpoolError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A text whose KV is kept for requests that begin with it; another engine's is another."""
+    """A pinned text. It belongs to one engine."""
 
     prefix: int  # the ledger's number
     tokens: list[int]  # of whole pages
@@ -31,34 +31,34 @@ class Pins:
         return len(self._pins)
 
     def take(self, row: int, tokens: list[int]) -> Pin:
-        """Hold the whole pages of what the row has of these tokens, until `keep` is called.
+        """Hold the whole pages of the row's first tokens in the ledger; `keep` comes next.
 
-        Two calls, so that a request knows its pin before the pins do: Ctrl-C may come at any line,
-        and `recover` gives back what the pins do not know.
+        There are two calls, so that the request has its pin before the pins know it. Ctrl-C may
+        come at any line, and `recover` releases every prefix that the pins do not know.
 
         Raises:
-            ShapeError: they fill no page.
-            NotReady: a window below is gone.
+            ShapeError: the tokens fill no page.
+            NotReady: the window below the text's end is not held any more.
         """
         prefix = self._ledger.pin_prefix(row, len(tokens))
         return Pin(prefix, tokens[: self._ledger.prefix_len(prefix)])
 
     def keep(self, pin: Pin) -> None:
-        """Keep what was taken, for every request that begins with it."""
+        """Add a taken pin, for every request that begins with its text."""
         self._pins.append(pin)
 
     def drop(self, pin: Pin) -> None:
-        """Keep a text's pages no longer; twice is once."""
+        """Release a text's pages. A second call does nothing."""
         if pin in self._pins:
             self._pins.remove(pin)
             self._ledger.release_prefix(pin.prefix)
 
     def drop_oldest(self) -> None:
-        """Its pages are needed."""
+        """Drop the oldest pin, because its pages are needed."""
         self.drop(self._pins[0])
 
     def drop_all(self) -> list[str]:
-        """Keep no text any longer; returns what the ledger refused to take back."""
+        """Drop all pins; return a message for each prefix that the ledger refused to take back."""
         failures = []
         for pin in list(self._pins):
             try:
@@ -68,7 +68,10 @@ class Pins:
         return failures
 
     def shared_with(self, tokens: list[int]) -> list[tuple[Pin, int]]:
-        """Texts that `tokens` begin with, and how many do: most first, never the last."""
+        """Return the pins that `tokens` begin with and their shared lengths, longest first.
+
+        The last token is never shared, because its forward gives the first output token.
+        """
         found = []
         for pin in self._pins:
             shared = min(len(pin.tokens), len(tokens) - 1)
@@ -77,6 +80,6 @@ class Pins:
         return sorted(found, key=lambda each: -each[1])
 
     def recover(self) -> None:
-        """Ctrl-C came between any two calls: one may have been on its way in or out."""
+        """Release every prefix that no pin has, after Ctrl-C at any point."""
         for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
             self._ledger.release_prefix(prefix)

@@ -1,4 +1,4 @@
-"""`Prefills`: the steps that bring rows to where they can decode."""
+"""`Prefills`: prepares prefill steps and reloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specpool.scheduler.step import Step
 
 
 class Prefills:
-    """Prepares the chunks of requests whose tokens do not all have KV, or are about to."""
+    """The part of the scheduler that prepares steps for requests whose tokens lack KV."""
 
     def __init__(
         self,
@@ -25,14 +25,14 @@ class Prefills:
         room: Room,
         ends: Ends,
     ) -> None:
-        """Prefill who of `running` needs it.
+        """Prepare steps for requests of `running`.
 
         Args:
-            ledger: of the rows.
-            config: says how long a step may be, and whether it writes draft KV.
-            running: the requests.
-            handles: what comes back from the host comes from there.
-            room: makes pages free that a chunk lacks.
+            ledger: the rows and pages.
+            config: limits the tokens of a step, and says whether it writes draft KV.
+            running: the requests with a row.
+            handles: the KV that comes back from the host.
+            room: frees pages for a chunk.
             ends: ends the requests of a chunk that the ledger has no memory for.
         """
         self._ledger, self._config, self._running = ledger, config, running
@@ -40,7 +40,7 @@ class Prefills:
         self._has_windows = any(group.window is not None for group in ledger.groups)
 
     def reload(self) -> Step | None:
-        """The next chunks of what comes back from the host; as many as pages allow."""
+        """Prepare the next chunks that come back from the host, as many as pages allow."""
         chosen, ends, writes_draft = self._handles.reloads(
             self._running.prefilling.values(), self._ledger.max_batch
         )
@@ -50,7 +50,7 @@ class Prefills:
         return Step(plan, chosen, [each.handle for each in chosen if each.handle is not None])
 
     def chunk(self) -> Step | None:
-        """The next chunks of prompts, in the order of admission; as many as pages allow."""
+        """Prepare the next chunks of prompts in the order of admission, as many as pages allow."""
         if not self._running.prefilling:
             return None
         budget = self._config.prefill_tokens
@@ -75,7 +75,7 @@ class Prefills:
         return None if plan is None else Step(plan, chosen)
 
     def _extend(self, chosen: list[Request], ends: list[int], writes_draft: bool) -> Plan | None:
-        """Prepare the extends of these requests, but for the last ones that find no pages."""
+        """Prepare the extends of these requests, without the last ones if they find no pages."""
         while chosen:
             try:
                 plan = self._ledger.prepare_extend(

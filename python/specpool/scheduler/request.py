@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what the user gets back."""
+"""`Request`: a prompt and its output on the way through the engine."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ NOT_FINITE, NO_TREE = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probabilities at one position, from the target's logits before any truncation."""
+    """The log probabilities at one position, from the target's logits before any truncation."""
 
     token_id: int
     logprob: float
     top: dict[int, float]  # the most likely tokens, most likely first
 
     def first(self, num_top: int) -> TokenLogprob:
-        """The same with the `num_top` most likely tokens only."""
+        """Return a copy with only the `num_top` most likely tokens."""
         return TokenLogprob(self.token_id, self.logprob, dict(list(self.top.items())[:num_top]))
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and its output so far; two requests are never the same one.
+    """One prompt and its output so far; requests are compared by identity.
 
-    `tokens` are the prompt and the output; while it runs, the last one is the root: the only token
-    without KV.
+    `tokens` are the prompt and the output. While the request decodes, the last token is the root,
+    the only token without KV.
     """
 
     request_id: int  # in the order of arrival
@@ -82,12 +82,12 @@ class Request:
     mailbox: dict[int, Request] | None = None
 
     def post(self) -> None:
-        """Say that there may be news of it, though it runs no more."""
+        """Put the request into its mailbox: it does not run any more, but may have news."""
         if self.mailbox is not None:
             self.mailbox[self.request_id] = self
 
     def useful_len(self, kept_len: int, drafted_len: int) -> int:
-        """Return how many of its tokens need no prefill, where its row has KV already.
+        """Return how many of the request's tokens need no prefill on a row that has KV.
 
         Args:
             kept_len: tokens of the row that have KV.
@@ -102,7 +102,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens it has generated."""
+        """The number of generated tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -127,10 +127,11 @@ class Request:
         logprobs: list[TokenLogprob] | None = None,
         is_verify: bool = True,
     ) -> None:
-        """Take over the tokens of one forward, the last of them not a draft.
+        """Add the tokens of one forward, the last of which is not a draft.
 
-        Stops at the first token that ends the request; what a verify accepted beyond it is dropped.
-        A last token of `NOT_FINITE` or `NO_TREE` ends the request with an error.
+        Set `finish_reason` at the first token that ends the request, and drop the tokens that a
+        verify accepted beyond it. A last token of `NOT_FINITE` or `NO_TREE` ends the request with
+        an error.
         """
         if not tokens:
             return
@@ -152,7 +153,7 @@ class Request:
             self._look_for_stop(self.watch, tokens)
 
     def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
-        """End where the text holds a stop string; that may be some tokens back."""
+        """End the request if its text holds a stop string, which may begin some tokens back."""
         watch.push([token for token in new if token not in self.stop_ids])
         if self.finish_reason is not None:
             watch.push([], last=True)
@@ -162,7 +163,7 @@ class Request:
             del self.logprobs[watch.hit.num_tokens :]
 
     def _end(self, tokens: list[int]) -> list[int]:
-        """Set the reason if the request ends within these tokens; returns those to keep."""
+        """Set `finish_reason` if the request ends within these tokens; return those to keep."""
         kept = tokens[:-1] if tokens[-1] < 0 else tokens
         if not self.stop_ids.isdisjoint(kept):
             kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
@@ -185,5 +186,5 @@ class Request:
 
 
 def draft_flags(forward: int) -> list[bool]:
-    """Whether each token of one of `Request.forwards` is an accepted draft."""
+    """Return, for each token of one entry of `Request.forwards`, whether it is a draft."""
     return [True] * (abs(forward) - 1) + [False]

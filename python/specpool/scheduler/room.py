@@ -1,4 +1,4 @@
-"""`Room`: who gives way when pages are short: idle rows, then pins, then running requests."""
+"""`Room`: frees pages when they run out: from idle rows, then pins, then running requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specpool.scheduler.waiting import Waiting
 
 
 class Room:
-    """Makes pages free.
+    """The part of the scheduler that frees pages.
 
     Attributes:
-        in_flight: steps prepared and not finished: pages that they fence come back by themselves.
+        in_flight: steps prepared and not finished. Pages fenced for them become free without help.
         num_retracted: retractions so far.
     """
 
@@ -33,23 +33,23 @@ class Room:
         needs: PageNeeds,
         ends: Ends,
     ) -> None:
-        """Take pages from `conversations`, `pins` and `running`; who is retracted waits again."""
+        """Take pages from `conversations`, `pins` and `running`; retracted requests wait again."""
         self._ledger, self._running, self._waiting = ledger, running, waiting
         self._conversations, self._pins, self._rows = conversations, pins, rows
         self._needs, self._ends = needs, ends
         self.in_flight = self.num_retracted = 0
 
     def reclaim(self, shortage: OutOfPages) -> bool:
-        """Take an idle row's pages, unless enough of them are on their way back anyway."""
+        """Drop the longest idle row, unless fenced pages will be enough; return whether one was."""
         if self.in_flight and shortage.need <= shortage.free + shortage.fenced:
             return False
         return self._conversations.reclaim(shortage)
 
     def make(self) -> None:
-        """Drop a pin, or retract a request: nothing is in flight and no step finds its pages.
+        """Drop a pin, or retract a request, because no step finds pages and none is in flight.
 
-        The request is the last admitted of the least priority. One that runs alone and shares
-        nothing ends with an error.
+        Retract the last admitted request of the least priority. If it runs alone and shares
+        nothing, end it with an error instead.
         """
         if self._pins:
             self._pins.drop_oldest()
@@ -69,7 +69,7 @@ class Room:
         self.requeue(victim)
 
     def requeue(self, request: Request) -> None:
-        """Let a request wait again whose row is gone; its text goes on where it was."""
+        """Queue a request again whose row is gone; it keeps its tokens."""
         self._running.leave(request)
         request.post()
         request.num_retractions += 1
@@ -80,7 +80,7 @@ class Room:
         self._running.remove(request)
 
     def _give_way(self, victim: Request, is_alone: bool) -> None:
-        """Take the row of who is retracted; what can come back without a prefill is kept."""
+        """Take a retracted request's row, and keep its KV in the conversation or on the host."""
         conversation = victim.conversation
         # A row at its checkpoint frees nothing by falling back to it, and would be retracted again.
         # If the request runs alone, a page copy that waits may hold a page that the request needs.

@@ -1,4 +1,4 @@
-"""`RoundShapes`: which shape the next round of each row has."""
+"""`RoundShapes`: chooses the shape of each row's next round."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ _ORDER_BITS = 48
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a controller has chosen for a round."""
+    """A controller's choice for a round."""
 
     shape: Shape
     batch_size: int  # rows that decode
 
 
 class RoundShapes:
-    """Each row's shape, given what the controller chooses: its own, or the choice as far as it may.
+    """The shapes of the rows' rounds: each row's own, or the controller's choice within its limit.
 
     Attributes:
-        choice: for the latest round, or the next one that was tried; None = there was none.
-        switch_ct: rounds whose choice was another than the round's before.
-        round_cts: rounds by what was chosen.
-        all_choices: what `Request.choices` can be: without a cap, then with each that matters.
+        choice: the choice for the latest round, or for the next one that was tried; None = none.
+        switch_ct: rounds whose choice differed from that of the round before.
+        round_cts: rounds by the chosen shape.
+        all_choices: the possible values of `Request.choices`: without a limit of steps, then with
+            each limit that matters.
     """
 
     def __init__(
         self, shapes: Sequence[Shape], num_rows: int, controller: Controller | None
     ) -> None:
-        """No row has a request; indices count `shapes`, the ledger's.
+        """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         Raises:
-            ConfigError: a candidate of the controller is none of them.
+            ConfigError: a candidate of the controller is not among `shapes`.
         """
         self._controller = controller
         self._index = {shape: index for index, shape in enumerate(shapes)}
@@ -73,10 +74,10 @@ class RoundShapes:
     def allowed(
         self, default: Shape, max_steps: int | None
     ) -> tuple[Shape, int, tuple[int, ...] | None]:
-        """For a request that names no shape, and drafts at most so many steps.
+        """Return the shapes of a request that names none and drafts at most `max_steps` steps.
 
         Returns:
-            A shape of it, and `Request.shape_index` and `choices`.
+            Its largest shape, its `Request.shape_index`, and its `Request.choices`.
         """
         shapes = [*self._index]
         if not self._lines:
@@ -89,33 +90,33 @@ class RoundShapes:
         return most, len(shapes) + self.all_choices.index(choices), choices
 
     def _choices(self, max_steps: int | None) -> tuple[int, ...]:
-        """The shape for each of the controller's candidates, of so many steps at most."""
+        """Return the shape index for each candidate of the controller, within `max_steps`."""
         candidates = [*self._lines]
         return tuple(self._index[_capped(shape, candidates, max_steps)] for shape in candidates)
 
     def admit(self, row: int, shapes: int | tuple[int, ...], admission: int) -> None:
-        """The row has a request, so many after the first; `shapes` as in `put`."""
+        """Set the shapes of a row that got a request (see `put`), and its number of admission."""
         self._admission[row] = admission
         self.put(row, shapes)
 
     def put(self, row: int, shapes: int | tuple[int, ...]) -> None:
-        """The row's shape, or that for each of the controller's candidates; 0 = none."""
+        """Set the row's shape, or its shape for each of the controller's candidates; 0 = none."""
         self._following[:, row] = shapes
         place = self._following[:, row].astype(np.int64) << _ORDER_BITS
         self._order[:, row] = place | self._admission[row]
 
     def choose(self, limits: Int32) -> tuple[Int32, Int64]:
-        """The shape of each row's round if it runs now, and its place among the lanes.
+        """Choose the shape of each row's next round, and its place among the lanes.
 
         Args:
-            limits: int32 [num_rows], not 0 where a row decodes.
+            limits: int32 [num_rows], not 0 if a row decodes.
 
         Returns:
-            int32 [num_rows], and int64 [num_rows]: lanes of one shape stand side by side, in the
-            order of admission.
+            The shapes, int32 [num_rows], and the sort keys of the lanes, int64 [num_rows]: lanes of
+            one shape are neighbours, in the order of admission.
 
         Raises:
-            ConfigError: the controller has answered what is no candidate of it.
+            ConfigError: the controller chose a shape that is not among its candidates.
         """
         batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
         if self._controller is None or not batch_size:
@@ -135,7 +136,7 @@ class RoundShapes:
         return self._following[line], self._order[line]
 
     def run(self) -> Choice | None:
-        """A round is prepared as was chosen; returns the choice."""
+        """Count a round that was prepared with the choice, and return the choice."""
         if self.choice is not None:
             shape = self.choice.shape
             self.switch_ct += self._ran not in (None, shape)
@@ -143,13 +144,13 @@ class RoundShapes:
         return self.choice
 
     def latest(self, rows: Sequence[int]) -> Int32:
-        """int32 [B], of these rows as the latest round would have them, whether it ran or not."""
+        """Return the shapes of these rows by the latest choice, int32 [B]."""
         line = 0 if self.choice is None else self._lines[self.choice.shape]
         following: Int32 = self._following[line, rows]
         return following
 
     def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
-        """The results of a round: int32 [B], each lane's shape and accept length."""
+        """Pass a round's results to the controller: each lane's shape and accept length [B]."""
         assert self._controller is not None
         self.round_cts[choice.shape] += 1
         chosen = shapes == self._index[choice.shape]
@@ -158,13 +159,16 @@ class RoundShapes:
             self._controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
     def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
-        """How long a turn took that was this round alone, lanes of one shape."""
+        """Pass to the controller the seconds of a turn that was this round alone.
+
+        Rounds with lanes of other shapes do not count.
+        """
         assert self._controller is not None
         if (shapes == self._index[choice.shape]).all():
             self._controller.on_round_seconds(choice.shape, len(shapes), seconds)
 
     def stats(self) -> AdaptiveStats | None:
-        """What was chosen so far; None without a controller."""
+        """Return the choices so far; None without a controller."""
         if self._controller is None:
             return None
         shape = None if self.choice is None else self.choice.shape
@@ -172,7 +176,7 @@ class RoundShapes:
 
 
 def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Shape:
-    """The shape, or else the greatest of those with fewer steps."""
+    """Return the shape, or the greatest of `shapes` with at most `max_steps` steps."""
     if max_steps is None or shape.num_steps <= max_steps:
         return shape
     fewer = [each for each in shapes if each.num_steps <= max_steps]
@@ -183,12 +187,12 @@ def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Sha
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveStats:
-    """What a controller has chosen.
+    """The choices of a controller.
 
     Attributes:
-        shape: for the latest round; None = there was none.
-        switch_ct: rounds for which another shape was chosen than for the round before.
-        round_cts: rounds by what was chosen.
+        shape: the choice for the latest round; None = there was none.
+        switch_ct: rounds whose choice differed from that of the round before.
+        round_cts: rounds by the chosen shape.
     """
 
     shape: Shape | None

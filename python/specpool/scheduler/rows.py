@@ -1,6 +1,6 @@
-"""`Rows`: the one place where rows are given back to the ledger.
+"""`Rows`: gives rows back to the ledger; no other file does.
 
-A row goes back to the pool, stays with its conversation, goes to the host, or is out of use.
+A row is released, stays idle with its conversation, goes to the host, or is out of use.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from specpool.scheduler.request import Request
 
 
 class Rows:
-    """Gives rows back. A row that the ledger refuses to take is out of use from then on.
+    """The part of the scheduler that gives rows back.
 
     Attributes:
-        before_release: called with a request that ends or is retracted while it still has its row.
+        before_release: called with a request that ends or is retracted, before its row is released.
     """
 
     def __init__(
         self, ledger: Ledger, handles: HostHandles, before_release: Callable[[Request], None]
     ) -> None:
-        """Every row is in use."""
+        """Start without rows out of use."""
         self._ledger, self._handles = ledger, handles
         self.before_release = before_release
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
@@ -41,14 +41,14 @@ class Rows:
         self._ledger.abort(row)
 
     def retract(self, row: int) -> None:
-        """Give back a row whose tokens may come again."""
+        """Give back a row whose request or conversation may come back."""
         self._ledger.retract(row)
 
     def release(self, row: int) -> Handle | None:
-        """Give back a row whose KV would be of use again; move that to the host if it is worth it.
+        """Give back a row; move its KV to the host first if that pays.
 
         Returns:
-            The KV on the host; None = it is gone.
+            The handle of the KV on the host; None = the KV is gone.
         """
         handle = self._handles.offload(row)
         if handle is None:
@@ -56,11 +56,11 @@ class Rows:
         return handle
 
     def end_turn(self, row: int, num_tokens: int) -> int:
-        """Leave a row idle, with that many tokens at most; return how many it has."""
+        """Make a row idle with at most `num_tokens` tokens; return how many it has."""
         return self._ledger.end_turn(row, num_tokens)
 
     def abort_all(self, is_owned: Callable[[int], bool]) -> None:
-        """Give back every row in use that nobody owns: Ctrl-C came before it had an owner."""
+        """Give back every live row without an owner, after Ctrl-C at any point."""
         for row in range(1, self._ledger.num_rows + 1):
             if self._ledger.is_live(row) and not (self.is_quarantined(row) or is_owned(row)):
                 try:
@@ -69,15 +69,15 @@ class Rows:
                     self.quarantine(row)
 
     def quarantine(self, row: int) -> None:
-        """Take the row out of use, for good: what it holds is not given back."""
+        """Take the row out of use for good; its pages are not given back."""
         self._quarantined[row] = int(self._ledger.epoch[row])
 
     def is_quarantined(self, row: int) -> bool:
-        """Whether the row is out of use."""
+        """Return whether the row is out of use."""
         return self._quarantined.get(row) == self._ledger.epoch[row] and self._ledger.is_live(row)
 
     def alive(self, plan: Plan) -> npt.NDArray[np.bool_]:
-        """Return the plan's lanes whose row was not given back or taken out of use since, [B]."""
+        """Return bool [B]: the plan's lanes whose row was not released or quarantined since."""
         alive: npt.NDArray[np.bool_] = self._ledger.epoch[plan.rows] == plan.epochs
         if self._quarantined:
             alive &= [not self.is_quarantined(row) for row in plan.rows.tolist()]

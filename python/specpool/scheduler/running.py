@@ -1,4 +1,4 @@
-"""`Running`: the requests that have a row, and what is known of each row."""
+"""`Running`: the requests that have a row, and the host's arrays of their rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from specpool.scheduler.round_shapes import RoundShapes
 
 
 class Running:
-    """Requests that have a row. `start`, `leave` and `remove` alone change who they are.
+    """The requests that have a row. Only `start`, `leave` and `remove` change which they are.
 
     Attributes:
         requests: all of them, in the order of admission.
-        prefilling: those that cannot decode yet, by row, in the order of admission.
+        prefilling: row -> request, for requests that cannot decode yet, in the order of admission.
         by_row: object [num_rows + 1], the request of each row, or None.
         lens: int32 [num_rows + 1], tokens that the host knows; 0 = the row is free.
-        limits: int32 [num_rows + 1], tokens at most; 0 = the row cannot decode yet, or is free.
+        limits: int32 [num_rows + 1], the most tokens; 0 = the row cannot decode yet, or is free.
         shapes: int32 [num_rows + 1], `Request.shape_index`.
-        accept_len: int32 [num_rows + 1], of the row's latest round; kept under overlap only.
+        accept_len: int32 [num_rows + 1], of the row's latest round; kept up under overlap only.
     """
 
     def __init__(self, ledger: Ledger, round_shapes: RoundShapes, *, reads_tokens: bool) -> None:
-        """No request has a row; see `SchedulerConfig` for the option."""
+        """Start without requests; see `SchedulerConfig` for the option."""
         self._ledger, self._round_shapes = ledger, round_shapes
         self._reads_tokens = reads_tokens
         self._num_admitted = 0
@@ -51,7 +51,7 @@ class Running:
         return request in self.requests
 
     def start(self, request: Request, row: int, prefilled_len: int) -> None:
-        """Give the request a row that has KV of its first `prefilled_len` tokens."""
+        """Add a request with a row that has KV of its first `prefilled_len` tokens."""
         if request.times.started is None:
             request.times.started = time.perf_counter()
         request.row, request.epoch = row, int(self._ledger.epoch[row])
@@ -125,7 +125,7 @@ class Running:
 
 
 def _count_start(request: Request) -> None:
-    """Count what the request reuses: its prefill begins behind that."""
+    """Count the tokens that a request reuses, and those that its prefill computes."""
     if not request.num_retractions:
         request.num_reused = request.prefilled_len
     if request.conversation is not None:

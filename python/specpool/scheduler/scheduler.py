@@ -1,7 +1,8 @@
-"""Which requests run: admission, chunked prefill, decode rounds, retraction, and their ends.
+"""`Scheduler`: decides which requests run, and prepares their steps.
 
-The scheduler knows no model and no device. It prepares steps. The loop launches them in order and
-brings back their results; under overlap (D = 1) the next step is prepared before that.
+It does admission, chunked prefill, decode rounds, retraction and the ends of requests, and knows no
+model and no device. The loop launches the prepared steps in order and brings back their results.
+Under overlap (D = 1) the next step is prepared before these results arrive.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ _Lane = tuple[Request, list[int], list[TokenLogprob] | None]
 
 
 class Scheduler:
-    """The waiting queue and the running rows.
+    """The scheduler of an engine, with its waiting and running requests.
 
-    Order is by priority (the greater first), then by arrival; who is retracted comes back before
-    whoever arrived later. Retracted are the last admitted of the least priority.
+    Requests get rows by priority (greater first), then by arrival. A retracted request keeps its
+    place by arrival. The last admitted request of the least priority is retracted first.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class Scheduler:
         """Schedule on `ledger`.
 
         Args:
-            ledger: which rows and pages there are; its overlap depth is the scheduler's.
+            ledger: the rows and pages; the scheduler takes its overlap depth.
             config: the options.
-            host: keeps KV of retracted requests and of conversations; None = nobody does.
-            controller: chooses the shape of each round for requests that leave it to it; None =
-                there are none.
-            is_promising: whether the next round of a row with these tokens is worth drafting; where
-                it is not, the row decodes plainly. None = it always is.
-            before_release: called while the request still has its row.
+            host: keeps KV of retracted requests and idle conversations; None = there is no tier.
+            controller: chooses the shape of each round for requests that name none; None = every
+                request has a fixed shape.
+            is_promising: says whether the next round of a row with these tokens is worth drafting;
+                if not, the row decodes plainly. None = it always is.
+            before_release: called with a request that is about to lose its row.
         """
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
@@ -104,12 +105,12 @@ class Scheduler:
     # --- what comes in --------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request that fits: `fits` says so.
+        """Queue a request; `fits` must be true for it.
 
-        Its `siblings`, the same prompt to be gone on with otherwise, run on forks of its row.
+        Its `siblings`, further samples of the same prompt, run on forks of its row.
 
         Raises:
-            ConfigError: it has been submitted already, or another with its number.
+            ConfigError: the request, or another with its number, has been submitted already.
         """
         is_known = any(r.request_id == request.request_id for r in self._running)
         if request.finish_reason or is_known or self._waiting.has_number_of(request):
@@ -120,11 +121,11 @@ class Scheduler:
         self.conversations.begin(request)  # last: before, nobody would end it
 
     def fits(self, request: Request) -> bool:
-        """Whether an empty pool would hold the request to its end."""
+        """Return whether an empty pool would hold the request to its end."""
         return bool((self.pages_at_most(request) <= self._num_pages).all())
 
     def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
-        """Pages of each group that the request can ever hold, int64 [num_groups]."""
+        """Return the most pages of each group that the request can hold, int64 [num_groups]."""
         last_root = max(request.prompt_len, request.max_len - 1)
         last_root = min(last_root, self._ledger.max_context_len - 1)
         return self._needs.at_most(
@@ -132,12 +133,15 @@ class Scheduler:
         )
 
     def abort(self, request: Request, reason: str = "abort") -> None:
-        """End a request, wherever it is; twice is once."""
+        """End a running or waiting request. A second call does nothing."""
         if request.finish_reason is None:
             self._ends.end(request, reason)
 
     def abort_all(self) -> list[str]:
-        """End every request; returns what could not be given back, which stays out of use."""
+        """End every request; return a message for each row that could not be given back.
+
+        Such a row stays out of use.
+        """
         failures = []
         while requests := self.requests():  # the end of one may queue its siblings
             for request in requests:
@@ -148,7 +152,10 @@ class Scheduler:
         return failures
 
     def quarantine(self, row: int, why: str) -> None:
-        """Take a row out of use, for good: what it holds is not given back, its request ends."""
+        """Take a row out of use for good, and end its request with the error `why`.
+
+        The row's pages are not given back.
+        """
         if self._ledger.is_live(row):
             self.rows.quarantine(row)
         self.conversations.forget(row)
@@ -158,49 +165,49 @@ class Scheduler:
             self._ends.end(request, "error")
 
     def requests(self) -> list[Request]:
-        """All requests, running ones first; sorts those that wait."""
+        """Return all requests, running ones first; sorts the waiting ones."""
         return [*self._running, *self._waiting]
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request runs or waits."""
+        """Whether any request runs or waits."""
         return bool(self._running or self._waiting)
 
     @property
     def running(self) -> list[Request]:
-        """Requests that have a row, in the order of admission."""
+        """The requests with a row, in the order of admission."""
         return list(self._running)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row."""
+        """The number of requests with a row."""
         return len(self._running)
 
     @property
     def num_retracted(self) -> int:
-        """Retractions so far."""
+        """The number of retractions so far."""
         return self._room.num_retracted
 
     @property
     def num_ended(self) -> int:
-        """Requests that have ended so far; the end of one may queue its siblings."""
+        """The number of requests that have ended; the end of one may queue its siblings."""
         return self.counts.end_cts.total()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none."""
+        """The number of requests without a row."""
         return len(self._waiting)
 
     # --- a turn of the loop ---------------------------------------------------------------------
 
     def schedule(self) -> list[Step]:
-        """Prepare what can run now: a reload, a prefill step, a decode step, any of them or none.
+        """Prepare the steps that can run now: a reload, a prefill and a round, or some of them.
 
-        They are to be launched in this order. None, and steps in flight: finish those first. None
-        and nothing in flight: there is nothing to do.
+        Launch them in this order. If there is none but steps are in flight, finish those first. If
+        there is none and nothing is in flight, there is nothing to do.
 
         Raises:
-            ConfigError: the controller chose what it may not; nothing has been prepared.
+            ConfigError: the controller chose a shape that is not a candidate; nothing is prepared.
         """
         while True:
             was_starved, num_ended = self._is_starved, self.num_ended
@@ -222,7 +229,7 @@ class Scheduler:
             self._room.make()
 
     def launch(self, step: Step) -> None:
-        """The step's forward is about to be enqueued."""
+        """Mark a step as launched; call it before its forward is enqueued."""
         self._ledger.launch(step.plan.step)
         if not step.is_decode and step.handles is None:
             for request in step.requests:
@@ -230,7 +237,7 @@ class Scheduler:
                     self._running.decode(request)
 
     def cancel(self, step: Step) -> None:
-        """The newest step is not to be launched after all."""
+        """Undo the newest step, which will not be launched."""
         self._ledger.cancel(step.plan.step)
         self._room.in_flight -= 1
         if not step.is_decode:
@@ -238,10 +245,10 @@ class Scheduler:
                 request.prefilled_len = start
 
     def finish(self, step: Step, result: StepResult) -> None:
-        """Take over what a launched step gave, the oldest first.
+        """Take over the results of a launched step; call it for the oldest step first.
 
-        It has run on the device, as has every step before it: what it frees is written by later
-        forwards of the same stream only.
+        The step and all steps before it must have run on the device, because pages that it frees
+        may be handed out at once.
         """
         plan, rows, requests, is_decode = step.plan, step.plan.rows, step.requests, step.is_decode
         # Lanes whose row was given back since are dropped: their request may have another by now.
@@ -285,9 +292,9 @@ class Scheduler:
     def _append(
         self, requests: list[Request], tokens: list[list[int]], may_end: list[bool]
     ) -> list[_Lane]:
-        """Take over a round's tokens where there is nothing else to do; returns the other lanes.
+        """Take over a round's tokens of lanes that need nothing else; return the other lanes.
 
-        This runs for every row of every round, and mostly for all of them.
+        This is the fast path: it runs for every row of every round, and most rows end here.
         """
         others: list[_Lane] = []
         for request, new, ends in zip(requests, tokens, may_end, strict=True):
@@ -308,7 +315,7 @@ class Scheduler:
     def _take_over(
         self, request: Request, new: list[int], entries: list[TokenLogprob] | None, is_decode: bool
     ) -> None:
-        """Give a request its new tokens, and end it if it is over."""
+        """Give a request its new tokens, and end it if they finish it."""
         request.append(new, entries, is_decode)
         if self._is_promising is not None and request.shape_index:
             drafts = self._is_promising(request.tokens)
@@ -321,16 +328,16 @@ class Scheduler:
                 self._ends.end(request, request.finish_reason)
 
     def _trim(self, requests: list[Request]) -> None:
-        """Give back what a round had reserved for these requests, and did not use."""
+        """Give back the slots that a round had reserved for these requests and did not use."""
         for request in requests:
             if request.finish_reason is None:
                 self._ledger.trim(request.row, int(self._ledger.resolved_len[request.row]))
                 request.epoch = int(self._ledger.epoch[request.row])
 
     def fail(self, step: Step, error: BaseException) -> None:
-        """A launched step's forward has failed: its requests end, all others go on.
+        """End the requests of a launched step whose forward failed; all others go on.
 
-        Call it once nothing of the step runs on the device any more.
+        Call it when nothing of the step runs on the device any more.
         """
         plan = step.plan
         for request, lives in zip(step.requests, self.rows.alive(plan).tolist(), strict=True):
@@ -347,7 +354,7 @@ class Scheduler:
         self.handles.forget_failed(self._owners())
 
     def recover(self, why: str, reason: str = "abort") -> None:
-        """End whatever runs: Ctrl-C came, between any two calls, so nothing is known of it."""
+        """End all running requests, after Ctrl-C at any point; waiting requests stay queued."""
         over = [request for request in self._waiting if request.finish_reason is not None]
         for request in [*self._running, *over]:
             request.tainted = True
@@ -375,7 +382,7 @@ class Scheduler:
     # --- how it is done -------------------------------------------------------------------------
 
     def _pin(self, request: Request) -> None:
-        """The text that was to be pinned is there; the row is not needed for it."""
+        """Pin the text of a request that has computed its KV, and end the request."""
         try:
             request.pin = self.pins.take(request.row, request.tokens[: request.prefill_len])
             self.pins.keep(request.pin)
@@ -384,7 +391,7 @@ class Scheduler:
         self._ends.end(request, "stop" if request.pin else "error")
 
     def _come_back(self, request: Request, length: int) -> None:
-        """A reload has come to so many tokens; from the last of them on, the rest is prefilled."""
+        """Note that a reload has brought back `length` tokens; after the last, prefill the rest."""
         if request.handle is not None and length == request.handle.length:
             request.handle = None
             self._running.go_on(request, self.conversations.start(request, request.row))
@@ -392,11 +399,11 @@ class Scheduler:
                 self._waiting.part(request)
 
     def _owners(self) -> list[Request | Conversation]:
-        """Whoever may have something on the host."""
+        """Return all requests and conversations, which may own handles on the host."""
         return [*self.requests(), *self.conversations.open.values()]
 
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
-        """One round of every row that is ready for it; see `RoundShapes.choose`."""
+        """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
         rows = self._running.ready(shape_of, order)
         if not len(rows):
             self._is_starved = False

@@ -1,4 +1,4 @@
-"""`Step` and `StepResult`: what a scheduler prepares, and what it gets back."""
+"""`Step`, which a scheduler prepares, and `StepResult`, which it gets back."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is a round, with accept lengths to come."""
+        """Whether the step is a round, with accept lengths to come."""
         return self.plan.kind == "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave each lane."""
+    """The results of a step for each lane."""
 
     tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
     accept_len: Int32  # [B], of a decode step
@@ -40,7 +40,7 @@ class StepResult:
     logprobs: list[list[TokenLogprob] | None] | None = None
 
     def of(self, lives: npt.NDArray[np.bool_]) -> StepResult:
-        """Return what the lanes got that are set in `lives`, bool [B]."""
+        """Return the results of the lanes that are set in `lives`, bool [B]."""
         chosen = lives.tolist()
         return StepResult(
             [*compress(self.tokens, chosen)],

@@ -1,4 +1,4 @@
-"""`Waiting`: requests without a row, in the order in which they will get one."""
+"""`Waiting`: the queue of requests without a row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from specpool.scheduler.request import Request
 
 
 class Waiting:
-    """The queue: the greater priority first, then in the order of arrival.
+    """The queue of waiting requests: greater priority first, then in the order of arrival.
 
-    Joining, leaving and finding who is next cost O(log n) of n who wait, and no more.
+    Joining, leaving and finding the next request cost O(log n) for n waiting requests.
     """
 
     def __init__(self, *, shares_prompts: bool) -> None:
-        """Nobody waits; see `Scheduler` for the option."""
+        """Start empty; see `SchedulerConfig` for the option."""
         self._shares_prompts = shares_prompts
         self._requests: dict[int, Request] = {}  # who waits, by number
         # A heap of their orders. Who has left stays in it until it comes first, or `_tidy`.
@@ -25,7 +25,7 @@ class Waiting:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order, which costs a sort."""
+        """Iterate in order, at the cost of a sort."""
         return iter(sorted(self._requests.values(), key=_order))
 
     def __contains__(self, request: Request) -> bool:
@@ -33,17 +33,20 @@ class Waiting:
 
     @property
     def first(self) -> Request:
-        """Who is admitted next."""
+        """The request to admit next."""
         while self._orders[0][1] not in self._requests:
             heapq.heappop(self._orders)
         return self._requests[self._orders[0][1]]
 
     def has_number_of(self, request: Request) -> bool:
-        """Whether it waits, or another with its number."""
+        """Return whether a request with this number waits."""
         return request.request_id in self._requests
 
     def add(self, request: Request) -> None:
-        """Wait, and let siblings that share nothing yet wait beside it; twice is once."""
+        """Queue a request, and its siblings unless they will share its prompt.
+
+        A second call does nothing.
+        """
         shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
         siblings = [] if shares else request.siblings
         for each in [request, *siblings]:
@@ -54,19 +57,19 @@ class Waiting:
             request.siblings = []
 
     def part(self, request: Request) -> None:
-        """Queue the request's siblings by themselves; they share no prompt pages any more."""
+        """Queue the request's siblings separately, because they can no longer share its pages."""
         for sibling in request.siblings:
             self.add(sibling)
         request.siblings = []
 
     def remove(self, request: Request) -> None:
-        """It has a row, or is over."""
+        """Take a request that got a row, or has ended, from the queue."""
         del self._requests[request.request_id]
         if len(self._orders) > 2 * len(self._requests) + _TIDY:
             self.tidy()
 
     def tidy(self) -> None:
-        """Forget those who have left."""
+        """Rebuild the heap without requests that have left."""
         self._orders = sorted(map(_order, self._requests.values()))
 
 

@@ -1,6 +1,6 @@
-"""The simulated device: the real scheduler and the real ledger, and no model.
+"""The simulation: the real scheduler and ledger on a simulated device, without a model.
 
-`scenario(seed)` -> `Simulation(...).run()`; what breaks a law is made small by `shrink`.
+`Simulation(scenario(seed), ...).run()` runs a scenario; `shrink` reduces one that breaks a law.
 """
 
 from specpool.sim.arrivals import Arrival, Text

@@ -1,4 +1,4 @@
-"""`Arrival`: a request to come, and the text that its model writes."""
+"""`Arrival`: a future request of a simulation, and the text that its model will write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request to come."""
+    """A future request of a simulation."""
 
     request_id: int
     turn: int  # in which it comes
@@ -56,7 +56,7 @@ class Arrival:
 
     @property
     def end(self) -> tuple[int, str]:
-        """Its number of tokens when nothing goes wrong, and its finish reason."""
+        """The request's number of tokens without faults, and its finish reason."""
         end, reason = self.max_len, "length"
         if self.stop_at is not None and self.stop_at < self.max_len:
             end, reason = self.stop_at + 1, "stop"
@@ -70,13 +70,13 @@ class Arrival:
         return self.end[0] if self.stop_text is None else self.max_len
 
     def is_sample(self, first: Arrival) -> bool:
-        """Whether it is another sample of that one's prompt."""
+        """Return whether this is another sample of the other arrival's prompt."""
         same = self.prompt_len == first.prompt_len and self.shape == first.shape
         origins = (*first.origins, (first.request_id, first.prompt_len))
         return same and self.sample_of == first.request_id and self.origins == origins
 
     def request(self) -> Request:
-        """As the scheduler gets it."""
+        """Build the scheduler's request."""
         return Request(
             request_id=self.request_id,
             index=0,
@@ -96,10 +96,10 @@ class Arrival:
 
 
 class StopWatch:
-    """In the place of a `TextStream`: finds the stop string where the arrival has it.
+    """A stand-in for `TextStream` that finds the stop string where the arrival has it.
 
     Attributes:
-        hit: as in `TextStream`.
+        hit: see `TextStream`.
     """
 
     def __init__(self, arrival: Arrival) -> None:
@@ -111,7 +111,7 @@ class StopWatch:
         self._num_tokens = 0
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Go on with these tokens."""
+        """Add these tokens."""
         self._num_tokens += len(tokens)
         if self._num_tokens >= (self._end_len if last else self._decides_len):
             self.hit = self.hit or StopHit("stop", self._end_len)
@@ -119,12 +119,12 @@ class StopWatch:
 
 
 class Text:
-    """What a request says when nothing goes wrong, and on beyond its end.
+    """The text of a request without faults, also beyond its end.
 
     Attributes:
         tokens: prompt and output.
-        words: int64 [positions]: whose words they are, and the position, in one number.
-        correct_drafts: [positions]: at each root, how many drafts are right.
+        words: int64 [positions]: the text's owner and the position, in one number.
+        correct_drafts: [positions]: the number of right drafts at each root.
     """
 
     def __init__(self, arrival: Arrival) -> None:
@@ -149,5 +149,5 @@ class Text:
 
 
 def _start(request_id: int) -> int:
-    """Where a request's words begin among all."""
+    """Return where a request's words begin in the table of all words."""
     return request_id * 7919 % _NUM_STARTS

@@ -1,4 +1,4 @@
-"""Controllers in a simulation: the real one, and dice, which switch whenever they like."""
+"""The controllers of a simulation: the real one, and `Dice`, which chooses at random."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from specpool.sim.settings import Settings
 
 
 class Dice:
-    """Any candidate may come next; many rounds of one, or another each time."""
+    """A controller that chooses candidates at random, for many rounds or for one."""
 
     def __init__(self, candidates: Sequence[Shape], rng: random.Random) -> None:
-        """Begin anywhere."""
+        """Begin with a random candidate."""
         self.candidates, self._rng = tuple(candidates), rng
         self._changes = rng.choice([0.03, 0.3, 1.0])
         self._shape = rng.choice(self.candidates)
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
-        """The candidate that fell."""
+        """Return a random candidate, which changes now and then."""
         if self._rng.random() < self._changes:
             self._shape = self._rng.choice(self.candidates)
         return self._shape
@@ -29,14 +29,14 @@ class Dice:
     def on_verify_complete(
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> None:
-        """Dice do not learn."""
+        """Do nothing: the choice is random."""
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """Nor that."""
+        """Do nothing: the choice is random."""
 
 
 def simulated_controller(settings: Settings, seed: int) -> Controller | None:
-    """The controller that the settings name; None = every request has its own shape."""
+    """Build the controller that the settings name; None = every request has a fixed shape."""
     if settings.adapts is None:
         return None
     shapes = [Shape.none(), *(Shape(*shape) for shape in settings.shapes)]

@@ -1,8 +1,9 @@
-"""A device made of dice: slots that remember which text they hold, and lengths that are true.
+"""`SimDevice`: a simulated device driven by a seeded random generator.
 
-A forward reads its row's prefix and writes every slot that a real round can touch. Where the ledger
-fences pages, rows run in any order, each in its own; else step behind step. Rows that share pages
-find their own text in them; a page that is claimed anew holds nothing.
+Its slots record which text they hold, and it knows the true lengths. A forward reads its row's
+prefix and writes every slot that a real round can touch. If the ledger fences pages, rows run in
+any order, but each row's steps in theirs; otherwise steps run in order. Rows that share pages must
+find their own text in them. A page that is claimed anew holds nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 - what a simulation finds
-    """A law that does not hold; the message says which, where and when."""
+    """A law does not hold; the message says which, where and when."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +45,7 @@ class _Forward:
 
 
 class SimHost:
-    """The host's pages, as `HostTier` wants them; some copies fail."""
+    """Simulated host pages for `HostTier`, some of whose copies fail."""
 
     def __init__(self, device: SimDevice, settings: Settings, rng: random.Random) -> None:
         self._device, self._rng, self._faults = device, rng, settings.copy_faults
@@ -77,13 +78,13 @@ class SimHost:
 
 
 class SimDevice:
-    """Runs launched steps.
+    """The simulated device: it runs launched steps.
 
     Args:
-        ledger: whose steps.
-        settings: what the ledger was built with.
-        rng: decides which lanes of a step run at once, and which not before they must.
-        has_memory: whether slots are kept and looked at; else lengths alone.
+        ledger: the ledger of the steps.
+        settings: the settings that the ledger was built with.
+        rng: decides which lanes of a step run at once, and which only when they must.
+        has_memory: whether slots are kept and checked; False = lengths alone.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class SimDevice:
         delta: Delta,
         load: Callable[[], None] | None = None,
     ) -> None:
-        """Enqueue a step's forward, behind its table delta; `texts` are its lanes'.
+        """Enqueue a step's forward after its table delta; `texts` are the texts of its lanes.
 
         A reload's forward is `load`, which copies from the host.
         """
@@ -144,7 +145,7 @@ class SimDevice:
             self._run(forward, np.array([coins >> lane & 1 for lane in range(batch)], bool))
 
     def result(self, plan: Plan, *, not_finite: bool = False) -> StepResult:
-        """Wait for a step, and so for all before it; `not_finite` = the first lane's logits."""
+        """Run a step and all steps before it; `not_finite` taints the first lane's logits."""
         forward = self._wait(plan.step)
         tokens: list[list[int]] = []
         if plan.kind == "decode":
@@ -163,7 +164,7 @@ class SimDevice:
         return StepResult(tokens, forward.accept_len.astype(np.int32), flags)
 
     def fail(self, step: int) -> None:
-        """The step's forward fails; lanes that have run did so in vain."""
+        """Fail the step's forward, also for lanes that have run."""
         forward = self._forwards[step]
         forward.has_failed = True
         self._is_broken[forward.plan.rows] = True
@@ -175,11 +176,11 @@ class SimDevice:
         self._wait(step)
 
     def pages(self, g: int) -> Ints:
-        """A group's memory by pages, a view."""
+        """Return a view of a group's memory by pages."""
         return self._memory[g].reshape(-1, self._groups[g].page_size)
 
     def reset(self) -> None:
-        """Forget what is on its way: the device is still, and the table is read anew."""
+        """Forget all steps on their way; the caller starts anew."""
         self._forwards.clear()
 
     def _wait(self, step: int) -> _Forward:
@@ -191,12 +192,12 @@ class SimDevice:
         return self._forwards.pop(step)
 
     def _page(self, g: int, page: int) -> Ints:
-        """The slots of a page, a view."""
+        """Return a view of a page's slots."""
         P = self._groups[g].page_size
         return self._memory[g][page * P : (page + 1) * P]
 
     def _forget_new_pages(self, plan: Plan, lines: list[Ints]) -> None:
-        """What lies in pages that the step claimed is an earlier owner's."""
+        """Clear the pages that the step claimed, which hold an earlier owner's text."""
         before, after = plan.allocated_before, plan.allocated_after
         for g, lane in np.argwhere(after > before).tolist() if lines else ():
             P = self._groups[g].page_size
@@ -204,7 +205,7 @@ class SimDevice:
             self._memory[g].reshape(-1, P)[pages] = 0
 
     def _copy_pages(self, forward: _Forward) -> None:
-        """Before the step's forward, and before all that is launched after it."""
+        """Do the step's page copies, before its forward and all later ones."""
         if forward.has_copied:
             return
         forward.has_copied = True
@@ -216,7 +217,7 @@ class SimDevice:
             new[num_tokens:] = 0
 
     def _run(self, forward: _Forward, lanes: npt.NDArray[np.bool_]) -> None:
-        """Run these lanes, those that have not run yet."""
+        """Run those of these lanes that have not run yet."""
         self._copy_pages(forward)
         (chosen,) = np.nonzero(lanes & forward.waiting)
         if not len(chosen):
@@ -348,7 +349,7 @@ class SimDevice:
         )
 
     def _reach(self, g: int, shapes: npt.NDArray[np.int32], roots: Ints) -> Ints:
-        """[lanes]: where the slots end that a round can write from these roots."""
+        """Return the end of the slots that a round can write from these roots, [lanes]."""
         steps, topk, num_draft_tokens = self._sizes[shapes].T
         ends: Ints = roots + num_draft_tokens
         group = self._groups[g]

@@ -1,4 +1,4 @@
-"""The laws of a simulation: what every turn must keep, looked at beside scheduler and ledger."""
+"""`Laws`: the rules that every turn of a simulation must keep."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Laws:
     """The laws of one simulation; each raises `BrokenLaw`.
 
     Attributes:
-        check: as in `Simulation`.
-        candidates: of the controller; () = there is none.
-        watches: by request id: those that have not ended.
-        note: writes down what happens.
+        check: see `Simulation`.
+        candidates: the controller's candidates; () = there is no controller.
+        watches: request id -> watch, for requests that have not ended.
+        note: records what happens.
     """
 
     scenario: Scenario
@@ -54,14 +54,14 @@ class Laws:
         self._P = np.array(self.scenario.settings.page_sizes)
 
     def admit(self, watch: Watch, starts: Sequence[int], turn: int) -> None:
-        """It has got a row; its first prefill step begins at one of `starts`."""
+        """Record that a request got a row; its first prefill must begin at one of `starts`."""
         self._admissions += 1
         watch.admission = self._admissions
         watch.taken = watch.request.row, watch.request.epoch
         watch.last_step, watch.starts = turn, starts
 
     def check_admission(self, pinned: list[Pinned], turn: int) -> None:
-        """Nobody waits who comes before somebody admitted now; there are not too many.
+        """Check that no waiting request precedes an admitted one, and that not too many run.
 
         `pinned` were so before; some may have been dropped since.
         """
@@ -96,7 +96,7 @@ class Laws:
             raise BrokenLaw(f"{self.scheduler.num_running} requests run at once")
 
     def check_drop(self, pinned: list[Pinned], *, is_flying: bool) -> None:
-        """Some of these pins were dropped to make room: the oldest, and nothing was in flight."""
+        """Check that dropped pins were the oldest, and that nothing was in flight."""
         num_gone = len(pinned) - len(self.pins.kept)
         self.tally.dropped_pins += num_gone
         self.note(f"{num_gone} pins are dropped")
@@ -106,7 +106,7 @@ class Laws:
             raise BrokenLaw("a pin is dropped while results are still to come")
 
     def check_retraction(self, before: list[tuple[Watch, int]], steps: list[Step]) -> None:
-        """Whoever was retracted is the last admitted of the least priority; one at least stays.
+        """Check that the last admitted of the least priority was retracted, and one request stays.
 
         `before` are those that ran, and the epochs of their rows; `steps` what runs now.
         """
@@ -137,7 +137,7 @@ class Laws:
             raise BrokenLaw("a request is retracted, and a pinned text kept")
 
     def check_need(self, victim: Request, *, is_flying: bool) -> None:
-        """Whoever is retracted had to be: nothing is in flight, and what comes next has no room."""
+        """Check that a retraction was needed: nothing in flight, and no room for the next step."""
         if victim.finish_reason is not None or not self.check:
             return
         # Alone, on what it shares: what it shares is in its way.
@@ -174,7 +174,7 @@ class Laws:
             )
 
     def check_step(self, step: Step, turn: int) -> None:
-        """A plan is of the rows that its requests have, within the limits."""
+        """Check that a plan has its requests' rows and keeps the limits."""
         plan, settings = step.plan, self.scenario.settings
         rows, epochs, los = plan.rows.tolist(), plan.epochs.tolist(), plan.lo.tolist()
         begins = plan.start.tolist()
@@ -222,7 +222,7 @@ class Laws:
             raise BrokenLaw(f"step {plan.step} prefills {num_tokens} tokens")
 
     def check_each(self, watch: Watch, turn: int, *, has_launched: bool) -> None:
-        """It goes on, or has ended as it may."""
+        """Check that a request goes on, or has ended in an allowed way."""
         request = watch.request
         num_tokens = len(request.tokens)
         if num_tokens != watch.num_tokens:
@@ -245,7 +245,7 @@ class Laws:
             )
 
     def check_turn(self) -> None:
-        """After a turn: does anybody get on, do the sums hold."""
+        """Check, after a turn, that requests make progress and that the sums hold."""
         self._check_progress()
         self.talks.check()
         if self.check >= 2:
@@ -256,7 +256,7 @@ class Laws:
             self._check_sums()
 
     def _check_progress(self) -> None:
-        """Between two new tokens lies no more than everybody's prefill."""
+        """Check that no more than all requests' prefills pass between two new tokens."""
         tokens = sum(watch.num_tokens for watch in self.watches.values())
         chunks = tokens // self.scenario.settings.prefill_tokens + len(self.watches)
         if self._idle_turns > 8 + 4 * chunks:
@@ -264,7 +264,7 @@ class Laws:
         self._idle_turns += 1
 
     def _check_sums(self) -> None:
-        """Every page is free, fenced, a running row's or a pin's; every request waits or runs."""
+        """Check that every page has a place (free, fenced, row, pin) and every request too."""
         running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
         for watch in self.watches.values() if self._has_samples else ():  # they wait with the first
             waiting += sum(r.finish_reason is None for r in watch.request.siblings)
@@ -295,7 +295,7 @@ class Laws:
                 )
 
     def _check_ended(self, watch: Watch) -> None:
-        """It ended as it would alone, or by what was done to it; its text is its own."""
+        """Check that a request ended as it would alone or by its fault, with its own text."""
         request, reason = watch.request, watch.request.finish_reason
         name = f"request {watch.arrival.request_id}"
         end, planned = watch.arrival.end
@@ -320,11 +320,11 @@ class Laws:
         )
 
     def _fills_pages(self, arrival: Arrival) -> bool:
-        """Whether the prompt fills a page in every group."""
+        """Return whether the prompt fills a page in every group."""
         return all(arrival.prompt_len >= P for P in self.scenario.settings.page_sizes)
 
     def check_empty(self, when: str) -> None:
-        """Nothing is held and nothing fenced but what is pinned."""
+        """Check that no page is held or fenced, except for pins."""
         ledger = self.ledger
         free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
         idle = self.talks.idle_rows
@@ -340,7 +340,7 @@ class Laws:
             raise BrokenLaw(f"{when} steps are in flight: {ledger.steps()}")
 
     def _num_held(self, g: int, rows: list[int]) -> int:
-        """Pages of pins and these rows; of a window group, checkpoints may keep some more."""
+        """Count the pages of pins and rows; in window groups checkpoints may keep more."""
         window = self.scenario.settings.windows[g]
         if window is None:
             return self.pins.num_held(g, rows)

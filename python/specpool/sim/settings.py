@@ -11,7 +11,7 @@ from specpool.config import Placement, Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How the engine is built; the names are those of `EngineConfig` and `Scheduler`."""
+    """The engine's options; the names are those of `EngineConfig` and `SchedulerConfig`."""
 
     page_sizes: tuple[int, ...]  # of each group; one with a window is the last
     num_pages: tuple[int, ...]
@@ -50,7 +50,7 @@ class Settings:
         return (*[None] * (len(self.page_sizes) - 1), self.window)
 
     def ledger(self) -> Ledger:
-        """A ledger for these settings."""
+        """Build a ledger for these settings."""
         groups = [
             Group(
                 f"group{i}",
@@ -79,7 +79,7 @@ class Settings:
         )
 
     def pages_per_row(self) -> tuple[int, ...]:
-        """Pages of a full row in each group: a pool has at least as many."""
+        """Return the pages of a full row in each group; a pool has at least as many."""
         shapes = [Shape.none(), *(Shape(*shape) for shape in self.shapes)]
         most = []
         for P, hosts, window in zip(self.page_sizes, self.hosts_drafts, self.windows, strict=True):

@@ -1,4 +1,4 @@
-"""A scenario that breaks a law, made smaller while it still breaks one."""
+"""`shrink`: makes a scenario that breaks a law smaller while it still breaks one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Failure:
 
     Attributes:
         found: the scenario that broke it.
-        message: of the error, and its type.
+        message: the error's type and message.
         shrunk: a smaller scenario that breaks a law too.
         trace: the last events of the shrunk one.
     """
@@ -37,7 +37,7 @@ class Failure:
 
 
 def broken_law(scenario: Scenario, check: int = 2, most_rounds: int | None = None) -> str | None:
-    """What a simulation of the scenario finds: an error's type and message, or None."""
+    """Simulate the scenario; return the type and message of its error, or None."""
     try:
         Simulation(scenario, check).run(most_rounds)
     except Exception as error:  # whatever it is, nothing of the kind may happen
@@ -53,7 +53,7 @@ def shrink(
     seconds: float = 10.0,
     breaks: Callable[[Scenario, int], str | None] = broken_law,
 ) -> Failure:
-    """Take away requests, faults and aborts while a law stays broken, for so many seconds."""
+    """Remove requests, faults and aborts while a law stays broken, for at most so many seconds."""
     found, last = scenario, message
     deadline = time.monotonic() + seconds
     smaller = True
@@ -76,7 +76,7 @@ def shrink(
 
 
 def _simpler(scenario: Scenario) -> Iterator[Scenario]:
-    """Scenarios with less in them, the least first."""
+    """Yield scenarios with less in them, the smallest first."""
     arrivals, faults = scenario.arrivals, scenario.faults
     if faults:
         yield replace(scenario, faults=())
@@ -99,7 +99,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _plainer(arrival: Arrival) -> Iterator[Arrival]:
-    """The request without its abort, its stop, its priority, its drafts, half its output."""
+    """Yield variants of a request without abort, stop, priority, drafts, or half its output."""
     plain: dict[str, object] = {"abort_after": None, "stop_at": None, "priority": 0, "shape": 0}
     plain |= {
         "stop_text": None,

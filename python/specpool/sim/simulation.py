@@ -1,4 +1,4 @@
-"""The loop of an engine around a simulated device; every turn of it is held to the laws."""
+"""`Simulation`: runs a scenario on a simulated device and checks the laws after every turn."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class _Interrupted(BaseException):
 
 
 class Simulation:
-    """One scenario, run to its end.
+    """A run of one scenario.
 
     Args:
-        scenario: what comes, and what goes wrong.
+        scenario: the requests and the faults.
         check: 0 = requests' ends and texts alone; 1 = also the pools' sums and the laws of each
             turn; 2 = also a full audit of the ledger each turn, and every slot that a forward
             touches.
-        keeps_trace: write down what happens, in `trace`.
+        keeps_trace: record what happens in `trace`.
     """
 
     def __init__(self, scenario: Scenario, check: int = 2, *, keeps_trace: bool = False) -> None:
@@ -170,7 +170,7 @@ class Simulation:
                     self._scheduler.abort(watch.request)  # twice is once
 
     def _watch(self, arrival: Arrival) -> Request:
-        """Somebody comes."""
+        """Record a request that arrives."""
         request = arrival.request()
         if arrival.adapts:
             of_round = self._scheduler.round_shapes
@@ -316,7 +316,7 @@ class Simulation:
         self._scheduler.fail(step, RuntimeError("a simulated fault"))
 
     def _look_around(self, has_launched: bool) -> None:
-        """After a turn: who has ended, and do the laws hold."""
+        """Find the requests that ended in a turn, and check the laws."""
         for watch in list(self._watches.values()):
             self._laws.check_each(watch, self._turn, has_launched=has_launched)
             request = watch.request

@@ -1,8 +1,8 @@
-"""A fake device: it runs launched steps over slots that remember which token lies in them.
+"""`FakeDevice`: runs launched steps on slots that record which token they hold.
 
-Every forward reads its prefix and writes all cells that a real round can touch, so that a page
-handed out too early, a table delta that came late or a wrong length is seen as a stale or foreign
-token, at the step that meets it.
+Every forward reads its prefix and writes all cells that a real round can touch. So a page that was
+handed out too early, a late table delta or a wrong length shows as a stale or foreign token, at the
+step that reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Delta: TypeAlias = tuple[_Ints, _Ints, _Ints]  # rows, columns, pages of one gr
 
 
 class DeviceFault(AssertionError):  # noqa: N818 - a fault of the schedule, found by the device
-    """A forward read a token that is not its row's, or used a position that has no page."""
+    """A forward read a token of another row, or used a position without a page."""
 
 
 @dataclass(eq=False)
@@ -31,8 +31,8 @@ class _Lane:
 
     plan: Plan
     lane: int
-    lines: list[_Ints]  # The row's pages, per group, as its forward sees them.
-    accept_len: int | None = None  # Set once it has run.
+    lines: list[_Ints]  # the row's pages, per group, at the launch
+    accept_len: int | None = None  # None = the lane has not run
     failed: bool = False
 
     @property
@@ -50,36 +50,36 @@ class _Copies:
 
     step: int
     moves: list[tuple[int, int, int, int]]  # (group, src page, dst page, tokens)
-    rows: set[int]  # Those that the copies go to.
+    rows: set[int]  # the rows that the copies go to
 
 
 @dataclass
 class _Sequence:
-    """What the device knows of a row."""
+    """The device's record of a row."""
 
     tokens: list[int] = field(default_factory=list)
-    failed: bool = False  # A forward or copy of it failed: its KV is garbage from then on.
+    failed: bool = False  # a forward or copy of the row failed, so its KV is garbage
 
 
 class FakeDevice:
-    """Runs the forwards of one ledger, out of order where several streams could.
+    """A device for tests that runs the forwards of one ledger, also out of order.
 
-    Call `launch(plan)` in place of the model's forward, right after `ledger.launch(plan.step)`;
-    then `accept_lens(step)` for `ledger.resolve`, and `finish(step)` before `ledger.complete`. Rows
-    that start on another row's tokens (`admit` on a prefix, `fork`) are announced by `begin`.
+    Call `launch(plan)` in place of the model's forward, right after `ledger.launch(plan.step)`.
+    Then call `accept_lens(step)` for `ledger.resolve`, and `finish(step)` before `ledger.complete`.
+    For a row that starts with another row's tokens (`admit` on a prefix, `fork`), call `begin`.
 
     Args:
-        ledger: its table deltas are taken and acknowledged by `launch`.
-        choose: `choose(n)` is a number in `range(n)`; it decides accept lengths and the order in
-            which rows run. The default is seeded with 0.
-        in_order: one stream, each step behind the other; the default where the ledger has no page
-            fencing. Otherwise only a row's own forwards keep their order, and page copies run
-            before the forwards of their step and of later ones.
-        acknowledge: `launch` acknowledges the delta that it takes; False leaves that to the caller.
+        ledger: `launch` takes and acknowledges its table deltas.
+        choose: `choose(n)` returns a number in `range(n)`; it decides accept lengths and the order
+            in which rows run. The default is random with seed 0.
+        in_order: True = one stream, which runs steps in order; the default if the ledger has no
+            page fencing. False = only a row's own forwards keep their order, and page copies run
+            before the forwards of their step and of later steps.
+        acknowledge: whether `launch` acknowledges the delta; False leaves that to the caller.
 
     Raises:
-        DeviceFault: from whichever call runs the forward that goes wrong, or names a step that was
-            not launched here.
+        DeviceFault: a forward goes wrong, or a call names a step that was not launched here. Any
+            method may raise it.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class FakeDevice:
     # --- What an engine calls ---
 
     def begin(self, row: int, tokens: Sequence[int] = ()) -> None:
-        """The row, just admitted, holds these tokens (of `tokens(other)`)."""
+        """Record that a row, just admitted, holds these tokens, such as `tokens(other)`."""
         self._sequences[row] = _Sequence(list(tokens))
 
     def tokens(self, row: int) -> list[int]:
-        """The row's tokens whose KV has been written, as opaque numbers."""
+        """Return the row's tokens whose KV has been written, as opaque numbers."""
         return list(self._sequence(row).tokens)
 
     def launch(self, plan: Plan) -> None:
-        """Enqueues the forward of a step that the ledger has just launched."""
+        """Enqueue the forward of a step that the ledger has just launched."""
         self.apply_delta(self._ledger.take_delta(plan.step))
         if self._acknowledge:
             self._ledger.ack_delta(plan.step)
@@ -142,17 +142,17 @@ class FakeDevice:
         self._newest = plan.step
 
     def apply_delta(self, delta: Sequence[_Delta]) -> None:
-        """The answer of `ledger.take_delta`, where it was not `launch` that took it."""
+        """Apply a result of `ledger.take_delta` that the caller has taken."""
         for table, (rows, columns, pages) in zip(self._tables, delta, strict=True):
             table[rows, columns] = pages
 
     def accept_lens(self, step: int, wish: Sequence[int] | None = None) -> list[int]:
-        """What each lane of a round accepted; runs what has not run yet.
+        """Return each lane's accept length of a round; run the lanes that have not run yet.
 
         Args:
             step: a launched decode, not yet both resolved and complete.
-            wish: [b], what lanes that have not run shall accept; anything out of range, and None,
-                leaves it to chance.
+            wish: [b], the accept lengths of lanes that have not run. None, or a value out of range,
+                means random.
         """
         self._check_launched(step)
         if step not in self._steps:
@@ -163,7 +163,7 @@ class FakeDevice:
         return [lane.accept_len or 0 for lane in lanes]
 
     def finish(self, step: int) -> None:
-        """Runs all that is left of the step and of every step before it."""
+        """Run the rest of the step and of every step before it."""
         self._check_launched(step)
         self._run_up_to(step)
 
@@ -172,12 +172,12 @@ class FakeDevice:
             self._run_one(left)
 
     def run_some(self) -> None:
-        """Runs one forward or batch of copies, if any is waiting."""
+        """Run one waiting forward or batch of copies, if there is any."""
         if self._queue:
             self._run_one(self._queue)
 
     def fail(self, step: int) -> None:
-        """What has not run of the step never will: its rows, and copies' rows, hold garbage."""
+        """Fail the lanes and copies of a step that have not run; their rows then hold garbage."""
         self._check_launched(step)
         for unit in list(self._queue):
             if _step(unit) != step:
@@ -190,7 +190,7 @@ class FakeDevice:
                     self._sequence(row).failed = True
 
     def check_row(self, row: int, length: int) -> None:
-        """The row's KV is what it should be, from its `evicted_len` to `length`."""
+        """Check that a row's KV is right from its `evicted_len` to `length`."""
         self._run_up_to(max((_step(unit) for unit in self._queue), default=0))
         for group in range(len(self._groups)):
             line = self._ledger.full_table(group)[row]
@@ -198,10 +198,10 @@ class FakeDevice:
             self._read(f"row {row}", group, line, row, range(first, length), self._target)
 
     def check_complete(self) -> None:
-        """Every step that is complete in the ledger was launched here, and has run.
+        """Check that every step that is complete in the ledger was launched here, and has run.
 
         Raises:
-            DeviceFault: names the step, and the call that is missing.
+            DeviceFault: a step was not; the message has the step and the missing call.
         """
         completed = self._ledger.completed
         for step in [*sorted(self._skipped), *range(self._newest + 1, completed + 1)]:
@@ -218,7 +218,7 @@ class FakeDevice:
                 )
 
     def _was_launched(self, step: int) -> bool:
-        """Whether the ledger launched a step that it holds for complete, and did not cancel it."""
+        """Return whether the ledger launched a completed step, and did not cancel it."""
         try:
             self._ledger.complete(step)  # Without effect.
         except OrderError:
@@ -334,7 +334,7 @@ class FakeDevice:
         self._keep(unit, sequence.tokens, range(root, root + accept_len))
 
     def _keep(self, unit: _Lane, tokens: list[int], positions: range) -> None:
-        """Writes tokens that stay."""
+        """Write tokens that stay."""
         for group, spec in enumerate(self._groups):
             for position in positions:
                 slot = self._slot(_name(unit), group, unit.lines[group], position)
@@ -402,7 +402,7 @@ def _token(found: int) -> str:
 
 
 def _draft_cells(root: int, page_size: int, steps: int, topk: int, holey: bool) -> set[int]:
-    """Positions that the drafts of a round write, the copies of the prefix's tail included."""
+    """Return the cells that a round's drafts write, copies of the prefix's tail included."""
     if not holey or page_size == 1 or topk == 1:
         return {root + cell for cell in range(steps * topk)}
     if steps == 0:

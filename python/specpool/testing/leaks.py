@@ -1,7 +1,7 @@
-"""The proof that no page leaked: a check of one ledger, and a pytest fixture for all of a test's.
+"""`assert_no_page_leaked` checks one ledger; the fixture `no_page_leaks` checks all of a test.
 
-A pytest plug-in: `pytest_plugins = ["specpool.testing.leaks"]` in a `conftest.py`, or import
-`no_page_leaks` there.
+To use it as a pytest plug-in, put `pytest_plugins = ["specpool.testing.leaks"]` into a
+`conftest.py`, or import `no_page_leaks` there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def assert_no_page_leaked(ledger: Ledger, *, kept_prefixes: Iterable[int] = ()) 
     """Check that every page is free, every row is back, and the audit agrees.
 
     Args:
-        ledger: at rest.
+        ledger: a ledger with nothing left to do.
         kept_prefixes: pinned prefixes that are kept on purpose, as a prefix cache does. Their pages
             do not count as leaked.
 
     Raises:
-        AssertionError: names the pages that are not free, with their owner, the step that took
-            them and the last verb; the steps, rows and prefixes that are not over; and kept
-            prefixes that are gone.
+        AssertionError: something leaked. The message lists the pages that are not free, with their
+            owner, the step that took them and the last verb; the steps, rows and prefixes that are
+            left; and kept prefixes that are gone.
         CorruptState: the audit found a broken invariant.
     """
     report = still_out(ledger, kept_prefixes)
@@ -86,7 +86,7 @@ class MadeLedgers(list[Ledger]):
         self._kept: list[tuple[Ledger, int]] = []
 
     def keep(self, ledger: Ledger, prefix: int) -> None:
-        """Say that this pinned prefix stays after the test."""
+        """Allow this pinned prefix to stay after the test."""
         self._kept.append((ledger, prefix))
 
     def kept_prefixes(self, ledger: Ledger) -> list[int]:

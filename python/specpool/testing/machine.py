@@ -1,4 +1,4 @@
-"""A Hypothesis state machine into which an embedder plugs their own scheduler."""
+"""`LedgerMachine`: a Hypothesis state machine that tests your own scheduler."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from specpool.testing.strategies import LedgerConfig, ledger_configs
 
 
 class Scheduler(Protocol):
-    """What `LedgerMachine` drives: usually a few lines around the embedder's own class."""
+    """The interface of the scheduler under test: usually a few lines around your own class."""
 
     def submit(self, request: int, prompt_len: int, max_new_tokens: int) -> None:
-        """A new request. `prompt_len + max_new_tokens <= max_context_len`."""
+        """Take a new request; `prompt_len + max_new_tokens <= max_context_len`."""
 
     def abort(self, request: int) -> None:
-        """The client is gone. The request was submitted once, and may be over by now."""
+        """End a request whose client is gone. It was submitted once, and may be over by now."""
 
     def step(self) -> bool:
-        """One turn of the loop; False when nothing is left to do and every step is complete."""
+        """Run one turn of the loop; return False when all is done and every step is complete."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Submits and aborts requests at any time, turns the loop, and checks the ledger.
+    """A state machine that submits and aborts requests at any time, and checks the ledger.
 
     After every rule the ledger's audit must pass. At the end the loop must come to rest within
     `max_turns` turns, no page, row or prefix may be left (`assert_no_page_leaked`), and every step
-    must have run on the `FakeDevice` (`check_complete`), where forwards must find their own tokens.
+    must have run on the `FakeDevice` (`check_complete`), which checks the tokens that forwards
+    read.
 
     Subclass it, override `make_scheduler`, and let pytest collect `YourMachine.TestCase`.
     """
@@ -45,7 +46,7 @@ class LedgerMachine(RuleBasedStateMachine):
     max_turns: ClassVar[int] = 500
 
     def make_scheduler(self, ledger: Ledger, device: FakeDevice) -> Scheduler:
-        """The scheduler under test, which runs its forwards on `device`."""
+        """Return the scheduler under test, which must run its forwards on `device`."""
         raise NotImplementedError
 
     def kept_prefixes(self) -> Iterable[int]:
@@ -61,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1))
     def start(self, data: st.DataObject, seed: int) -> None:
-        """Builds the ledger, the device and the scheduler."""
+        """Build the ledger, the device and the scheduler."""
         config = data.draw(self.configs, label="config")
         self.ledger = config.build()
         self.device = FakeDevice(self.ledger, choose=random.Random(seed).randrange)
@@ -69,7 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def submit(self, data: st.DataObject) -> None:
-        """A request that fits the context."""
+        """Submit a request that fits the context."""
         context = self.ledger.max_context_len
         prompt_len = data.draw(st.integers(1, context - 1), label="prompt_len")
         max_new_tokens = data.draw(st.integers(1, context - prompt_len), label="max_new_tokens")
@@ -79,22 +80,22 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests > 0)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """Any request that ever came."""
+        """Abort any request that was ever submitted."""
         self.scheduler.abort(data.draw(st.integers(1, self.requests), label="request"))
 
     @rule(turns=st.integers(1, 5))
     def step(self, turns: int) -> None:
-        """A few turns of the loop."""
+        """Run a few turns of the loop."""
         for _ in range(turns):
             self.scheduler.step()
 
     @invariant()
     def audit(self) -> None:
-        """Every page and every row is accounted for."""
+        """Check every page and every row."""
         self.ledger.check()
 
     def teardown(self) -> None:
-        """The loop comes to rest, and everything is given back."""
+        """Run the loop until it comes to rest, and check that everything was given back."""
         if sys.exc_info()[0] is not None or not hasattr(self, "scheduler"):
             return  # A rule has failed: its own error is the one to show.
         for _ in range(self.max_turns):

@@ -1,4 +1,4 @@
-"""One operation on a ledger as a value: `(verb, arguments)`, made from bytes, applied by name."""
+"""`Operation`: a call of a ledger as a value, made from bytes by `decode_op`, run by `apply`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Operation: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def apply(ledger: Ledger, operation: Operation) -> Any:
-    """Calls the verb and returns its answer.
+    """Call the verb and return its result.
 
     Raises:
         SpecpoolError: the ledger refuses the call, and has not changed.

@@ -20,7 +20,7 @@ _LAYOUTS: list[Literal["dense", "holey"]] = ["dense", "holey"]
 
 @dataclass(frozen=True)
 class LedgerConfig:
-    """What a `Ledger` is built from, by the names of its arguments."""
+    """The arguments of a `Ledger`, by their names."""
 
     groups: tuple[Group, ...]
     shapes: tuple[Shape, ...]
@@ -35,15 +35,15 @@ class LedgerConfig:
     page_fencing: bool = True
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of `Ledger`."""
+        """Return the keyword arguments of `Ledger`."""
         named = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: named[name] for name in named if name not in ("groups", "shapes")}
 
     def build(self, **more: Any) -> Ledger:
-        """A new ledger; `more` is passed on to it.
+        """Build a ledger; `more` is passed on to it.
 
         Raises:
-            ConfigError: as `Ledger`.
+            ConfigError: see `Ledger`.
         """
         return Ledger(self.groups, self.shapes, **self.options() | more)
 
@@ -51,7 +51,7 @@ class LedgerConfig:
 def shapes(
     max_steps: int = 3, max_topk: int = 3, max_draft_tokens: int = 8
 ) -> st.SearchStrategy[Shape]:
-    """Shapes that an EAGLE drafter can build, and shape 0."""
+    """Draw shapes that an EAGLE drafter can build, and shape 0."""
 
     def tree(fields: tuple[int, int, int]) -> Shape:
         steps, topk, tokens = fields
@@ -64,7 +64,7 @@ def shapes(
 
 
 def any_shapes(max_field: int = 4) -> st.SearchStrategy[Shape]:
-    """Every shape that the ledger takes, those included that no EAGLE drafter builds."""
+    """Draw any shapes that the ledger takes, also shapes that no EAGLE drafter builds."""
     fields = (st.integers(0, max_field), st.integers(1, max_field), st.integers(1, 2 * max_field))
     return st.tuples(*fields).map(lambda fields: Shape(*fields))
 
@@ -84,18 +84,19 @@ def ledger_configs(
     """Draw small ledgers that can be built, with pools tight enough to run out of pages.
 
     Args:
-        page_sizes: of the groups, each as often as it stands here; at least 1 each.
-        max_groups: most groups, at least 1.
-        max_rows: most rows, at least 1.
-        max_context_len: greatest L, at least 4.
-        max_overlap_depth: greatest D, at least 0.
-        max_shapes: most shapes besides shape 0; 0 = plain decoding alone.
+        page_sizes: the page sizes to draw from; a size listed twice is drawn twice as often. At
+            least 1 each.
+        max_groups: the most groups, at least 1.
+        max_rows: the most rows, at least 1.
+        max_context_len: the greatest L, at least 4.
+        max_overlap_depth: the greatest D, at least 0.
+        max_shapes: the most shapes besides shape 0; 0 = plain decoding alone.
         windows: whether some groups have a window.
         chunks: whether some ledgers limit the length of an extend.
-        spare_pages: most pages of a pool beyond what a single row needs, at least 0.
+        spare_pages: the most pages of a pool beyond what a single row needs, at least 0.
 
     Raises:
-        ConfigError: a limit is below what is given here.
+        ConfigError: a limit is below the least value given here.
     """
     least = {
         "max_groups": (max_groups, 1),
@@ -136,7 +137,7 @@ def _ledger_configs(
     chunks: bool,
     spare_pages: int,
 ) -> LedgerConfig:
-    """See `ledger_configs`."""
+    """Draw a configuration; see `ledger_configs`."""
     context = draw(st.integers(4, max_context_len))
     chunk = draw(st.none() | st.integers(1, context)) if chunks else None
     drafting = (shapes() | any_shapes()).filter(lambda shape: shape != Shape.none())
@@ -172,7 +173,7 @@ def _ledger_configs(
 
 
 def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
-    """The fewest pages with which a ledger of this one group can be built."""
+    """Return the fewest pages with which a ledger of this one group can be built."""
     size: int = facts["page_size"]
     window: int | None = facts["window"]
     width = sizing_row_width(
@@ -191,7 +192,7 @@ def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
 
 
 def _reserve(config: LedgerConfig, facts: dict[str, Any]) -> int:
-    """Slots beyond `resolved_len` that no round of the config passes in this group."""
+    """Return the slots beyond `resolved_len` that no round of the config passes in this group."""
     depth, shapes = config.overlap_depth, (Shape.none(), *config.shapes)
     if config.policy == "double_buffer":
         return depth + (depth + 1) * max(_alloc_len(facts, shape, drafts=True) for shape in shapes)
@@ -200,7 +201,7 @@ def _reserve(config: LedgerConfig, facts: dict[str, Any]) -> int:
 
 
 def _alloc_len(facts: dict[str, Any], shape: Shape, *, drafts: bool) -> int:
-    """W of the shape, as if the group hosted no drafts unless `drafts`."""
+    """Return the slots of one round of the shape; without `drafts`, as if none were hosted."""
     return sizing_alloc_len_per_decode(
         page_size=facts["page_size"],
         num_steps=shape.num_steps,
@@ -212,15 +213,15 @@ def _alloc_len(facts: dict[str, Any], shape: Shape, *, drafts: bool) -> int:
 
 
 def accept_lens(lanes: Sequence[Shape]) -> st.SearchStrategy[list[int]]:
-    """What a round of these shapes may accept, lane by lane, bonus token included."""
+    """Draw accept lengths of a round with these shapes, lane by lane, bonus token included."""
     return st.tuples(*(st.integers(1, shape.max_accept_len) for shape in lanes)).map(list)
 
 
 def operation_codes() -> st.SearchStrategy[bytes]:
-    """Bytes that `decode_op(ledger, code)` turns into one operation on the ledger as it is then."""
+    """Draw bytes that `decode_op(ledger, code)` turns into one operation on the ledger."""
     return st.binary(min_size=OP_BYTES, max_size=OP_BYTES)
 
 
 def operation_sequences(max_size: int = 50) -> st.SearchStrategy[list[bytes]]:
-    """Codes for `decode_op`, one after the other: `apply(ledger, decode_op(ledger, code))`."""
+    """Draw a list of codes, each for `apply(ledger, decode_op(ledger, code))`."""
     return st.lists(operation_codes(), max_size=max_size)

@@ -1,1 +1,1 @@
-"""From tokens to text, and from chats to tokens."""
+"""Text: tokenizers, streams of text from tokens, stop strings and chat templates."""

@@ -1,12 +1,12 @@
-"""Chat templates: programs of a checkpoint, rendered by a process of their own within limits.
+"""`render`: renders a checkpoint's chat template in a second process, within limits.
 
-A template is Jinja: transformers' sandbox keeps it from files and from Python, but lets it loop and
-allocate without end. Here a second process renders with transformers' own function, holds at most
-`MOST_BYTES` more than it began with (on Linux), and is killed after `MOST_SECONDS`. It starts with
-the first chat, serves all engines of this process, and ends with it.
+A template is a Jinja program. transformers' sandbox keeps it from files and from Python, but lets
+it loop and allocate without end. So a second process renders with transformers' own function. It
+may take at most `MOST_BYTES` more than it began with (on Linux), and is killed after
+`MOST_SECONDS`. It starts with the first chat, serves all engines of this process, and ends with it.
 
 Run as a file, this module is that second process. It reads one JSON line per request from standard
-input and answers each with one on standard output.
+input, and answers each with one JSON line on standard output.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MOST_CHARACTERS = 1 << 25
 
 
 class TemplateError(Exception):
-    """A template that refuses its messages, or passes a limit."""
+    """A template refused its messages, or passed a limit."""
 
 
 class _Process:
-    """The process that renders; it starts when it is needed, and again after it was killed."""
+    """The rendering process. It starts when it is needed, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class _Process:
         """Return the answer to one request.
 
         Raises:
-            TemplateError: no answer in time, or the process cannot run.
+            TemplateError: there was no answer in time, or the process cannot run.
         """
         line = json.dumps(request)
         with self._lock:
@@ -55,7 +55,7 @@ class _Process:
             return answer
 
     def _say(self, line: str, seconds: float) -> Any:
-        """Return the answer to a line; without one in time the process is ended."""
+        """Send a line and return the answer; end the process if none comes in time."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         late = threading.Event()
@@ -124,14 +124,14 @@ def render(
 
     Args:
         template: Jinja, as transformers takes it.
-        messages: of plain data, as JSON has it.
-        variables: what the template finds beside them, such as the special tokens.
+        messages: plain data, as in JSON.
+        variables: further variables of the template, such as the special tokens.
 
     Returns:
         The text.
 
     Raises:
-        TemplateError: the template refuses, passes a limit, or the messages are no plain data.
+        TemplateError: the template refuses or passes a limit, or the messages are not plain data.
     """
     request = {
         "template": template,
@@ -179,7 +179,7 @@ def _serve() -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process take so many bytes more, where the system can say so."""
+    """Limit this process to `num_bytes` more than it has now, if the system supports it."""
     try:
         import resource
 

@@ -1,4 +1,4 @@
-"""Search a growing text for stop strings."""
+"""`StopSearch`: searches a growing text for stop strings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class StopHit:
     """The stop string that ended a text.
 
     Attributes:
-        stop: which one.
-        num_tokens: of the tokens pushed, those up to and with the one whose text completed it. The
-            rest is no part of the output; it may have been needed to decide.
+        stop: the string.
+        num_tokens: the number of pushed tokens up to and with the one that completed the string.
+            Later tokens are not part of the output, but may have been needed to decide.
     """
 
     stop: str
@@ -21,10 +21,10 @@ class StopHit:
 
 
 class StopSearch:
-    """Finds the earliest of several strings in a text that comes in pieces (Aho-Corasick).
+    """A search for the earliest of several strings in a text that comes in pieces (Aho-Corasick).
 
-    A state is a node of the strings' trie: the longest end of the text that may begin one of them.
-    Each character costs O(1), however long and many the strings are.
+    The state is a node of the strings' trie: the longest end of the text that begins one of the
+    strings. Each character costs O(1), whatever the number and length of the strings.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class StopSearch:
         self._found[node] = string
 
     def _link(self) -> list[int]:
-        """For each node, that of its longest proper end; breadth first."""
+        """Return, for each node, the node of its longest proper suffix; breadth first."""
         fallbacks = [0] * len(self._children)
         nodes = [0]
         for node in nodes:
@@ -71,11 +71,11 @@ class StopSearch:
         return self._children[node].get(character, 0)
 
     def feed(self, text: str, ends: Sequence[int]) -> str:
-        """Go on with `text`; returns what no string can begin in any more.
+        """Search the next piece, and return the text that cannot be part of a stop string.
 
         Args:
             text: the next piece.
-            ends: for each character, how many tokens have been pushed when it is complete.
+            ends: for each character, the number of pushed tokens when it is complete.
         """
         if self.hit is not None:
             return ""
@@ -94,12 +94,12 @@ class StopSearch:
         return self._give(self._begun())
 
     def finish(self) -> str:
-        """No text follows; returns what was held back, up to the stop string if there is one."""
+        """End the text; return the text held back, up to the stop string if there is one."""
         self.hit = self._earliest
         return self._give(self._position if self.hit is None else self._start)
 
     def _begun(self) -> int:
-        """Where the earliest string begins that may be under way."""
+        """Return the position of the earliest string that may have begun."""
         return self._position - self._depths[self._state]
 
     def _give(self, end: int) -> str:

@@ -1,7 +1,7 @@
-"""Between text and token ids: the target's tokenizer, text that streams, and where it stops.
+"""`TextStream`: decodes tokens as they come, and finds stop strings.
 
-What a stream gives out is final: it is the beginning of `tokenizer.decode` of all tokens, and it
-never holds a part of a character or of a stop string.
+The output of a stream is final: it is the beginning of `tokenizer.decode` of all tokens, and it
+never ends within a character or a stop string.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ _KINDS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, Kind]] = WeakKeyDic
 
 
 class TextStream:
-    """Decodes tokens as they come, and gives out what no later token can change.
+    """A decoder of tokens as they come, which outputs the text that no later token can change.
 
-    Held back are a character whose bytes are not all there; a run of byte tokens (`<0xE2>`, of
-    sentencepiece tokenizers), which decodes as a whole once another token ends it; and what may be
-    the beginning of a stop string. Special tokens have no text. The state is a function of the
-    tokens pushed, however they were split.
-
-    Attributes:
-        hit: the stop string that has been found; None = none yet.
+    It holds back a character whose bytes are not complete; a run of byte tokens (`<0xE2>`, of
+    sentencepiece tokenizers), which decodes as a whole once another token ends it; and text that
+    may begin a stop string. Special tokens have no text. The output does not depend on how the
+    tokens are split into calls.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
@@ -51,10 +48,10 @@ class TextStream:
 
         Args:
             tokenizer: the target's.
-            stop: the text ends before the earliest place where one of these begins.
+            stop: strings; the text ends before the first place where one of them begins.
 
         Raises:
-            ConfigError: stop strings without a tokenizer, or ones that no text can hold.
+            ConfigError: there are stop strings without a tokenizer, or they are not valid.
         """
         check_stop(stop)
         if stop and tokenizer is None:
@@ -71,17 +68,14 @@ class TextStream:
         self._is_closed = False
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Add tokens.
+        """Add tokens, and return the text that is final now.
 
         Args:
-            tokens: those that come next; after a hit they are ignored.
-            last: no others will come: what was held back is given out, or found to be a stop.
-
-        Returns:
-            The text that may be given out now.
+            tokens: the next tokens; after a hit they are ignored.
+            last: no tokens follow, so the text held back is output, or found to be a stop string.
 
         Raises:
-            OrderError: tokens after the last ones.
+            OrderError: tokens come after a call with `last`.
         """
         if self._is_closed and tokens:
             raise OrderError(f"{len(tokens)} tokens after the last of {self._num_tokens}")
@@ -115,7 +109,7 @@ class TextStream:
         return "".join(parts)
 
     def _end_run(self) -> str:
-        """Take the byte tokens that came one after the other; each character has its own end."""
+        """Decode the run of byte tokens; each character is complete at its own token."""
         run, ends = self._run, self._run_ends
         if not run:
             return ""
@@ -132,12 +126,12 @@ class TextStream:
         return self._take(run, [ends[n - 1] for n in lens], whole=True)
 
     def _take(self, tokens: list[int], ends: Sequence[int], *, whole: bool = False) -> str:
-        """Decode tokens behind the window.
+        """Decode tokens after those of the window, and return their text.
 
         Args:
-            tokens: their text is what is new.
-            ends: for the last of the new characters, how many tokens have been pushed when each is
-                complete; those before have the first one's.
+            tokens: the new tokens.
+            ends: for the last new characters, the number of pushed tokens when each is complete;
+                earlier new characters get the first of these numbers.
             whole: no later token can complete a character that seems to be cut.
         """
         self._window += tokens
@@ -155,7 +149,7 @@ class TextStream:
         return self._stops.feed(new, [*[ends[0]] * num_more, *ends[max(0, -num_more) :]])
 
     def _kind(self, token: int) -> Kind:
-        """What a token does to the text: adds to it or to a run, only ends a run, or nothing."""
+        """Return the effect of a token: text, part of a byte run, the end of a run, or none."""
         if token not in self._kinds:
             self._kinds[token] = self._look_up(token)
         return self._kinds[token]
@@ -171,7 +165,7 @@ class TextStream:
         return "byte" if BYTE_TOKEN.fullmatch(name) and text != name else "plain"
 
     def _decode(self, tokens: list[int], *, skip_special: bool = True) -> str:
-        """The text as the tokens have it: no space before punctuation is taken away."""
+        """Decode tokens, without removing spaces before punctuation."""
         assert self._tokenizer is not None
         text = self._tokenizer.decode(
             tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False

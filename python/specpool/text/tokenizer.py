@@ -1,4 +1,4 @@
-"""Load a tokenizer, and check what it is."""
+"""`load_tokenizer`: loads a folder's tokenizer and checks that it works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def load_tokenizer(
 
     Args:
         source: the folder.
-        trust_remote_code: run Python code that the tokenizer brings; otherwise it is refused.
+        trust_remote_code: run Python code of the tokenizer; if False, a tokenizer that needs it is
+            refused.
 
     Returns:
         The tokenizer; None if the folder holds none of its files.
@@ -68,7 +69,7 @@ def _check_config(content: Any) -> None:
 
 
 def _try(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise whatever a tokenizer raises that cannot make tokens of text, or text of tokens."""
+    """Encode and decode a little; raise any error of a tokenizer that cannot do it."""
     count = len(tokenizer)
     if not count:
         raise ValueError("it knows no tokens")
@@ -82,7 +83,7 @@ def _try(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Raise `ConfigError` unless `tokenizer` is one, or None."""
+    """Raise `ConfigError` unless `tokenizer` is a tokenizer or None."""
     verbs = ("encode", "decode", "convert_ids_to_tokens")
     if tokenizer is not None and not all(callable(getattr(tokenizer, v, None)) for v in verbs):
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""What a step computes on the device: prefill, draft, verify, compact, draft-extend."""
+"""The work of a step on the device: prefill, draft, verify, compact, draft-extend."""

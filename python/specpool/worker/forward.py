@@ -1,4 +1,4 @@
-"""One forward of the target, for one step or for a prefill and a round side by side."""
+"""`Forward`: runs the target once, for one step or for a prefill and a round together."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from specpool.worker.results import Outcome, PendingStep
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one step wants of a forward, and what becomes of its results.
+    """One step's part of a forward: its tokens, and the function that takes the results.
 
     Attributes:
-        requests: of the lanes; those of a graph have none.
-        lanes: whose tokens they are.
+        requests: one per lane; empty for the lanes of a graph.
+        lanes: the lanes of the tokens.
         tokens: int64 [T].
-        positions: int64 [T], of each, none beyond the context's end.
-        views: by group; none where the target keeps a state, which reads lanes by width.
-        logits_at: int64 [n], tokens whose logits are wanted; None = all.
-        wants_features: a drafter reads what the captured layers had for inputs.
-        is_round: its lanes keep some of their tokens: `finish` calls `Forward.keep`.
-        finish: takes what the forward gave these tokens; yields what the host is to know, once,
-            and goes on with what only later steps need.
-        done: as `PendingStep` has it.
+        positions: int64 [T], of each token, none beyond the context's end.
+        views: the attention view of each group; empty if the target has recurrent layers, because
+            `StateForward` builds views by lane width.
+        logits_at: int64 [n], indices of the tokens whose logits are wanted; None = all.
+        wants_features: the drafter needs the inputs of the captured layers.
+        is_round: the step is a verify, which keeps only some of each lane's tokens: `finish` calls
+            `Forward.keep`.
+        finish: takes the output for these tokens. It yields once, what the host must know, and
+            then does the work that only later steps need.
+        done: see `PendingStep`.
     """
 
     requests: Sequence[Request]
@@ -47,7 +49,7 @@ class Pass:
     done: Sequence[bool] | None = None
 
     def deliver(self, output: TargetOutput) -> PendingStep:
-        """Finish; the host's copy is on its way before the rest is launched."""
+        """Run `finish`, and start the copy to the host before the second half of it runs."""
         steps = self.finish(output)
         pending = PendingStep(self.requests, next(steps), self.done)
         next(steps, None)  # to its end
@@ -55,7 +57,7 @@ class Pass:
 
 
 class Forward:
-    """Runs passes through the target, over the pages of its layers."""
+    """A runner of passes through the target, over the pages of its layers."""
 
     def __init__(
         self,
@@ -68,20 +70,20 @@ class Forward:
         """Run `target`.
 
         Args:
-            target: with its layers' KV in `cache`.
-            cache: whose first layers are the target's.
+            target: the model.
+            cache: holds the target's layers first, then the drafter's.
             target_groups: the group of each of the target's layers.
-            feature_layers: what the drafter wants to see, as in `Drafter.feature_layers`.
+            feature_layers: the layers whose inputs the drafter reads (`Drafter.feature_layers`).
         """
         self._target, self._cache = target, cache
         self._groups = list(target_groups)
-        # Of each layer with attention: its number, its cells, and its group
+        # (number, keys, values, group) of each layer with attention.
         layers = zip(target.kv_layers, cache.keys, cache.values, target_groups, strict=False)
-        self._layers = list(layers)  # behind the target's come the drafter's
+        self._layers = list(layers)  # `zip` stops before the drafter's layers
         self._feature_layers = tuple(feature_layers)
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
-        """One forward for all passes, the first one's tokens first; then each is finished."""
+        """Run one forward for all passes, with their tokens in order, then finish each pass."""
         if len(passes) == 1:
             return [passes[0].deliver(self._alone(passes[0]))]
         self._choose_features(passes)
@@ -107,18 +109,17 @@ class Forward:
         return pending
 
     def steps(self, one: Pass) -> Iterator[Outcome]:
-        """The forward of one pass, finished as far as it is asked for."""
+        """Run the forward of one pass and return the iterator of its `finish`."""
         return one.finish(self._alone(one))
 
     def keep(self, accept_len: Tensor) -> None:
         """Keep the first `accept_len` tokens of each lane, int32 [B].
 
-        KV needs nothing here, because compaction moves it. A forward of recurrent layers cuts its
-        states.
+        This class does nothing, because compaction moves the KV. `StateForward` cuts its states.
         """
 
     def _choose_features(self, passes: Sequence[Pass]) -> None:
-        """Features cost hooks in every forward: have them only while somebody drafts."""
+        """Capture features only if a pass wants them, because they cost hooks in every forward."""
         wants_features = any(each.wants_features for each in passes)
         self._target.capture(self._feature_layers if wants_features else ())
 
@@ -141,5 +142,5 @@ class Forward:
         )
 
     def _kv(self, views: Mapping[int, View]) -> dict[int, tuple[Tensor, Tensor, View]]:
-        """What each layer with attention reads and writes."""
+        """Return (keys, values, view) of each layer with attention."""
         return {layer: (keys, values, views[g]) for layer, keys, values, g in self._layers}

@@ -1,4 +1,4 @@
-"""Pieces of a round: the lanes that share a shape, and what is asked of requests and outputs."""
+"""Helpers of a round: `Part`, the lanes that share a shape, and small questions about lanes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Part:
     positions: Tensor  # int32 [B, N], of each node
     num_steps: int
     greedy: bool  # every lane takes the likeliest token
-    first: int  # of its tokens, among all of the round
-    is_broken: Tensor | None  # bool [B], lanes whose tree is none; None = the host has looked
+    first: int  # index of the part's first token among the round's
+    is_broken: Tensor | None  # bool [B], lanes with an invalid tree; None = the host checked them
 
 
 def bare_tree(roots: Tensor) -> DraftTree:
-    """Trees of int64 [B] roots alone."""
+    """Return trees that consist of the roots, int64 [B], alone."""
     size = len(roots), 1
     depths = torch.zeros(size, dtype=torch.int32, device=roots.device)
     alone = torch.ones(*size, 1, dtype=torch.bool, device=roots.device)
@@ -36,21 +36,24 @@ def bare_tree(roots: Tensor) -> DraftTree:
 
 
 def features_of(output: TargetOutput) -> Tensor:
-    """What a head reads: the captured layers' inputs, or the last hidden state."""
+    """Return what an EAGLE head reads: the captured layers' inputs, or the last hidden state."""
     return output.hidden if output.features is None else output.features
 
 
 def not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:
-    """Bool [B]: lanes with a hidden state, [T, h], that is not finite, and so with such KV."""
+    """Return bool [B]: the lanes with a token whose hidden state, of [T, h], is not finite.
+
+    The KV of such a token is not finite either.
+    """
     spoiled = (~hidden.isfinite().all(1)).cumsum(0).index_select(0, lanes.lasts)
     return spoiled.diff(prepend=spoiled.new_zeros(1)) > 0
 
 
 def are_greedy(requests: Sequence[Request]) -> bool:
-    """Whether every request takes the likeliest token."""
+    """Return whether every request takes the likeliest token."""
     return all(request.params.temperature == 0 for request in requests)
 
 
 def draft_any(requests: Sequence[Request]) -> bool:
-    """Whether the lanes draft at all: a request that opted out keeps no draft KV."""
+    """Return whether any request drafts. A request that never drafts keeps no draft KV."""
     return any(request.shape.num_draft_tokens > 1 for request in requests)

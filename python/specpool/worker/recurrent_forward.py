@@ -1,8 +1,8 @@
-"""Forwards of a target with recurrent layers: each lane goes on from its row's state.
+"""`StateForward`: runs a target with recurrent layers, each lane from its row's saved state.
 
-Lanes of one width stand side by side, since recurrent layers mix the tokens of a sequence. A
-round's tokens go on from the saved state, which stays as it is; what the round has accepted is
-replayed from there, unless the state behind just so many tokens has passed by.
+Recurrent layers mix the tokens of a sequence, so lanes of one width share a forward. A round starts
+from the saved state and does not change it. After verify, the accepted tokens are run again from
+the saved state, unless the round itself has computed the state after exactly so many tokens.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from specpool.worker.results import PendingStep
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """Lanes of one width: their rows and tokens, and where they stand in their pass."""
+    """Lanes of one width: their rows and tokens, and their places in the pass."""
 
     rows: Tensor  # int64 [b]
     numbers: Int32  # [b], the same on the host
     starts: Int64  # [b], on the host: positions below have KV
     tokens: Tensor  # int64 [b, n]
     positions: Tensor  # int64 [b, n]
-    lanes: Int64  # [b], on the host
-    places: Tensor  # int64 [b * n]
+    lanes: Int64  # [b], on the host: their numbers in the pass
+    places: Tensor  # int64 [b * n]: the tokens' indices in the pass
 
     def part(self, lanes: Int64, first: int, last: int) -> _Bundle:
-        """Tokens `[first, last)` of these of its lanes."""
+        """Return the tokens `[first, last)` of some of the bundle's lanes."""
         (index,) = upload(self.rows.device, lanes)
         return _Bundle(
             self.rows[index],
@@ -56,14 +56,17 @@ class _Bundle:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A bundle that was verified, and the states behind its first tokens, as far as known."""
+    """A verified bundle, and the states after its first 1, 2, ... tokens, as far as computed."""
 
     bundle: _Bundle
     states: dict[int, list[Tensor]]  # by number of tokens
 
 
 class StateForward(Forward):
-    """Runs passes one after the other; `keep` says how much of a round stays."""
+    """A `Forward` that runs passes one after the other and saves a state for each row.
+
+    After a round, `keep` says how many of its tokens stay.
+    """
 
     def __init__(
         self,
@@ -80,11 +83,11 @@ class StateForward(Forward):
         self._rounds: list[_Round] = []  # of the pass that is being finished
 
     def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
-        """As `Forward.run`."""
+        """Run and finish each pass; see `Forward.run`."""
         return [one.deliver(self._run(one)) for one in passes]
 
     def keep(self, accept_len: Tensor) -> None:
-        """Of each lane of the round so many tokens stay, int32 [B]: its state is the one there."""
+        """Save each lane's state after its first `accept_len` tokens of the round, int32 [B]."""
         kept = accept_len.cpu().numpy()
         for verified in self._rounds:
             mine = kept[verified.bundle.lanes]
@@ -109,7 +112,7 @@ class StateForward(Forward):
         self._lens[bundle.numbers] = bundle.starts + bundle.tokens.shape[1]
 
     def _check(self, bundle: _Bundle) -> None:
-        """A state that holds other tokens than those below is not gone on from."""
+        """Raise `OrderError` if a row's state does not hold exactly the tokens below its start."""
         held = self._lens[bundle.numbers]
         (wrong,) = np.nonzero((held != bundle.starts) & (bundle.starts > 0))
         if len(wrong):
@@ -136,7 +139,11 @@ class StateForward(Forward):
         return TargetOutput(self._target.compute_logits(wanted), hidden, None)
 
     def _states(self, bundle: _Bundle, is_round: bool) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """Hidden states [b * n, h], and the lanes' states by number of tokens: n's at least."""
+        """Run a bundle; return hidden states [b * n, h] and the states by number of tokens.
+
+        The states after all n tokens are always among them. In a round that runs token by token,
+        so are the states after each token.
+        """
         width = bundle.tokens.shape[1]
         is_fresh = not bundle.starts.any()
         cache = self.state.lanes(bundle.rows, is_fresh=is_fresh)
@@ -152,7 +159,7 @@ class StateForward(Forward):
         return torch.stack(columns, 1).flatten(0, 1), states
 
     def _advance(self, bundle: _Bundle, cache: object) -> Tensor:
-        """One forward; hidden states [b * n, h]. `cache` is moved on."""
+        """Run one forward, which advances `cache`; return hidden states [b * n, h]."""
         known = bundle.starts.astype(np.int32)
         (starts,) = upload(self._cache.device, known)
         lens = SeqLens(starts, known, known)
@@ -163,7 +170,7 @@ class StateForward(Forward):
 
 
 def _bundles(one: Pass) -> Iterator[_Bundle]:
-    """The lanes of a pass by width; those without a token yet apart."""
+    """Split the lanes of a pass by width, and apart by whether their row has a state yet."""
     numbers = one.lanes.rows.cpu().numpy()
     starts = one.lanes.seq_lens.hi.astype(np.int64)
     widths = np.broadcast_to(np.asarray(one.lanes.widths, np.int64), starts.shape)

@@ -17,14 +17,16 @@ from specpool.worker.verify import Logprobs, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step gave each lane, on the device.
+    """The results of a step for each lane, on the device.
 
     Attributes:
-        packed: int64 [B, A], the target's tokens; of a verify [B, A + 2]: at the nodes that were
-            accepted, and behind them how many count and whether some logits were not finite.
-        is_verify: whether `packed` says what counts; else one token of each lane does.
-        logits: [n, V], of all nodes, or of the B lanes; None = they are not to be had.
-        nodes: int64 [B, A], of a verify: which of the logits each token is from.
+        packed: int64. Without a verify: [B, 1], one token per lane. Of a verify: [B, A + 2], the
+            target's tokens at the accepted nodes, then how many of them count, then whether some
+            logits were not finite.
+        is_verify: whether `packed` is of a verify.
+        logits: [n, V], of all nodes of a verify, else of the B lanes; None = not available (a
+            graph's replay).
+        nodes: int64 [B, A], of a verify: the row of `logits` that each token is from.
     """
 
     packed: Tensor
@@ -34,7 +36,7 @@ class Outcome:
 
     @classmethod
     def of_verify(cls, verdict: Verdict, logits: Tensor) -> Outcome:
-        """What `verdict` says, whose nodes are those of `logits`."""
+        """Pack a verdict. `logits` has one row per node."""
         lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
         return cls(torch.cat([verdict.tokens, lens, not_finite], 1), True, logits, verdict.nodes)
 
@@ -48,10 +50,11 @@ class PendingStep:
         """Start the copies.
 
         Args:
-            requests: the lanes.
-            outcome: theirs.
-            done: whether each lane's token is kept; None = all are. A token of -1 (logits not
-                finite) is always kept, so that the request ends.
+            requests: one per lane.
+            outcome: the lanes' results on the device.
+            done: whether each lane's token is kept; None = all are. A prefill whose prompt has not
+                ended drops it. A token of -1 (logits not finite) is always kept, so that the
+                request ends.
         """
         packed, logits = outcome.packed, outcome.logits
         self._done, self._counted = done, outcome.is_verify
@@ -65,13 +68,16 @@ class PendingStep:
             self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
 
     def result(self) -> StepResult:
-        """Wait for the step's verify; the only thing that a step waits for."""
+        """Wait until the results are on the host, and return them.
+
+        A step waits for the device here only, and not for its draft-extend.
+        """
         packed = self._packed.array()
         if self._counted:
             tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
             not_finite = packed[:, -1].astype(bool).tolist()
             kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
-        else:  # one token each
+        else:  # one token per lane
             kept = tokens = packed.tolist()
             lens, not_finite = np.ones(len(packed), np.int32), [lane[0] < 0 for lane in tokens]
         if self._done is not None:

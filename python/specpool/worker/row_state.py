@@ -1,4 +1,4 @@
-"""What one step hands to the next, on the device and indexed by row."""
+"""`RowState`: the values that one step hands to the next, on the device and indexed by row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from specpool.scheduler.request import Request
 
 
 class RowState:
-    """Per row: its length, its root token, and how its tokens are drawn.
+    """The length, the root token and the sampling parameters of each row.
 
-    A step gathers by lane and scatters at its end, so the host need not know what it wrote.
+    A step gathers them by lane and scatters new ones at its end, so the host need not wait for
+    them.
 
     Attributes:
-        seq_lens: int32 [num_rows + 1], positions with KV: where the root stands.
+        seq_lens: int32 [num_rows + 1], positions with KV; the root's position is the next.
         root_tokens: int64 [num_rows + 1], the newest token, which has no KV yet.
     """
 
@@ -35,13 +36,13 @@ class RowState:
         *,
         needs_host_lengths: bool = False,
     ) -> None:
-        """Nothing is known of any row.
+        """Allocate the state, all zeros.
 
         Args:
-            num_rows: besides row 0.
-            max_nodes: of a row's tree in one step, at most.
-            device: of the state.
-            needs_host_lengths: before each round the host waits for the lengths.
+            num_rows: rows without row 0.
+            max_nodes: the most nodes of a row's tree in one step.
+            device: where the state lies.
+            needs_host_lengths: the host waits for the exact lengths before each round.
         """
 
         def state(dtype: torch.dtype) -> Tensor:
@@ -49,23 +50,28 @@ class RowState:
 
         self.device = device
         self.seq_lens, self.root_tokens = state(torch.int32), state(torch.int64)
-        # Where no kernel runs, the host reads the lengths themselves.
+        # On a CPU the host reads the lengths directly and needs no copy.
         late = needs_host_lengths and runs_kernels(device)
         self._needs_host_lengths = needs_host_lengths
         self._copy = Download(self.seq_lens) if late else None
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
         self._top_k, self._seeds = state(torch.int32), state(torch.int64)
-        # Temperature, top_k, top_p and draw that take the likeliest token, for any step's nodes
+        # Temperature, top_k, top_p and uniform draws of greedy sampling, for a step's most nodes.
         zeros = torch.zeros(num_rows * max_nodes, dtype=torch.float32, device=device)
         self._greedy = (zeros, zeros.int(), zeros + 1, zeros.double())
-        self._greedy_of: dict[int, tuple[Tensor, ...]] = {}  # the first of them, by their number
+        self._greedy_of: dict[int, tuple[Tensor, ...]] = {}  # the first n of each, by n
 
     def lanes(self, rows: Int32, lo: Int32, hi: Int32) -> Lanes:
-        """Lanes that go on where their rows stand, one token each.
+        """Return lanes that start at their rows' lengths, with one token each.
 
-        The device's lengths are clamped into [lo, hi], which the ledger has reserved for.
+        The device's lengths are clamped into [lo, hi], the range that the ledger has reserved for.
+
+        Args:
+            rows: int32 [B], on the host.
+            lo: int32 [B], the least length of each row.
+            hi: int32 [B], the greatest length of each row.
         """
-        if lo.tolist() == hi.tolist():  # the host knows
+        if lo.tolist() == hi.tolist():  # the host knows the lengths
             on_device, starts = upload(self.device, rows, lo)
             return Lanes(on_device, SeqLens(starts, lo, lo), 1)
         on_device, least, most = upload(self.device, rows, lo, hi)
@@ -77,32 +83,33 @@ class RowState:
         return Lanes(on_device, lens, 1)
 
     def lanes_within(self, rows: Tensor, least: Tensor, most: Tensor, bound: int) -> Lanes:
-        """As `lanes`, for a graph: rows and bounds, int32 [B] each, are known on the device alone.
+        """Return lanes for a graph, whose rows and length bounds are on the device alone.
 
-        The host reckons with roots in `[0, bound]`.
+        `rows`, `least` and `most` are int32 [B] each. The host allows for any root position in
+        `[0, bound]`.
         """
         starts = torch.clamp(self.seq_lens.index_select(0, rows), least, most)
         lo = np.zeros(len(rows), np.int32)
         return Lanes(rows, SeqLens(starts, lo, np.full_like(lo, bound)), 1)
 
     def put(self, lanes: Lanes, seq_lens: Tensor, root_tokens: Tensor) -> None:
-        """What the rows have come to: int32 [B], int64 [B]. Right after verify."""
+        """Store the rows' new lengths, int32 [B], and roots, int64 [B], right after verify."""
         rows = lanes.index
         self.seq_lens.index_copy_(0, rows, seq_lens)
-        # -1 where the logits were not finite: the row's next round may be on its way already, and
-        # what is no token would fail the whole forward.
+        # A token of -1 (logits not finite) becomes 0: the row's next round may be on its way
+        # already, and an invalid token would fail the whole forward.
         self.root_tokens.index_copy_(0, rows, root_tokens.clamp(min=0))
-        if self._copy is not None:  # on its way before draft-extend is launched
+        if self._copy is not None:  # start the copy before draft-extend is launched
             self._copy = Download(self.seq_lens)
 
     def put_params(self, lanes: Lanes, requests: Sequence[Request]) -> None:
-        """How the tokens of these rows are drawn from now on."""
+        """Set the sampling parameters of the lanes' rows, one request per lane."""
         params = [request.params for request in requests]
         top_p = np.array([p.top_p for p in params], np.float32)
         values = upload(
             self.device,
             np.array([p.temperature for p in params], np.float32),
-            np.maximum(top_p, np.finfo(np.float32).tiny),  # 1e-50 is above 0, in float32 it is 0
+            np.maximum(top_p, np.finfo(np.float32).tiny),  # a positive top_p may round to 0 here
             np.array([p.top_k for p in params], np.int32),
             np.array([request.seed for request in requests], np.uint64).view(np.int64),
         )
@@ -112,13 +119,13 @@ class RowState:
             rows_state.index_copy_(0, rows, value)
 
     def draw(self, lanes: Lanes, logits: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
-        """The target's own token at each node: greedy, or drawn with the row's seed.
+        """Choose the target's own token at each node: the likeliest, or drawn with the row's seed.
 
         Args:
-            lanes: B of them.
+            lanes: B lanes.
             logits: [B * n, V], n nodes per lane.
-            positions: int32 [B, n], of the tokens that are drawn.
-            greedy: every lane takes the likeliest token.
+            positions: int32 [B, n], the position of each token to choose.
+            greedy: every lane takes the likeliest token; False = by the rows' parameters.
 
         Returns:
             int64 [B, n]; -1 where the logits are not finite.

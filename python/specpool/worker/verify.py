@@ -1,4 +1,4 @@
-"""How far the drafts of a tree agree with the target's own tokens."""
+"""Verify: accept the drafts of a tree that agree with the target's own tokens."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from specpool.scheduler.request import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one verify accepted, on the device; A = S+1 places per lane."""
+    """The result of one verify, on the device, with A = S + 1 places per lane."""
 
     accept_index: Tensor  # int32 [B, A], flat node ids b*N + node, -1 padded
     accept_len: Tensor  # int32 [B], the bonus token included
-    nodes: Tensor  # int64 [B, A], accept_index with the first of all nodes for padding
-    tokens: Tensor  # int64 [B, A], the target's at each accepted node; -1 = logits not finite
+    nodes: Tensor  # int64 [B, A], accept_index with node 0 for padding
+    tokens: Tensor  # int64 [B, A], the target's token at each node; -1 = logits not finite
     not_finite: Tensor  # bool [B], whether some node's logits were not finite
 
     @classmethod
     def joined(cls, verdicts: Sequence[Verdict], firsts: Sequence[int]) -> Verdict:
-        """Join verdicts into one of all lanes.
+        """Join the verdicts of a round's parts into one, padded to the longest.
 
-        The first node of each verdict is added to its `nodes`. All are padded to the longest.
+        NOTE: `accept_index` of the result is that of the first verdict alone.
 
         Args:
-            verdicts: of lanes that stand one after the other; `accept_index` is the first's.
-            firsts: the first node of each, in the round.
+            verdicts: of parts whose lanes follow one another.
+            firsts: the index of each part's first node in the round; added to its `nodes`.
         """
         if len(verdicts) == 1:
             return verdicts[0]
@@ -51,12 +51,18 @@ class Verdict:
 
     @property
     def bonus(self) -> Tensor:
-        """int64 [B], the last token of each lane."""
+        """int64 [B], the last accepted token of each lane: the next round's root."""
         return self.tokens.gather(1, (self.accept_len.long() - 1).unsqueeze(1)).squeeze(1)
 
 
 def verify(tree: DraftTree, target_tokens: Tensor, num_steps: int) -> Verdict:
-    """Walk each tree along the target's own tokens (greedy or drawn)."""
+    """Walk each tree along the target's own tokens.
+
+    Args:
+        tree: B trees of N nodes.
+        target_tokens: int64 [B, N], the target's token at each node, greedy or drawn.
+        num_steps: S.
+    """
     accept_index, accept_len, predict = kernels.verify_tree(
         tree.tokens, tree.first_child, tree.next_sibling, target_tokens, num_steps=num_steps
     )
@@ -69,7 +75,13 @@ class Logprobs:
     """Log probabilities on their way to the host."""
 
     def __init__(self, logits: Tensor, tokens: Tensor, num_top: int) -> None:
-        """Of `tokens` int64 [n] under `logits` [n, V], with the `num_top` most likely."""
+        """Start the copies of the log probabilities of tokens, and of the likeliest tokens.
+
+        Args:
+            logits: [n, V].
+            tokens: int64 [n].
+            num_top: how many of the likeliest tokens to report, besides.
+        """
         table = torch.log_softmax(logits.float(), -1)
         values, ids = table.topk(min(num_top, table.shape[1]), -1)
         chosen = table.gather(1, tokens.clamp(min=0).unsqueeze(1))
@@ -77,7 +89,7 @@ class Logprobs:
         self._values = Download(torch.cat([chosen, values], 1))
 
     def entries(self) -> list[TokenLogprob]:
-        """One for each token; waits until they are here."""
+        """Wait for the copies; return one entry per token."""
         return [
             TokenLogprob(token, chosen, dict(zip(ids, values, strict=True)))
             for token, ids, (chosen, *values) in zip(

@@ -1,8 +1,8 @@
-"""The phases of a step on the device: prefill, draft, build, verify, compact, draft-extend.
+"""`Worker`: runs the phases of a step: prefill, draft, build, verify, compact, draft-extend.
 
-The worker never decides: which rows, which shapes and which pages come from the plan. Nor does it
-wait: what the next step needs stays on the device (`RowState`), and what the host must know is
-copied to it right after verify, while draft-extend still runs.
+The worker decides nothing: rows, shapes and pages come from the plan. It does not wait for the
+device either: values for the next step stay on the device (`RowState`), and values for the host are
+copied right after verify, while draft-extend still runs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from specpool.worker.verify import Verdict, verify
 
 
 class Worker:
-    """Runs the target, and a drafter beside it, on the rows of a plan (v2).
+    """A runner of the target, and of a drafter if there is one, on the rows of a plan (v2).
 
     Attributes:
-        graphs: the rounds that it has graphs of; None = there are none.
+        graphs: the captured rounds; None = none were captured.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Worker:
         """Work on `cache`, whose first layers are the target's.
 
         Args:
-            target: with its layers' KV in `cache`.
+            target: the model.
             drafter: attached to `cache`, or None.
-            cache: of both.
+            cache: holds the KV of both.
             target_groups: the group of each of the target's layers.
-            shapes: the ledger's.
-            max_context_len: positions beyond it are clamped.
-            attention: the back end, which says whether rounds wait for their lengths.
+            shapes: the ledger's shapes.
+            max_context_len: positions at or beyond it are clamped to the last one.
+            attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
         """
         self.graphs: Graphs | None = None
         self._drafter, self._cache = drafter, cache
@@ -85,7 +85,7 @@ class Worker:
         self._has_windows = any(cache.windows[group] is not None for group in target_groups)
         self._last_position = max_context_len - 1
         self._patient: Patient | None = drafter if isinstance(drafter, Patient) else None
-        # Rows whose last token it has written and no more; on the host.
+        # Host array: rows for which `Patient.write` was called and `catch_up` is still due.
         self._late = np.zeros(num_rows + 1, np.bool_)
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
@@ -93,10 +93,10 @@ class Worker:
             num_rows,
             most,
             cache.device,
-            # Where no kernel runs, nothing is late: to look costs no wait, and spares masked reads.
+            # On a CPU reading the lengths costs no wait, and exact lengths save masked reads.
             needs_host_lengths=attention.needs_host_lengths or not runs_kernels(cache.device),
         )
-        self._fields = {  # group -> all of the target's layers in it
+        self._fields = {  # group -> the KV of the target's layers in it
             group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
             for group in sorted(set(target_groups))
         }
@@ -104,9 +104,9 @@ class Worker:
     def capture(
         self, capture: Capture, ledger: Ledger, sizes: Mapping[RoundKind, Sequence[int]]
     ) -> Graphs:
-        """Capture CUDA graphs of these kinds of rounds, at these batch sizes.
+        """Capture CUDA graphs of these kinds of rounds at these batch sizes; see `Graphs.build`.
 
-        Call it before any request runs.
+        Call this before any request runs.
         """
         self.graphs = Graphs(capture, ledger, self._cache, self._state)
         self.graphs.build(sizes, self.steps_of)
@@ -114,10 +114,11 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, steps: Sequence[Step]) -> list[PendingStep]:
-        """Run the forward of launched steps: of one, or of a prefill and a round side by side.
+        """Run one forward for launched steps: for one step, or for a prefill and a round together.
 
-        A prefill step runs the next chunk of each prompt; the lanes whose prompt ends get their
-        first token. A round is draft, verify, compact, draft-extend; a graph's, if it has one.
+        A prefill step runs the next chunk of each prompt; lanes whose prompt ends get their first
+        token. A round is draft, verify, compact, draft-extend. A round that has a graph is
+        replayed.
         """
         replayed = None if self.graphs is None else self.graphs.replay(steps, self._catch_up)
         if replayed is not None:
@@ -137,7 +138,8 @@ class Worker:
         ends = plan.new_len.tolist()
         chunks = [r.tokens[s:e] for r, s, e in zip(requests, plan.start, ends, strict=True)]
         done = [end >= request.prefill_len for request, end in zip(requests, ends, strict=True)]
-        # Feature p goes with token p + 1, which is the token drawn (-1) where the prompt ends.
+        # The feature at p goes with the token at p + 1. At the prompt's end that is the token that
+        # will be drawn, here -1.
         following = [
             -1 if last else request.tokens[end]
             for request, end, last in zip(requests, ends, done, strict=True)
@@ -161,7 +163,7 @@ class Worker:
         def finish(output: TargetOutput) -> Iterator[Outcome]:
             positions = new_lens.unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
-            if self._has_windows:  # the last token need not see what is no number
+            if self._has_windows:  # the last token may not see an earlier token that is NaN
                 spoiled = not_finite(lanes, output.hidden)
                 drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
             self._state.put(lanes, new_lens, drawn[:, 0])
@@ -186,10 +188,9 @@ class Worker:
         return self._draft_round(lanes, self._parts(lanes, plan, requests), requests)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
-        """A round of lanes that only the device knows, for a graph.
+        """Launch a round whose lanes only the device knows, for the capture of a graph.
 
-        Its tokens are drawn by the rows' own parameters, the likeliest where they say so: the same
-        as `run` draws.
+        Tokens are drawn with the rows' own parameters, so they are the same as `run` draws.
         """
         if kind.shape.num_draft_tokens == 1:
             one = self._plain_round(lanes, (), writes_draft=kind.writes_draft, greedy=False)
@@ -201,7 +202,7 @@ class Worker:
     def _draft_round(
         self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
     ) -> Pass:
-        """Verify the parts' trees, keep what agrees, and have the drafter follow."""
+        """Make the pass that verifies the parts' trees, compacts, and lets the drafter follow."""
         assert self._drafter is not None
         drafter = self._drafter
 
@@ -212,7 +213,7 @@ class Worker:
                 logits = output.logits[part.first : part.first + size]
                 positions = part.positions + 1
                 drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
-                if part.is_broken is not None:  # its walk ends at the root
+                if part.is_broken is not None:  # an invalid tree's walk ends at the root
                     drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
                 verdicts.append(verify(part.tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
@@ -221,12 +222,13 @@ class Worker:
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
-            if drafter.reads_tokens:  # it has all that it needs
+            if drafter.reads_tokens:  # `extend` gives such a drafter nothing
                 return
             accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
             features = features_of(output).index_select(0, nodes)
             if accepted_lanes.padding is not None:
-                # A NaN of some other lane must not reach the sink, which all lanes read (masked).
+                # Padding may carry another lane's NaN. Zero it: padding is written to the sink, and
+                # every lane reads the sink, masked.
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
 
@@ -235,7 +237,10 @@ class Worker:
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
     ) -> Pass:
-        """Shape 0 alone: the root goes through the target, and its draft KV is kept if wanted."""
+        """Make the pass of a plain round: the target reads the root of each lane.
+
+        With `writes_draft`, the drafter writes the root's draft KV too.
+        """
         roots = self._state.root_tokens.index_select(0, lanes.rows)
         drafter = self._drafter if writes_draft else None
 
@@ -252,7 +257,7 @@ class Worker:
         return self._causal_pass(requests, lanes, roots, None, drafter is not None, finish)
 
     def _catch_up(self, plan: Plan) -> None:
-        """Let the drafter make up for the plain rounds of rows that draft again."""
+        """Let the drafter write the KV that plain rounds put off, for rows that draft again."""
         if self._patient is None:
             return
         late = self._late[plan.rows] & (plan.shapes > 0)
@@ -261,7 +266,7 @@ class Worker:
             self._patient.catch_up(lanes, self._state.root_tokens.index_select(0, lanes.rows))
 
     def _note(self, plan: Plan) -> None:
-        """Which rows are late behind a round that was launched."""
+        """Record which rows owe a catch-up after a launched round."""
         if self._patient is None:
             return
         if plan.shapes.any():
@@ -270,7 +275,7 @@ class Worker:
             self._late[plan.rows] = True
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[Part]:
-        """The runs of lanes that share a shape, each with its trees."""
+        """Split the lanes into runs that share a shape, and propose the trees of each."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
         parts: list[Part] = []
@@ -294,7 +299,11 @@ class Worker:
         greedy: bool,
         first: int = 0,
     ) -> Part:
-        """The lanes `[start, end)` with trees of one shape; `requests` are theirs, if known."""
+        """Propose trees of one shape for the lanes `[start, end)`.
+
+        `requests` belong to these lanes, or None in a capture. `first` is the index of the part's
+        first token among the round's.
+        """
         assert self._drafter is not None
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
@@ -306,7 +315,7 @@ class Worker:
         return Part(part, tree, positions, shape.num_steps, greedy, first, is_broken)
 
     def _compact(self, part: Part, verdict: Verdict) -> None:
-        """Move the accepted nodes' KV right behind the prefix, in every target layer."""
+        """Move the accepted nodes' KV to the slots right after the prefix, in all target layers."""
         num_nodes = part.positions.shape[1]
         for group, fields in self._fields.items() if num_nodes > 1 else ():
             kernels.compact_accepted(
@@ -327,9 +336,14 @@ class Worker:
         roots: Tensor,
         requests: Sequence[Request] | None,
     ) -> tuple[DraftTree, Tensor | None]:
-        """A tree that verify may walk, and the lanes whose tree it was not, bool [B].
+        """Ask the drafter for trees and check them.
 
-        Where the host can read the tree it raises instead, and there is None.
+        Returns:
+            The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
+            was replaced. None instead of the latter if the host could read the trees.
+
+        Raises:
+            ShapeError: the trees are of another type or shape, or the host found invalid values.
         """
         texts = None
         if drafter.reads_tokens and requests is not None:
@@ -355,9 +369,10 @@ class Worker:
         return DraftTree(tokens, depths, *links), is_broken
 
     def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
-        """The accepted nodes as lanes of their own: which nodes, int64 [T], and their tokens.
+        """Return the accepted nodes as lanes, with their node indices, int64 [T], and tokens.
 
-        On a CPU the lengths are known at once. A device pads every lane to S+1 instead of telling.
+        On a CPU each lane has exactly its accepted nodes. On a GPU the host does not know the
+        lengths, so every lane is padded to S + 1.
         """
         where = (lanes.rows, lanes.seq_lens)
         width = verdict.tokens.shape[1]
@@ -384,7 +399,7 @@ class Worker:
         is_round: bool = False,
         done: Sequence[bool] | None = None,
     ) -> Pass:
-        """Prefill or plain decode: every query sees all positions up to its own."""
+        """Make the pass of a prefill or plain decode: a query sees all positions up to its own."""
         groups = () if self._keeps_state else self._fields
         views = {group: causal_view(self._cache, group, lanes) for group in groups}
         positions = lanes.positions
@@ -401,7 +416,7 @@ class Worker:
         wants_features: bool,
         finish: Callable[[TargetOutput], Iterator[Outcome]],
     ) -> Pass:
-        """Verify: node i of a lane lies in cell start + i, at position start + depth."""
+        """Make the pass of a verify: node i lies in cell start + i, at position start + depth."""
         of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
         if len(parts) == 1:
             (by_lane,), lanes = of_parts, parts[0].lanes

@@ -1,1 +1,1 @@
-"""`specpool generate`: run, print, report."""
+"""The parts of `specpool generate`: run, print, report."""

@@ -1,4 +1,4 @@
-"""`specpool generate`: text as it comes, the figures, and the proof against plain decoding."""
+"""`specpool generate`: prints texts as they come and figures, and compares with plain decoding."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ if TYPE_CHECKING:
     from specpool.engine.prompts import Prompt
 
 NUM_BUILT_IN_PROMPTS = 3
-# Runs whose speeds are put together, and seconds that those after the first may take.
+# The most runs whose speeds are averaged, and the seconds for those after the first.
 MOST_RUNS, MOST_REPEAT_SECONDS = 5, 2.0
-# Ancestors differ in trees only, and by little: many prompts and a tree unless others are given.
+# --compare-ancestry: ancestries differ in trees only, and by little, so the defaults are many
+# prompts and a tree.
 NUM_ANCESTRY_PROMPTS = 24
 ANCESTRY_SHAPE = Shape.eagle(4, 4, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the command line asked for."""
+    """The arguments of the command line."""
 
     target: str
     draft: str | None
@@ -67,14 +68,14 @@ class Job:
 
 
 def draft_of(target: str, draft: str | None) -> str | None:
-    """The draft model to load: the embedded head goes with the embedded target."""
+    """Return the draft model to load; the embedded target has the embedded head by default."""
     if draft is None:
         return "specpool/tiny-eagle" if target == "specpool/tiny" else None
     return None if draft == "none" else draft
 
 
 def prompts_of(job: Job, given: Sequence[PromptValue]) -> list[Prompt]:
-    """What the engine is given; with `--chat` a text is a chat of one message."""
+    """Return the engine's prompts; with `--chat` a text becomes a chat of one message."""
     return [
         [{"role": "user", "content": each}] if job.chat and isinstance(each, str) else each
         for each in given
@@ -91,7 +92,7 @@ def timed(
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
     on_output: Callable[[RequestOutput], None] = lambda output: None,
 ) -> Timed:
-    """Run the prompts; the time is the engine's alone, without what is done with the chunks."""
+    """Run the prompts and time the engine alone, without the work of the callbacks."""
     outputs: dict[tuple[int, int], RequestOutput] = {}
     seconds = 0.0
     stream = engine.stream(prompts, params, shape=shape)
@@ -116,7 +117,7 @@ def run(job: Job) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     checks.check_place(
         device=job.device,
@@ -173,7 +174,7 @@ def run(job: Job) -> None:
 
 
 def _check_ancestry(job: Job, shape: Shape | None, draft: str | None) -> None:
-    """Raise `ConfigError` where both ancestries would be the same."""
+    """Raise `ConfigError` if both ancestries would be the same."""
     if draft is None or ngram_of(draft) is not None:
         raise ConfigError("--compare-ancestry needs a draft model")
     if job.options.get("adaptive") is not None:
@@ -252,7 +253,7 @@ def _repeat(
     first: Timed,
     plain: Timed | None,
 ) -> Runs:
-    """Run both again, in turn, while that is quick: a single run says little about speed."""
+    """Repeat both runs in turn while this is quick, because one run says little about speed."""
     runs, spent = Runs([first], [] if plain is None else [plain]), 0.0
     latest = first.seconds + (0.0 if plain is None else plain.seconds)
     while len(runs.drafted) < MOST_RUNS and spent + latest <= MOST_REPEAT_SECONDS:
@@ -268,14 +269,14 @@ def _repeat(
 
 
 def _chosen(engine: Engine) -> Counter[Shape]:
-    """Rounds by the shape that a controller chose."""
+    """Return the number of rounds by the shape that the controller chose."""
     stats = engine.stats().adaptive
     return Counter({} if stats is None else stats.round_cts)
 
 
 @contextmanager
 def _bar(console: Console, text: str, total: int) -> Iterator[Callable[[Chunk], None]]:
-    """A progress bar over tokens; gives what advances it."""
+    """Show a progress bar over tokens within the block; yield the function that advances it."""
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     off = not console.is_terminal  # else it leaves an empty line
     with Progress(*columns, transient=True, console=console, disable=off) as progress:
@@ -291,7 +292,7 @@ def _compare_ancestry(
     interrupt: Interrupt,
     console: Console,
 ) -> None:
-    """Accept lengths with the true ancestors and with upstream's reading of the branches."""
+    """Print accept lengths with the true ancestors and with SGLang's reading of the branches."""
     results = {}
     for ancestry in ("exact", "branch"):
         with load(ancestry=ancestry) as engine:

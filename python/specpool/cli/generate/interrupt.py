@@ -1,4 +1,4 @@
-"""Ctrl-C during a run."""
+"""`Interrupt`: handles Ctrl-C during a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Interrupt:
-    """Ctrl-C asks to stop after the round; a second one stops at once."""
+    """A handler of Ctrl-C: the first asks to stop after the round, the second stops at once."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -1,4 +1,4 @@
-"""Print texts while they are generated."""
+"""`Printer`: prints texts while they are generated."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.text import Text
 
 from specpool.engine.output import Chunk, RequestOutput
 
-# Round an accepted draft where there is no colour: single angle quotation marks.
+# Marks around accepted drafts if there is no colour: single angle quotation marks.
 MARKS = ("\u2039", "\u203a")
 
 
 class Printer:
-    """Prints chunks as they come, one prompt after the other, accepted drafts marked."""
+    """A printer of chunks as they come, one prompt after the other, with accepted drafts marked."""
 
     def __init__(self, console: Console, prompts: Sequence[str], num_samples: int = 1) -> None:
         self._console, self._prompts, self._num_samples = console, prompts, num_samples
@@ -25,14 +25,14 @@ class Printer:
         self._advance()
 
     def chunk(self, chunk: Chunk) -> None:
-        """Print a chunk, or keep it until the outputs before are done."""
+        """Print a chunk, or keep it until the earlier outputs are done."""
         place = chunk.index * self._num_samples + chunk.sample
         self._waiting[place] += chunk.pieces
         if place == self._current:
             self._flush()
 
     def done(self, output: RequestOutput) -> None:
-        """An output is complete."""
+        """Mark an output as complete, and go on to the next that is not."""
         self._done[output.index * self._num_samples + output.sample] = True
         while self._current < len(self._done) and self._done[self._current]:
             self._console.print()
@@ -56,10 +56,10 @@ class Printer:
         self._waiting[self._current].clear()
 
     def _print(self, text: str, style: str) -> None:
-        """As it is: a `Text` is not searched for markup and names of emoji."""
+        """Print a text literally, without rich's markup and emoji names."""
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
 
 
 def name_of(index: int, sample: int, num_samples: int) -> str:
-    """How an output is called."""
+    """Return the printed name of an output, such as "prompt 2, sample 1"."""
     return f"prompt {index + 1}" + (f", sample {sample + 1}" if num_samples > 1 else "")

@@ -1,4 +1,4 @@
-"""What `specpool generate` says of its runs: figures, pages, and whether the texts are the same."""
+"""The report of `specpool generate`: figures, pages, and whether the texts are the same."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from specpool.engine.comparison import TokenGap
     from specpool.engine.engine import Engine
 
-# Texts that differ from plain decoding, shown one by one.
+# The most texts that are shown one by one because they differ from plain decoding.
 _MOST_SHOWN = 3
 
 
 @dataclass(slots=True)
 class Timed:
-    """Outputs of one run, and how long the engine took."""
+    """The outputs of one run, and the seconds that the engine took."""
 
     outputs: list[RequestOutput]
     seconds: float
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens."""
+        """The number of generated tokens."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
@@ -43,8 +43,8 @@ class Runs:
     """Runs of the same prompts, in turn.
 
     Attributes:
-        drafted: with the engine's shape.
-        plain: without drafts; empty where the engine does not draft.
+        drafted: runs with the engine's shape.
+        plain: runs without drafts; empty if the engine does not draft.
     """
 
     drafted: list[Timed]
@@ -52,19 +52,19 @@ class Runs:
 
 
 def accept_histogram(outputs: Sequence[RequestOutput]) -> dict[int, int]:
-    """Rounds by accept length, bonus included."""
+    """Count rounds by accept length, bonus included."""
     counts = Counter(n for output in outputs for n in output.accept_lens)
     return dict(sorted(counts.items()))
 
 
 def mean_accept_len(outputs: Sequence[RequestOutput]) -> float:
-    """Mean accept length over all rounds, bonus included."""
+    """Return the mean accept length over all rounds, bonus included; 0 without rounds."""
     rounds = sum(output.verify_ct for output in outputs)
     return sum(sum(output.accept_lens) for output in outputs) / rounds if rounds else 0.0
 
 
 def report_of(engine: Engine, runs: Runs, peak_pages: Sequence[int]) -> dict[str, Any]:
-    """Everything that is printed, with plain values."""
+    """Return all that is printed, as plain values for JSON."""
     first, shape = runs.drafted[0], engine.shape
     outputs = first.outputs
     report: dict[str, Any] = {
@@ -100,7 +100,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _speeds(runs: Runs) -> dict[str, Any]:
-    """Medians and ranges over the runs; None where nothing was drafted, or nothing compared."""
+    """Return medians and ranges over the runs; None if there were no such runs."""
     drafted = [run.tokens_per_second for run in runs.drafted]
     plain = [run.tokens_per_second for run in runs.plain]
     ratios = [a / (b or 1.0) for a, b in zip(drafted, plain, strict=False)]
@@ -113,7 +113,7 @@ def _speeds(runs: Runs) -> dict[str, Any]:
 
 
 def _comparisons(engine: Engine, runs: Runs) -> dict[str, Any]:
-    """Each drafted text against the plain one; None where there is none."""
+    """Compare each drafted text with the plain one; None without plain runs."""
     if not runs.plain:
         return dict.fromkeys(("identical_to_plain", "same_as_plain", "comparisons"))
     pairs = [*zip(runs.drafted[0].outputs, runs.plain[0].outputs, strict=True)]
@@ -139,7 +139,7 @@ def _text_of(engine: Engine, gap: TokenGap | None) -> str | None:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """The same for people."""
+    """Return the report as a table."""
     table = Table(show_header=False, title="specpool generate")
     steps, topk, nodes = report["shape"]
     drafts = report["speedup"] is not None
@@ -192,7 +192,7 @@ def _add_speeds(table: Table, report: dict[str, Any]) -> None:
 
 
 def _add_comparisons(table: Table, report: dict[str, Any]) -> None:
-    """One line that says whether the texts are the same, and one for each that differs."""
+    """Add a line that says whether the texts are the same, and lines for those that differ."""
     label, several = "identical to plain decoding", report["comparisons"]
     apart = [each for each in several if each["verdict"] != "identical"]
     if report["identical_to_plain"]:

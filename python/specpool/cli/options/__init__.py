@@ -1,1 +1,1 @@
-"""The options of the commands: declared once, named as typed, checked before any heavy import."""
+"""The options of the commands: declarations, checks before heavy imports, names in errors."""

@@ -1,6 +1,6 @@
-"""What the options of several commands must be, and which go together.
+"""Checks of options that several commands share.
 
-Every command asks here before it imports torch, so that a typo is refused within a second.
+Every command calls them before it imports torch, so that a typo is refused within a second.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ ATTENTION = ("torch", "flashinfer")
 
 
 def warn(text: str) -> None:
-    """Say on standard error what an option does not do here."""
+    """Print a warning on standard error."""
     print(f"warning: {text}", file=sys.stderr)
 
 
 def check_place(
     *, device: str, threads: int, dtype: str | None = None, graph_sizes: Sequence[int] | None = None
 ) -> None:
-    """Raise `ConfigError` unless these can say where a model runs, and in which numbers."""
+    """Raise `ConfigError` for a wrong device, number of threads, dtype or use of graph sizes."""
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device, re.ASCII):
         raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r:.80}")
     check_int("threads", threads, 1, 1 << 10)
     if graph_sizes and device == "cpu":
-        raise ConfigError(f"graph_sizes {[*graph_sizes]} are of CUDA graphs: give --device cuda")
+        raise ConfigError(f"graph_sizes {[*graph_sizes]} need CUDA graphs: give --device cuda")
 
 
 def check_models(target: str, draft: str | None) -> None:
-    """Look for the checkpoints, without reading their weights.
+    """Check that the checkpoints exist, without reading their weights.
 
     Raises:
-        ConfigError: a folder or a name without one, or prompt lookup with another number.
+        ConfigError: there is no checkpoint of a name, or the number of `ngram:N` is out of range.
     """
     for option, name in (("target", target), ("draft", draft)):
         if name is None or (option == "draft" and ngram_of(name) is not None):
@@ -56,15 +56,15 @@ def check_models(target: str, draft: str | None) -> None:
 
 
 def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, Any]) -> None:
-    """Build the configuration as an engine will, and check what goes together.
+    """Build the configuration as an engine will, and check which options go together.
 
     Args:
-        shape: of `--shape`; None = not given.
+        shape: the value of `--shape`; None = not given.
         draft: the draft model; None = there is none.
         options: fields of `EngineConfig`.
 
     Raises:
-        ConfigError: a value out of its range, or one that another option makes meaningless.
+        ConfigError: a value is out of its range, or another option makes it meaningless.
     """
     config = EngineConfig(shape=shape, **options)
     check_choice("attention", config.attention, ATTENTION)
@@ -80,14 +80,14 @@ def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping
     if config.num_pages is not None and config.kv_bytes is not None:
         raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
     if options.get("offload", "cost") != "cost" and not config.host_bytes:
-        raise ConfigError("--offload says who goes to host memory: give --host-bytes too")
+        raise ConfigError("--offload says what goes to host memory: give --host-bytes too")
     if options.get("on_finding", "raise") != "raise" and not config.busy_check:
         raise ConfigError("on_finding says what a busy check does: give --busy-check 1 or 2 too")
     _warn_of_layout(config, draft)
 
 
 def _warn_of_layout(config: EngineConfig, draft: str | None) -> None:
-    """Say where drafts have no place of their own, so that a choice of it changes nothing."""
+    """Warn of options on the place of drafts that change nothing here."""
     shapes = [config.shape or Shape.eagle(3, 1, 4)]
     if config.adaptive is not None:
         shapes = list(config.adaptive.candidates)  # type: ignore[union-attr]
@@ -99,10 +99,10 @@ def _warn_of_layout(config: EngineConfig, draft: str | None) -> None:
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Build the parameters.
+    """Build the sampling parameters, and warn of options that change nothing.
 
     Raises:
-        ConfigError: a value out of its range, or one that greedy decoding would not look at.
+        ConfigError: a value is out of its range, or does nothing in greedy decoding.
     """
     params = SamplingParams(**options)
     if params.temperature == 0:
@@ -114,7 +114,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def start_torch(threads: int) -> None:
-    """Import torch and transformers, and set them up for a command; takes ten seconds of CPU."""
+    """Import torch and transformers and set them up for a command; this takes seconds of CPU."""
     import torch
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, in groups: a command names a group as one parameter."""
+"""Groups of options that several commands share; a command takes a group as one parameter."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class PromptOptions:
     prompt_format: o.PromptFormat = None
 
     def given(self) -> Given:
-        """Return them as `read_prompts` takes them."""
+        """Return the options as an argument of `read_prompts`."""
         return Given(self.prompt or [], self.prompt_ids or [], self.prompt_file, self.prompt_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:
-    """Where a round's drafts lie in the pages, and how much it reserves."""
+    """The layout of drafts in pages, and how much a round reserves."""
 
     page_size: o.PageSize = 16
     placement: o.Placement = "split"
@@ -49,7 +49,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceOptions:
-    """Where a model runs, and in which numbers."""
+    """The device, the dtype and the threads of a model."""
 
     dtype: o.DtypeName = None
     device: o.DeviceName = "cpu"
@@ -59,7 +59,7 @@ class PlaceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What reads the pages."""
+    """The attention back end and its CUDA graphs."""
 
     attention: o.Attention = "torch"
     graph_sizes: o.GraphSizes = None
@@ -67,7 +67,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How a token is drawn."""
+    """The sampling of tokens."""
 
     temperature: o.Temperature = 0.0
     top_k: o.TopK = 0
@@ -77,7 +77,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """How much memory there is, and for which lengths."""
+    """The memory, and the lengths that it is for."""
 
     prefill_tokens: o.PrefillTokens = 1024
     headroom: o.Headroom = HEADROOM
@@ -90,14 +90,14 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What is checked while requests run."""
+    """The checks while requests run."""
 
     busy_check: o.BusyCheck = None
     on_finding: o.OnFinding = "raise"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of its groups, in the place of the parameters that name them."""
+    """Replace a command's group parameters by the options of the groups."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {}
     params: list[inspect.Parameter] = []
@@ -126,10 +126,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def engine_options(*groups: Any, **options: Any) -> dict[str, Any]:
-    """Return fields of `EngineConfig`, of groups and one by one; those given as text as numbers.
+    """Return fields of `EngineConfig` from groups and single options, with texts parsed.
 
     Raises:
-        ConfigError: a text of another form.
+        ConfigError: a text has another form.
     """
     for group in groups:
         options |= asdict(group)

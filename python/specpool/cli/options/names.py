@@ -1,4 +1,4 @@
-"""Errors that name the option as the user typed it, not the field or argument behind it."""
+"""`NamingGroup`: makes errors name the option as the user typed it, not the Python field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from specpool.errors import ConfigError
 
-#: Fields whose option has another name, where a command has that option.
+#: Field -> its option, for options with another name than the field.
 _OTHER_NAMES = {
     "max_batch": "batch",
     "num_requests": "requests",
@@ -23,14 +23,14 @@ _OTHER_NAMES = {
 
 
 def with_option_names(text: str, options: Mapping[str, str]) -> str:
-    """Put options in the place of the names that they have in Python.
+    """Replace Python names in an error message by the options.
+
+    A name without an underscore may be an ordinary word. It is replaced only at the start of the
+    message, before " must " or ": ".
 
     Args:
         text: the message of an error.
-        options: name of the parameter -> the option, as in `{"page_size": "--page-size"}`.
-
-    A name of one word may be a word of the sentence: it is replaced only where it begins one that
-    says what it must be.
+        options: name of the parameter -> the option, such as `{"page_size": "--page-size"}`.
     """
     fields = dict(options)
     for field, name in _OTHER_NAMES.items():
@@ -45,23 +45,23 @@ def with_option_names(text: str, options: Mapping[str, str]) -> str:
 
 
 def help_if_alone(context: typer.Context) -> None:
-    """Print the help of a group of commands, and end, where no command of it was named."""
+    """Print a group's help and exit with code 2, if no command of the group was named."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
 
 
 class NamingGroup(TyperGroup):
-    """A group of commands whose `ConfigError`s name their options, and whose list is not cut."""
+    """A group of commands whose errors name options, and whose help shows whole sentences."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each command with its whole first sentence, on as many lines as that takes."""
+        """Write each command with its whole first sentence, on as many lines as needed."""
         rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.commands]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command; a `ConfigError` gets the names of the command's options."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The prompts that a command line gives: texts, token ids, and files of either."""
+"""`read_prompts`: reads the prompts of a command line: texts, token ids, and files of either."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PromptValue = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the options said."""
+    """The values of the prompt options."""
 
     texts: list[str]
     ids: list[str]
@@ -28,22 +28,22 @@ class Given:
     format: str | None
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Return whether any prompt option was given."""
         return bool(self.texts or self.ids or self.file)
 
 
 def read_prompts(given: Given, target: str, count: int) -> list[PromptValue]:
-    """Return the prompts that are given; else `count` built-in ones, for the embedded target.
+    """Return the given prompts; without any, `count` built-in ones for the embedded target.
 
     Raises:
-        ConfigError: a file that cannot be read, one without a prompt, ids that are none, or no
-            prompt at all.
+        ConfigError: a file cannot be read or has no prompt, token ids have a wrong form, or there
+            is no prompt at all.
     """
     prompts: list[PromptValue] = [*given.texts, *map(_ids, given.ids)]
     if given.file is None:
         if given.format is not None:
             raise ConfigError(
-                f"prompt_format {given.format} is of a file: give --prompt-file, or leave it out"
+                f"prompt_format {given.format} needs a file: give --prompt-file, or leave it out"
             )
     else:
         prompts += _of_file(given.file, given.format)
@@ -55,7 +55,7 @@ def read_prompts(given: Given, target: str, count: int) -> list[PromptValue]:
 
 
 def shown(prompt: PromptValue) -> str:
-    """Return the prompt as text, to be printed."""
+    """Return the prompt as a text to print."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
 
 
@@ -94,7 +94,7 @@ def _whole(name: str, text: str) -> Iterator[PromptValue]:
 
 
 def _json_lines(name: str, text: str) -> Iterator[PromptValue]:
-    # Not splitlines: JSON may hold the other characters at which that splits.
+    # Split at newlines only: `splitlines` also splits at characters that JSON strings may hold.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

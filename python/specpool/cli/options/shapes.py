@@ -1,4 +1,4 @@
-"""`--shape` on the command line."""
+"""`shape_of`: parses `--shape`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from specpool.shape_names import parse_shape
 
 
 def shape_of(text: str | None) -> Shape | None:
-    """The shape that `--shape` names; None where it was not given.
+    """Return the shape that `--shape` names; None if it was not given.
 
     Raises:
-        ConfigError: another form, or a shape that EAGLE cannot build.
+        ConfigError: the text has another form, or EAGLE cannot build the shape.
     """
     return None if text is None else parse_shape("--shape", text)

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""The declarations of options that several commands have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Run Python code that the target's folder brings: read it first.",
+        help="Run Python code from the target's folder: read it first.",
     ),
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch.")]
@@ -68,9 +68,9 @@ PromptFile = Annotated[
 PromptFormat = Annotated[
     str | None,
     typer.Option(
-        help="Of --prompt-file: lines = a prompt each; jsonl = JSON in each line, a text, a list "
-        "of token ids, or an object with 'prompt' (either) or 'messages' (a chat); whole = one "
-        "prompt of many lines. [default: lines; whole for standard input]"
+        help="Format of --prompt-file: lines = each line is a prompt; jsonl = each line is JSON: a "
+        "text, a list of token ids, or an object with 'prompt' (either) or 'messages' (a chat); "
+        "whole = one prompt of many lines. [default: lines; whole for standard input]"
     ),
 ]
 
@@ -86,16 +86,16 @@ Layout = Annotated[
     typer.Option(help="Where drafts lie in a row; holey differs where topk is above 1."),
 ]
 OverlapDepth = Annotated[
-    int, typer.Option(help="1 = a round is prepared before the last one's results are read.")
+    int, typer.Option(help="1 = prepare a round before the last round's results are read.")
 ]
 PrefillTokens = Annotated[
-    int, typer.Option(help="Tokens of one prefill step at most; longer prompts come in chunks.")
+    int, typer.Option(help="Most tokens of one prefill step; longer prompts come in chunks.")
 ]
 Headroom = Annotated[
-    int, typer.Option(help="Tokens of growth that admission asks for beside the next round.")
+    int, typer.Option(help="Tokens that a row must have room for beyond its next round.")
 ]
 MaxContextLen = Annotated[
-    int | None, typer.Option(help="Tokens of a sequence at most. [default: the model's]")
+    int | None, typer.Option(help="Most tokens of a sequence. [default: the model's]")
 ]
 NumPages = Annotated[
     int | None, typer.Option(help="Pages per group. [default: what --kv-bytes holds]")
@@ -107,16 +107,16 @@ KvBytes = Annotated[
 HostBytes = Annotated[
     str | None,
     typer.Option(
-        help="Host memory, such as 4GiB, for the KV of requests that give way. [default: 0: they "
-        "are prefilled again]"
+        help="Host memory, such as 4GiB, for the KV of retracted requests. [default: 0: they are "
+        "prefilled again]"
     ),
 ]
 Offload = Annotated[
     config.Offload,
-    typer.Option(help="Who goes to host memory: whose copies cost less than a prefill, all, none."),
+    typer.Option(help="What goes to host memory: KV whose copies beat a prefill, all, or none."),
 ]
 Attention = Annotated[
-    str, typer.Option(help="What reads the pages: torch, or flashinfer with --device cuda.")
+    str, typer.Option(help="Back end that reads the pages: torch, or flashinfer on CUDA.")
 ]
 GraphSizes = Annotated[
     str | None,
@@ -133,14 +133,14 @@ BusyCheck = Annotated[
 ]
 OnFinding = Annotated[
     config.OnFinding,
-    typer.Option(help="Of a busy check: end all requests, or only those that are concerned."),
+    typer.Option(help="After a finding: end all requests, or only those with rows in it."),
 ]
 
 # A request.
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
-TopK = Annotated[int, typer.Option(help="Of the most likely tokens, so many; 0 = all.")]
-TopP = Annotated[float, typer.Option(help="Of the most likely tokens, so much mass; 1 = all.")]
-Seed = Annotated[int, typer.Option(help="Of the sampled text.")]
+TopK = Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0 = all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens with this mass; 1 = all.")]
+Seed = Annotated[int, typer.Option(help="Seed of the sampled text.")]
 Stop = Annotated[
     list[str] | None, typer.Option(help="A text ends before this string; may be repeated.")
 ]

@@ -1,1 +1,1 @@
-"""`specpool plan`: what fits into so much memory."""
+"""The parts of `specpool plan`: how many requests fit into a given memory."""

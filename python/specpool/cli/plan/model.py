@@ -1,4 +1,4 @@
-"""What `specpool plan` was asked, and what it must know of the models: by numbers, or by files."""
+"""`Question`, the arguments of `specpool plan`, and `Model`, the models' numbers that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the command line asked."""
+    """The arguments of the command line."""
 
     target: str | None
     draft: str | None
@@ -49,31 +49,31 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What memory must know of the models."""
+    """The numbers of the models that the sizing of memory needs."""
 
     name: str
     target_layers: tuple[LayerKV, ...]
     draft_layers: tuple[LayerKV, ...]
     drafts: bool
-    reads_tokens: bool  # the drafter does
+    reads_tokens: bool  # whether the drafter reads tokens (`Drafter.reads_tokens`)
     dtype: str
     weight_bytes: int
-    max_context_len: int | None  # None = not said
-    vocab_size: int | None  # None = not said
-    notes: tuple[str, ...] = ()  # what was assumed
+    max_context_len: int | None  # None = not known
+    vocab_size: int | None  # None = not known
+    notes: tuple[str, ...] = ()  # assumptions, for the user
 
     def token_bytes(self) -> tuple[dict[int | None, int], int]:
-        """Bytes of a token's KV in the target's layers, by window, and in the draft's."""
+        """Return a token's KV bytes in the target's layers, by window, and in the draft's."""
         size = ITEMSIZES[self.dtype]
         draft = sum(layer.bytes_per_token(size) for layer in self.draft_layers)
         return bytes_by_window(self.target_layers, size), draft
 
 
 def model_of_numbers(question: Question) -> Model:
-    """Return what the numbers say.
+    """Build the model from the plain numbers of the command line.
 
     Raises:
-        ConfigError: a number that is missing, out of its range, or of no use.
+        ConfigError: a number is missing, out of its range, or of no use.
     """
     sizes = {
         "layers": question.layers,
@@ -132,10 +132,10 @@ def _layers(count: int | None, heads: int | None, dim: int | None) -> tuple[Laye
 
 
 def model_of_files(question: Question) -> Model:
-    """Return what the config of `--target` says, and the head's of `--draft`.
+    """Build the model from the configs of `--target` and `--draft`.
 
     Raises:
-        ConfigError: nothing found there, or an option that these files answer.
+        ConfigError: a checkpoint is not found, or an option states what its files state.
     """
     for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
         if getattr(question, name) is not None:

@@ -1,4 +1,4 @@
-"""`specpool plan`: pages, row widths, and how many requests fit; nothing is loaded."""
+"""`specpool plan`: prints pages, row widths, and how many requests fit, without loading a model."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All that the command prints."""
+    """Everything that the command prints."""
 
     model: Model
     memory: int
     workspace: int
-    logits: int  # bytes of one verify forward's, in all rows
+    logits: int  # bytes of one verify forward's logits, for all rows
     kv_bytes: int
     sizes: GroupSizes
     lines: list[Line]
 
     @property
     def unused(self) -> int:
-        """Bytes of KV that no group has, because all rows have all that they can use."""
+        """Bytes of KV that no group gets, because all rows have all the pages that they can use."""
         left = self.kv_bytes - self.sizes.num_bytes
         return left if left > sum(group.page_bytes for group in self.sizes.groups) else 0
 
 
 def plan(question: Question, *, as_json: bool) -> None:
-    """Work out and print.
+    """Compute the answer and print it.
 
     Raises:
-        ConfigError: a question without an answer.
+        ConfigError: an option is wrong, or the memory holds no KV.
     """
     answer = answered(question)
     if as_json:
@@ -76,7 +76,7 @@ def plan(question: Question, *, as_json: bool) -> None:
 
 
 def answered(question: Question) -> Answer:
-    """The answer; see `plan` for what is raised."""
+    """Compute the answer; see `plan` for the errors."""
     memory = parse_bytes("memory", question.memory)
     workspace = parse_bytes("workspace", question.workspace)
     _check(question)  # before anything is read or fetched
@@ -124,7 +124,7 @@ def answered(question: Question) -> Answer:
 
 
 def _check(question: Question) -> None:
-    """Raise `ConfigError` for an option that fits no model."""
+    """Raise `ConfigError` for an option that is wrong for every model."""
     if question.weights is not None:
         parse_bytes("weights", question.weights)
     if question.dtype is not None:
@@ -163,7 +163,7 @@ def _check_lengths(question: Question, max_context_len: int) -> None:
 
 
 def _row_logits(model: Model, shapes: Sequence[Shape]) -> int:
-    """Bytes of a row's logits in a verify forward; 0 where the vocabulary is not known."""
+    """Return the bytes of a row's logits in a verify forward; 0 if the vocabulary is not known."""
     most = max(shape.num_draft_tokens for shape in shapes)
     return most * (model.vocab_size or 0) * ITEMSIZES[model.dtype]
 
@@ -176,7 +176,7 @@ def _most_rows(
     kv_bytes: int,
     row_logits: int,
 ) -> int:
-    """Rows that fit with their logits: of the shortest requests that are asked about.
+    """Return how many rows fit with their logits, for the shortest requests asked about.
 
     Logits and KV share the memory: more rows have more logits, and leave less for pages.
     """
@@ -197,7 +197,7 @@ def _most_rows(
 
 
 def _named(question: Question, fit: Fit, most: int | None) -> Fit:
-    """The fit; a number of rows that nobody has asked for is the logits' limit."""
+    """Rename the limit of a fit, if `max_batch` was computed here and not given by the user."""
     if question.max_batch is None and fit.limit == f"max_batch {most}":
         return replace(fit, limit="logits and pages together")
     return fit
@@ -206,7 +206,7 @@ def _named(question: Question, fit: Fit, most: int | None) -> Fit:
 def _fits(
     question: Question, asked: Capacity, max_context_len: int, shape: int
 ) -> list[tuple[str, Fit]]:
-    """What was asked about requests of one shape."""
+    """Answer the questions about requests of one shape."""
     prompt, output = question.prompt, question.output
     fits = []
     if prompt is not None:
@@ -255,7 +255,7 @@ def _sizes(
 
 
 def _shapes(question: Question, model: Model) -> list[Shape]:
-    """Those that were asked for; `Shape.none()` alone without a drafter."""
+    """Return the shapes that were asked for; the default is 3x1x4, or none without a drafter."""
     if not question.shapes:
         return [Shape.eagle(3, 1, 4) if model.drafts else Shape.none()]
     shapes: list[Shape] = []

@@ -1,1 +1,1 @@
-"""The tier below the device: KV kept in host memory, and brought back."""
+"""The host tier: KV that is kept in host memory and copied back to the device."""

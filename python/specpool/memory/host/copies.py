@@ -1,7 +1,7 @@
-"""Host pages in memory, and the copies between them and a cache's pages.
+"""`HostMemory`: the memory of host pages, and the copies between it and a cache's pages.
 
-Copies are enqueued on torch's current stream, which is to be that of the forwards: whatever follows
-on it finds them done.
+Copies are enqueued on torch's current stream. It must be the stream of the forwards, so that later
+forwards run after the copies.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from specpool.memory.host.tier import Moves
 from specpool.memory.kv_cache import KVCache
 from specpool.memory.pools import free_bytes
 
-# Of each group: space on the device through which its pages travel.
+# Bytes of each group's staging space on the device, through which pages are copied.
 _STAGED_BYTES = 32 << 20
-# Of each group, in the copies that are timed at the start; and how often, the first to warm up.
+# Bytes of each group in a copy that is timed at the start, and the number of repetitions. The first
+# repetition warms up.
 _TIMED_BYTES = 4 << 20
 _NUM_TIMED = 4
 
 
 def whole_row_pages(ledger: Ledger) -> list[int]:
-    """Pages of each group that a row of the whole context holds at most."""
+    """Return the most pages of each group that a row of the whole context holds."""
     last = ledger.max_context_len - 1
     needs = ledger.pages_needed(last, last, 0).tolist()
     whole = [-(-(last + 1) // group.page_size) for group in ledger.groups]
@@ -40,23 +41,24 @@ def whole_row_pages(ledger: Ledger) -> list[int]:
 
 
 class HostMemory:
-    """Memory for host pages of every group, pinned where the device is a CUDA one.
+    """Memory for the host pages of every group, pinned if the device is a GPU.
 
     Attributes:
-        num_pages: of each group.
-        page_bytes: of each group: of a page in all of its layers.
+        num_pages: host pages of each group.
+        page_bytes: bytes of a page of each group, in all of its layers.
     """
 
     def __init__(self, ledger: Ledger, cache: KVCache, host_bytes: int) -> None:
-        """Take the memory and time a few copies.
+        """Allocate the memory and time a few copies.
 
         Args:
-            ledger: new, since pages of the cache are copied to the host and back.
-            cache: with the KV of all layers.
-            host_bytes: for the pages of all groups.
+            ledger: a new ledger, because timing copies pages of the cache to the host and back.
+            cache: holds the KV of all layers.
+            host_bytes: bytes for the pages of all groups.
 
         Raises:
-            ConfigError: the bytes do not hold one row of the whole context, or are not free.
+            ConfigError: `host_bytes` does not hold one row of the whole context, or is more than
+                the host has free.
         """
         self._device = cache.device
         pages = [
@@ -92,7 +94,7 @@ class HostMemory:
         self._watch(self._back, moves, start)
 
     def seconds(self, num_pages: Sequence[int]) -> float:
-        """How long so many pages of each group take, there and back."""
+        """Estimate the seconds to copy so many pages of each group to the host and back."""
         num_bytes = self._num_bytes(num_pages)
         return self._out.seconds(num_bytes) + self._back.seconds(num_bytes)
 
@@ -100,19 +102,19 @@ class HostMemory:
         return sum(n * size for n, size in zip(num_pages, self.page_bytes, strict=True))
 
     def _watch(self, cost: CopyCost, moves: Moves, start: float) -> None:
-        """Note how long a copy took, where the host has waited for it."""
+        """Update the cost with the seconds of a copy, on a CPU, where the copy is done by now."""
         num_bytes = self._num_bytes([len(pages) for _, pages in moves])
         if num_bytes and self._device.type == "cpu":
             cost.observe(num_bytes, time.perf_counter() - start)
 
     def _timed(self, on_device: Sequence[int]) -> tuple[CopyCost, CopyCost]:
-        """What copies take to the host and back, from those of a page and of some."""
+        """Measure the cost of copies to the host and back, with one page and with several."""
         most = [
             min(here, there, max(_TIMED_BYTES // size, 1))
             for here, there, size in zip(self.num_pages, on_device, self.page_bytes, strict=True)
         ]
         few = [1] * len(most)
-        least = [[float("inf")] * 2, [float("inf")] * 2]  # seconds there and back, of few and most
+        least = [[float("inf")] * 2, [float("inf")] * 2]  # [few, most][out, back], seconds
         for _ in range(_NUM_TIMED):
             for seconds, num_pages in zip(least, (few, most), strict=True):
                 for way in (0, 1):
@@ -125,7 +127,7 @@ class HostMemory:
         return out, back
 
     def _time(self, num_pages: Sequence[int], *, back: bool) -> float:
-        """Seconds of a copy of the first pages of each group; what they hold stays."""
+        """Return the seconds of a copy of each group's first pages; their content stays."""
         _synchronize(self._device)
         start = time.perf_counter()
         for group, n in zip(self._groups, num_pages, strict=True):
@@ -135,10 +137,10 @@ class HostMemory:
 
 
 class _Group:
-    """One group's host pages: each is one piece, with its slots in all of the group's layers."""
+    """One group's host pages. Each is one run of bytes, with the slots of all layers."""
 
     def __init__(self, layers: Sequence[torch.Tensor], num_pages: int) -> None:
-        """`layers`: keys and values by pages, each [num_device_pages, ...]."""
+        """Allocate `num_pages`; `layers` are keys and values, each [num_device_pages, ...]."""
         device = layers[0].device
         self._fields = kernels.Fields.of(layers, 1)
         widths = self._fields.widths
@@ -165,9 +167,11 @@ class _Group:
             kernels.scatter_kv(self._fields, slots, self._staging)
 
     def _parts(self, pages: Pages) -> list[tuple[slice, list[tuple[slice, int, int]]]]:
-        """What fits the staging space: the places of its pages, and their runs.
+        """Split pages into parts that fit the staging space.
 
-        A run is where its pages are staged, its first host page, and the end of its last.
+        Returns:
+            For each part, its slice of `pages` and its runs of consecutive host pages. A run is
+            (slice of the staging space, first host page, end of the host pages).
         """
         parts = []
         for start in range(0, len(pages), len(self._staged)):
@@ -187,6 +191,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _buffers(cache: KVCache, group: int) -> list[torch.Tensor]:
-    """Keys and values of a group's layers, but for those without a byte."""
+    """Return the keys and values of a group's layers, without empty buffers."""
     layers = [i for i, g in enumerate(cache.layer_groups) if g == group]
     return [buffer for buffer in cache.buffers(layers) if buffer.numel()]

@@ -1,4 +1,4 @@
-"""`CopyCost`: how long copies between device and host take."""
+"""`CopyCost`: estimates the seconds of copies between device and host."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ _NUM_RATIOS = 9
 
 
 class CopyCost:
-    """Seconds of a copy: a fixed part and one for each byte, corrected by what copies took."""
+    """A cost model of copies: a fixed time and a time per byte, scaled by recent measurements."""
 
     def __init__(self, small: tuple[int, float], large: tuple[int, float]) -> None:
-        """A line through two measured copies, each (bytes, seconds)."""
+        """Fit a line through two measured copies, each (bytes, seconds)."""
         span = large[0] - small[0]
         self._per_byte = max(large[1] - small[1], 0.0) / span if span else large[1] / large[0]
         self._fixed = max(small[1] - small[0] * self._per_byte, 0.0)
-        # What the latest copies took, over what the line says. Their median: one stall is no trend.
+        # Measured over predicted seconds of the latest copies. The median is used, so that one
+        # stall does not matter.
         self._ratios: deque[float] = deque([1.0], maxlen=_NUM_RATIOS)
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds that a copy of so many bytes takes."""
+        """Estimate the seconds of a copy of `num_bytes`."""
         return self._of_line(num_bytes) * statistics.median(self._ratios)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """A copy of so many bytes took so long."""
+        """Update the estimate: a copy of `num_bytes` took `seconds`."""
         expected = self._of_line(num_bytes)
         if expected > 0:
             self._ratios.append(seconds / expected)

@@ -1,4 +1,4 @@
-"""`HostPages`: which host pages of a group are free, and whose the others are."""
+"""`HostPages`: records which host pages of a group are free, and which handle owns the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class HostPages:
     """Host pages of one group, numbered from 0.
 
     Attributes:
-        num_pages: in all.
-        num_free: that nobody has.
+        num_pages: all pages.
+        num_free: free pages.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -21,26 +21,26 @@ class HostPages:
         self._owners = np.zeros(num_pages, np.int64)  # the number of each page's handle; 0 = free
 
     def take(self, num_pages: int, owner: int) -> Pages:
-        """Free pages, ascending, for a handle; there are as many."""
+        """Give `num_pages` free pages, ascending, to the handle `owner`; there must be as many."""
         pages = np.flatnonzero(self._owners == 0)[:num_pages]
         self._owners[pages] = owner
         self.num_free -= num_pages
         return pages
 
     def give_back(self, pages: Pages) -> None:
-        """A handle's pages are free."""
+        """Free a handle's pages."""
         self._owners[pages] = 0
         self.num_free += len(pages)
 
     def reset(self, held: dict[int, Pages]) -> None:
-        """These handles have these pages, and nobody else has any."""
+        """Set the owners to `held`, handle number -> pages; all other pages become free."""
         self._owners[:] = 0
         for number, pages in held.items():
             self._owners[pages] = number
         self.num_free = int((self._owners == 0).sum())
 
     def findings(self, held: dict[int, Pages]) -> list[str]:
-        """What is wrong if these handles have these pages, and nobody else has any."""
+        """Compare the records with `held`, handle number -> pages; return a line per fault."""
         owners = np.zeros_like(self._owners)
         found = []
         for number, pages in held.items():

@@ -1,4 +1,4 @@
-"""Bring a kept row's KV back from the host."""
+"""`reload`: copies a kept row's KV back from the host in one call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from specpool.memory.kv_cache import KVCache
 
 
 def reload(tier: HostTier, cache: KVCache, handle: Handle, tag: str | None = None) -> int | None:
-    """Bring a handle back at once, in a loop of one's own with nothing in flight.
+    """Give a handle a row and copy its KV back, with nothing in flight.
+
+    Use it in a loop of your own; an engine reloads by steps of its scheduler.
 
     Returns:
-        The row; or None, a copy has failed: the handle is dropped, the request is prefilled.
+        The row; or None if a copy failed. The handle is then dropped, and the caller must prefill
+        the request.
 
     Raises:
         NotReady: a step is in flight.
-        OutOfRows: no row is free; the handle stays good.
-        OutOfPages: a group has too few free pages for it; the handle stays good.
+        OutOfRows: no row is free; the handle stays valid.
+        OutOfPages: a group has too few free pages; the handle stays valid.
     """
     ledger = tier.ledger
     if steps := ledger.steps():
@@ -37,7 +40,7 @@ def reload(tier: HostTier, cache: KVCache, handle: Handle, tag: str | None = Non
         except Exception:
             if handle in tier.handles:
                 tier.drop(handle)
-            with suppress(RuntimeError):  # a device that is gone runs nothing more
+            with suppress(RuntimeError):  # a lost device has nothing to wait for
                 _synchronize(cache.device)
             ledger.abandon(plan.step)
             return None

@@ -1,9 +1,9 @@
-"""`HostTier`: the KV of retracted requests and idle sessions on the host (docs/host.md).
+"""`HostTier`: keeps the KV of retracted requests and idle sessions on the host (docs/host.md).
 
-A request's KV is in a row of the ledger or behind a `Handle` here; only while a reload's steps run
-is it on its way. Target and draft travel together: a handle has pages in every group. `Copies`
-decides where the pages lie and how they are copied. `copies.py` copies real memory; the simulator
-has a stand-in whose copies fail at random.
+A request's KV is either in a row of the ledger or held by a `Handle`; it is in both only while the
+steps of a reload run. A handle holds target and draft KV, with pages in every group. `Copies`
+copies the pages. `copies.py` copies real memory; the simulator has a stand-in whose copies fail at
+random.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specpool.config import Offload
 from specpool.errors import CorruptState, OrderError, OutOfPages, ShapeError
 from specpool.memory.host.pages import HostPages, Pages
 
-#: Of each group: pages of the device, and as many host pages.
+#: For each group: device pages, and as many host pages.
 Moves = Sequence[tuple[npt.NDArray[np.int32], Pages]]
 
 
@@ -29,7 +29,7 @@ class Copies(Protocol):
 
     Attributes:
         num_pages: host pages of each group.
-        page_bytes: of each group.
+        page_bytes: bytes of a page of each group.
     """
 
     num_pages: list[int]
@@ -42,22 +42,22 @@ class Copies(Protocol):
         """Copy host pages to pages of the device."""
 
     def seconds(self, num_pages: Sequence[int]) -> float:
-        """How long so many pages of each group take, there and back."""
+        """Estimate the seconds to copy so many pages of each group to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """KV on the host; good until it is dropped, trimmed or reloaded.
+    """The KV of one row on the host; valid until it is dropped, trimmed or reloaded.
 
     Attributes:
-        number: of the handle, from 1.
-        tag: of the row that it was.
-        length: tokens; `resolved_len` of the row that it will be.
-        drafted_len: draft KV is valid below it.
+        number: the handle's number, from 1.
+        tag: the tag of the row that it came from.
+        length: tokens; the `resolved_len` of the row after a reload.
+        drafted_len: positions below it have valid draft KV.
         last_start: the earliest start of a reload's last extend. An extend from there evicts all
-            that is not on the host.
-        columns: of each group, the first column of the page table that is held.
-        pages: of each group, the host pages of the columns from there on.
+            pages that are not on the host.
+        columns: for each group, the first column of the page table that is held.
+        pages: for each group, the host pages from that column on.
     """
 
     number: int
@@ -81,18 +81,18 @@ class HostPoolStats:
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """What a host tier holds now and has done.
+    """What a host tier holds now, and its counters.
 
     Attributes:
-        groups: the groups' host pages.
+        groups: the host pages of each group.
         num_handles: requests and sessions on the host.
-        offload_ct: rows that were taken over.
+        offload_ct: rows that were offloaded.
         reload_ct: handles that became rows again.
         drop_ct: handles that were dropped.
-        full_ct: rows that were not taken over: too few host pages.
-        unfit_ct: rows that were not taken over: a cut has left less of a window than any reload
-            would.
-        failed_ct: copies that failed, either way.
+        full_ct: rows that were not offloaded because host pages ran out.
+        unfit_ct: rows that were not offloaded because a trim has left less of a window than a
+            reload needs.
+        failed_ct: copies that failed, in either direction.
     """
 
     groups: tuple[HostPoolStats, ...]
@@ -106,14 +106,14 @@ class HostStats:
 
 
 class HostTier:
-    """Which rows are on the host, and the way there and back.
+    """The store of rows' KV on the host, with the way there and back.
 
     Attributes:
-        ledger: whose rows.
+        ledger: the ledger of the rows.
     """
 
     def __init__(self, ledger: Ledger, copies: Copies, *, policy: Offload = "cost") -> None:
-        """Nothing is on the host; `policy` says when `pays` says yes."""
+        """Start empty; `policy` decides the answer of `pays` (`EngineConfig.offload`)."""
         self.ledger = ledger
         self._copies, self._policy = copies, policy
         self._pages = [HostPages(n) for n in copies.num_pages]
@@ -125,15 +125,15 @@ class HostTier:
         self._full_ct = self._unfit_ct = self._failed_ct = 0
 
     def offload(self, row: int) -> Handle | None:
-        """Take over a quiet row: copy its KV to host pages and retract it.
+        """Offload a quiet row: copy its KV to host pages and retract it.
 
         Returns:
-            None where that cannot be, and nothing has changed: the host pages of a group do not
-            hold it, its copy fails, it has no tokens, or a cut has left less of a window than any
-            reload would. The caller then retracts the row, and its request is prefilled again.
+            The handle. Or None, with nothing changed, if a group has too few free host pages, the
+            copy fails, the row has no tokens, or a trim has left less of a window than a reload
+            needs. The caller then retracts the row, and its request is prefilled again.
 
         Raises:
-            NotReady: something of the row is in flight (`Ledger.check_quiet`).
+            NotReady: a step of the row is in flight (`Ledger.check_quiet`).
             ShapeError: the row is not admitted.
         """
         self.ledger.check_quiet(row)
@@ -172,10 +172,14 @@ class HostTier:
         return handle
 
     def next_extend(self, handle: Handle, start: int) -> tuple[int, bool]:
-        """The next step of a reload whose row has come to `start` tokens.
+        """Return the next extend of a reload whose row has come to `start` tokens.
 
         Returns:
-            `new_len` and `writes_draft` of its `prepare_extend`.
+            The `new_len` and `writes_draft` arguments of `prepare_extend`.
+
+        Raises:
+            OrderError: the handle is not held any more.
+            ShapeError: `start` is not in [0, handle.length).
         """
         self._check(handle)
         if not 0 <= start < handle.length:
@@ -185,17 +189,19 @@ class HostTier:
         return min(end for end in ends if end > start), start < handle.drafted_len
 
     def restore(self, plan: Plan, handles: Sequence[Handle]) -> None:
-        """The forward of a launched step of reloads: fill the pages that its lanes have got.
+        """Copy host pages to the pages of a launched reload step; it takes the forward's place.
 
-        After the step's table delta and page copies. A handle whose row has come to its length is
-        reloaded: its host pages are free.
+        Call it after the step's table delta and page copies. When a row has reached its handle's
+        length, the handle's host pages become free.
 
         Args:
-            plan: an extend; `next_extend` said how far each lane goes.
-            handles: of its lanes.
+            plan: an extend with the `new_len` that `next_extend` gave for each lane.
+            handles: one per lane.
 
         Raises:
-            Exception: a copy failed. The handles are dropped: `abandon` the step, and prefill.
+            OrderError: a handle is not held any more.
+            Exception: a copy failed, and the handles are dropped. The caller must `abandon` the
+                step and prefill the requests.
         """
         lanes = (plan.rows.tolist(), plan.start.tolist(), plan.new_len.tolist())
         for handle in handles:
@@ -214,10 +220,10 @@ class HostTier:
                 self._reload_ct += 1
 
     def check_room(self, handle: Handle) -> None:
-        """Whether every group has the pages for a reload now, if no one else takes any.
+        """Check that every group has enough free pages for a reload now.
 
         Raises:
-            OutOfPages: of the first group that has not.
+            OutOfPages: a group has not; the error describes the first such group.
         """
         most, start = [0] * len(self._pages), 0
         while start < handle.length:
@@ -241,15 +247,15 @@ class HostTier:
                 )
 
     def trim(self, handle: Handle, length: int) -> Handle | None:
-        """Keep the KV of a handle's first `length` tokens alone.
+        """Cut a handle to its first `length` tokens.
 
         Returns:
-            The handle to use from here on; None where it is dropped: no token is left, or less of a
-            window than any reload would leave.
+            The handle to use from now on. None if it was dropped, because no token is left, or less
+            of a window than a reload needs.
 
         Raises:
-            OrderError: it is not held any more.
-            ShapeError: it has fewer tokens.
+            OrderError: the handle is not held any more.
+            ShapeError: `length` is not in [0, handle.length].
         """
         self._check(handle)
         if not 0 <= length <= handle.length:
@@ -276,21 +282,21 @@ class HostTier:
         return shorter
 
     def drop(self, handle: Handle) -> None:
-        """Keep a handle's KV no longer.
+        """Free a handle's host pages.
 
         Raises:
-            OrderError: it is not held any more.
+            OrderError: the handle is not held any more.
         """
         self._check(handle)
         self._give_back(handle)
         self._drop_ct += 1
 
     def pays(self, row: int, token_seconds: float) -> bool:
-        """Whether the row is worth offloading: by option, or cheaper there and back than prefilled.
+        """Return whether to offload a row: as the policy says, or if copies beat a prefill.
 
         Args:
-            row: to be retracted.
-            token_seconds: of prefill, for each token.
+            row: the row that will be retracted.
+            token_seconds: seconds of prefill per token.
         """
         if self._policy != "cost":
             return self._policy == "always"
@@ -298,16 +304,16 @@ class HostTier:
         return seconds < int(self.ledger.resolved_len[row]) * token_seconds
 
     def holds(self, handle: Handle) -> bool:
-        """Whether the handle is good: not dropped, trimmed or reloaded."""
+        """Return whether the handle is valid: not dropped, trimmed or reloaded."""
         return self._handles.get(handle.number) is handle
 
     @property
     def handles(self) -> list[Handle]:
-        """All that are held, the oldest first."""
+        """All valid handles, oldest first."""
         return list(self._handles.values())
 
     def stats(self) -> HostStats:
-        """What it holds now and has done."""
+        """Return what the tier holds now, and its counters."""
         return HostStats(
             tuple(
                 HostPoolStats(spec.name, size, pages.num_pages, pages.num_free)
@@ -325,10 +331,10 @@ class HostTier:
         )
 
     def check(self) -> None:
-        """Full audit of the host pages.
+        """Check that every host page is free or held by exactly one handle.
 
         Raises:
-            CorruptState: the message is the report, one line for each broken invariant.
+            CorruptState: the message has one line for each broken invariant.
         """
         found = []
         for g, (spec, pages) in enumerate(zip(self.ledger.groups, self._pages, strict=True)):
@@ -338,25 +344,25 @@ class HostTier:
             raise CorruptState("\n".join(found))
 
     def recover(self, kept: Sequence[Handle]) -> list[Handle]:
-        """Keep these alone, as Ctrl-C came between any two calls; returns those that are good."""
+        """Keep only these handles, after Ctrl-C at any point; return those that are valid."""
         self._handles = {h.number: h for h in kept if self._handles.get(h.number) is h}
         for g, pages in enumerate(self._pages):
             pages.reset(self._held_pages(g))
         return self.handles
 
     def close(self) -> None:
-        """Drop what is held. Twice is once."""
+        """Drop all handles. A second call does nothing."""
         for handle in self.handles:
             self.drop(handle)
 
     # --- how it is done -------------------------------------------------------------------------
 
     def _held_pages(self, group: int) -> dict[int, Pages]:
-        """The group's pages of each handle, by its number."""
+        """Return handle number -> its pages of a group."""
         return {number: handle.pages[group] for number, handle in self._handles.items()}
 
     def _held(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of each group: the first column that the row holds, and how many have tokens."""
+        """Return, for each group, the row's first column with a page and its number of pages."""
         length, sizes = int(self.ledger.resolved_len[row]), self._sizes
         firsts = [int(self.ledger.evicted_len(g)[row]) // size for g, size in enumerate(sizes)]
         ends = [-(-length // size) for size in sizes]
@@ -375,11 +381,11 @@ class HostTier:
         return max(starts)
 
     def _fits(self, num_pages: Sequence[int]) -> bool:
-        """Whether every group has so many host pages, before any is taken."""
+        """Return whether every group has so many free host pages."""
         return all(n <= g.num_free for n, g in zip(num_pages, self._pages, strict=True))
 
     def _moves(self, handle: Handle, row: int, start: int, end: int) -> Moves:
-        """What the row holds of the slots `[start, end)`, in whole pages, and where it is here."""
+        """Return, per group, the row's pages of slots `[start, end)` and their host pages."""
         moves = []
         for g, (size, first) in enumerate(zip(self._sizes, handle.columns, strict=True)):
             to = -(-end // size)

@@ -1,1 +1,1 @@
-"""EAGLE heads: config, weights, forward."""
+"""EAGLE draft heads: their config, weights and forward."""

@@ -1,4 +1,4 @@
-"""`EagleConfig`: a head's config.json, whose spellings are many, in one."""
+"""`EagleConfig`: a head's config.json, read from any of its published spellings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MOST = (1 << 31) - 1  # of every size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """What a head's config.json says, in one spelling.
+    """The content of a head's config.json, in one spelling.
 
     Attributes:
         kind: `eagle` (EAGLE-1 and 2) or `eagle3`.
         hidden_size: h of the head.
-        target_hidden_size: h of its target; None = not said.
+        target_hidden_size: h of its target; None = not stated.
         vocab_size: V of the target.
         draft_vocab_size: Vd, the size of the head's own output vocabulary; V if it has none.
         num_layers: decoder layers, almost always 1.
@@ -28,20 +28,21 @@ class EagleConfig:
         num_kv_heads: key and value heads.
         head_dim: D.
         intermediate_size: I of the MLP.
-        rms_norm_eps: of all norms.
+        rms_norm_eps: epsilon of all norms.
         hidden_act: activation of the MLP, by transformers' name.
-        qkv_bias: q, k, v must have a bias; otherwise they may.
+        qkv_bias: q, k, v must have a bias; if False, they may have one.
         rope_theta: RoPE base.
-        rope_scaling: RoPE parameters of transformers, `rope_type` among them; None = plain.
-        max_position_embeddings: positions it was made for.
-        sliding_window: keys that a query sees, itself included; None = all.
+        rope_scaling: RoPE parameters of transformers, `rope_type` included; None = plain RoPE.
+        max_position_embeddings: positions that the head was trained for.
+        sliding_window: keys that a query sees, its own included; None = all.
         norm_before_residual: EAGLE-3: the residual is `hidden_norm(g)`, not `g`.
         norm_output: EAGLE-3: the recurrent feature is post-norm.
-        norm_before_fc: EAGLE-3: one norm over the concatenated features; None = as the file has it.
-        fc_norm: EAGLE-3: a norm per feature; None = as the file has it.
+        norm_before_fc: EAGLE-3: one norm over the concatenated features; None = if its weights
+            exist.
+        fc_norm: EAGLE-3: a norm per feature; None = if its weights exist.
         use_aux_hidden_state: EAGLE-3: features are layer inputs; else the last hidden state.
-        num_aux_hidden_states: EAGLE-3: layer inputs per feature; None = not said.
-        feature_layers: EAGLE-3: target layers whose inputs it takes; None = not said.
+        num_aux_hidden_states: EAGLE-3: layer inputs per feature; None = not stated.
+        feature_layers: EAGLE-3: target layers whose inputs are the features; None = not stated.
     """
 
     kind: Kind
@@ -83,15 +84,15 @@ class EagleConfig:
     ) -> EagleConfig:
         """Read a `config.json` in any published spelling.
 
-        The kind is told from config keys and tensor names; `architectures` lies too often.
+        The kind follows from config keys and tensor names, because `architectures` is often wrong.
 
         Args:
             raw: the parsed `config.json`.
             weights: the head's tensors under their normal names.
-            feature_layers: target layers whose inputs are the features, whatever the file says.
+            feature_layers: target layers whose inputs are the features; overrides the file.
 
         Raises:
-            CheckpointError: not an EAGLE head, or a key that is missing or of a wrong value.
+            CheckpointError: it is not an EAGLE head, or a key is missing or has a wrong value.
         """
         spec = _ConfigReader(raw)
         kind = _kind(spec, weights)
@@ -145,10 +146,10 @@ class EagleConfig:
 
 
 class _ConfigReader:
-    """Looks keys up where publishers put them, and checks their types.
+    """A reader that finds keys in the places that publishers use, and checks their types.
 
-    The decoder's keys stand at the top level, or in `transformer_layer_config` (speculators). The
-    head's options stand at the top level, in `eagle_config`, or beside the decoder's keys.
+    The decoder's keys are at the top level, or in `transformer_layer_config` (speculators). The
+    head's options are at the top level, in `eagle_config`, or beside the decoder's keys.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -160,7 +161,7 @@ class _ConfigReader:
         self.is_speculators = "speculators_model_type" in raw
 
     def get(self, *keys: str) -> tuple[str, Any]:
-        """The first of `keys` that is present and not null, with its value, or None."""
+        """Return the first of `keys` that is present and not null, and its value (None if none)."""
         for place in (self.raw, self.eagle, self.layer):
             for key in keys:
                 if place.get(key) is not None:
@@ -203,7 +204,7 @@ class _ConfigReader:
         return default if value is None else value
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
-        """Base and scaling, from `rope_parameters` (transformers 5) or the two older keys."""
+        """Read base and scaling from `rope_parameters` (transformers 5) or the two older keys."""
         params = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
         if isinstance(params, Mapping) and isinstance(params.get("full_attention"), Mapping):
             params = params["full_attention"]  # one entry per layer type
@@ -213,11 +214,11 @@ class _ConfigReader:
         theta = self.number("rope_theta", default=older, place=params)
         scaling = {k: v for k, v in params.items() if k not in ("rope_theta", "type")}
         rope_type = scaling.setdefault("rope_type", params.get("type") or "default")
-        # Multimodal RoPE turns every section by the same position while the input is text.
+        # For text, multimodal RoPE rotates every section by the same position, as plain RoPE does.
         return theta, None if rope_type in ("default", "mrope") else scaling
 
     def sliding_window(self) -> int | None:
-        """Keys that layer 0 sees, if it slides."""
+        """Return the window of layer 0; None if it is a full layer."""
         layer_types = self.layer.get("layer_types")
         if layer_types:
             if not isinstance(layer_types, list):
@@ -231,10 +232,10 @@ class _ConfigReader:
         return self.maybe_integer("sliding_window") if slides else None
 
     def feature_layers(self) -> tuple[int, ...] | None:
-        """Layers whose *inputs* are the features.
+        """Return the layers whose *inputs* are the features; None if not stated.
 
-        In `eagle_config` (SGLang) the ids are layers whose output is meant, which is the next one's
-        input; at the top level (speculators, vLLM) they are inputs already.
+        Ids in `eagle_config` (SGLang) name layers whose output is meant, so 1 is added. Ids at the
+        top level (speculators, vLLM) name inputs already.
         """
         key = "eagle_aux_hidden_state_layer_ids"
         found = {}

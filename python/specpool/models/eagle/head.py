@@ -1,8 +1,8 @@
-"""EAGLE-1/2 and EAGLE-3 draft heads, as plain tensors and functions.
+"""`EagleHead`: EAGLE-1/2 and EAGLE-3 draft heads, as plain tensors and functions.
 
-A head runs num_steps times a round on a handful of tokens, so a step costs what its number of
-operations costs: q, k and v are one matrix, gate and up another, RoPE is two table rows, and
-nothing is a module. Attention is the caller's: it alone knows the pages.
+A head runs num_steps times per round on a few tokens, so the number of operations sets its cost.
+That is why q, k and v are one matrix, gate and up another, RoPE is two table rows, and there are no
+modules. The caller passes the attention function, because only it knows the pages.
 
     EAGLE-1  x = fc([embed(token); feature]); y = x + attn(x); out = y + mlp(norm(y));
              logits = target_head(out)
@@ -40,15 +40,15 @@ class EagleHead:
 
     Attributes:
         kind: `eagle` (EAGLE-1 and 2) or `eagle3`.
-        config: what its config.json says.
+        config: the content of its config.json.
         num_layers: decoder layers.
         feature_layers: target layers whose *inputs* are the feature, concatenated in this order (L
             is the input of the final norm); empty = the last hidden state, after the final norm.
         layer_kv: per layer (num_kv_heads, head_dim).
         hidden_size: h.
         draft_vocab_size: Vd, columns of the logits.
-        dtype: of weights, features and hidden states.
-        max_positions: positions below have RoPE rows; see `reserve_positions`.
+        dtype: dtype of weights, features and hidden states.
+        max_positions: positions below it have RoPE rows; see `reserve_positions`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EagleHead:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Assemble a head from checked tensors; `from_pretrained` is the way in."""
+        """Assemble a head from checked tensors; callers use `from_pretrained`."""
 
         def get(name: str) -> torch.Tensor | None:
             return weights[name].to(device=device, dtype=dtype) if name in weights else None
@@ -90,15 +90,15 @@ class EagleHead:
                 self._lm_head = target_head.to(device=device, dtype=dtype)
             else:
                 self._target_logits = target_head
-        # int64 [Vd], what a draft id adds to become a target id; None = nothing
+        # int64 [Vd], add it to a draft id to get the target id; None = the ids are equal
         self._d2t = (
             weights["d2t"].to(device=device, dtype=torch.int64) if "d2t" in weights else None
         )
-        # int64 [Vd], breaks ties in `topk` by the lower id
+        # int64 [Vd], makes `topk` prefer the lower id among equal probabilities
         self._tie_break = torch.arange(self.draft_vocab_size - 1, -1, -1, device=device)
         self._act = _activation(config.hidden_act)
         self.max_positions = 0
-        # Some configs name millions; who needs more than this says so.
+        # Some configs state millions. `reserve_positions` adds more when they are needed.
         self.reserve_positions(min(config.max_position_embeddings, 4096))
 
     @classmethod
@@ -127,14 +127,14 @@ class EagleHead:
             lm_head_weight: the target's output matrix of the same shape; None = tied.
             compute_logits: last hidden state after the final norm [n, h] -> logits [n, V], for
                 targets that scale or cap them; takes the place of `lm_head_weight`.
-            dtype: of the head; None = that of `embedding_weight`.
-            device: of the head; None = that of `embedding_weight`.
-            feature_layers: target layers whose inputs are the features, whatever the file says.
+            dtype: dtype of the head; None = that of `embedding_weight`.
+            device: device of the head; None = that of `embedding_weight`.
+            feature_layers: target layers whose inputs are the features; overrides the file.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read, is no EAGLE head, is one for another
+            CheckpointError: the checkpoint cannot be read, is not an EAGLE head, is for another
                 target, or has tensors that do not fit.
-            ShapeError: the target's tensors do not have the shape that it says.
+            ShapeError: the target's tensors do not have the stated sizes.
         """
         for name, tensor in (("embedding", embedding_weight), ("lm_head", lm_head_weight)):
             if tensor is not None and (
@@ -169,19 +169,19 @@ class EagleHead:
             raise CheckpointError(f"{source}: {error}") from error
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Make RoPE rows for positions `[0, num_positions)`; never takes any away.
+        """Make RoPE rows for positions `[0, num_positions)`; existing rows stay.
 
-        A target's context is often longer than the one its head was trained on.
+        A target's context is often longer than the context that its head was trained on.
         """
         if num_positions > self.max_positions:
             self._rope = _rope_table(self.config, num_positions).to(self.device, self.dtype)
             self.max_positions = num_positions
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Make the target's features [T, f] the head's input [T, h]; h-wide ones are it already.
+        """Turn the target's features [T, f] into the head's input [T, h]; if f is h, return them.
 
         Raises:
-            ShapeError: f is neither h nor what `fc` takes.
+            ShapeError: f is neither h nor the input width of `fc`.
         """
         if features.shape[-1] == self.hidden_size:
             return features
@@ -206,20 +206,20 @@ class EagleHead:
         attend: Attend,
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step over T tokens.
+        """Run one step over T tokens.
 
         Args:
             token_ids: int64 [T], token p + 1 of its sequence.
-            hidden: [T, h], the feature of position p: `combine`d, or an earlier step's result.
+            hidden: [T, h], the feature of position p: a result of `combine` or of an earlier step.
             positions: int64 [T], p, in `[0, max_positions)`.
             attend: (layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) -> [T, H, D]; q and k are
                 rotated; all are views that must not be written.
-            keep: int64 [n], the tokens whose result is wanted; None = all. The last layer keeps
-                all T keys and values, but goes on with these tokens alone: its `attend` gets
-                q [n, H, D]. With n = 0 it ends there.
+            keep: int64 [n], the tokens whose result is wanted; None = all. The last layer computes
+                all T keys and values, but queries of these tokens alone: its `attend` gets
+                q [n, H, D]. With n = 0 the step ends after that call.
 
         Returns:
-            The recurrent feature [T or n, h]: `hidden` of the next step, and what `logits` takes.
+            The recurrent feature [T or n, h]: the `hidden` of the next step and of `logits`.
         """
         config = self.config
         embeds = self._embedding.index_select(0, token_ids)
@@ -229,7 +229,7 @@ class EagleHead:
             hidden = F.linear(torch.cat((embeds, hidden), -1), self._fc, self._fc_bias)
         for i, layer in enumerate(self._layers):
             if layer.pair_norm is not None:
-                # One norm for both halves: on a CPU its calls cost more than its arithmetic.
+                # Norm both halves in one call, because on a CPU calls cost more than arithmetic.
                 both = torch.stack((embeds, hidden), 1)
                 both = F.rms_norm(both, both.shape[-1:], eps=config.rms_norm_eps) * layer.pair_norm
                 x = both.view(len(both), -1)
@@ -257,7 +257,7 @@ class EagleHead:
     def _qkv(
         self, layer: _Layer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated q [T, H, D], or [0, H, D] if it is not wanted, rotated k [T, Hk, D], and v."""
+        """Return rotated q [T, H, D] ([0, H, D] with `skip_q`), rotated k [T, Hk, D], and v."""
         config, weight, bias = self.config, layer.qkv, layer.qkv_bias
         num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
         if skip_q:
@@ -274,7 +274,7 @@ class EagleHead:
         return (x.new_empty(0, config.num_heads, head_dim) if skip_q else q), k, v
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, Vd] over the draft vocabulary, of `forward`'s result [n, h]."""
+        """Return logits [n, Vd] over the draft vocabulary for `forward`'s result [n, h]."""
         if self._norm is not None and not self.config.norm_output:
             hidden = self._rms(hidden, self._norm)
         if self._lm_head is not None:
@@ -283,22 +283,22 @@ class EagleHead:
         return self._target_logits(hidden)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Ids of the target's vocabulary, int64, for ids of the draft vocabulary."""
+        """Return the target's ids, int64, for ids of the draft vocabulary."""
         if self._d2t is None:
             return draft_ids
         return draft_ids + self._d2t.index_select(0, draft_ids.reshape(-1)).view_as(draft_ids)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The most probable token after `forward`'s result [n, h], as a target id, int64 [n].
+        """Return the most probable token for `forward`'s result [n, h], as target ids, int64 [n].
 
-        Of equally probable tokens the one with the lowest draft id.
+        Among equally probable tokens the lowest draft id wins.
         """
         return self.to_target_ids(self.logits(hidden).argmax(-1))
 
     def topk(self, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k most probable tokens after `forward`'s result [n, h], best first.
+        """Return the k most probable tokens for `forward`'s result [n, h], best first.
 
-        Of equally probable tokens the lower draft id comes first, on every device.
+        Among equally probable tokens the lower draft id comes first, on every device.
 
         Returns:
             Probabilities float32 [n, k], under a softmax over the draft vocabulary, and target ids
@@ -310,7 +310,7 @@ class EagleHead:
         if not 1 <= k <= self.draft_vocab_size:
             raise ShapeError(f"k must be in [1, {self.draft_vocab_size}], got {k}")
         p = torch.softmax(self.logits(hidden), -1, dtype=torch.float32)
-        # A float >= 0 sorts as its bits do, so (bits, Vd - 1 - id) is an int64 without ties.
+        # Floats >= 0 sort like their bits, so (bits, Vd - 1 - id) as int64 has no ties.
         keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
         top = keys.bitwise_or_(self._tie_break).topk(k).values
         ids = self.draft_vocab_size - 1 - (top & 0xFFFFFFFF)
@@ -332,15 +332,16 @@ def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _rope_table(config: EagleConfig, num_positions: int) -> torch.Tensor:
-    """RoPE rows float32 [num_positions, 2, 1, D]: cos, and sin with its first half negated.
+    """Make RoPE rows, float32 [num_positions, 2, 1, D]: cos, and sin with its first half negated.
 
-    With those, rotating x is `x * cos + roll(x, D/2) * sin`. The frequencies are transformers' own,
-    so every scaling it knows is right; one that depends on the length takes `num_positions`.
+    With these rows, rotating x is `x * cos + roll(x, D/2) * sin`. transformers computes the
+    frequencies, so all of its scalings are supported. A scaling that depends on the length uses
+    `num_positions`.
     """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # transformers 5 folds the last two, its older spelling, into `rope_parameters`.
+    # transformers 5 turns the last two, an older spelling, into `rope_parameters`.
     options: dict[str, Any] = {
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_heads,
@@ -367,7 +368,7 @@ def _rope_table(config: EagleConfig, num_positions: int) -> torch.Tensor:
 
 
 def _feature_layers(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
-    """Which of the target's layer inputs the head takes, checked against the target's depth."""
+    """Return the target layers whose inputs the head reads, checked against the target's depth."""
     if config.kind == "eagle" or not config.use_aux_hidden_state:
         return ()
     layers = config.feature_layers

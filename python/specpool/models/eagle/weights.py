@@ -1,4 +1,4 @@
-"""Read the weights of an EAGLE head, and check them against its config."""
+"""Functions that read the weights of an EAGLE head and check them against its config."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from specpool.errors import CheckpointError
 from specpool.models.eagle.config import EagleConfig
 from specpool.models.files.checkpoint import Shape, Weights, check_tensors
 
-# Training's own, the target's, or recomputed: nobody reads them.
+# Tensors that are not read: they are for training only, the target's, or recomputed.
 IGNORED = (r"t2d", r".*rotary_emb\..*", r"verifier_.*")
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A decoder layer's tensors; None = it has none."""
+    """A decoder layer's tensors; None = the layer has no such tensor."""
 
     input_norm: torch.Tensor | None  # [h]
-    pair_norm: torch.Tensor | None  # [2, h], EAGLE-3's layer 0 only: of embedding and hidden
+    pair_norm: torch.Tensor | None  # [2, h], in EAGLE-3's layer 0: norms of embedding and hidden
     qkv: torch.Tensor  # [(H + 2 Hk) D, in]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [D]
@@ -48,7 +48,7 @@ def _load_layer(
 
     def must(name: str) -> torch.Tensor:
         tensor = get(prefix + name)
-        assert tensor is not None, name  # `check_tensors` has seen it
+        assert tensor is not None, name  # `check_tensors` made sure
         return tensor
 
     def fused(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -96,7 +96,7 @@ def _check_target(
     if trained_for is None:
         trained_for = config.hidden_size
         if config.kind == "eagle3" and "fc.weight" in weights and feature_layers:
-            # Only the matrix tells of a head that is narrower than its target.
+            # If the head is narrower than its target, only this matrix shows the target's width.
             shape, parts = weights["fc.weight"].shape, len(feature_layers)
             trained_for = shape[1] // parts if len(shape) == 2 and shape[1] else trained_for
     if config.kind == "eagle":
@@ -144,7 +144,7 @@ def _check_tensors(
             (config.fc_norm, f"fc_norm.{i}.weight", target_hidden_size) for i in range(num_features)
         ]
         for told, name, size in norms:
-            # Not told: the file decides. Told false: a tensor would be unexpected.
+            # None: the tensor may be there. False: it must not be there.
             if told is not False:
                 (required if told else optional)[name] = (size,)
         own_head = config.draft_vocab_size != vocab or h != target_hidden_size
@@ -165,7 +165,7 @@ def _check_tensors(
 
 
 def _layer_shapes(config: EagleConfig, index: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Tensors that layer `index` must have and may have."""
+    """Return the shapes of the tensors that layer `index` must have, and may have."""
     h, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     first3 = config.kind == "eagle3" and index == 0

@@ -1,1 +1,1 @@
-"""What a checkpoint folder holds, read without torch or transformers where that suffices."""
+"""Readers of a checkpoint folder's files, without torch or transformers if possible."""

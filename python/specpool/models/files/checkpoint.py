@@ -1,7 +1,7 @@
-"""Published checkpoints on disk: where they lie, and their tensors under one name each.
+"""Published checkpoints on disk: find them, and read their tensors under normal names.
 
-Reading never executes what a file says (safetensors, or `torch.load(weights_only=True)`), and a
-tensor is read only when it is asked for. Whatever does not fit raises `CheckpointError`.
+Reading never runs code of a file (safetensors, or `torch.load(weights_only=True)`). A tensor is
+read only when it is asked for. A file that does not fit raises `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 _MOST_LAYERS = 1 << 14
 
-# What safetensors call the dtypes that weights may have here; others keep their names.
+# safetensors' names of the dtypes that weights may have; other dtypes keep their names.
 _STORED = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16"}
 _STORED |= {"BF16": "torch.bfloat16", "I8": "torch.int8", "BOOL": "torch.bool"}
 
@@ -38,7 +38,7 @@ _PREFIXES = {
 
 
 class Weights(Mapping[str, "torch.Tensor"]):
-    """The tensors of a checkpoint folder under their normal names, read when asked for.
+    """The tensors of a checkpoint folder under their normal names. Each access reads the tensor.
 
     Normal names: no `model.` prefix; `layers.0.` for `midlayer.` and speculators' `transformer.`;
     `fc.` for `fusion_fc.`; `fc_norm.{0,1,2}` for `aux_norm_{low,mid,high}`.
@@ -48,8 +48,8 @@ class Weights(Mapping[str, "torch.Tensor"]):
         """Open the weight files of `folder`.
 
         Raises:
-            CheckpointError: no weight file, an unreadable or unsafe one, a missing shard, or two
-                tensors with one normal name.
+            CheckpointError: there is no weight file, one is unreadable or unsafe, a shard is
+                missing, or two tensors have the same normal name.
         """
         self._sources: dict[str, tuple[Callable[[str], Any], str]] = {}
         for path in weight_files(folder):
@@ -78,7 +78,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sources  # the mixin's would read the tensor
+        return name in self._sources  # the base class would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -87,7 +87,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
         return len(self._sources)
 
     def file_name(self, name: str) -> str:
-        """The name that the file gives to `name`; `name` itself if the file lacks it."""
+        """Return the name of tensor `name` in its file; `name` itself if it is in no file."""
         return self._sources[name][1] if name in self._sources else name
 
 
@@ -100,10 +100,10 @@ def normal_name(name: str) -> str:
 
 
 def find_folder(source: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint: `source` itself, or where the hub's `owner/name` was put.
+    """Return a checkpoint's folder: `source`, or where the hub's `owner/name` was downloaded to.
 
     Raises:
-        CheckpointError: neither a folder nor a model that the hub could give.
+        CheckpointError: `source` is not a folder, and the hub cannot give a model of this name.
     """
     path = Path(source)
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
@@ -119,7 +119,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # Pickles only if there is nothing better: a repository often holds its weights twice.
+        # Fetch pickles only without safetensors, because many repositories hold both.
         folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors*"]))
         if not any(folder.glob("*.safetensors*")):
             folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.bin*"]))
@@ -131,10 +131,10 @@ def _download(name: str) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder.
+    """Return the content of a checkpoint folder's `config.json`.
 
     Raises:
-        CheckpointError: it is missing, or not a JSON object.
+        CheckpointError: the file is missing, or not a JSON object.
     """
     return read_json(folder / "config.json")
 
@@ -143,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        CheckpointError: no such regular file, or it holds something else.
+        CheckpointError: there is no such regular file, or it does not hold a JSON object.
     """
     if not os.path.isfile(path):  # unlike path.is_file(), no error for a name that is too long
         raise CheckpointError(f"{path.parent}: no {path.name}")
@@ -155,10 +155,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_counts(name: str, raw: dict[str, Any]) -> None:
-    """Refuse a config with more layers than any model has, before anything is sized by them.
+    """Refuse a config with more layers than any model has, before they size anything.
 
     Raises:
-        CheckpointError: names the key and both numbers.
+        CheckpointError: a number of layers is above 2^14; the message has the key and the number.
     """
     nested = [value for value in raw.values() if isinstance(value, dict)]
     for part in (raw, *nested):
@@ -172,7 +172,7 @@ def check_counts(name: str, raw: dict[str, Any]) -> None:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of all tensors, by the index if it says so, else by the sizes of the files.
+    """Return the bytes of all tensors, by the index if it states them, else by the file sizes.
 
     Raises:
         CheckpointError: there are no weight files, or the index names none.
@@ -187,7 +187,11 @@ def weight_bytes(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up the weights; safetensors before pickles, an index before a file."""
+    """Return the weight files; prefer safetensors to pickles, and an index to a single file.
+
+    Raises:
+        CheckpointError: there are none, or an index is wrong (see `shards`).
+    """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
         if os.path.isfile(index):
@@ -205,17 +209,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shards(index: Path) -> list[Path]:
-    """Return the files that an index of weights names, all of which lie beside it.
+    """Return the files that an index of weights names; all must be in the index's folder.
 
     Raises:
-        CheckpointError: it names none, or one that is elsewhere or missing.
+        CheckpointError: the index names no file, or one that is missing or elsewhere.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map")
     files = sorted({str(file) for file in weight_map.values()})
     for file in files:
-        # An index must not lead out of its own folder.
+        # An index must not name files outside its own folder.
         if Path(file).name != file or not os.path.isfile(index.parent / file):
             raise CheckpointError(f"{index} names {file!r:.80}, which is no file beside it")
     return [index.parent / file for file in files]
@@ -225,7 +229,7 @@ def stored_dtypes(path: Path) -> dict[str, str]:
     """Return the dtype of each tensor in a weight file, as `torch.float16`; no tensor is read.
 
     Raises:
-        CheckpointError: an unreadable or unsafe file.
+        CheckpointError: the file is unreadable or unsafe.
     """
     if path.suffix != ".safetensors":
         names, read = _open(path, device="meta")
@@ -238,7 +242,7 @@ def stored_dtypes(path: Path) -> dict[str, str]:
 
 
 def _open(path: Path, device: str = "cpu") -> tuple[list[str], Callable[[str], Any]]:
-    """Names in a weight file, and how to read one."""
+    """Return the tensor names in a weight file, and a function that reads one."""
     if path.suffix == ".safetensors":
         from safetensors import safe_open
 
@@ -274,11 +278,11 @@ def check_tensors(
     Args:
         weights: the checkpoint's tensors.
         required: shapes of the tensors that must be there.
-        optional: shapes of those that may be there.
-        ignored: patterns of names that are read by nobody.
+        optional: shapes of the tensors that may be there.
+        ignored: patterns of names that are skipped.
 
     Raises:
-        CheckpointError: one message that names everything missing, unexpected or misshapen.
+        CheckpointError: tensors are missing, unexpected or misshapen; one message names them.
     """
     import torch
 
@@ -304,6 +308,6 @@ def check_tensors(
 
 
 def some_of(faults: Sequence[str], most: int = 12) -> str:
-    """Return the first of many faults as one line, and how many there are beside."""
+    """Join the first `most` faults into one line, with the number of further ones."""
     more = f"; and {len(faults) - most} more" if len(faults) > most else ""
     return "; ".join(f"{fault:.160}" for fault in faults[:most]) + more

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: names, shapes and dtypes, without torch or the tensors."""
+"""`read_header`: reads names, shapes and dtypes from safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from specpool.errors import CheckpointError
 
-_MOST_BYTES = 100 << 20  # as the format's own reader allows
+_MOST_BYTES = 100 << 20  # the limit of the format's own reader
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a header says of a tensor."""
+    """The description of a tensor in a header."""
 
-    dtype: str  # torch's name where there is one, else the file's
+    dtype: str  # torch's name if there is one, else the file's
     shape: tuple[int, ...]
     num_bytes: int
 
     def __len__(self) -> int:
-        """The first dimension."""
+        """Return the first dimension, 0 for a scalar."""
         return self.shape[0] if self.shape else 0
 
 
@@ -31,7 +31,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by their names in it.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such file.
+        CheckpointError: the file cannot be read, or is not a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -54,7 +54,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def main_dtype(files: Sequence[Path]) -> str | None:
-    """Return the dtype that most bytes of these files have; None = no file can be asked.
+    """Return the dtype of most bytes of these files; None = some are not safetensors, or none.
 
     Raises:
         CheckpointError: see `read_header`.

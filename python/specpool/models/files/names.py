@@ -1,6 +1,6 @@
-"""What a model may be called: embedded, a folder, a name on the hub, or prompt lookup.
+"""The names of models: an embedded one, a folder, a name on the hub, or prompt lookup.
 
-Nothing here imports torch or transformers, so that a wrong name is refused at once.
+This file does not import torch or transformers, so that a wrong name is refused at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from specpool.assets import EMBEDDED, resolve
 from specpool.checks import check_int
 from specpool.errors import ConfigError, one_line
 
-#: Longest n-gram that prompt lookup takes, and the one it takes where none is named.
+#: The longest n-gram of prompt lookup that may be asked for, and the default.
 MAX_NGRAM, DEFAULT_NGRAM = 32, 4
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -23,7 +23,7 @@ def ngram_of(name: str) -> int | None:
     """Return the longest n-gram that `ngram` or `ngram:6` names; None = another kind of name.
 
     Raises:
-        ConfigError: `ngram:` with anything else than a number in `[1, MAX_NGRAM]`.
+        ConfigError: `ngram:` is followed by anything else than a number in `[1, MAX_NGRAM]`.
     """
     kind, colon, number = name.partition(":")
     if kind != "ngram":
@@ -37,10 +37,10 @@ def ngram_of(name: str) -> int | None:
 
 
 def find_model(name: str) -> Path | None:
-    """Return the folder that `name` means; None = it is a name on the hub.
+    """Return the folder that `name` means; None = it has the form of a hub name.
 
     Raises:
-        ConfigError: no folder with a config.json, and no name that the hub could have.
+        ConfigError: it is neither a folder with a config.json nor a possible hub name.
     """
     path = Path(resolve(name))
     if name.startswith("~"):
@@ -88,7 +88,7 @@ def fetch_config(name: str) -> Path:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what an error says in one line, and what the first error of its chain says."""
+    """Return an error's message in one line, with the message of the first error of its chain."""
     first = error
     while (below := first.__cause__ or first.__context__) is not None:
         first = below

@@ -1,8 +1,8 @@
-"""`PlainConfig`: a decoder's config.json read without transformers, for families known to the last.
+"""`PlainConfig`: a decoder's config.json, read without transformers for the listed families.
 
-transformers fills keys that a file leaves out with defaults of the family's own. So a file is read
-here only where its family is listed and no such key decides; a test compares each family with
-transformers. Any other file is transformers' to read.
+transformers fills missing keys with defaults of the family. So a file is read here only if its
+family is listed and no missing key matters. A test compares each family with transformers. All
+other files need transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from specpool.memory.layer_kv import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a family's keys are to be understood.
+    """The meaning of a family's keys.
 
     Attributes:
-        slides: `never`; `all` layers, where there is a window; `asked` = where
-            `use_sliding_window` is true too; a number n = all but every n-th.
-        derives_head_dim: without `head_dim` it is hidden_size / num_attention_heads.
-        is_gated: an MLP has three matrices, else two.
-        expert_keys: where the number of experts may stand.
+        slides: which layers have the window, if there is one. `never`: none; `all`: all; `asked`:
+            all if `use_sliding_window` is true; a number n: all but every n-th.
+        derives_head_dim: a missing `head_dim` means hidden_size / num_attention_heads.
+        is_gated: whether an MLP has three matrices instead of two.
+        expert_keys: the keys that may hold the number of experts.
     """
 
     slides: str | int = "never"
@@ -63,7 +63,7 @@ _SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
-# Keys that make of a family something else.
+# Keys that change the architecture of a family, so that its file is not read here.
 _OTHERS = (
     "kv_lora_rank",
     "num_kv_shared_layers",
@@ -79,13 +79,13 @@ _OTHERS = (
 
 @dataclass(frozen=True, slots=True)
 class PlainConfig:
-    """What the file says.
+    """The content of a config that the sizing of memory needs.
 
     Attributes:
-        layers: what each keeps of a token.
-        max_context_len: tokens.
+        layers: the KV of each layer.
+        max_context_len: the longest context in tokens.
         vocab_size: width of the logits.
-        num_parameters: about; norms and biases are not counted, ties as the file says.
+        num_parameters: about; without norms and biases. Tied embeddings count once.
     """
 
     layers: tuple[LayerKV, ...]
@@ -95,7 +95,7 @@ class PlainConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:
-        """Read a parsed config.json; None = it takes transformers."""
+        """Read a parsed config.json; None = it needs transformers."""
         family = _FAMILIES.get(str(raw.get("model_type")))
         if family is None or any(raw.get(key) for key in _OTHERS):
             return None
@@ -118,14 +118,14 @@ class PlainConfig:
 
 
 def longest_context(length: int, config: Any) -> int:
-    """Return the positions that a config of so many has in any batch.
+    """Return the longest context at which RoPE does not depend on other lanes of a batch.
 
     NOTE: "longrope" and "dynamic" rotary embeddings change with the longest position *of the
     batch*, so one lane would change another's text. Below `original_max_position_embeddings` they
-    do not, and there the context ends.
+    do not change, so the context ends there.
 
     Args:
-        length: of `max_position_embeddings`.
+        length: the config's `max_position_embeddings`.
         config: a parsed config.json, or transformers' config.
     """
 
@@ -146,11 +146,11 @@ def longest_context(length: int, config: Any) -> int:
 
 
 def _windows(raw: Mapping[str, Any], family: _Family, layers: int) -> list[int | None] | None:
-    """Of each layer; None = the file does not say."""
+    """Return each layer's window; None = the file does not state them."""
     if family.slides == "never":
         return None if raw.get("sliding_window") else [None] * layers
     if "sliding_window" not in raw:
-        return None  # The family's default would count.
+        return None  # transformers would use the family's default
     window = raw["sliding_window"]
     if family.slides == "asked" and "use_sliding_window" not in raw:
         return None
@@ -173,7 +173,7 @@ def _windows(raw: Mapping[str, Any], family: _Family, layers: int) -> list[int |
 def _num_parameters(
     raw: Mapping[str, Any], family: _Family, layers: int, query_dim: int, kv_dim: int
 ) -> int:
-    """Of the matrices: embeddings, attention, MLP or experts with their router."""
+    """Count the parameters of embeddings, attention, and MLP or experts with their router."""
 
     def size(key: str) -> int:
         value = raw.get(key)

@@ -1,1 +1,1 @@
-"""CUDA graphs of whole rounds: capture, look up, replay."""
+"""CUDA graphs of whole rounds: how they are captured, found and replayed."""

@@ -1,4 +1,4 @@
-"""`Capture`: how work on a device becomes a graph; `CudaCapture`, or a double of the tests."""
+"""`Capture`: turns work on a device into a graph. `CudaCapture` does it; tests have a double."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from specpool.worker.results import Outcome
 
 Work = Callable[[], Iterator[Outcome]]
-"""Launches work; yields an outcome, once, and goes on."""
+"""A function that launches work, yields an outcome once, and launches the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Work that was captured.
+    """Captured work.
 
     Attributes:
-        outcome: what it yielded: every replay of `decide` writes these very tensors.
-        decide: replays what came before.
-        follow: replays what came after, which reads what `decide` has left; None = nothing did.
+        outcome: what the work yielded. Every replay of `decide` writes these same tensors.
+        decide: replays the work before the yield.
+        follow: replays the work after the yield, which reads what `decide` wrote; None = there is
+            none.
     """
 
     outcome: Outcome
@@ -32,29 +33,29 @@ class Recording:
 
 
 class Capture(Protocol):
-    """Captures work of one device. What its recordings need between themselves is one pool."""
+    """Captures work of one device. All its recordings share one memory pool."""
 
     def warm_up(self, work: Work) -> None:
-        """Runs it, so that nothing is built, loaded or first allocated within a capture."""
+        """Run the work, so that nothing is compiled, loaded or first allocated in a capture."""
 
     def record(self, work: Work, *, follows: bool) -> Recording:
-        """Captures it; `follows` says whether it goes on after its outcome."""
+        """Capture the work; `follows` says whether it launches anything after its outcome."""
 
     def used_bytes(self) -> int:
-        """Bytes of the device's memory that are taken; what is cached and not in use is not."""
+        """Return the bytes of device memory in use, without unused cached memory."""
 
 
 class CudaCapture:
-    """`torch.cuda.graph` on a stream of its own, one memory pool for all."""
+    """A `Capture` by `torch.cuda.graph`, on its own stream and with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         """Capture work on `device`."""
-        cuda: Any = torch.cuda  # typed in some versions of torch only
+        cuda: Any = torch.cuda  # only some versions of torch have types for it
         self._device, self._stream = device, cuda.Stream(device)
         self._pool = cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> None:
-        """As `Capture` says: on the stream of the captures, whose workspaces are its own."""
+        """Run the work on the capture stream, because libraries keep a workspace per stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -63,7 +64,11 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def record(self, work: Work, *, follows: bool) -> Recording:
-        """As `Capture` says: two graphs, between which the host's copy is launched."""
+        """Capture two graphs, so that a replay can start the copy to the host between them.
+
+        Raises:
+            torch.OutOfMemoryError: less than `_RESERVE` of the device's memory is left.
+        """
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + follows)]
         with self._into(graphs[0]):
             steps = work()
@@ -74,14 +79,14 @@ class CudaCapture:
         free, total = torch.cuda.mem_get_info(self._device)
         if free < total * _RESERVE:
             raise torch.OutOfMemoryError(
-                f"{free} of {total} bytes are left, which prompts may want"
+                f"{free} of {total} bytes are left, and prompts need {_RESERVE:.0%} of the memory"
             )
         decide, follow = (*(graph.replay for graph in graphs), None)[:2]
         assert decide is not None
         return Recording(outcome, decide, follow)
 
     def used_bytes(self) -> int:
-        """As `Capture` says, by whatever process: the driver's own share of a graph counts too."""
+        """Return the bytes in use by all processes, because the driver's share counts too."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -91,9 +96,9 @@ class CudaCapture:
         return torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
 
 
-# How libraries say that memory has run out, a CPU's among them.
+# Parts of the messages by which libraries report that GPU or CPU memory has run out.
 _SIGNS = ("ALLOC_FAILED", "can't allocate memory", "not enough memory")
-_RESERVE = 0.05  # of the device's memory, that graphs leave alone
+_RESERVE = 0.05  # share of the device's memory that graphs must leave free
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 _host: Callable[[], Capture] | None = None
@@ -101,7 +106,7 @@ _host: Callable[[], Capture] | None = None
 
 @contextlib.contextmanager
 def host_capture(make: Callable[[], Capture]) -> Iterator[None]:
-    """Graphs of CPU tensors are captured by what `make` gives, which the tests have."""
+    """Capture graphs of CPU tensors with the result of `make` within the block, for tests."""
     global _host
     before, _host = _host, make
     try:
@@ -111,17 +116,17 @@ def host_capture(make: Callable[[], Capture]) -> Iterator[None]:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """What captures graphs on `device`; None = nothing does."""
+    """Return a `Capture` for `device`; None = graphs cannot be captured there."""
     if device.type == "cuda":
-        # Without its cache, as under compute-sanitizer, torch has no pools for graphs.
+        # torch has no pools for graphs if its cache is off, as it is under compute-sanitizer.
         return None if os.environ.get(_NO_CACHE) else CudaCapture(device)
     return None if _host is None else _host()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out: Python's, torch's, the driver's or a library's.
+    """Return whether an error means that memory ran out: Python's, torch's or a library's.
 
-    The end of a capture may report its own fault instead; memory's is behind it.
+    A failing capture can hide the out-of-memory error, so search the whole exception chain.
     """
     while error is not None:
         text = str(error)

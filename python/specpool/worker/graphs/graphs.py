@@ -1,7 +1,8 @@
-"""`GraphSet`: what the rounds of one shape have, built at the start; and all of them together.
+"""`Graphs`: all CUDA graphs of an engine, and `GraphSet`: those of one kind of round.
 
-Nothing is captured, compiled or allocated while requests run. A round whose shape, batch size and
-lengths have a graph replays it; any other runs eagerly, with the same text.
+All graphs are built at the start; nothing is captured, compiled or allocated while requests run. A
+round whose shape, batch size and lengths have a graph replays it. Any other round runs eagerly and
+gives the same text.
 """
 
 from __future__ import annotations
@@ -24,25 +25,30 @@ from specpool.worker.graphs.round_graph import LaneBuffer, RoundGraph, RoundKind
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
 
-#: Roots that the graphs with the shortest reads are good for; each further one reads twice as far.
+#: The greatest root position of the graphs with the shortest reads; each next bound is twice it.
 LEAST_BOUND = 1024
 
 _log = logging.getLogger("specpool")
 
 Rounds = Callable[[RoundKind, Lanes], Iterator[Outcome]]
-Place = tuple[RoundKind, int, int]  # of a graph: its lanes, and the bound of their roots
+Place = tuple[RoundKind, int, int]  # a graph's kind, number of lanes, and bound of the roots
 
 
 class GraphSet:
     """The graphs of one kind of round, by batch size and bound."""
 
     def __init__(self, graphs: Iterable[RoundGraph], bounds: Sequence[int]) -> None:
-        """Find a graph for each batch size; `bounds` are those that graphs may have, ascending."""
+        """Index the graphs by batch size and bound.
+
+        Args:
+            graphs: all of one kind of round.
+            bounds: the bounds that graphs may have, ascending.
+        """
         self._bounds = list(bounds)
         found = {(graph.size, graph.bound): graph for graph in graphs}
         self.sizes = tuple(sorted({size for size, _ in found}))
         self.num_graphs = len(found)
-        # By bound, then by number of lanes: the least graph that holds both
+        # [bound][number of lanes] -> the smallest graph that serves both
         self._by_batch: list[list[RoundGraph]] = []
         for least in self._bounds:
             line: list[RoundGraph] = []
@@ -51,7 +57,7 @@ class GraphSet:
             self._by_batch.append(line)
 
     def graph_for(self, batch_size: int, root: int) -> RoundGraph | None:
-        """The least that holds so many lanes whose roots are at `root` at most."""
+        """Return the smallest graph for `batch_size` lanes with roots up to `root`, or None."""
         place = bisect.bisect_left(self._bounds, root)
         if place == len(self._bounds) or batch_size >= len(self._by_batch[place]):
             return None
@@ -59,20 +65,20 @@ class GraphSet:
 
 
 class Graphs:
-    """One `GraphSet` for each kind of round that has graphs; counts what replays."""
+    """The graph sets of an engine, one for each kind of round, with counters of replays."""
 
     def __init__(self, capture: Capture, ledger: Ledger, cache: KVCache, rows: RowState) -> None:
-        """No graphs yet.
+        """Start without graphs; `build` captures them.
 
         Args:
-            capture: captures them.
-            ledger: whose plans are replayed.
+            capture: captures the graphs.
+            ledger: makes the plans that are replayed.
             cache: the pages.
-            rows: where each row stands.
+            rows: the lengths of the rows.
         """
         self._capture, self._ledger, self._cache, self._rows = capture, ledger, cache, rows
         most = max(shape.max_accept_len for shape in ledger.shapes)
-        # No round's root is beyond: whoever is at the end of the context is not prepared.
+        # No root lies beyond `last`: the scheduler prepares no row at the context's end.
         last = ledger.max_context_len - 1 + ledger.overlap_depth * most
         self._bounds = [LEAST_BOUND << i for i in range(32) if LEAST_BOUND << i < last] + [last]
         self._sets: dict[tuple[int, bool], GraphSet] = {}
@@ -82,12 +88,13 @@ class Graphs:
     def build(self, sizes: Mapping[RoundKind, Sequence[int]], rounds: Rounds) -> None:
         """Capture a graph for each kind, size and bound, the largest first.
 
-        Where memory runs out, those of as many lanes that read as far are given up. Kinds of rounds
-        that cannot be captured at all have none.
+        If capture runs out of memory, skip that graph and every graph with at least as many lanes
+        and as long reads. If a kind of round cannot be captured at all, log a warning; it runs
+        eagerly.
 
         Args:
-            sizes: batch sizes of each kind of round.
-            rounds: launches a round of these lanes.
+            sizes: the batch sizes of each kind of round.
+            rounds: launches a round of given lanes.
         """
         places = [(kind, n, b) for kind, of in sizes.items() for n in of for b in self._bounds]
         places.sort(key=lambda place: place[1:], reverse=True)
@@ -154,17 +161,17 @@ class Graphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Batch sizes with a graph of whatever kind, ascending."""
+        """The batch sizes with a graph of any kind, ascending."""
         return tuple(
             sorted({size for graph_set in self._sets.values() for size in graph_set.sizes})
         )
 
     def replay(self, steps: Sequence[Step], before: Callable[[Plan], None]) -> PendingStep | None:
-        """The results of a turn that is one round, if that has a graph; else None.
+        """Replay the turn's round, if the turn is one round that has a graph; else return None.
 
         Args:
-            steps: of the turn.
-            before: called with the plan of a round that is about to be replayed.
+            steps: the steps of the turn.
+            before: called with the round's plan before the replay.
         """
         graph = self._graph_for(steps[0]) if len(steps) == 1 else None
         if graph is None:
@@ -187,11 +194,11 @@ class Graphs:
         return graph_set.graph_for(len(plan), int(plan.hi.max()))
 
     def restart(self) -> None:
-        """What ran so far does not count: nobody had asked for it."""
+        """Set the counters to 0: the rounds so far were not requests'."""
         self._replay_ct = self._eager_ct = 0
 
     def stats(self) -> GraphStats:
-        """What there is, and was replayed so far."""
+        """Return the graphs that exist and the counters of replayed and eager rounds."""
         sizes: dict[Shape, tuple[int, ...]] = {}
         for (index, _), graph_set in self._sets.items():
             shape = self._ledger.shapes[index]
@@ -208,8 +215,8 @@ class Graphs:
 def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> list[Place]:
     """Run each place, and return those that succeeded.
 
-    A place that runs out of memory is skipped. So is every later place that has at least as many
-    lanes and reads at least as far: a graph of more lanes that reads less may still find room.
+    Skip a place that runs out of memory, and every later place with at least as many lanes and at
+    least as long reads. A graph with more lanes but shorter reads may still find room.
     """
     found: list[Place] = []
     failed: list[tuple[int, int]] = []  # sizes and bounds
@@ -229,14 +236,14 @@ def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """Decode rounds that were captured as CUDA graphs.
+    """The CUDA graphs of decode rounds, and how often they ran.
 
     Attributes:
-        sizes: batch sizes with a graph, by shape.
-        num_graphs: graphs of rounds: one for each kind of round, size and reach of its reads.
-        num_bytes: of the device's memory that they take.
+        sizes: the batch sizes with a graph, by shape.
+        num_graphs: graphs in all: one per kind of round, batch size and bound of its reads.
+        num_bytes: bytes of device memory that the graphs take.
         replay_ct: rounds that were replayed.
-        eager_ct: rounds that had no graph, or could not be alone with it.
+        eager_ct: rounds that ran eagerly: without a graph, or together with a prefill.
     """
 
     sizes: dict[Shape, tuple[int, ...]]

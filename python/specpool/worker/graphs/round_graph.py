@@ -1,8 +1,8 @@
-"""`RoundGraph`: one captured decode round, of one shape and so many lanes, and what it reads.
+"""`RoundGraph`: one captured decode round of one shape, with a fixed number of lanes.
 
-A replay repeats the captured launches, with every number that the host computed at the capture. So
-its lanes are read from the device (`LaneBuffer`), and the host checks them before. Unused lanes are
-row 0 from position 0 on: they write the sink alone.
+A replay repeats the captured launches with every number that the host computed at the capture. So
+the graph reads its lanes from the device (`LaneBuffer`), and the host checks them before the
+replay. Unused lanes are row 0 at position 0: they write only to the sink.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specpool.worker.results import Outcome, PendingStep
 
 @dataclass(frozen=True, slots=True)
 class RoundKind:
-    """What all rounds of a graph have in common.
+    """The kind of a round: what all rounds of a graph have in common.
 
     Attributes:
-        shape: of every lane.
-        writes_draft: the lanes keep their draft KV.
+        shape: the shape of every lane.
+        writes_draft: whether the drafter writes draft KV of the lanes.
     """
 
     shape: Shape
@@ -37,24 +37,24 @@ class RoundKind:
 
     @property
     def drafts(self) -> bool:
-        """Whether a drafter takes part: it proposes, or follows at least."""
+        """Whether a drafter takes part: it proposes, or at least writes draft KV."""
         return self.shape.num_draft_tokens > 1 or self.writes_draft
 
 
 class LaneBuffer:
-    """The lanes of the round to come, on the device: one for all graphs, of the greatest batch."""
+    """The lanes of the next replay, on the device. All graphs share one, of the greatest batch."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        """Of `most` lanes, all of them padding."""
+        """Allocate `most` lanes, all of them padding."""
         self._cells = torch.zeros(3, most, dtype=torch.int32, device=device)
 
     def lanes(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The first of them: rows, lo, hi, int32 [size] each."""
+        """Return rows, lo and hi of the first `size` lanes, int32 [size] each."""
         rows, lo, hi = self._cells[:, :size].unbind()
         return rows, lo, hi
 
     def put(self, plan: Plan) -> None:
-        """The lanes of `plan`, in the order of torch's current stream; the others are padding."""
+        """Write the lanes of `plan`, on torch's current stream; the other lanes become padding."""
         cells = np.zeros(self._cells.shape, np.int32)
         cells[0, : len(plan)], cells[1, : len(plan)] = plan.rows, plan.lo
         cells[2, : len(plan)] = plan.hi
@@ -65,9 +65,9 @@ class RoundGraph:
     """One captured decode round.
 
     Attributes:
-        kind: of the rounds.
-        size: lanes.
-        bound: no root is beyond.
+        kind: the kind of its rounds.
+        size: the number of lanes.
+        bound: the greatest root position.
     """
 
     def __init__(
@@ -81,14 +81,15 @@ class RoundGraph:
         num_rows: int,
         groups: Sequence[Group],
     ) -> None:
-        """Replay `recording`, whose lanes are the first `size` of `buffer`."""
+        """Wrap a recording whose lanes are the first `size` of `buffer`."""
         self.kind, self.size, self.bound = kind, size, bound
-        # What else the outcome has is the pool's: the next replay may write over it.
+        # Keep only `packed`: other tensors of the outcome lie in the shared pool, where another
+        # replay may overwrite them.
         self._packed, self._is_verify = recording.outcome.packed, recording.outcome.is_verify
         self._decide: Callable[[], None] = recording.decide
         self._follow: Callable[[], None] | None = recording.follow
         self._buffer, self._num_rows = buffer, num_rows
-        # By group: slots that a round writes from its root on, at least.
+        # int32 [groups, 1]: slots that a round writes, counted from its root.
         self._write_lens = np.array(
             [
                 [
@@ -107,10 +108,10 @@ class RoundGraph:
         )
 
     def replay(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
-        """The round of a plan, whose requests want no log probabilities.
+        """Replay the round of a plan; its requests must not want log probabilities.
 
         Raises:
-            ShapeError: the plan has lanes that the graph cannot serve; nothing is replayed.
+            ShapeError: the graph cannot serve a lane of the plan; nothing is replayed.
         """
         self._check(plan)
         self._buffer.put(plan)
@@ -121,7 +122,7 @@ class RoundGraph:
         return pending
 
     def _check(self, plan: Plan) -> None:
-        """What the launchers would check, with the host's upper bounds."""
+        """Check the lanes as the kernel launchers would, with the host's upper bounds."""
         rows, lo, hi = plan.rows, plan.lo, plan.hi
         if not 1 <= len(plan) <= self.size:
             raise ShapeError(f"{len(plan)} lanes in a graph of {self.size}")
