@@ -338,7 +338,8 @@ case = tiny_case(kv_heads=8, heads=8, k_dim=64, v_dim=64, num_slots=1 << 13)
 case["pages"] = np.arange(1 << 13, dtype=np.int32)[None]
 case["kv_lens"][:] = 1 << 13
 expected, eaten = run(case).copy(), [None] * (1 << 20)
-for room in [(2 << 20) * stacks + (kib << 10) for stacks in (1, 2, 3) for kib in range(128, 256, 8)]:
+stacks, rests = [n * (2 << 20) for n in (1, 2, 3)], range(128 << 10, 256 << 10, 8 << 10)
+for room in [stack + rest for stack in stacks for rest in rests]:
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0, f"{{room}} bytes more"

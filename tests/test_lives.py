@@ -28,7 +28,7 @@ from test_ctrl_c import Interrupter
 from window_kit import open_targets, reference_of
 
 LIVES = int(os.environ.get("SPECPOOL_LIVES", "0"))
-SEEDS = [[seed] for seed in range(1000, 1000 + LIVES)] or [range(at, 8, 4) for at in range(4)]
+SEEDS = [[seed] for seed in range(1000, 1000 + LIVES)] or [range(at, at + 2) for at in range(0, 8, 2)]
 SHAPES = {"chain": Shape.eagle(3, 1, 4), "tree": Shape.eagle(3, 2, 6), "none": None}
 VERBS = ["prepare_extend", "prepare_decode", "admit", "fork", "pin_prefix", "take_delta"]
 #: What a life does, and how often.
@@ -37,7 +37,7 @@ OPS = {
     "submit": 4,
     "abort": 1,
     "open": 1,
-    "append": 3,
+    "append": 5,
     "fork": 1,
     "rewind": 1,
     "close_session": 1,
@@ -77,14 +77,15 @@ class Life:
         shape = SHAPES[rng.choice(["chain", "tree"])] if self.draft else None
         worker = rng.choice(["v1", "v2"])
         page_size = rng.choice([1, 4, 16])
+        is_tight = seed % 2 == 0  # one row and a bit for many: someone has to give way
         self.config = EngineConfig(
             shape=shape,
             worker=worker,
             overlap_depth=rng.choice([0, 1]) if worker == "v2" else 0,
             page_size=page_size,
             max_context_len=96,
-            max_batch=rng.choice([1, 4, 8]),
-            num_pages=-(-rng.choice([112, 128, 192]) // page_size),  # a row, or up to two
+            max_batch=rng.choice([4, 8] if is_tight else [1, 4, 8]),
+            num_pages=-(-rng.choice([112] if is_tight else [128, 192]) // page_size),
             prefill_tokens=rng.choice([5, 64]),
             headroom=0,
             max_sessions=rng.choice([0, 1, 3]),
@@ -138,7 +139,7 @@ class Life:
     def params(self, n: int = 1) -> SamplingParams:
         rng = self.rng
         drawn = {"temperature": 1.0, "seed": rng.randrange(9)} if rng.random() < 0.3 else {}
-        max_new_tokens = rng.choice([1, 40, 60])
+        max_new_tokens = rng.choice([1, 40, 60, 60])
         return SamplingParams(max_new_tokens=max_new_tokens, n=n, ignore_eos=True, **drawn)
 
     def judge(self, prompt: list[int], output: Any) -> None:
