@@ -28,13 +28,15 @@ from test_ctrl_c import Interrupter
 from window_kit import open_targets, reference_of
 
 LIVES = int(os.environ.get("SPECPOOL_LIVES", "0"))
-SEEDS = [[seed] for seed in range(1000, 1000 + LIVES)] or [range(at, at + 2) for at in range(0, 8, 2)]
+SEEDS = [[seed] for seed in range(2000, 2000 + LIVES)] or [
+    range(at, at + 2) for at in range(1000, 1008, 2)
+]
 SHAPES = {"chain": Shape.eagle(3, 1, 4), "tree": Shape.eagle(3, 2, 6), "none": None}
 VERBS = ["prepare_extend", "prepare_decode", "admit", "fork", "pin_prefix", "take_delta"]
 #: What a life does, and how often.
 OPS = {
     "turn": 12,
-    "submit": 4,
+    "submit": 6,
     "abort": 1,
     "open": 1,
     "append": 5,
@@ -240,7 +242,7 @@ class Life:
         if place in ("forward", "propose"):
             errors = [InjectedError("broken"), MemoryError("no memory"), KeyboardInterrupt()]
             error = rng.choice(errors)
-        left = [rng.randint(1, 3)]
+        left = [rng.randint(1, 2)]
 
         def fault(met: str) -> BaseException | None:
             left[0] -= met == place
@@ -337,6 +339,6 @@ def test_lives_of_engines(
         num_faults += life.num_faults
         num_retracted += life.num_retracted
         num_retracted_turns += life.num_retracted_turns
-    print(num_whole, num_faults, num_retracted, num_retracted_turns)
-    if not LIVES:  # else they prove little
-        assert num_whole > 0 and num_faults > 0, (num_whole, num_faults)
+    print("retracted turns of sessions:", num_retracted_turns)
+    counts = num_whole, num_faults, num_retracted
+    assert LIVES or all(counts), counts  # else they prove little
