@@ -21,9 +21,14 @@ _OTHER_NAMES = {
     "kv_bytes": "memory",
 }
 
+#: A message about one of the prompts, which Python numbers from 0, and headings from 1.
+_PROMPT = re.compile(
+    r"\A((?:the chat template refuses |(?:'\w+' of )?message \d+ of )?prompt )(\d+)"
+)
+
 
 def with_option_names(text: str, options: Mapping[str, str]) -> str:
-    """Put options in the place of the names that they have in Python.
+    """Put options in the place of the names that they have in Python, and number prompts from 1.
 
     Args:
         text: the message of an error.
@@ -32,6 +37,7 @@ def with_option_names(text: str, options: Mapping[str, str]) -> str:
     A name of one word may be a word of the sentence: it is replaced only where it begins one that
     says what it must be.
     """
+    text = _PROMPT.sub(lambda found: f"{found[1]}{int(found[2]) + 1}", text)
     fields = dict(options)
     for field, name in _OTHER_NAMES.items():
         if field not in fields and name in fields:
