@@ -328,12 +328,46 @@ assert (out == 1).all()
 """
 
 
+NO_START = """
+import os, resource, sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from test_attend_pages import run, tiny_case
+
+case = tiny_case(kv_heads=8, heads=8, k_dim=64, v_dim=64, num_slots=1 << 13)
+case["pages"] = np.arange(1 << 13, dtype=np.int32)[None]
+case["kv_lens"][:] = 1 << 13
+expected, eaten = run(case).copy(), [None] * (1 << 20)
+stacks, rests = [n * (2 << 20) for n in (1, 2, 3)], range(128 << 10, 256 << 10, 8 << 10)
+for room in [stack + rest for stack in stacks for rest in rests]:
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0, f"{{room}} bytes more"
+        continue
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    limits = [(most, resource.RLIM_INFINITY) for most in (used, used + room)]
+    resource.setrlimit(resource.RLIMIT_AS, limits[0])
+    try:
+        for i in range(len(eaten)):
+            eaten[i] = bytes(1000)
+    except MemoryError:
+        resource.setrlimit(resource.RLIMIT_AS, limits[1])
+    run(case, num_threads=8)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os._exit(int((case["out"] != expected).any()))
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
-def test_threads_that_cannot_start_leave_their_work_to_the_others() -> None:
-    """There is only room for the stacks of a few threads."""
+@pytest.mark.parametrize("script", [NO_THREADS, NO_START], ids=["stacks", "starts"])
+def test_threads_that_cannot_start_leave_their_work_to_the_others(script: str) -> None:
+    """There is only room for the stacks of a few threads, or for the stacks and nothing else.
+
+    A thread that the C library has no memory for at its start would end the process.
+    """
     from pathlib import Path
 
-    script = NO_THREADS.format(tests=str(Path(__file__).parent))
+    script = script.format(tests=str(Path(__file__).parent))
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )

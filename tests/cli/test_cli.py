@@ -115,7 +115,7 @@ def test_accept_length_of_the_shipped_pair():
         (["--page-size", "0"], "error: --page-size must be an integer in .1, 1048576., got 0"),
         (["--num-pages", "2"], "2"),
         (["--prompt-file", "/no/such/file"], "/no/such/file"),
-        (["-p", ""], "prompt 0 is empty"),
+        (["-p", ""], "prompt 1 is empty"),
         (["--max-new-tokens", "0"], "error: --max-new-tokens must be"),
         (["--temperature", "-1"], "error: --temperature must be a number in .0, 10000., got -1"),
         (["--top-p", "2"], "error: --top-p must be"),

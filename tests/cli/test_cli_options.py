@@ -18,6 +18,7 @@ from paths import ROOT
 from specpool import ConfigError
 from specpool.assets import resolve
 from specpool.cli.commands import app
+from specpool.cli.options.checks import check_prompts
 from specpool.cli.options.groups import PlaceOptions, grouped
 from specpool.cli.options.names import with_option_names
 from specpool.cli.options.prompts import Given, read_prompts
@@ -117,6 +118,11 @@ GENERATE = [
     (["--prompt-ids", "1,x"], "--prompt-ids must be token ids with commas between"),
     (["--prompt-file", "/no/such"], "cannot read the prompt file /no/such"),
     (["--prompt-format", "jsonl"], "--prompt-format jsonl needs a file: give --prompt-file"),
+    (
+        ["-p", "a", "--prompt-ids", "1,259"],
+        "prompt 2 has token id 259 at position 1; the vocabulary is [0, 259)",
+    ),
+    (["--chat", "-p", "a"], "prompt 1 is a chat, but the tokenizer has no chat template"),
     (["--compare-ancestry", "--draft", "ngram"], "--compare-ancestry needs a draft model"),
     (["--compare-ancestry", "--shape", "3"], "--compare-ancestry needs a tree, topk above 1"),
     (["--compare-ancestry", "--adaptive", "ema"], "--compare-ancestry takes one shape"),
@@ -127,6 +133,7 @@ TUNE = [
     (["--tokens", "0"], "--tokens must be an integer in [1, 1048576], got 0"),
     (["--repeats", "0"], "--repeats must be an integer in [1, 65536], got 0"),
     (["--policy", "best"], "--policy must be one of"),
+    (["--prompt-ids", "300"], "prompt 1 has token id 300 at position 0; the vocabulary is"),
     (["--force"], "--force says to write over a file: give --out too"),
     (["--out", "/no/such/x.json"], "cannot write /no/such/x.json: there is no folder /no/such"),
     (["--draft", "none"], "tune needs a draft model: give --draft"),
@@ -348,8 +355,35 @@ def test_messages_name_options():
         "shape must be a shape": "--shape must be a shape",
         "shape of a batch": "shape of a batch",
         "/tmp/page_size/x 'max_batch'": "/tmp/page_size/x 'max_batch'",
+        "prompt 0 is empty": "prompt 1 is empty",
+        "message 0 of prompt 9 must be": "message 0 of prompt 10 must be",
+        "the chat template refuses prompt 0: x": "the chat template refuses prompt 1: x",
+        "x: prompt 0 is": "x: prompt 0 is",
     }.items():
         assert with_option_names(text, options) == named
+
+
+def test_prompts_that_a_folder_says_nothing_against_are_left_to_the_engine(tmp_path):
+    """A config of parts, a template in a file of its own, and a model that is on the hub."""
+    chat = [{"role": "user", "content": "a"}]
+    config, texts = tmp_path / "config.json", tmp_path / "tokenizer_config.json"
+    for held in ('{"text_config": {"vocab_size": 5}}', '{"vocab_size": 5}'):
+        config.write_text(held)
+        check_prompts(str(tmp_path), ["a", [0, 4]])
+        with pytest.raises(ConfigError, match=r"prompt 1 has token id 5 at .* is \[0, 5\)"):
+            check_prompts(str(tmp_path), ["a", [0, 5]])
+    for held in ("{}", '{"vocab_size": "5"}', '{"text_config": 5}'):
+        config.write_text(held)
+        check_prompts(str(tmp_path), [[0, 5]])
+    check_prompts(str(tmp_path), [chat])  # no tokenizer_config.json: its class may have one
+    texts.write_text('{"chat_template": "{{ messages }}"}')
+    check_prompts(str(tmp_path), [chat])
+    texts.write_text("{}")
+    with pytest.raises(ConfigError, match="prompt 0 is a chat, but the tokenizer has no chat tem"):
+        check_prompts(str(tmp_path), [chat])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    check_prompts(str(tmp_path), [chat])
+    check_prompts("owner/name", [[1 << 40], chat])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,16 +28,18 @@ from specpool.models import TargetModel
 from window_kit import open_targets, reference_of
 
 LIVES = int(os.environ.get("SPECPOOL_LIVES", "0"))
-SEEDS = [[seed] for seed in range(1000, 1000 + LIVES)] or [range(at, 8, 4) for at in range(4)]
+SEEDS = [[seed] for seed in range(2000, 2000 + LIVES)] or [
+    range(at, at + 2) for at in range(1000, 1008, 2)
+]
 SHAPES = {"chain": Shape.eagle(3, 1, 4), "tree": Shape.eagle(3, 2, 6), "none": None}
 VERBS = ["prepare_extend", "prepare_decode", "admit", "fork", "pin_prefix", "take_delta"]
 #: What a life does, and how often.
 OPS = {
     "turn": 12,
-    "submit": 4,
+    "submit": 6,
     "abort": 1,
     "open": 1,
-    "append": 3,
+    "append": 5,
     "fork": 1,
     "rewind": 1,
     "close_session": 1,
@@ -76,14 +79,15 @@ class Life:
         shape = SHAPES[rng.choice(["chain", "tree"])] if self.draft else None
         worker = rng.choice(["v1", "v2"])
         page_size = rng.choice([1, 4, 16])
+        is_tight = seed % 2 == 0  # one row and a bit for many: someone has to give way
         self.config = EngineConfig(
             shape=shape,
             worker=worker,
             overlap_depth=rng.choice([0, 1]) if worker == "v2" else 0,
             page_size=page_size,
             max_context_len=96,
-            max_batch=rng.choice([1, 4, 8]),
-            num_pages=-(-rng.choice([128, 192]) // page_size),  # a row and a bit, or two
+            max_batch=rng.choice([4, 8] if is_tight else [1, 4, 8]),
+            num_pages=-(-rng.choice([112] if is_tight else [128, 192]) // page_size),
             prefill_tokens=rng.choice([5, 64]),
             headroom=0,
             max_sessions=rng.choice([0, 1, 3]),
@@ -99,11 +103,12 @@ class Life:
         self.sessions: list[Any] = []
         self.pins: list[Any] = []
         self.fault: Callable[[str], BaseException | None] = lambda place: None
+        self.sampled: list[tuple[list[int], SamplingParams, list[int]]] = []
         self.num_faults = self.num_whole = 0
         for owner, name in ((target, "forward"), (drafter, "propose")):
             if owner is not None:
                 setattr(owner, name, self._failing(getattr(owner, name), name))
-        self._owners = [(target, "forward")]
+        self._target, self._owners = target, [(target, "forward")]
         scheduler = self.engine.core.scheduler
         ledger = _Ledger(self.engine.ledger, self)
         for holder in parts_with_ledger(scheduler):
@@ -133,12 +138,18 @@ class Life:
         start = self.rng.choice([[72, 101, 108, 108, 111, 32] * 3, [84, 104, 101, 32], [65] * 20])
         return [*start[: self.rng.randint(1, len(start))], self.rng.randrange(40, 43)]
 
-    def params(self) -> SamplingParams:
-        return SamplingParams(max_new_tokens=self.rng.choice([1, 40, 60]), ignore_eos=True)
+    def params(self, n: int = 1) -> SamplingParams:
+        rng = self.rng
+        drawn = {"temperature": 1.0, "seed": rng.randrange(9)} if rng.random() < 0.3 else {}
+        max_new_tokens = rng.choice([1, 40, 60, 60])
+        return SamplingParams(max_new_tokens=max_new_tokens, n=n, ignore_eos=True, **drawn)
 
     def judge(self, prompt: list[int], output: Any) -> None:
         """Text that was given out before a failure must also be the model's own."""
-        if output.token_ids:
+        if output.params.temperature:
+            params = replace(output.params, seed=output.seed, n=1)
+            self.sampled.append((prompt, params, output.token_ids))
+        elif output.token_ids:
             self.comparison.add(self.reference, prompt, output.token_ids)
         if output.finish_reason == "length":
             self.num_whole += 1
@@ -205,10 +216,11 @@ class Life:
 
     def generate(self) -> None:
         prompts = [self.prompt() for _ in range(self.rng.randint(1, 3))]
-        for prompt, output in zip(
-            prompts, self.engine.generate(prompts, self.params(), progress=False), strict=True
-        ):
-            self.judge(prompt, output)
+        params = self.params(n=self.rng.choice([1, 1, 3]))
+        outputs = self.engine.generate(prompts, params, progress=False)
+        assert len(outputs) == params.n * len(prompts)
+        for output in outputs:
+            self.judge(prompts[output.index], output)
 
     def stream(self) -> None:
         """Left before its end."""
@@ -230,7 +242,7 @@ class Life:
         if place in ("forward", "propose"):
             errors = [InjectedError("broken"), MemoryError("no memory"), KeyboardInterrupt()]
             error = rng.choice(errors)
-        left = [rng.randint(1, 3)]
+        left = [rng.randint(1, 2)]
 
         def fault(met: str) -> BaseException | None:
             left[0] -= met == place
@@ -270,10 +282,22 @@ class Life:
             assert not engine.core._submitted
             assert not engine.core.scheduler.conversations.open
             assert_no_page_leaked(engine)
+        self.num_retracted = engine.core.scheduler.num_retracted
+        self.num_retracted_turns = sum(s._conversation.retraction_ct for s in self.sessions)
         engine.close()
         assert engine.ledger.closed and not engine.core.scheduler.requests()
         assert engine.core.host is None or not engine.core.host.handles
         assert_no_page_leaked(engine)
+
+    def compare_samples(self) -> None:
+        """What was drawn is what an engine that nobody disturbs draws with the same seed."""
+        if not self.sampled:
+            return
+        config = EngineConfig(max_context_len=96)
+        with Engine(self._target, config=config) as calm:
+            prompts, params, given = zip(*self.sampled, strict=True)
+            for output, tokens in zip(calm.generate([*prompts], [*params]), given, strict=True):
+                assert output.token_ids[: len(tokens)] == tokens, output.prompt_ids
 
 
 class _Ledger:
@@ -297,7 +321,7 @@ def test_lives_of_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TargetModel, "close", lambda self: None)  # the next life has it too
-    num_whole = num_faults = 0
+    num_whole = num_faults = num_retracted = num_retracted_turns = 0
     for seed in seeds:
         life = Life(seed, target, heads, windowed, reference)
         try:
@@ -310,7 +334,11 @@ def test_lives_of_engines(
         finally:
             life.restore()
         life.comparison.finish()
+        life.compare_samples()
         num_whole += life.num_whole
         num_faults += life.num_faults
-    if not LIVES:  # else they prove little
-        assert num_whole > 0 and num_faults > 0, (num_whole, num_faults)
+        num_retracted += life.num_retracted
+        num_retracted_turns += life.num_retracted_turns
+    print("retracted turns of sessions:", num_retracted_turns)
+    counts = num_whole, num_faults, num_retracted
+    assert LIVES or all(counts), counts  # else they prove little

@@ -53,6 +53,43 @@ def test_a_turn_within_a_callback_tells_everything_once(engine):
     assert sum(len(item.token_ids) for item in told if isinstance(item, Chunk)) == 8
 
 
+def end_by_abort(engine, number):
+    engine.abort(number)
+
+
+def end_by_close(engine, number):
+    engine.close()
+
+
+def end_by_turns(engine, number):
+    engine.generate(["abc"], PARAMS, progress=False)
+
+
+@pytest.mark.parametrize("end", [end_by_abort, end_by_close, end_by_turns])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_who_ends_in_its_own_callback_is_told(end, overlap):
+    """Its output comes with the next turn, as `abort` says, and the turns have an end."""
+    told = []
+
+    def on_item(number, item):
+        told.append((number, item))
+        if len(told) == 1:
+            end(engine, number)
+
+    with Engine.from_pretrained(max_context_len=256, overlap_depth=overlap) as engine:
+        numbers = [engine.submit(text, PARAMS, on_item=on_item) for text in ("abc", "def")]
+        turns = 0
+        while engine.turn():
+            turns += 1
+            assert turns < 30, "turn never says that nothing is left"
+    outputs = [(number, item) for number, item in told if not isinstance(item, Chunk)]
+    assert sorted(number for number, _ in outputs) == numbers
+    for number, output in outputs:
+        chunks = [item for of, item in told if of == number and isinstance(item, Chunk)]
+        assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
+        assert "".join(chunk.text for chunk in chunks) == output.text
+
+
 def test_samples_of_a_submitted_request_are_refused_in_a_list_too(engine):
     with pytest.raises(ConfigError, match="params must be SamplingParams or None"):
         engine.submit("abc", [SamplingParams(n=2)])

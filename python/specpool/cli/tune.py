@@ -105,6 +105,7 @@ def run(job: Job) -> None:
     prompts = read_prompts(job.prompts, job.target, count)
     is_given = bool(job.prompts)
     checks.check_models(job.target, draft)
+    checks.check_prompts(job.target, prompts)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 

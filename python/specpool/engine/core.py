@@ -140,6 +140,8 @@ class EngineCore:
                 submitted = self._submitted.get(number)
                 if submitted is not None:
                     self._tell(number, submitted)
+                    if number in self._submitted and submitted.request.finish_reason is not None:
+                        continue  # its own `on_item` has ended it: its output comes next turn
                 self._mailbox.pop(number, None)  # last: if `_tell` raises, the next turn retries
             return bool(self.scheduler.has_requests or self.loop.num_flying or self._submitted)
 

@@ -18,6 +18,10 @@ const BRIEF_BYTES: usize = 256 << 10;
 const THREAD_BYTES: usize = 2 << 20;
 /// The most threads of a call.
 const MOST_THREADS: usize = 256;
+/// What a thread takes at its start: a stack of 2 MiB, and blocks that nobody can refuse it without an abort.
+const START_BYTES: usize = 4 << 20;
+/// A block above this size comes from the system and goes back to it at once; `malloc` may keep smaller ones.
+const LARGE_BYTES: usize = 32 << 20;
 
 #[doc = doc!("attend_pages")]
 #[pyfunction]
@@ -236,6 +240,7 @@ struct Work {
 impl Work {
     fn new(layer: &Layer, lanes: &[Lane], num_threads: usize, out_len: usize) -> Result<Self> {
         let most = lanes.iter().map(|lane| lane.q_len).max().unwrap_or(0);
+        let num_threads = if has_room_for(num_threads) { num_threads } else { 1 };
         let parts = num_threads.div_ceil(lanes.len().max(1)).min(layer.kv_heads);
         let heads = layer.kv_heads.div_ceil(parts);
         let num_threads = num_threads.min(lanes.len() * layer.kv_heads.div_ceil(heads)).max(1);
@@ -298,6 +303,11 @@ impl Work {
             work(first)
         })
     }
+}
+
+/// Whether this many threads can start. If memory is short, a thread ends the process at its start.
+fn has_room_for(num_threads: usize) -> bool {
+    num_threads == 1 || memory::with_room::<u8>(LARGE_BYTES + num_threads * START_BYTES, "threads").is_ok()
 }
 
 /// The KV heads, in runs of `heads` or fewer.

@@ -136,6 +136,7 @@ def run(job: Job) -> None:
     checks.check_engine_config(shape, draft, job.options)
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
+    checks.check_prompts(job.target, prompts_of(job, texts))
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 

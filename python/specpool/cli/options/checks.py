@@ -8,14 +8,19 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from specpool._core import Shape
 from specpool.checks import check_choice, check_int
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
+from specpool.models.files.checkpoint import read_config, read_json
 from specpool.models.files.names import fetch_config, find_model, ngram_of
 from specpool.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specpool.engine.prompts import Prompt
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("torch", "flashinfer")
@@ -53,6 +58,48 @@ def check_models(target: str, draft: str | None) -> None:
                 fetch_config(name)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
+
+
+def check_prompts(target: str, prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that a target's folder says it cannot take, as its engine would.
+
+    A target on the hub, and whatever the folder does not say, is left to the engine.
+
+    Raises:
+        ConfigError: a token id beyond the vocabulary, or a chat without a chat template.
+    """
+    folder = find_model(target)
+    if folder is None:
+        return
+    config = read_config(folder)
+    parts = config.get("text_config")
+    sizes = config if not isinstance(parts, dict) or "vocab_size" in config else parts
+    vocab_size = sizes.get("vocab_size")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            continue
+        if any(isinstance(each, Mapping) for each in prompt):
+            if not _may_have_template(folder):
+                raise ConfigError(
+                    f"prompt {index} is a chat, but the tokenizer has no chat template: leave "
+                    "--chat out, or give a target with one"
+                )
+        elif isinstance(vocab_size, int):
+            for position, token in enumerate(prompt):
+                if isinstance(token, int) and token >= vocab_size:
+                    raise ConfigError(
+                        f"prompt {index} has token id {token} at position {position}; the "
+                        f"vocabulary is [0, {vocab_size})"
+                    )
+
+
+def _may_have_template(folder: Path) -> bool:
+    """Whether a tokenizer's files hold a chat template, or do not say."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or any(folder.glob("*chat_template*")):
+        return True
+    held = read_json(config)
+    return bool(held.get("chat_template")) or "auto_map" in held
 
 
 def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, Any]) -> None:

@@ -21,9 +21,14 @@ _OTHER_NAMES = {
     "kv_bytes": "memory",
 }
 
+#: A message about one of the prompts, which Python numbers from 0, and headings from 1.
+_PROMPT = re.compile(
+    r"\A((?:the chat template refuses |(?:'\w+' of )?message \d+ of )?prompt )(\d+)"
+)
+
 
 def with_option_names(text: str, options: Mapping[str, str]) -> str:
-    """Replace Python names in an error message by the options.
+    """Replace Python names in an error message by the options, and number prompts from 1.
 
     A name without an underscore may be an ordinary word. It is replaced only at the start of the
     message, before " must " or ": ".
@@ -32,6 +37,7 @@ def with_option_names(text: str, options: Mapping[str, str]) -> str:
         text: the message of an error.
         options: name of the parameter -> the option, such as `{"page_size": "--page-size"}`.
     """
+    text = _PROMPT.sub(lambda found: f"{found[1]}{int(found[2]) + 1}", text)
     fields = dict(options)
     for field, name in _OTHER_NAMES.items():
         if field not in fields and name in fields:
