@@ -51,7 +51,6 @@ __all__ = [
     "scatter_slots",
     "select_topk",
     "sizing_alloc_len_per_decode",
-    "sizing_extend_pages",
     "sizing_most_window_pages",
     "sizing_need_double_buffer",
     "sizing_need_exact",
@@ -59,7 +58,6 @@ __all__ = [
     "sizing_pages_needed",
     "sizing_row_headroom",
     "sizing_row_width",
-    "sizing_v1_tokens_required",
     "slot_ranges",
     "slots_at",
     "tree_from_parents",
@@ -202,14 +200,6 @@ def sizing_most_window_pages(
     Behind the window a row keeps nothing: what one prepare finds held and what it claims, an extend
     of `max_chunk` tokens or a round of any of the shapes behind `overlap_depth` others.
     """
-
-def sizing_extend_pages(*, new_len: int, allocated: int, page_size: int) -> int:
-    """Pages that an extend to `new_len` takes; `allocated` is a multiple of `page_size`."""
-
-def sizing_v1_tokens_required(
-    *, num_rows: int, page_size: int, num_steps: int, topk: int, num_draft_tokens: int
-) -> int:
-    """Tokens that SGLang's synchronous worker (v1) reckons for `num_rows` rows (sgl#22406)."""
 
 # --- Ledger (docs/contract.md, The ledger) ---
 
