@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ledger_kit import end, extend, make, prefill, start
 from specpool import Group, Ledger, Shape, _core
-from specpool.pictures.film import FENCED, FREE, OWNED, SHARED, Film, row_name, slots
+from specpool.cli.pictures.film import FENCED, FREE, OWNED, SHARED, Film, row_name, slots
 from test_cli import call
 from test_event_log import CHAIN, build, serve
 

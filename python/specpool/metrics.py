@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
 from specpool.loop.clock import PhaseSeconds
-from specpool.scheduler.latency import Histogram
+from specpool.scheduler.requests.latency import Histogram
 from specpool.shape_names import name_of
 
 if TYPE_CHECKING:

@@ -18,6 +18,9 @@ class PageNeeds:
     """Pages of each group that a request holds or needs for its next round, and some growth.
 
     The core reckons them (`Ledger.pages_needed`), once for each shape and number of tokens.
+
+    Attributes:
+        num_pages: int64 [num_groups], pages of each group in all: an empty pool's.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class PageNeeds:
         of `choices`: see `RoundShapes`.
         """
         self._ledger, self._headroom = ledger, headroom
+        self.num_pages: Int64 = np.array([group.num_pages for group in ledger.groups], np.int64)
         self._alike = [*((shape,) for shape in range(len(ledger.shapes))), *choices]
         size = len(self._alike), ledger.max_context_len + 1, len(ledger.groups)
         self._counts = np.full(size, -1, np.int32)  # by shape and tokens; -1 = not reckoned yet

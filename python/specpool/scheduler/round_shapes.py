@@ -33,6 +33,7 @@ class RoundShapes:
     """Each row's shape, given what the controller chooses: its own, or the choice as far as it may.
 
     Attributes:
+        controller: chooses the shape of each round; None = there is none.
         choice: for the latest round, or the next one that was tried; None = there was none.
         switch_ct: rounds whose choice was another than the round's before.
         round_cts: rounds by what was chosen.
@@ -47,7 +48,7 @@ class RoundShapes:
         Raises:
             ConfigError: a candidate of the controller is none of them.
         """
-        self._controller = controller
+        self.controller = controller
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -117,11 +118,11 @@ class RoundShapes:
         Raises:
             ConfigError: the controller has answered what is no candidate of it.
         """
-        batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
-        if self._controller is None or not batch_size:
+        batch_size = 0 if self.controller is None else int(np.count_nonzero(limits))
+        if self.controller is None or not batch_size:
             return self._following[0], self._order[0]
         if self.choice is None or not self._is_open:
-            shape = self._controller.activate_step_by_batch(batch_size)
+            shape = self.controller.activate_step_by_batch(batch_size)
         else:  # it is good for one round, whenever that finds rows and pages
             shape = self.choice.shape
         try:
@@ -150,22 +151,22 @@ class RoundShapes:
 
     def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
         """The results of a round: int32 [B], each lane's shape and accept length."""
-        assert self._controller is not None
+        assert self.controller is not None
         self.round_cts[choice.shape] += 1
         chosen = shapes == self._index[choice.shape]
         if chosen.any():
             num_correct_drafts = accept_len[chosen] - 1
-            self._controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
+            self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
     def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
         """How long a turn took that was this round alone, lanes of one shape."""
-        assert self._controller is not None
+        assert self.controller is not None
         if (shapes == self._index[choice.shape]).all():
-            self._controller.on_round_seconds(choice.shape, len(shapes), seconds)
+            self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 
     def stats(self) -> AdaptiveStats | None:
         """What was chosen so far; None without a controller."""
-        if self._controller is None:
+        if self.controller is None:
             return None
         shape = None if self.choice is None else self.choice.shape
         return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts))

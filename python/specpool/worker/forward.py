@@ -13,7 +13,7 @@ from specpool.attention.lanes import Lanes
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.worker.results import Outcome, PendingStep
 
 
@@ -29,8 +29,8 @@ class Pass:
         views: by group; none where the target keeps a state, which reads lanes by width.
         logits_at: int64 [n], tokens whose logits are wanted; None = all.
         wants_features: a drafter reads what the captured layers had for inputs.
-        is_round: its lanes keep some of their tokens: `finish` calls `Forward.keep`.
-        finish: takes what the forward gave these tokens; yields what the host is to know, once,
+        is_round: its lanes keep some of their tokens: `follow_up` calls `Forward.keep`.
+        follow_up: takes what the forward gave these tokens; yields what the host is to know, once,
             and goes on with what only later steps need.
         done: as `PendingStep` has it.
     """
@@ -43,12 +43,12 @@ class Pass:
     logits_at: Tensor | None
     wants_features: bool
     is_round: bool
-    finish: Callable[[TargetOutput], Iterator[Outcome]]
+    follow_up: Callable[[TargetOutput], Iterator[Outcome]]
     done: Sequence[bool] | None = None
 
     def deliver(self, output: TargetOutput) -> PendingStep:
         """Finish; the host's copy is on its way before the rest is launched."""
-        steps = self.finish(output)
+        steps = self.follow_up(output)
         pending = PendingStep(self.requests, next(steps), self.done)
         next(steps, None)  # to its end
         return pending
@@ -74,7 +74,7 @@ class Forward:
             feature_layers: what the drafter wants to see, as in `Drafter.feature_layers`.
         """
         self._target, self._cache = target, cache
-        self._groups = list(target_groups)
+        self.groups = list(target_groups)
         # Of each layer with attention: its number, its cells, and its group
         layers = zip(target.kv_layers, cache.keys, cache.values, target_groups, strict=False)
         self._layers = list(layers)  # behind the target's come the drafter's
@@ -108,7 +108,7 @@ class Forward:
 
     def steps(self, one: Pass) -> Iterator[Outcome]:
         """The forward of one pass, finished as far as it is asked for."""
-        return one.finish(self._alone(one))
+        return one.follow_up(self._alone(one))
 
     def keep(self, accept_len: Tensor) -> None:
         """Keep the first `accept_len` tokens of each lane, int32 [B].
