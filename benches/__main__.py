@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
 from specpool.cli.app import run_app
+from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import (
     DeviceName,
@@ -81,8 +83,31 @@ def plain(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Of `reserve --trace` alone; None = its own default."""
+
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
+    ] = None
+    prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None
+    output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None
+    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None
+    accept_rate: Annotated[
+        float | None,
+        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
+    ] = None
+    headroom: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of growth that admission asks for. [default: {HEADROOM}]"),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None
+
+
 @app.command("reserve")
+@grouped
 def reserve(
+    *,
     page_size: PageSize = 64,
     shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
     depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
@@ -96,21 +121,7 @@ def reserve(
             "simulated device: how many run at once. It has the options that follow.",
         ),
     ] = False,
-    memory: Annotated[
-        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
-    ] = None,
-    prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None,
-    output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None,
-    accept_rate: Annotated[
-        float | None,
-        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
-    ] = None,
-    headroom: Annotated[
-        int | None,
-        typer.Option(help=f"Tokens of growth that admission asks for. [default: {HEADROOM}]"),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None,
+    of_trace: TraceOptions,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -118,16 +129,7 @@ def reserve(
     from benches.reserve import reserve
     from benches.trace import trace as run_trace
 
-    of_trace: dict[str, Any] = {
-        "memory": memory,
-        "prompt": prompt,
-        "output": output,
-        "requests": requests,
-        "accept_rate": accept_rate,
-        "headroom": headroom,
-        "seed": seed,
-    }
-    given = {name: value for name, value in of_trace.items() if value is not None}
+    given = {name: value for name, value in asdict(of_trace).items() if value is not None}
     if given and not trace:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"only --trace takes {names}")

@@ -405,7 +405,7 @@ def adaptive(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
         CorruptState: a policy or a shape changes a text.
     """
     check_int("rounds", rounds, 0, 1 << 20)

@@ -23,7 +23,7 @@ from specpool.cli.results import Result, check_plot, interleaved, machine, repor
 from specpool.errors import ConfigError, CorruptState
 from specpool.memory.host.tier import Handle, HostTier
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.step import Step
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def host(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
         CorruptState: what comes back is not what went.
     """
     check_int("repeats", repeats, 1, 1 << 16)

@@ -90,7 +90,7 @@ def ledger(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     check_int("repeats", repeats, 1, 1 << 16)
     check_int("overlap_depth", overlap_depth, 0, 16)

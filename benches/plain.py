@@ -36,7 +36,7 @@ def plain(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
         CorruptState: the texts differ.
     """
     for size in sizes:

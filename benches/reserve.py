@@ -187,7 +187,7 @@ def reserve(
     """Compute, compare, print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
         CorruptState: the closed form and the enumeration disagree.
     """
     parsed = parse_shape("--shape", shape)

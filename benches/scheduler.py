@@ -106,7 +106,7 @@ class HostLoad:
             for step in self._flying.popleft():
                 result = self._device.result(step.plan)
                 start = now()
-                self._scheduler.finish(step, result)
+                self._scheduler.take_over(step, result)
                 finish += now() - start
                 for request in step.requests:
                     if request.finish_reason is not None:
@@ -137,7 +137,7 @@ def scheduler(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     check_int("repeats", repeats, 1, 1 << 16)
     check_int("overlap_depth", overlap_depth, 0, 1)

@@ -90,7 +90,7 @@ def session(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
         CorruptState: a session says something else than the same prompt.
     """
     check_int("repeats", repeats, 1, 1 << 16)

@@ -105,7 +105,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As the table and the JSON call it."""
+        """The name in the table and the JSON."""
         return f"{self.who}: {self.policy}, {self.placement}, {self.layout}"
 
 
@@ -232,7 +232,7 @@ def run_trace(machinery: Machinery, way: Way, traffic: Traffic) -> Run:
         flying.append(steps)
         while len(flying) > machinery.overlap_depth or (flying and not steps):
             for step in flying.popleft():
-                scheduler.finish(step, device.result(step.plan))
+                scheduler.take_over(step, device.result(step.plan))
     run.tokens = sum(request.num_output_tokens for request in requests)
     run.retractions = scheduler.num_retracted
     run.unfinished = sum(len(request.tokens) < request.max_len for request in requests)
@@ -268,7 +268,7 @@ def trace(
     """Simulate, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
     parsed = parse_shape("--shape", shape)
     if parsed == Shape.none():

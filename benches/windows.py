@@ -83,7 +83,7 @@ def windows(
     """Measure, then print.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
         CorruptState: window groups change a text, or a row holds more of one than its window.
     """
     check_int("window", window, 1, 1 << 12)

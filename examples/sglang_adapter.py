@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specpool import Group, Ledger, Plan, Shape, _core
+from specpool import Group, Ledger, Plan, Shape
 
 Ints = NDArray[np.int32]
 
@@ -52,13 +52,11 @@ class ServerArgs:
 
 
 def get_alloc_len_per_decode(args: ServerArgs) -> int:
-    """Slots that one round may write."""
-    return _core.sizing_alloc_len_per_decode(
-        page_size=args.page_size,
-        num_steps=args.speculative_num_steps,
-        topk=args.speculative_eagle_topk,
-        num_draft_tokens=args.speculative_num_draft_tokens,
-    )
+    """SGLang's window of a round, in slots; the ledger reserves two of them by itself."""
+    per_branch = args.speculative_num_steps
+    if args.page_size > 1 and args.speculative_eagle_topk > 1:  # branches have their own pages
+        per_branch = -(-(args.page_size - 1 + per_branch) // args.page_size) * args.page_size
+    return max(args.speculative_eagle_topk * per_branch, args.speculative_num_draft_tokens)
 
 
 @dataclass(eq=False)

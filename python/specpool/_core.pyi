@@ -51,7 +51,6 @@ __all__ = [
     "scatter_slots",
     "select_topk",
     "sizing_alloc_len_per_decode",
-    "sizing_extend_pages",
     "sizing_most_window_pages",
     "sizing_need_double_buffer",
     "sizing_need_exact",
@@ -59,7 +58,6 @@ __all__ = [
     "sizing_pages_needed",
     "sizing_row_headroom",
     "sizing_row_width",
-    "sizing_v1_tokens_required",
     "slot_ranges",
     "slots_at",
     "tree_from_parents",
@@ -206,14 +204,6 @@ def sizing_most_window_pages(
     prepare claims: an extend of `max_chunk` tokens, or a round of any of the shapes with
     `overlap_depth` others in flight.
     """
-
-def sizing_extend_pages(*, new_len: int, allocated: int, page_size: int) -> int:
-    """Return the pages that an extend to `new_len` takes; `allocated` is a multiple of P."""
-
-def sizing_v1_tokens_required(
-    *, num_rows: int, page_size: int, num_steps: int, topk: int, num_draft_tokens: int
-) -> int:
-    """Return the tokens that SGLang's worker v1 reserves for `num_rows` rows (sgl#22406)."""
 
 # --- Ledger (docs/contract.md, The ledger) ---
 
@@ -552,8 +542,8 @@ class Ledger:
         Cost: O(steps in flight + page copies that ride on them or wait).
 
         Raises:
-            NotReady: something of the row is in flight, its last launched step is not complete, or
-                a page copy into it is not finished.
+            NotReady: a step of the row is in flight, its last launched step is not complete, or a
+                page copy into it is not finished.
         """
     def checkpoint_len(self, row: int) -> int | None:
         """Return the tokens of the row's checkpoint, which `end_turn` set; None = there is none.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
 from specpool.loop.clock import PhaseSeconds
+from specpool.scheduler.requests.latency import Histogram
 from specpool.shape_names import name_of
 
 if TYPE_CHECKING:
@@ -173,65 +174,81 @@ def _join(
 
 def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
     """Yield a metric for every number of `stats`."""
-    from prometheus_client.metrics_core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
-
-    names, values = [*labels], [*labels.values()]
-
-    def family(kind: Any, name: str, text: str, *more: str) -> Any:
-        return kind(f"{prefix}_{name}", text, labels=[*names, *more])
-
+    families = _Families(prefix, labels)
     for field, (name, text) in GROUP_GAUGES.items():
-        gauge = family(GaugeMetricFamily, f"group_{name}", text, "group")
-        for group in stats.groups:
-            gauge.add_metric([*values, group.name], getattr(group, field))
-        yield gauge
-    for field, (name, text) in GAUGES.items():
-        gauge = family(GaugeMetricFamily, name, text)
-        gauge.add_metric(values, getattr(stats, field))
-        yield gauge
-    for field, (name, text) in COUNTERS.items():
-        counter = family(CounterMetricFamily, name, text)
-        counter.add_metric(values, getattr(stats, field))
-        yield counter
-    accepts = family(
-        CounterMetricFamily, "accepts", "Rounds of single rows by accept length.", "accept_len"
-    )
-    for length, ct in enumerate(stats.accept_cts[1:], 1):
-        accepts.add_metric([*values, str(length)], ct)
-    yield accepts
-    seconds = family(CounterMetricFamily, "phase_seconds", "Seconds by phase.", "phase")
-    for each in fields(PhaseSeconds):
-        seconds.add_metric([*values, each.name], getattr(stats.seconds, each.name))
-    yield seconds
+        of_groups = [(group.name, getattr(group, field)) for group in stats.groups]
+        yield families.gauge(f"group_{name}", text, of_groups, by="group")
+    yield from families.gauges(GAUGES, stats)
+    yield from families.counters(COUNTERS, stats)
+    accepts = [(str(length), ct) for length, ct in enumerate(stats.accept_cts[1:], 1)]
+    text = "Rounds of single rows by accept length."
+    yield families.counter("accepts", text, accepts, by="accept_len")
+    seconds = [(each.name, getattr(stats.seconds, each.name)) for each in fields(PhaseSeconds)]
+    yield families.counter("phase_seconds", "Seconds by phase.", seconds, by="phase")
     for field, (name, text) in HISTOGRAMS.items():
-        found = getattr(stats.latency, field)
+        yield families.histogram(name, text, getattr(stats.latency, field))
+    if stats.adaptive is not None:
+        text = "Rounds for which another shape was chosen than for the round before."
+        yield families.counter("switches", text, [("", stats.adaptive.switch_ct)])
+        chosen = [(name_of(shape), ct) for shape, ct in stats.adaptive.round_cts.items()]
+        yield families.counter("chosen_rounds", "Rounds by chosen shape.", chosen, by="shape")
+    if stats.graphs is not None:
+        yield from families.gauges(GRAPH_GAUGES, stats.graphs)
+        yield from families.counters(GRAPH_COUNTERS, stats.graphs)
+
+
+class _Families:
+    """Metrics that share a prefix and fixed labels."""
+
+    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+        self._prefix = prefix
+        self._labels = labels
+
+    def gauge(
+        self, name: str, text: str, samples: Iterable[tuple[str, float]], by: str | None = None
+    ) -> Metric:
+        """Return a gauge with these values of the label `by`; without `by`, of one sample."""
+        from prometheus_client.metrics_core import GaugeMetricFamily
+
+        return self._filled(GaugeMetricFamily, name, text, samples, by)
+
+    def counter(
+        self, name: str, text: str, samples: Iterable[tuple[str, float]], by: str | None = None
+    ) -> Metric:
+        """Return a counter, see `gauge`."""
+        from prometheus_client.metrics_core import CounterMetricFamily
+
+        return self._filled(CounterMetricFamily, name, text, samples, by)
+
+    def gauges(self, table: Mapping[str, tuple[str, str]], of: object) -> Iterator[Metric]:
+        """Yield a gauge for each field of the table."""
+        for field, (name, text) in table.items():
+            yield self.gauge(name, text, [("", getattr(of, field))])
+
+    def counters(self, table: Mapping[str, tuple[str, str]], of: object) -> Iterator[Metric]:
+        """Yield a counter for each field of the table."""
+        for field, (name, text) in table.items():
+            yield self.counter(name, text, [("", getattr(of, field))])
+
+    def histogram(self, name: str, text: str, found: Histogram) -> Metric:
+        """Return a histogram of what was observed."""
+        from prometheus_client.metrics_core import HistogramMetricFamily
+
         totals = itertools.accumulate(found.cts)
         buckets = [
             ("+Inf" if math.isinf(bound) else str(bound), total)
             for bound, total in zip(found.bounds, totals, strict=True)
         ]
-        histogram = family(HistogramMetricFamily, name, text)
-        histogram.add_metric(values, buckets, found.sum_seconds)
-        yield histogram
-    if stats.adaptive is not None:
-        text = "Rounds for which another shape was chosen than for the round before."
-        switches = family(CounterMetricFamily, "switches", text)
-        switches.add_metric(values, stats.adaptive.switch_ct)
-        yield switches
-        chosen = family(CounterMetricFamily, "chosen_rounds", "Rounds by chosen shape.", "shape")
-        for shape, ct in stats.adaptive.round_cts.items():
-            chosen.add_metric([*values, name_of(shape)], ct)
-        yield chosen
-    if stats.graphs is not None:
-        for field, (name, text) in GRAPH_GAUGES.items():
-            gauge = family(GaugeMetricFamily, name, text)
-            gauge.add_metric(values, getattr(stats.graphs, field))
-            yield gauge
-        for field, (name, text) in GRAPH_COUNTERS.items():
-            counter = family(CounterMetricFamily, name, text)
-            counter.add_metric(values, getattr(stats.graphs, field))
-            yield counter
+        family = HistogramMetricFamily(f"{self._prefix}_{name}", text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], buckets, found.sum_seconds)
+        return family
+
+    def _filled(
+        self, kind: Any, name: str, text: str, samples: Iterable[tuple[str, float]], by: str | None
+    ) -> Metric:
+        more = [] if by is None else [by]
+        family: Metric = kind(f"{self._prefix}_{name}", text, labels=[*self._labels, *more])
+        for value, number in samples:
+            own = [] if by is None else [value]
+            family.add_metric([*self._labels.values(), *own], number)  # type: ignore[attr-defined]
+        return family

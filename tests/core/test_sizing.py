@@ -148,21 +148,6 @@ def test_row_width_suffices_and_is_minimal():
         assert found == max(claims), (P, D, L, layout)
 
 
-@pytest.mark.parametrize(
-    ("page_size", "topk", "num_steps", "num_draft_tokens", "per_row"),
-    [(1, 4, 3, 8, 12), (16, 1, 20, 4, 32), (4, 8, 5, 20, 96), (4, 2, 1, 40, 40)],
-)
-def test_v1_estimate(page_size, topk, num_steps, num_draft_tokens, per_row):
-    found = _core.sizing_v1_tokens_required(
-        num_rows=3,
-        page_size=page_size,
-        num_steps=num_steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
-    )
-    assert found == 3 * per_row
-
-
 @pytest.mark.parametrize("bad", [0, -1, 2**31 + 1, 2**63, 10**30, "16", 1.5, None])
 def test_bad_numbers_are_config_errors(bad):
     numbers = {"page_size": bad, "num_steps": 3, "topk": 2, "num_draft_tokens": 4}
@@ -172,20 +157,12 @@ def test_bad_numbers_are_config_errors(bad):
     with pytest.raises(ConfigError):
         _core.sizing_next_allocated(allocated=0, need=1, page_size=bad)
     with pytest.raises(ConfigError):
-        _core.sizing_extend_pages(new_len=1, allocated=0, page_size=bad)
-    with pytest.raises(ConfigError):
-        _core.sizing_v1_tokens_required(num_rows=1, **numbers)
-    with pytest.raises(ConfigError):
         _core.sizing_row_width([Shape.none()], page_size=bad, max_context_len=10)
 
 
 def test_products_are_checked_not_wrapped():
     with pytest.raises(ConfigError, match="2\\^60"):
         _core.sizing_need_double_buffer(lo=0, alloc_len=2**62, overlap_depth=1)
-    with pytest.raises(ConfigError, match="2147483648 rows"):
-        _core.sizing_v1_tokens_required(
-            num_rows=2**31, page_size=2**31, num_steps=2**20, topk=2**20, num_draft_tokens=4
-        )
     with pytest.raises(ConfigError, match="hi must be"):
         _core.sizing_need_exact(
             lo=0, hi=2**60, page_size=1, num_steps=1, topk=1, num_draft_tokens=2

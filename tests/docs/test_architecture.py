@@ -51,7 +51,7 @@ def rust_functions(text: str) -> set[str]:
 def folders() -> set[str]:
     """The folders that hold the sources of the packages."""
     roots = {"python/specpool": "py", "rust/specpool-core/src": "rs"}
-    found = {"rust/specpool-py", "rust/specpool-check", "cuda"}
+    found = {"rust/specpool-py", "rust/specpool-ops", "rust/specpool-check", "cuda"}
     for root, ending in roots.items():
         for path in (ROOT / root).rglob(f"*.{ending}"):
             found.add(path.parent.relative_to(ROOT).as_posix())

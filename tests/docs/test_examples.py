@@ -35,6 +35,16 @@ def test_the_schedulers_in_rust_and_python_are_twins():
     assert run("scheduler.py") == rust
 
 
+def test_examples_use_public_names_alone():
+    """What a reader copies stands in the documentation: no `_core`, no `._field`."""
+    found = {
+        path.name: names
+        for path in (ROOT / "examples").glob("*.py")
+        if (names := re.findall(r"(?:import|[,.]) *(_[a-z]\w*)", path.read_text("utf-8")))
+    }
+    assert found == {}
+
+
 def test_the_scheduler_needs_numpy_alone():
     code = (
         "import sys, runpy; runpy.run_path(sys.argv[1], run_name='__main__'); "

@@ -24,7 +24,7 @@ from specpool.metrics import (
     HISTOGRAMS,
     register,
 )
-from specpool.scheduler.latency import LatencyStats
+from specpool.scheduler.requests.latency import LatencyStats
 from specpool.worker.graphs.graphs import GraphStats
 
 

@@ -178,6 +178,6 @@ class Server:
             flying.append(steps)
             while len(flying) > self.sizes.overlap_depth or (flying and not steps):
                 for step in flying.popleft():
-                    self.scheduler.finish(step, self.device.result(step.plan))
+                    self.scheduler.take_over(step, self.device.result(step.plan))
         assert all(request.finish_reason == "length" for request in requests)
         return self

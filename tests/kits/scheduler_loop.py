@@ -87,7 +87,7 @@ class Loop:
         """The oldest results; its lanes' roots."""
         step = self.flying.popleft()
         roots = self.device._forwards[step.plan.step].roots
-        self.scheduler.finish(step, self.device.result(step.plan))
+        self.scheduler.take_over(step, self.device.result(step.plan))
         return roots
 
     def fail(self) -> None:

@@ -43,5 +43,5 @@ class Scripted:
     def take_over(self, engine: Engine) -> None:
         """Be the engine's controller from here on."""
         rounds = engine.core.scheduler.round_shapes
-        self.candidates = rounds._controller.candidates
-        rounds._controller = self
+        self.candidates = rounds.controller.candidates
+        rounds.controller = self

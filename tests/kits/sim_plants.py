@@ -9,12 +9,12 @@ import numpy as np
 
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
 from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.running import Running
+from specpool.scheduler.rows.running import Running
 from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.waiting import Waiting
 from specpool.sim import Settings, SimDevice
 
 
@@ -101,7 +101,7 @@ def keep_the_row_of_who_ended(patch):
 
 
 def give_tokens_to_dropped_lanes(patch):
-    finish = Scheduler.finish
+    take_over = Scheduler.take_over
 
     def careless(self, step, result):
         dropped = [
@@ -109,11 +109,11 @@ def give_tokens_to_dropped_lanes(patch):
             for i, (request, tokens) in enumerate(zip(step.requests, result.tokens, strict=True))
             if self._ledger.epoch[step.plan.rows[i]] != step.plan.epochs[i]
         ]
-        finish(self, step, result)
+        take_over(self, step, result)
         for request, tokens in dropped:
             request.tokens += tokens
 
-    patch.setattr(Scheduler, "finish", careless)
+    patch.setattr(Scheduler, "take_over", careless)
 
 
 def forget_a_resolve(patch):

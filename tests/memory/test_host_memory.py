@@ -50,7 +50,7 @@ def test_a_copy_costs_a_fixed_part_and_each_byte():
 def test_it_pays_where_a_prefill_takes_longer():
     world = World(groups(4, 1))
     row = world.admit(20)
-    world.memory._out, world.memory._back = (
+    world.memory.out, world.memory.back = (
         CopyCost((1, 0.5), (2, 0.5)),
         CopyCost((1, 0.5), (2, 0.5)),
     )
@@ -62,7 +62,7 @@ def test_it_pays_by_bytes_of_every_group():
     world = World(groups(4, 1))
     row = world.admit(20)
     per_byte = CopyCost((1, 1.0), (2, 2.0))
-    world.memory._out = world.memory._back = per_byte
+    world.memory.out = world.memory.back = per_byte
     num_bytes = sum(
         20 * buffer[0].numel() * buffer.element_size() for buffer in world.buffers
     )  # whole pages
@@ -83,7 +83,7 @@ def test_copies_are_watched_on_a_cpu():
     for _ in range(9):
         world.reload(world.offload(world.admit(20)))
         world.give_back(next(iter(world.kv)))
-    assert len(world.memory._out._ratios) == len(world.memory._back._ratios) == 9
+    assert len(world.memory.out.ratios) == len(world.memory.back.ratios) == 9
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ GUARDS = [
     guard(
         11,
         "a lagging draft is refused",
-        "ledger/prepare.rs::check_rounds",
+        "ledger/batch.rs::check_rounds",
         "let lags = |at: usize| (drafted[at] < resolved[at]) | (undrafted[at] > 0);",
         "let lags = |at: usize| (drafted[at] > resolved[at]) & (undrafted[at] > 0);",
     ),
@@ -358,11 +358,11 @@ GUARDS = [
     guard(
         56,
         "no fork over a round in flight",
-        "ledger/share.rs::check_still",
+        "ledger/quiet.rs::check_still",
         "if self.rows.in_flight[at] > 0 || self.rows.has_unlaunched_extend(row) {",
         "if self.rows.has_unlaunched_extend(row) {",
         Edit(
-            "ledger/share.rs::check_still",
+            "ledger/quiet.rs::check_still",
             "        if last > completed {\n",
             "        if last > completed + 9 {\n",
         ),
@@ -517,7 +517,7 @@ GUARDS = [
     guard(
         70,
         "a fork waits for the last launched step",
-        "ledger/share.rs::check_still",
+        "ledger/quiet.rs::check_still",
         "        if last > completed {\n",
         "        if last > completed && self.rows.in_flight[at] > 0 {\n",
     ),
@@ -545,7 +545,7 @@ GUARDS = [
         "        let _ = page;\n",
         Edit("state/page_pool.rs::unhold", "        line.copies -= 1;\n", ""),
         Edit(
-            "ledger/share.rs::drop_orphan_copies",
+            "ledger/quiet.rs::drop_orphan_copies",
             "            if !stays {\n",
             "            let stays = true;\n            if !stays {\n",
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams
 from specpool.engine.output import Chunk
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specpool import ConfigError, OrderError, SamplingParams
 from specpool.assets import corpus, resolve
-from specpool.text.stop_search import StopHit
+from specpool.text.stop_search import StopHit, StopSearch
 from specpool.text.stream import CONTEXT, TextStream
 from specpool.text.tokenizer import load_tokenizer
 
@@ -337,7 +337,31 @@ def test_a_token_costs_the_same_however_long_the_text(monkeypatch, name, pattern
     assert max(decoded, default=0) <= 2 * CONTEXT + 2 or pattern == [100]
 
 
-def test_long_stop_strings_cost_a_character_each():
+@settings(max_examples=400, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=5),
+    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
+)
+def test_a_growing_text_is_searched_as_a_whole_one(stops, pieces):
+    """Law: what was given out, and the stop string, are those of the text so far."""
+    search, given_out, seen = StopSearch(stops), "", ""
+    for number, piece in enumerate(pieces, 1):
+        given_out += search.feed(piece, [number] * len(piece))
+        seen += piece
+        text, stop = cut(seen, stops)
+        begun = (p for p in range(len(text)) if any(s.startswith(seen[p:]) for s in stops))
+        assert given_out == text[: next(begun, len(text))]
+        if search.hit is not None:
+            break
+    given_out += search.close()
+    text, stop = cut(seen, stops)
+    assert given_out == text
+    ends = [number for number, piece in enumerate(pieces, 1) for _ in piece]
+    hit = None if stop is None else StopHit(stop, ends[len(text) + len(stop) - 1])
+    assert search.hit == hit
+
+
+def test_long_stop_strings_cost_a_moment_each():
     """Text that is nearly a stop string everywhere; a plain comparison would take minutes."""
     stops = tuple("a" * n + "b" for n in range(1000, 1064))
     stream = TextStream(TOKENIZERS["tiny"], stops)

@@ -88,10 +88,10 @@ def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
     """Host checks do not run on a replay, so the wrapper runs them with upper bounds."""
     graph, capture = graph_and_replays
     changes, text = BAD_PLANS[why]
-    cells, replays = graph._buffer._cells.clone(), capture.replays
+    cells, replays = graph._buffer.cells.clone(), capture.replays
     with pytest.raises(ShapeError, match=text):
         graph.replay(plan_of(**changes), [])
-    assert torch.equal(graph._buffer._cells, cells) and capture.replays == replays
+    assert torch.equal(graph._buffer.cells, cells) and capture.replays == replays
     graph._check(plan_of())
 
 
@@ -197,6 +197,12 @@ def test_reads_of_the_graphs_stay_in_their_place(monkeypatch):
 # --- what is captured, and what if that fails ---------------------------------------------------
 
 
+def routed_sizes(engine: Engine) -> list[int]:
+    """The graph sizes that decide in which range of the controller a batch belongs."""
+    of_shapes = engine.core.scheduler.round_shapes.controller.graph_sizes_of_candidates()
+    return sorted({size for sizes in of_shapes.values() for size in sizes})
+
+
 def test_each_candidate_has_the_sizes_that_reach_it():
     config = AdaptiveConfig.from_dict(
         {
@@ -220,8 +226,7 @@ def test_each_candidate_has_the_sizes_that_reach_it():
         }
         assert graphs.num_graphs == capture.recordings == 2 + 4 + 2 + 4 + 4 + 2
         # A batch of 2 runs in the graph of 3: that is what decides where it belongs.
-        router = engine.core.scheduler.round_shapes._controller._router
-        assert router._graph_sizes == [1, 3, 4, 8]
+        assert routed_sizes(engine) == [1, 3, 4, 8]
 
 
 def test_by_default_a_cuda_device_has_graphs_of_powers_of_two():
@@ -243,17 +248,14 @@ def test_where_memory_runs_out_there_are_fewer_graphs(at, caplog):
         make(None, graph_sizes=(1, 2, 4), adaptive=adaptive) as engine,
     ):
         outputs = engine.generate(PROMPTS, PARAMS)
-        graphs, router = (
-            engine.stats().graphs,
-            engine.core.scheduler.round_shapes._controller._router,
-        )
+        graphs, routed = engine.stats().graphs, routed_sizes(engine)
     assert [o.token_ids for o in outputs] == expected
     assert graphs.num_graphs == capture.recordings < 9
     # Of each size three: the chain's, the plain ones' with draft KV and without.
     kept = {-1: 6, -4: 6, -9: 8, 1: 6, 2: 7, 5: 7, 8: 7}[at]
     assert graphs.num_graphs == kept
     sizes = sorted({size for of in graphs.sizes.values() for size in of})
-    assert router._graph_sizes == sizes
+    assert routed == sizes
     (record,) = caplog.records
     assert record.getMessage() == (
         f"out of memory while capturing CUDA graphs: there are {kept} of 9, with "

@@ -22,15 +22,15 @@ class SlotWatch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_rounds = 0
-        finish = Scheduler.finish
+        take_over = Scheduler.take_over
 
         def watched(scheduler: Scheduler, step: Step, result: StepResult) -> None:
-            finish(scheduler, step, result)
+            take_over(scheduler, step, result)
             if step.is_decode:
                 self.num_rounds += 1
                 self.look(scheduler, [r.row for r in step.requests if r.row])
 
-        monkeypatch.setattr(Scheduler, "finish", watched)
+        monkeypatch.setattr(Scheduler, "take_over", watched)
 
     @staticmethod
     def look(scheduler: Scheduler, rows: list[int]) -> None:

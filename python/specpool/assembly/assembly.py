@@ -11,6 +11,7 @@ from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, back_end, check_trees
+from specpool.attention.view import Attend
 from specpool.config import EngineConfig, WorkerName
 from specpool.draft import Drafter
 from specpool.errors import ConfigError
@@ -19,7 +20,8 @@ from specpool.loop.loop import Loop
 from specpool.memory.host.copies import HostMemory
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
-from specpool.memory.pools import plan_pools
+from specpool.memory.layer_kv import LayerKV
+from specpool.memory.pools import Pools, plan_pools
 from specpool.models import TargetModel
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
@@ -102,9 +104,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
     )
     controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
-    shape = config.shape or (Shape.none() if drafter is None else Shape.eagle(3, 1, 4))
-    if controller is not None and config.shape is None:
-        shape = max(controller.candidates, key=lambda each: each.num_draft_tokens)
+    shape = _shape(config, drafter, controller)
     shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
     _check(config, drafter, attention, shapes)
     draft_layers = drafter.layers if drafter is not None else ()
@@ -121,15 +121,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         dtype=target.dtype,
         device=target.device,
     )
-    ledger = pools.ledger
-    cache = KVCache(
-        ledger,
-        layers,
-        pools.layer_groups,
-        dtype=target.dtype,
-        device=target.device,
-        attend_with=attend_with,
-    )
+    ledger, cache = pools.ledger, _cache(pools, layers, target, attend_with)
     if drafter is not None:
         target.capture(drafter.feature_layers)
         layout = ledger.groups[pools.draft_group].layout
@@ -164,6 +156,15 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     )
 
 
+def _shape(config: EngineConfig, drafter: Drafter | None, controller: Controller | None) -> Shape:
+    """The shape of a request that names none."""
+    if config.shape is not None:
+        return config.shape
+    if controller is not None:
+        return max(controller.candidates, key=lambda each: each.num_draft_tokens)
+    return Shape.none() if drafter is None else Shape.eagle(3, 1, 4)
+
+
 def _check(
     config: EngineConfig, drafter: Drafter | None, attention: BackEnd, shapes: Sequence[Shape]
 ) -> None:
@@ -189,6 +190,20 @@ def _context_len(config: EngineConfig, target: TargetModel) -> int:
             f"max_context_len {max_context_len} is above the model's {limit} positions"
         )
     return max_context_len
+
+
+def _cache(
+    pools: Pools, layers: Sequence[LayerKV], target: TargetModel, attend_with: Attend | None
+) -> KVCache:
+    """The KV buffers of all layers, where the target is."""
+    return KVCache(
+        pools.ledger,
+        layers,
+        pools.layer_groups,
+        dtype=target.dtype,
+        device=target.device,
+        attend_with=attend_with,
+    )
 
 
 def _host_tier(config: EngineConfig, ledger: Ledger, cache: KVCache) -> HostTier | None:

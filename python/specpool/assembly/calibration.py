@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specpool._core import Ledger, Shape
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller

@@ -46,7 +46,7 @@ def attend(
             softcap=softcap,
             sinks=sinks,
         )
-    lanes, queries, dtype = view.num_lanes, view.max_q_len, q.dtype
+    dtype = q.dtype
     explicit = softcap is not None or sinks is not None
     by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
     # `reads` raises for a bad mask, so call it before anything is written.
@@ -57,10 +57,25 @@ def attend(
     v_buffer.index_copy_(0, view.write_slots, v)
     if reads is None:
         return attend_prompts(view, k_buffer, v_buffer, q, k.to(dtype), v.to(dtype), scaling)
-    keys, values = reads.gather(k_buffer, v_buffer, lanes, view.page_size)  # [B, Hkv, L, D]
+    keys, values = reads.gather(k_buffer, v_buffer, view.num_lanes, view.page_size)
     if keys.dtype != dtype:
         keys, values = keys.to(dtype), values.to(dtype)
+    return _attend_gathered(view, reads, q, keys, values, scaling, softcap, sinks)
 
+
+def _attend_gathered(
+    view: AttentionView,
+    reads: Reads,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend over what was gathered, keys and values [B, Hkv, L, D]; queries and output ragged."""
+    lanes, queries = view.num_lanes, view.max_q_len
+    explicit = softcap is not None or sinks is not None
     heads, kv_heads = q.shape[1], keys.shape[1]
     groups = heads // kv_heads
     fold = explicit or queries <= _FOLD_MAX_QUERIES

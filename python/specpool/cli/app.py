@@ -61,7 +61,7 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except SpecpoolError as error:
-        from specpool.pictures.terminal import printable
+        from specpool.cli.pictures.terminal import printable
 
         # The message may contain names from an untrusted log file.
         lines = "\n".join(map(printable, str(error).split("\n")))

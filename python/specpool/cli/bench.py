@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,82 +34,93 @@ if TYPE_CHECKING:
 REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
 
 
-def generate(
-    *,
-    target: str,
-    draft: str | None,
-    shape: str | None,
-    adaptive: str | None,
-    num_tokens: Sequence[int],
-    batch_sizes: Sequence[int],
-    num_requests: int,
-    repeats: int,
-    device: str,
-    threads: int,
-    trust_remote_code: bool = False,
-    json: bool,
-    plot: Path | None,
-) -> None:
-    """Measure tokens per second, and print the results.
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """The arguments of the command line."""
+
+    target: str
+    draft: str | None
+    shape: str | None
+    adaptive: str | None
+    num_tokens: Sequence[int]
+    batch_sizes: Sequence[int]
+    num_requests: int
+    repeats: int
+    device: str
+    threads: int
+    trust_remote_code: bool
+    json: bool
+    plot: Path | None
+
+
+def generate(job: Job) -> None:
+    """Measure, then print.
 
     Raises:
         ConfigError: an option cannot work.
     """
-    check_int("repeats", repeats, 1, 1 << 16)
-    for tokens in num_tokens:
-        check_int("tokens", tokens, 1, 1 << 20)
-    for batch in batch_sizes:
-        check_int("batch", batch, 1, 1 << 16)
-    check_int("requests", num_requests, 0, 1 << 10)
-    checks.check_place(device=device, threads=threads)
-    if target == "specpool/tiny" and draft is None:
-        drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
-    elif draft in (None, "none"):
-        checks.check_models(target, None)
-        raise ConfigError("bench generate needs a draft model")
-    else:
-        drafts = [str(draft)]
-    parsed = shape_of(shape)
-    if parsed == Shape.none():
-        raise ConfigError(f"shape {shape} drafts nothing: there is nothing to compare")
-    if plot is not None:
-        check_plot(plot)
-    for name in drafts:
-        checks.check_engine_config(parsed, name, {"adaptive": adaptive})
-        checks.check_models(target, name)
-    checks.start_torch(threads)
+    shape, drafts = _checked(job)
+    checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 
     reference = None
     results = []
-    cases = list(itertools.product(batch_sizes, num_tokens))
+    cases = list(itertools.product(job.batch_sizes, job.num_tokens))
+    least, most = min(job.num_tokens), max(job.num_tokens)
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(drafts) * (len(cases) + 1))
         for name in drafts:
             with Engine.from_pretrained(
-                target,
+                job.target,
                 draft=name,
-                shape=parsed,
-                adaptive=adaptive,
-                device=device,
+                shape=shape,
+                adaptive=job.adaptive,
+                device=job.device,
                 dtype="float32",
-                max_batch=max(batch_sizes),
-                trust_remote_code=trust_remote_code,
+                max_batch=max(job.batch_sizes),
+                trust_remote_code=job.trust_remote_code,
             ) as engine:
-                _check_context(engine, max(num_tokens))
+                _check_context(engine, most)
                 # Load it after the engine, whose errors about a wrong target are clearer.
-                reference = reference or _Transformers(resolve(target), device, trust_remote_code)
+                reference = reference or _Transformers(job)
                 for batch, tokens in cases:
-                    results += _case(engine, name, reference, batch, tokens, repeats)
+                    results += _case(engine, name, reference, batch, tokens, job.repeats)
                     progress.advance(task)
                 if ngram_of(name) is not None:
-                    results += _lookup(engine, name, max(num_tokens), repeats)
-                if num_requests:
-                    results += _traffic(engine, name, num_requests, min(num_tokens), repeats)
+                    results += _lookup(engine, name, most, job.repeats)
+                if job.num_requests:
+                    results += _traffic(engine, name, job.num_requests, least, job.repeats)
                 progress.advance(task)
-    where = machine(device, threads, ("torch", "transformers"))
-    report("bench generate", where, results, json_only=json, plot=plot)
+    where = machine(job.device, job.threads, ("torch", "transformers"))
+    report("bench generate", where, results, json_only=job.json, plot=job.plot)
+
+
+def _checked(job: Job) -> tuple[Shape | None, list[str]]:
+    """The shape and the drafts of a job without fault; None = the engine's own shape."""
+    check_int("repeats", job.repeats, 1, 1 << 16)
+    for tokens in job.num_tokens:
+        check_int("tokens", tokens, 1, 1 << 20)
+    for batch in job.batch_sizes:
+        check_int("batch", batch, 1, 1 << 16)
+    check_int("requests", job.num_requests, 0, 1 << 10)
+    checks.check_place(device=job.device, threads=job.threads)
+    if job.target == "specpool/tiny" and job.draft is None:
+        drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
+    elif job.draft in (None, "none"):
+        checks.check_models(job.target, None)
+        raise ConfigError("bench generate needs a draft model")
+    else:
+        drafts = [str(job.draft)]
+    shape = shape_of(job.shape)
+    if shape == Shape.none():
+        raise ConfigError(f"shape {job.shape} drafts nothing: there is nothing to compare")
+    if job.plot is not None:
+        check_plot(job.plot)
+    for name in drafts:
+        checks.check_engine_config(shape, name, {"adaptive": job.adaptive})
+        checks.check_models(job.target, name)
+    return shape, drafts
 
 
 def _check_context(engine: Engine, num_tokens: int) -> None:
@@ -262,14 +274,14 @@ def _second(engine: Engine, draft: str) -> Drafter:
 class _Transformers:
     """The same model in transformers' own greedy `generate`, with its KV cache."""
 
-    def __init__(self, source: str, device: str, trust_remote_code: bool) -> None:
+    def __init__(self, job: Job) -> None:
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
-            source, trust_remote_code=trust_remote_code
+            resolve(job.target), trust_remote_code=job.trust_remote_code
         )
-        self._model = model.float().to(device).eval()
-        self._device = device
+        self._model = model.float().to(job.device).eval()
+        self._device = job.device
 
     def seconds(self, prompts: list[list[int]], tokens: int) -> float:
         """Return the seconds of one call; all prompts must have the same length."""

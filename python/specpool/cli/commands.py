@@ -10,25 +10,19 @@ import typer
 import specpool
 from specpool.checks import check_int
 from specpool.cli.engine_commands import chat, generate, tune
+from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import (
     Adaptive,
     DeviceName,
-    Draft,
-    Headroom,
     Json,
-    Layout,
-    MaxContextLen,
-    PageSize,
-    Placement,
     Plot,
-    Policy,
     ShapeText,
     Target,
     Threads,
     TrustRemoteCode,
 )
-from specpool.config import HEADROOM
+from specpool.cli.plan.question import Question
 from specpool.errors import ConfigError
 
 # rich_markup_mode=None: help is not cut at the terminal's width, and an error is one line.
@@ -84,22 +78,24 @@ def bench_generate(
     plot: Plot = None,
 ) -> None:
     """Compare drafting, plain decoding on pages, and transformers' own generate."""
-    from specpool.cli.bench import generate as run
+    from specpool.cli.bench import Job, generate
 
-    run(
-        target=target,
-        draft=draft,
-        shape=shape,
-        adaptive=adaptive,
-        num_tokens=tokens or [96, 400],
-        batch_sizes=batch or [1, 8],
-        num_requests=requests,
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-        json=json,
-        plot=plot,
+    generate(
+        Job(
+            target=target,
+            draft=draft,
+            shape=shape,
+            adaptive=adaptive,
+            num_tokens=tokens or [96, 400],
+            batch_sizes=batch or [1, 8],
+            num_requests=requests,
+            repeats=repeats,
+            device=device,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
+            json=json,
+            plot=plot,
+        )
     )
 
 
@@ -121,59 +117,8 @@ def options(
 
 
 @app.command()
-def plan(
-    memory: Annotated[str, typer.Option(help="Device memory, such as 80GiB (2^30) or 24G (10^9).")],
-    target: Annotated[
-        str | None,
-        typer.Option(help="Target model: a folder, a hub name, or specpool/tiny. Or give numbers:"),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of the target.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(help="Width of the logits, which take memory too. [default: not counted]"),
-    ] = None,
-    draft_layers: Annotated[
-        int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
-    ] = None,
-    draft_kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads of a draft layer. [default: the target's]")
-    ] = None,
-    draft_head_dim: Annotated[
-        int | None, typer.Option(help="Size of a draft head. [default: the target's]")
-    ] = None,
-    draft: Draft = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16. [default: the model's, else bfloat16]"),
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Bytes of the weights. [default: the model's, else 0]")
-    ] = None,
-    workspace: Annotated[str, typer.Option(help="Bytes for everything else.")] = "0",
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
-    ] = None,
-    max_context_len: MaxContextLen = None,
-    page_size: PageSize = 16,
-    placement: Placement = "split",
-    policy: Policy = "exact",
-    layout: Layout = "auto",
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
-    max_batch: Annotated[
-        int | None, typer.Option(help="Requests that run at once. [default: all that int32 allows]")
-    ] = None,
-    headroom: Headroom = HEADROOM,
-    prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
-    output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None,
-    live: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a request so far; may be repeated.")
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    json: Json = False,
-) -> None:
+@grouped
+def plan(*, question: Question, json: Json = False) -> None:
     """Show what an engine would have room for: pages, rows, requests, and which limit binds.
 
     Requests "at once" are those that the scheduler admits together to an empty pool. They grow, so
@@ -181,40 +126,9 @@ def plan(
     last token and never wait for a page, so none is retracted, whatever their drafts do. No weights
     are read.
     """
-    from specpool.cli.plan.model import Question
     from specpool.cli.plan.plan import plan as run
 
-    run(
-        Question(
-            target=target,
-            draft=draft,
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocab_size,
-            draft_layers=draft_layers,
-            draft_kv_heads=draft_kv_heads,
-            draft_head_dim=draft_head_dim,
-            dtype=dtype,
-            memory=memory,
-            weights=weights,
-            workspace=workspace,
-            shapes=shape or [],
-            max_context_len=max_context_len,
-            page_size=page_size,
-            placement=placement,
-            policy=policy,
-            layout=layout,
-            overlap_depth=depth,
-            max_batch=max_batch,
-            headroom=headroom,
-            prompt=prompt,
-            output=output,
-            live=live or [],
-            trust_remote_code=trust_remote_code,
-        ),
-        as_json=json,
-    )
+    run(question, as_json=json)
 
 
 @app.command()

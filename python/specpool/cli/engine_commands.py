@@ -17,6 +17,7 @@ from specpool.cli.options.groups import (
     PlaceOptions,
     PromptOptions,
     SamplingOptions,
+    StepOptions,
     engine_options,
     grouped,
 )
@@ -43,13 +44,7 @@ def generate(
         bool, typer.Option("--chat", help="Prompts are a user's messages, for the chat template.")
     ] = False,
     batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
-    overlap_depth: OverlapDepth = 0,
-    worker: Annotated[
-        str, typer.Option(help="v2, v1 (gives a round's reserve back after the round) or auto.")
-    ] = "auto",
-    mixed_chunks: Annotated[
-        bool, typer.Option("--mixed-chunks", help="Chunks share the round's forward of the target.")
-    ] = False,
+    steps: StepOptions,
     memory: MemoryOptions,
     checks: CheckOptions,
     compare_ancestry: Annotated[
@@ -79,12 +74,10 @@ def generate(
                 pages,
                 reads,
                 memory,
+                steps,
                 checks,
                 adaptive=adaptive,
-                overlap_depth=overlap_depth,
                 max_batch=batch,
-                worker=worker,
-                mixed_chunks=mixed_chunks,
             ),
         )
     )

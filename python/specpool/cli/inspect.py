@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from specpool.cli.pictures import page as film_page
+from specpool.cli.pictures.film import Film, Picture
+from specpool.cli.pictures.terminal import draw
 from specpool.errors import ConfigError, RecordError
-from specpool.pictures import page as film_page
-from specpool.pictures.film import Film, Picture
-from specpool.pictures.terminal import draw
 
 
 def show(log: Path, console: Console, *, step: int | None, row: int | None) -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specpool._core import Event
-from specpool.pictures.film import Film
-from specpool.pictures.terminal import draw, printable
+from specpool.cli.pictures.film import Film
+from specpool.cli.pictures.terminal import draw, printable
 
 # The printed text for each value of `Replay.end`.
 ENDS = {

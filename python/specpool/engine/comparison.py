@@ -29,7 +29,7 @@ from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.conversation import common_len
+from specpool.scheduler.requests.conversation import common_len
 
 Verdict = Literal["identical", "rounding", "fault"]
 

@@ -15,7 +15,7 @@ from specpool.engine.prompts import Prompts
 from specpool.errors import ConfigError, SpecpoolError
 from specpool.loop.loop import Loop
 from specpool.loop.scrub import scrub_request
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request, TokenLogprob, draft_flags
+from specpool.scheduler.requests.request import Request, TokenLogprob, draft_flags
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:

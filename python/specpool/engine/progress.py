@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specpool.errors import ConfigError
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -14,9 +14,9 @@ from specpool.checks import check_int
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.conversation import Conversation, Message, Said, common_len
-from specpool.scheduler.latency import Times
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.scheduler.requests.latency import Times
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.chat_template import TemplateError, render
 from specpool.text.stream import TextStream

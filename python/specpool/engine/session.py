@@ -12,8 +12,8 @@ from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, Report, RequestOutput
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.conversation import Conversation
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.conversation import Conversation
+from specpool.scheduler.requests.request import Request
 
 if TYPE_CHECKING:
     from types import TracebackType

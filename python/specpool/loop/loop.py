@@ -23,7 +23,7 @@ from specpool.loop.clock import Clock
 from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
 from specpool.worker.graphs.capture import is_out_of_memory
@@ -257,7 +257,7 @@ class Loop:
         if flying.pending is None:
             lanes = len(flying.step.requests)
             nothing = StepResult([[]] * lanes, np.zeros(lanes, np.int32), [False] * lanes)
-            self.scheduler.finish(flying.step, nothing)
+            self.scheduler.take_over(flying.step, nothing)
             return
         try:
             with self.clock.wait:
@@ -269,13 +269,13 @@ class Loop:
             return
         with self.clock.finish:
             if not any(result.not_finite):
-                self.scheduler.finish(flying.step, result)
+                self.scheduler.take_over(flying.step, result)
                 return
             plan = flying.step.plan
             for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
                 request.tainted |= not_finite
             lost = result.not_finite & (self._ledger.epoch[plan.rows] != plan.epochs)
-            self.scheduler.finish(flying.step, result)
+            self.scheduler.take_over(flying.step, result)
             scrub_free(self._ledger, self._cache, all_groups=bool(lost.any()))
 
     def _observe(self, steps: list[Step], seconds: float) -> None:

@@ -272,6 +272,32 @@ def size_groups(
     Raises:
         ConfigError: `kv_bytes` does not hold one row of the whole context.
     """
+    groups, draft_group = _without_pages(config, target_bytes, draft_bytes, shapes, max_context_len)
+    sizes = GroupSizes(
+        groups=groups,
+        draft_group=draft_group,
+        shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
+        num_rows=config.max_batch,
+        max_sessions=config.max_sessions,
+        max_context_len=max_context_len,
+        max_chunk=min(config.prefill_tokens, max_context_len),
+        overlap_depth=config.overlap_depth,
+        policy=config.policy,
+        keeps_draft_kv=draft_bytes > 0,
+    ).with_widths()
+    if config.num_pages is None:
+        return _fit(sizes, kv_bytes)
+    return _with_pages(sizes, config.num_pages)
+
+
+def _without_pages(
+    config: EngineConfig,
+    target_bytes: Mapping[int | None, int],
+    draft_bytes: int,
+    shapes: Sequence[Shape],
+    max_context_len: int,
+) -> tuple[tuple[GroupSize, ...], int]:
+    """Return the groups without pages and widths, and which of them hosts the draft's layers."""
     full_bytes, windows = 0, {}
     for window, size in target_bytes.items():
         if window is None or window >= max_context_len:
@@ -305,33 +331,17 @@ def size_groups(
     groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
     if has_own:
         groups.append(bare("draft", draft_bytes, True))
-    sizes = GroupSizes(
-        groups=tuple(groups),
-        draft_group=len(groups) - 1 if has_own else 0,
-        shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
-        num_rows=config.max_batch,
-        max_sessions=config.max_sessions,
-        max_context_len=max_context_len,
-        max_chunk=min(config.prefill_tokens, max_context_len),
-        overlap_depth=config.overlap_depth,
-        policy=config.policy,
-        keeps_draft_kv=draft_bytes > 0,
-    ).with_widths()
-    if config.num_pages is None:
-        return _fit(sizes, kv_bytes)
-    sized = sizes.with_rows(1, config.max_batch + config.max_sessions)
-    return replace(
-        sized,
-        groups=tuple(
-            replace(
-                group,
-                num_pages=config.num_pages
-                if group.window is None
-                else min(group.num_pages, config.num_pages),
-            )
-            for group in sized.groups
-        ),
-    )
+    return tuple(groups), len(groups) - 1 if has_own else 0
+
+
+def _with_pages(sizes: GroupSizes, num_pages: int) -> GroupSizes:
+    """Give every group so many pages; a window group at most what all rows keep of a window."""
+    sized = sizes.with_rows(1, sizes.num_rows + sizes.max_sessions)
+    groups = []
+    for group in sized.groups:
+        most = num_pages if group.window is None else group.num_pages
+        groups.append(replace(group, num_pages=min(num_pages, most)))
+    return replace(sized, groups=tuple(groups))
 
 
 def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:

@@ -18,6 +18,9 @@ class PageNeeds:
     """A table of the pages that a request holds or needs for its next round and some growth.
 
     The core computes each entry (`Ledger.pages_needed`), once per shape and number of tokens.
+
+    Attributes:
+        num_pages: int64 [num_groups], pages of each group in all: an empty pool's.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class PageNeeds:
                 needs the most that any of its shapes needs; see `RoundShapes`.
         """
         self._ledger, self._headroom = ledger, headroom
+        self.num_pages: Int64 = np.array([group.num_pages for group in ledger.groups], np.int64)
         self._alike = [*((shape,) for shape in range(len(ledger.shapes))), *choices]
         size = len(self._alike), ledger.max_context_len + 1, len(ledger.groups)
         self._counts = np.full(size, -1, np.int32)  # [shape, tokens, group]; -1 = not known yet

@@ -10,14 +10,14 @@ from specpool._core import Ledger
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.ends import Ends
-from specpool.scheduler.host_handles import HostHandles
 from specpool.scheduler.pins import Pins
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
-from specpool.scheduler.running import Running
-from specpool.scheduler.waiting import Waiting
+from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.rows.host_handles import HostHandles
+from specpool.scheduler.rows.running import Running
 
 
 class Admission:
@@ -56,7 +56,6 @@ class Admission:
         self._ledger, self._config, self._running, self._waiting = ledger, config, running, waiting
         self._conversations, self._pins, self._handles = conversations, pins, handles
         self._needs, self._room, self._ends = needs, room, ends
-        self._num_pages = np.array([group.num_pages for group in ledger.groups])
 
     def admit(self) -> None:
         """Admit waiting requests in order, while the pages for every row's next round fit."""
@@ -67,13 +66,13 @@ class Admission:
             if claimed is None:
                 free = [
                     self._ledger.free_pages(g) + self._ledger.reclaimable_pages(g)
-                    for g in range(len(self._num_pages))
+                    for g in range(len(self._ledger.groups))
                 ]
                 lens = self._running.lens
                 rows = np.flatnonzero(lens)
                 claimed = self._needs.of_all(lens[rows], self._running.shapes[rows])
             claimed = claimed + need
-            if self._running and ((need > free) | (claimed > self._num_pages)).any():
+            if self._running and ((need > free) | (claimed > self._needs.num_pages)).any():
                 return
             place = self._conversations.take(request) or self._take_row(request)
             if place is None:

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from specpool.arrays import Int32
-from specpool.scheduler.latency import Latency, Times
+from specpool.scheduler.requests.latency import Latency, Times
 
 # Steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256

@@ -6,13 +6,13 @@ import time
 
 from specpool._core import Ledger
 from specpool.errors import OutOfMemory, SpecpoolError
-from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.counts import Counts
-from specpool.scheduler.host_handles import HostHandles
-from specpool.scheduler.request import Request
-from specpool.scheduler.rows import Rows
-from specpool.scheduler.running import Running
-from specpool.scheduler.waiting import Waiting
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.requests.waiting import Waiting
+from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.rows.host_handles import HostHandles
+from specpool.scheduler.rows.rows import Rows
+from specpool.scheduler.rows.running import Running
 
 
 class Ends:

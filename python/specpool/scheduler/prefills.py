@@ -6,10 +6,10 @@ from specpool._core import Ledger, Plan
 from specpool.errors import OutOfMemory, OutOfPages
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.ends import Ends
-from specpool.scheduler.host_handles import HostHandles
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.room import Room
-from specpool.scheduler.running import Running
+from specpool.scheduler.rows.host_handles import HostHandles
+from specpool.scheduler.rows.running import Running
 from specpool.scheduler.step import Step
 
 

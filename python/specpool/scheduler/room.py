@@ -5,13 +5,13 @@ from __future__ import annotations
 from specpool._core import Ledger
 from specpool.errors import OutOfPages
 from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
-from specpool.scheduler.request import Request
-from specpool.scheduler.rows import Rows
-from specpool.scheduler.running import Running
-from specpool.scheduler.waiting import Waiting
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.requests.waiting import Waiting
+from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.rows.rows import Rows
+from specpool.scheduler.rows.running import Running
 
 
 class Room:

@@ -33,6 +33,7 @@ class RoundShapes:
     """The shapes of the rows' rounds: each row's own, or the controller's choice within its limit.
 
     Attributes:
+        controller: chooses the shape of each round; None = there is none.
         choice: the choice for the latest round, or for the next one that was tried; None = none.
         switch_ct: rounds whose choice differed from that of the round before.
         round_cts: rounds by the chosen shape.
@@ -48,7 +49,7 @@ class RoundShapes:
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
         """
-        self._controller = controller
+        self.controller = controller
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -118,11 +119,11 @@ class RoundShapes:
         Raises:
             ConfigError: the controller chose a shape that is not among its candidates.
         """
-        batch_size = 0 if self._controller is None else int(np.count_nonzero(limits))
-        if self._controller is None or not batch_size:
+        batch_size = 0 if self.controller is None else int(np.count_nonzero(limits))
+        if self.controller is None or not batch_size:
             return self._following[0], self._order[0]
         if self.choice is None or not self._is_open:
-            shape = self._controller.activate_step_by_batch(batch_size)
+            shape = self.controller.activate_step_by_batch(batch_size)
         else:  # it is good for one round, whenever that finds rows and pages
             shape = self.choice.shape
         try:
@@ -151,25 +152,25 @@ class RoundShapes:
 
     def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
         """Pass a round's results to the controller: each lane's shape and accept length [B]."""
-        assert self._controller is not None
+        assert self.controller is not None
         self.round_cts[choice.shape] += 1
         chosen = shapes == self._index[choice.shape]
         if chosen.any():
             num_correct_drafts = accept_len[chosen] - 1
-            self._controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
+            self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
     def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
         """Pass to the controller the seconds of a turn that was this round alone.
 
         Rounds with lanes of other shapes do not count.
         """
-        assert self._controller is not None
+        assert self.controller is not None
         if (shapes == self._index[choice.shape]).all():
-            self._controller.on_round_seconds(choice.shape, len(shapes), seconds)
+            self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 
     def stats(self) -> AdaptiveStats | None:
         """Return the choices so far; None without a controller."""
-        if self._controller is None:
+        if self.controller is None:
             return None
         shape = None if self.choice is None else self.choice.shape
         return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts))

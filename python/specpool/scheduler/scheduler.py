@@ -30,20 +30,20 @@ from specpool.memory.host.tier import HostTier
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.admission import Admission
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.conversation import Conversation
-from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.counts import Counts
 from specpool.scheduler.ends import Ends
-from specpool.scheduler.host_handles import HostHandles
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefills import Prefills
-from specpool.scheduler.request import Request, TokenLogprob
+from specpool.scheduler.requests.conversation import Conversation
+from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
 from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.rows import Rows
-from specpool.scheduler.running import Running
+from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.rows.host_handles import HostHandles
+from specpool.scheduler.rows.rows import Rows
+from specpool.scheduler.rows.running import Running
 from specpool.scheduler.step import Step, StepResult
-from specpool.scheduler.waiting import Waiting
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -83,7 +83,6 @@ class Scheduler:
         """
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: nothing else may take what comes back
-        self._num_pages = np.array([group.num_pages for group in ledger.groups])
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
         self.round_shapes = RoundShapes(ledger.shapes, ledger.num_rows + 1, controller)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
@@ -122,7 +121,7 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Return whether an empty pool would hold the request to its end."""
-        return bool((self.pages_at_most(request) <= self._num_pages).all())
+        return bool((self.pages_at_most(request) <= self._needs.num_pages).all())
 
     def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
         """Return the most pages of each group that the request can hold, int64 [num_groups]."""
@@ -203,8 +202,8 @@ class Scheduler:
     def schedule(self) -> list[Step]:
         """Prepare the steps that can run now: a reload, a prefill and a round, or some of them.
 
-        Launch them in this order. If there is none but steps are in flight, finish those first. If
-        there is none and nothing is in flight, there is nothing to do.
+        They are to be launched in this order. None, and steps in flight: take those over first.
+        None and nothing in flight: there is nothing to do.
 
         Raises:
             ConfigError: the controller chose a shape that is not a candidate; nothing is prepared.
@@ -244,7 +243,7 @@ class Scheduler:
             for request, start in zip(step.requests, step.plan.start.tolist(), strict=True):
                 request.prefilled_len = start
 
-    def finish(self, step: Step, result: StepResult) -> None:
+    def take_over(self, step: Step, result: StepResult) -> None:
         """Take over the results of a launched step; call it for the oldest step first.
 
         The step and all steps before it must have run on the device, because pages that it frees
@@ -285,7 +284,7 @@ class Scheduler:
             entries_of = result.logprobs or repeat(None, len(requests))
             lanes = zip(requests, result.tokens, entries_of, strict=True)
         for request, new, entries in lanes:
-            self._take_over(request, new, entries, is_decode)
+            self._give(request, new, entries, is_decode)
         if self.config.trims_rounds and is_decode:
             self._trim(requests)
 
@@ -312,7 +311,7 @@ class Scheduler:
                 request.tokens += new
         return others
 
-    def _take_over(
+    def _give(
         self, request: Request, new: list[int], entries: list[TokenLogprob] | None, is_decode: bool
     ) -> None:
         """Give a request its new tokens, and end it if they finish it."""

@@ -10,7 +10,7 @@ from specpool._core import Shape
 from specpool.errors import StalePlan
 from specpool.memory.host.tier import Handle, HostTier
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.sim.arrivals import Arrival, Text
@@ -263,7 +263,7 @@ class Simulation:
         pinning = [(r, self._pins.lines(r)) for r in step.requests if r.wants_pin and r.row]
         samples = [sibling for request in step.requests for sibling in request.siblings]
         try:
-            self._scheduler.finish(step, result)
+            self._scheduler.take_over(step, result)
         finally:
             for request, lines in pinning:
                 if request.pin is not None:
@@ -281,7 +281,7 @@ class Simulation:
         self._note(f"step {step.plan.step} brings {[r.request_id for r in step.requests]} back")
         lanes = [*zip(step.requests, handles, step.plan.epochs.tolist(), strict=True)]
         stand = [r.epoch == epoch and bool(r.row) for r, _, epoch in lanes]
-        self._scheduler.finish(step, self._device.result(step.plan))
+        self._scheduler.take_over(step, self._device.result(step.plan))
         for (request, handle, _), stands in zip(lanes, stand, strict=True):
             if not stands or request.handle is not None:
                 continue

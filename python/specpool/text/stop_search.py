@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,54 +22,21 @@ class StopHit:
 
 
 class StopSearch:
-    """A search for the earliest of several strings in a text that comes in pieces (Aho-Corasick).
+    """Finds the earliest of several strings in a text that comes in pieces.
 
-    The state is a node of the strings' trie: the longest end of the text that begins one of the
-    strings. Each character costs O(1), whatever the number and length of the strings.
+    Only the end of the text that may begin a string is held, and looked at again.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.hit: StopHit | None = None
-        self._children: list[dict[str, int]] = [{}]
-        self._depths = [0]
-        self._found: list[str | None] = [None]  # the longest string that ends at a node
+        self._strings = sorted(strings, key=len)
+        self._by_first: defaultdict[str, list[str]] = defaultdict(list)  # by their first character
         for string in strings:
-            self._add(string)
-        self._fallbacks = self._link()
-        self._state = 0
+            self._by_first[string[0]].append(string)
         self._held = ""  # not given out: a string may begin here
-        self._position = 0  # characters fed
-        self._given = 0  # characters given out
-        self._start = 0  # of the earliest string that has been found
-        self._earliest: StopHit | None = None
-
-    def _add(self, string: str) -> None:
-        node = 0
-        for character in string:
-            if character not in self._children[node]:
-                self._children[node][character] = len(self._children)
-                self._children.append({})
-                self._depths.append(self._depths[node] + 1)
-                self._found.append(None)
-            node = self._children[node][character]
-        self._found[node] = string
-
-    def _link(self) -> list[int]:
-        """Return, for each node, the node of its longest proper suffix; breadth first."""
-        fallbacks = [0] * len(self._children)
-        nodes = [0]
-        for node in nodes:
-            for character, child in self._children[node].items():
-                if node:
-                    fallbacks[child] = self._step(fallbacks, fallbacks[node], character)
-                self._found[child] = self._found[child] or self._found[fallbacks[child]]
-                nodes.append(child)
-        return fallbacks
-
-    def _step(self, fallbacks: list[int], node: int, character: str) -> int:
-        while node and character not in self._children[node]:
-            node = fallbacks[node]
-        return self._children[node].get(character, 0)
+        self._ends: list[int] = []  # for each character held, the tokens pushed when it is complete
+        # Where the earliest string is in `_held`, and the length of the shortest that begins there.
+        self._found: tuple[int, int] | None = None
 
     def feed(self, text: str, ends: Sequence[int]) -> str:
         """Search the next piece, and return the text that cannot be part of a stop string.
@@ -80,29 +48,45 @@ class StopSearch:
         if self.hit is not None:
             return ""
         self._held += text
-        for character, num_tokens in zip(text, ends, strict=True):
-            self._state = self._step(self._fallbacks, self._state, character)
-            self._position += 1
-            found = self._found[self._state]
-            if found is not None:
-                start = self._position - len(found)
-                if self._earliest is None or start < self._start:
-                    self._start, self._earliest = start, StopHit(found, num_tokens)
-            # A longer string may have begun before the one that has been found.
-            if self._earliest is not None and self._begun() >= self._start:
-                return self.finish()
-        return self._give(self._begun())
+        self._ends += ends
+        self._look(text)
+        end = len(self._held) if self._found is None else self._found[0]
+        begun = self._begun(end)
+        if self._found is not None and begun == end:
+            return self.close()
+        return self._give(begun)  # a longer string may have begun before the one that was found
 
-    def finish(self) -> str:
+    def close(self) -> str:
         """End the text; return the text held back, up to the stop string if there is one."""
-        self.hit = self._earliest
-        return self._give(self._position if self.hit is None else self._start)
+        if self._found is None:
+            return self._give(len(self._held))
+        start, length = self._found
+        self.hit = StopHit(self._held[start : start + length], self._ends[start + length - 1])
+        return self._give(start)
 
-    def _begun(self) -> int:
-        """Return the position of the earliest string that may have begun."""
-        return self._position - self._depths[self._state]
+    def _look(self, new: str) -> None:
+        """Find the earliest string that ends in `new`, the last that is held."""
+        for string in self._strings:
+            if len(string) > len(self._held):
+                break
+            if string[-1] not in new:  # mostly; `find` reads all of a long string first
+                continue
+            start = self._held.find(string, max(0, len(self._held) - len(new) - len(string) + 1))
+            if start >= 0 and (self._found is None or start < self._found[0]):
+                self._found = start, len(string)
+
+    def _begun(self, end: int) -> int:
+        """Where the earliest string begins, before `end`, that may be under way; or else `end`."""
+        for start, character in enumerate(self._held[:end]):
+            if character in self._by_first:
+                tail = self._held[start:]
+                if any(string.startswith(tail) for string in self._by_first[character]):
+                    return start
+        return end
 
     def _give(self, end: int) -> str:
-        given, self._held = self._held[: end - self._given], self._held[end - self._given :]
-        self._given = end
+        given, self._held = self._held[:end], self._held[end:]
+        del self._ends[:end]
+        if self._found is not None:
+            self._found = self._found[0] - end, self._found[1]
         return given

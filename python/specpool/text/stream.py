@@ -103,7 +103,7 @@ class TextStream:
             self._is_closed = True
             parts += [self._end_run(), self._take([], [self._num_tokens], whole=True)]
             if self._stops is not None:
-                parts.append(self._stops.finish())
+                parts.append(self._stops.close())
         if self._stops is not None:
             self.hit = self._stops.hit
         return "".join(parts)

@@ -13,7 +13,7 @@ from specpool.attention.lanes import Lanes
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.worker.results import Outcome, PendingStep
 
 
@@ -25,16 +25,14 @@ class Pass:
         requests: one per lane; empty for the lanes of a graph.
         lanes: the lanes of the tokens.
         tokens: int64 [T].
-        positions: int64 [T], of each token, none beyond the context's end.
-        views: the attention view of each group; empty if the target has recurrent layers, because
-            `StateForward` builds views by lane width.
-        logits_at: int64 [n], indices of the tokens whose logits are wanted; None = all.
-        wants_features: the drafter needs the inputs of the captured layers.
-        is_round: the step is a verify, which keeps only some of each lane's tokens: `finish` calls
-            `Forward.keep`.
-        finish: takes the output for these tokens. It yields once, what the host must know, and
-            then does the work that only later steps need.
-        done: see `PendingStep`.
+        positions: int64 [T], of each, none beyond the context's end.
+        views: by group; none where the target keeps a state, which reads lanes by width.
+        logits_at: int64 [n], tokens whose logits are wanted; None = all.
+        wants_features: a drafter reads what the captured layers had for inputs.
+        is_round: its lanes keep some of their tokens: `follow_up` calls `Forward.keep`.
+        follow_up: takes what the forward gave these tokens; yields what the host is to know, once,
+            and goes on with what only later steps need.
+        done: as `PendingStep` has it.
     """
 
     requests: Sequence[Request]
@@ -45,12 +43,12 @@ class Pass:
     logits_at: Tensor | None
     wants_features: bool
     is_round: bool
-    finish: Callable[[TargetOutput], Iterator[Outcome]]
+    follow_up: Callable[[TargetOutput], Iterator[Outcome]]
     done: Sequence[bool] | None = None
 
     def deliver(self, output: TargetOutput) -> PendingStep:
         """Run `finish`, and start the copy to the host before the second half of it runs."""
-        steps = self.finish(output)
+        steps = self.follow_up(output)
         pending = PendingStep(self.requests, next(steps), self.done)
         next(steps, None)  # to its end
         return pending
@@ -76,7 +74,7 @@ class Forward:
             feature_layers: the layers whose inputs the drafter reads (`Drafter.feature_layers`).
         """
         self._target, self._cache = target, cache
-        self._groups = list(target_groups)
+        self.groups = list(target_groups)
         # (number, keys, values, group) of each layer with attention.
         layers = zip(target.kv_layers, cache.keys, cache.values, target_groups, strict=False)
         self._layers = list(layers)  # `zip` stops before the drafter's layers
@@ -110,7 +108,7 @@ class Forward:
 
     def steps(self, one: Pass) -> Iterator[Outcome]:
         """Run the forward of one pass and return the iterator of its `finish`."""
-        return one.finish(self._alone(one))
+        return one.follow_up(self._alone(one))
 
     def keep(self, accept_len: Tensor) -> None:
         """Keep the first `accept_len` tokens of each lane, int32 [B].

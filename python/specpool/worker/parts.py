@@ -11,7 +11,7 @@ from torch import Tensor
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)

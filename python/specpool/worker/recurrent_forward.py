@@ -164,7 +164,7 @@ class StateForward(Forward):
         (starts,) = upload(self._cache.device, known)
         lens = SeqLens(starts, known, known)
         lanes = Lanes(bundle.rows.int(), lens, bundle.tokens.shape[1])
-        views = {group: causal_view(self._cache, group, lanes) for group in set(self._groups)}
+        views = {group: causal_view(self._cache, group, lanes) for group in set(self.groups)}
         batch = AttentionBatch(list(views.values()), self._kv(views))
         return self._target.forward_from(cache, bundle.tokens, bundle.positions, batch)
 

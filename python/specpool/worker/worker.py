@@ -25,7 +25,7 @@ from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.request import NO_TREE, Request
+from specpool.scheduler.requests.request import NO_TREE, Request
 from specpool.scheduler.step import Step
 from specpool.worker.forward import Forward, Pass
 from specpool.worker.graphs.capture import Capture
@@ -160,7 +160,7 @@ class Worker:
             drafts = None
         greedy = are_greedy(requests)
 
-        def finish(output: TargetOutput) -> Iterator[Outcome]:
+        def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             positions = new_lens.unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
             if self._has_windows:  # the last token may not see an earlier token that is NaN
@@ -175,7 +175,7 @@ class Worker:
                 self._late[plan.rows] = False
 
         return self._causal_pass(
-            requests, lanes, tokens, lanes.lasts, drafts is not None, finish, done=done
+            requests, lanes, tokens, lanes.lasts, drafts is not None, follow_up, done=done
         )
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
@@ -206,7 +206,7 @@ class Worker:
         assert self._drafter is not None
         drafter = self._drafter
 
-        def finish(output: TargetOutput) -> Iterator[Outcome]:
+        def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
             for part in parts:
                 size = part.positions.numel()
@@ -232,7 +232,7 @@ class Worker:
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
 
-        return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, finish)
+        return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, follow_up)
 
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
@@ -244,7 +244,7 @@ class Worker:
         roots = self._state.root_tokens.index_select(0, lanes.rows)
         drafter = self._drafter if writes_draft else None
 
-        def finish(output: TargetOutput) -> Iterator[Outcome]:
+        def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             new_lens = lanes.starts + 1
             positions = new_lens.unsqueeze(1)
             drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
@@ -254,7 +254,7 @@ class Worker:
                 follow = drafter.extend if self._patient is None else self._patient.write
                 follow(lanes, drawn[:, 0].clamp(min=0), features_of(output))
 
-        return self._causal_pass(requests, lanes, roots, None, drafter is not None, finish)
+        return self._causal_pass(requests, lanes, roots, None, drafter is not None, follow_up)
 
     def _catch_up(self, plan: Plan) -> None:
         """Let the drafter write the KV that plain rounds put off, for rows that draft again."""
@@ -394,7 +394,7 @@ class Worker:
         tokens: Tensor,
         logits_at: Tensor | None,
         wants_features: bool,
-        finish: Callable[[TargetOutput], Iterator[Outcome]],
+        follow_up: Callable[[TargetOutput], Iterator[Outcome]],
         *,
         is_round: bool = False,
         done: Sequence[bool] | None = None,
@@ -406,7 +406,7 @@ class Worker:
         if lanes.most > self._last_position + 1:
             positions = positions.clamp(max=self._last_position)
         wants = logits_at, wants_features, is_round
-        return Pass(requests, lanes, tokens, positions, views, *wants, finish, done)
+        return Pass(requests, lanes, tokens, positions, views, *wants, follow_up, done)
 
     def _tree_pass(
         self,
@@ -414,7 +414,7 @@ class Worker:
         lanes: Lanes,
         parts: Sequence[Part],
         wants_features: bool,
-        finish: Callable[[TargetOutput], Iterator[Outcome]],
+        follow_up: Callable[[TargetOutput], Iterator[Outcome]],
     ) -> Pass:
         """Make the pass of a verify: node i lies in cell start + i, at position start + depth."""
         of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
@@ -435,11 +435,11 @@ class Worker:
                 start += batch
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
         if self._keeps_state:  # all trees are chains
-            return self._causal_pass(requests, lanes, tokens, None, False, finish, is_round=True)
+            return self._causal_pass(requests, lanes, tokens, None, False, follow_up, is_round=True)
         views = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
             views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
         flat = torch.cat([positions.view(-1) for positions in of_parts])
         wants = None, wants_features, True
-        return Pass(requests, lanes, tokens, flat.long(), views, *wants, finish)
+        return Pass(requests, lanes, tokens, flat.long(), views, *wants, follow_up)

@@ -12,10 +12,12 @@
 //! verb that gives back asks for none, and a process without memory can still drop what it has.
 
 pub(crate) mod audit;
+mod batch;
 mod life;
 mod normal_form;
 mod prepare;
 mod query;
+mod quiet;
 mod record;
 mod release;
 mod share;

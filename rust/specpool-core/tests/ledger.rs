@@ -5,13 +5,13 @@
 
 // The model and the decoder live with the proof and the soak run, which use them too. They are compiled in here, not
 // linked as a dependency, so that testing a mutant of this crate needs only one small build.
-#[path = "../../specpool-check/src/decode.rs"]
+#[path = "../../specpool-ops/src/decode.rs"]
 mod decode;
 #[path = "../../specpool-check/src/model/mod.rs"]
 mod model;
-#[path = "../../specpool-check/src/op.rs"]
+#[path = "../../specpool-ops/src/op.rs"]
 mod op;
-#[path = "../../specpool-check/src/scene.rs"]
+#[path = "../../specpool-ops/src/scene.rs"]
 mod scene;
 
 use std::collections::BTreeMap;

@@ -138,7 +138,7 @@ proptest! {
 
     #[test]
     fn any_raw_number_gives_a_value_or_a_config_error(
-        page_size: i64, lo: i64, hi: i64, depth: i64, context: i64, count: i64, shape in any_shape(), big: bool,
+        page_size: i64, lo: i64, hi: i64, depth: i64, context: i64, shape in any_shape(), big: bool,
     ) {
         let shape = if big { Shape::new(1 << 20, 1 << 20, 1 << 20).unwrap() } else { shape };
         // Half of the draws are reduced to the range in which the functions answer.
@@ -155,32 +155,9 @@ proptest! {
             }
             prop_assert!(Reserve::double_buffer(page_size, lo, depth).as_ref().map_or_else(config, |_| true));
             prop_assert!(sizing::next_allocated(lo, hi, page_size).as_ref().map_or_else(config, |&next| next >= lo));
-            prop_assert!(sizing::extend_pages(hi, lo, page_size).as_ref().map_or_else(config, |&pages| pages >= 0));
-            prop_assert!(sizing::v1_tokens_required(count, page_size, shape).as_ref().map_or_else(config, |&n| n >= 0));
             prop_assert!(sizing::row_headroom(page_size, shape).as_ref().map_or_else(config, |&n| n > 4));
         }
     }
-}
-
-/// Figures of upstream's older synchronous worker, computed by hand (sgl#22406).
-#[test]
-fn v1_estimate_of_chains_and_trees() {
-    let tokens = |page_size, s, k, n| sizing::v1_tokens_required(3, page_size, Shape::new(s, k, n).unwrap()).unwrap();
-    assert_eq!(tokens(1, 3, 4, 8), 3 * 12);
-    assert_eq!(tokens(1, 0, 1, 1), 3);
-    assert_eq!(tokens(16, 3, 1, 4), 3 * 16);
-    assert_eq!(tokens(16, 20, 1, 4), 3 * 32);
-    assert_eq!(tokens(4, 5, 8, 20), 3 * 12 * 8);
-    assert_eq!(tokens(4, 1, 2, 40), 3 * 40);
-}
-
-/// Page 8 of an extend's own growth, and no page when the row holds more than it needs (scenario 77).
-#[test]
-fn an_extend_takes_what_the_row_does_not_hold() {
-    assert_eq!(sizing::extend_pages(17, 0, 16).unwrap(), 2);
-    assert_eq!(sizing::extend_pages(17, 16, 16).unwrap(), 1);
-    assert_eq!(sizing::extend_pages(17, 48, 16).unwrap(), 0);
-    assert!(matches!(sizing::extend_pages(17, 20, 16), Err(Error::Config(_))));
 }
 
 /// `4 + N` slots for pages of one, else at least `2 * W + P - 1`.

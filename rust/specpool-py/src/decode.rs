@@ -1,12 +1,12 @@
-//! Decodes one operation from a few random bytes, as the Rust tests do (`specpool_check::decode`). It uses the verbs'
-//! Python names.
+//! One operation from a few random bytes: the decoder of the Rust tests (`specpool_ops::decode`), by the names that
+//! the verbs have in Python.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use specpool_check::decode::decode;
-use specpool_check::op::Op;
-use specpool_check::scene::Scene;
 use specpool_core::Verb;
+use specpool_ops::decode::decode;
+use specpool_ops::op::Op;
+use specpool_ops::scene::Scene;
 
 use crate::ledger::Ledger;
 

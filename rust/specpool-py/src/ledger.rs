@@ -1,4 +1,4 @@
-//! `Ledger` and `Snapshot` for Python.
+//! `Ledger` for Python.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -13,58 +13,12 @@ use crate::arrays::{
     ConfigInt, List, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
 };
 use crate::errors::{config_error, shape_error, to_py};
+use crate::finding::Finding;
 use crate::group::Group;
 use crate::plan::Plan;
 use crate::shape::Shape;
 use crate::sizing::{policy, policy_name};
-
-#[doc = doc!("Snapshot")]
-#[pyclass(frozen, module = "specpool._core")]
-pub struct Snapshot(specpool_core::Snapshot);
-
-#[pymethods]
-impl Snapshot {
-    #[doc = doc!("Snapshot.number")]
-    #[getter]
-    fn number(&self) -> u64 {
-        self.0.number()
-    }
-}
-
-#[doc = doc!("Finding")]
-#[pyclass(frozen, module = "specpool._core")]
-pub struct Finding(specpool_core::Finding);
-
-#[pymethods]
-impl Finding {
-    #[doc = doc!("Finding.group")]
-    #[getter]
-    fn group(&self) -> Option<usize> {
-        self.0.group
-    }
-
-    #[doc = doc!("Finding.page")]
-    #[getter]
-    fn page(&self) -> Option<i32> {
-        self.0.page.map(|page| page.0)
-    }
-
-    #[doc = doc!("Finding.row")]
-    #[getter]
-    fn row(&self) -> Option<i32> {
-        self.0.row.map(|row| row.0)
-    }
-
-    #[doc = doc!("Finding.text")]
-    #[getter]
-    fn text(&self) -> &str {
-        &self.0.text
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Finding({:?})", self.0.text)
-    }
-}
+use crate::snapshot::Snapshot;
 
 /// The path at which `SPECPOOL_RECORD` records a ledger. `%p` is the process id. The second and later ledgers of a
 /// process append their number to the name, so that no ledger writes over the log of another.

@@ -11,6 +11,7 @@ mod arrays;
 mod attention;
 mod decode;
 mod errors;
+mod finding;
 mod group;
 mod kernels;
 mod ledger;
@@ -21,6 +22,7 @@ mod replay;
 mod shape;
 mod sizing;
 mod slots;
+mod snapshot;
 mod tree;
 
 #[doc = doc!("_core")]
@@ -31,11 +33,13 @@ mod _core {
     #[pymodule_export]
     use super::decode::decode_op;
     #[pymodule_export]
+    use super::finding::Finding;
+    #[pymodule_export]
     use super::group::Group;
     #[pymodule_export]
     use super::kernels::kernel_source;
     #[pymodule_export]
-    use super::ledger::{Finding, Ledger, Snapshot};
+    use super::ledger::Ledger;
     #[pymodule_export]
     use super::mask::{attention_bias, attention_mask};
     #[pymodule_export]
@@ -48,9 +52,8 @@ mod _core {
     use super::shape::Shape;
     #[pymodule_export]
     use super::sizing::{
-        sizing_alloc_len_per_decode, sizing_extend_pages, sizing_most_window_pages, sizing_need_double_buffer,
-        sizing_need_exact, sizing_next_allocated, sizing_pages_needed, sizing_row_headroom, sizing_row_width,
-        sizing_v1_tokens_required,
+        sizing_alloc_len_per_decode, sizing_most_window_pages, sizing_need_double_buffer, sizing_need_exact,
+        sizing_next_allocated, sizing_pages_needed, sizing_row_headroom, sizing_row_width,
     };
     #[pymodule_export]
     use super::slots::{
@@ -58,6 +61,8 @@ mod _core {
         draft_read_indices, draft_visibility, draft_write_positions, draft_write_slots, page_csr, prefix_tail_moves,
         slot_ranges, slots_at,
     };
+    #[pymodule_export]
+    use super::snapshot::Snapshot;
     #[pymodule_export]
     use super::tree::{
         build_tree, organize, sample_margins, sample_tokens, select_topk, tree_from_parents, uniform, verify_tree,
@@ -69,7 +74,7 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("KERNEL_FILES", PyTuple::new(module.py(), super::kernels::names())?)?;
-        module.add("OP_BYTES", specpool_check::decode::OP_BYTES)?;
+        module.add("OP_BYTES", specpool_ops::decode::OP_BYTES)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

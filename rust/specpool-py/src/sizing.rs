@@ -174,24 +174,3 @@ pub fn sizing_most_window_pages(
     let policy = self::policy(policy)?;
     sizing::most_window_pages(geometry, &shapes, window.0, max_chunk.0, overlap_depth.0, policy).map_err(to_py)
 }
-
-#[doc = doc!("sizing_extend_pages")]
-#[pyfunction]
-#[pyo3(signature = (*, new_len, allocated, page_size))]
-pub fn sizing_extend_pages(new_len: ConfigInt, allocated: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
-    sizing::extend_pages(new_len.0, allocated.0, page_size.0).map_err(to_py)
-}
-
-#[doc = doc!("sizing_v1_tokens_required")]
-#[pyfunction]
-#[pyo3(signature = (*, num_rows, page_size, num_steps, topk, num_draft_tokens))]
-pub fn sizing_v1_tokens_required(
-    num_rows: ConfigInt,
-    page_size: ConfigInt,
-    num_steps: ConfigInt,
-    topk: ConfigInt,
-    num_draft_tokens: ConfigInt,
-) -> PyResult<i64> {
-    let shape = shape(num_steps, topk, num_draft_tokens)?;
-    sizing::v1_tokens_required(num_rows.0, page_size.0, shape).map_err(to_py)
-}

@@ -89,6 +89,15 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How steps follow each other."""
+
+    overlap_depth: o.OverlapDepth = 0
+    worker: o.Worker = "auto"
+    mixed_chunks: o.MixedChunks = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
     """The checks while requests run."""
 

@@ -88,6 +88,12 @@ Layout = Annotated[
 OverlapDepth = Annotated[
     int, typer.Option(help="1 = prepare a round before the last round's results are read.")
 ]
+Worker = Annotated[
+    str, typer.Option(help="v2, v1 (gives back what a round reserved, after each) or auto.")
+]
+MixedChunks = Annotated[
+    bool, typer.Option("--mixed-chunks", help="Chunks share the round's forward of the target.")
+]
 PrefillTokens = Annotated[
     int, typer.Option(help="Most tokens of one prefill step; longer prompts come in chunks.")
 ]

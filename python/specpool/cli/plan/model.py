@@ -1,4 +1,4 @@
-"""`Question`, the arguments of `specpool plan`, and `Model`, the models' numbers that it needs."""
+"""What `specpool plan` must know of the models: by numbers, or by files."""
 
 from __future__ import annotations
 
@@ -6,45 +6,13 @@ from dataclasses import dataclass
 
 from specpool.assets import resolve
 from specpool.checks import check_choice, check_int
-from specpool.config import Layout, Placement, Policy
+from specpool.cli.plan.question import Question
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
 from specpool.models.files.names import ngram_of
 from specpool.num_bytes import parse_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The arguments of the command line."""
-
-    target: str | None
-    draft: str | None
-    layers: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    vocab_size: int | None
-    draft_layers: int | None
-    draft_kv_heads: int | None
-    draft_head_dim: int | None
-    dtype: str | None
-    memory: str
-    weights: str | None
-    workspace: str
-    shapes: list[str]
-    max_context_len: int | None
-    page_size: int
-    placement: Placement
-    policy: Policy
-    layout: Layout
-    overlap_depth: int
-    max_batch: int | None
-    headroom: int
-    prompt: int | None
-    output: int | None
-    live: list[int]
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.checks import check_choice, check_int
 from specpool.cli.options.checks import warn
-from specpool.cli.plan.model import ITEMSIZES, Model, Question, model_of_files, model_of_numbers
+from specpool.cli.plan.model import ITEMSIZES, Model, model_of_files, model_of_numbers
+from specpool.cli.plan.question import Question
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.memory.capacity import Capacity, Fit
@@ -132,7 +133,7 @@ def _check(question: Question) -> None:
     check_int("headroom", question.headroom, 0, 1 << 30)
     if question.max_context_len is not None:
         check_int("max_context_len", question.max_context_len, 2, 1 << 30)
-    for text in question.shapes:
+    for text in question.shape or ():
         parse_shape("--shape", text)
     _config(question, 1 if question.max_batch is None else question.max_batch)
     _check_lengths(question, question.max_context_len or 1 << 30)
@@ -145,7 +146,7 @@ def _config(question: Question, max_batch: int) -> EngineConfig:
         placement=question.placement,
         policy=question.policy,
         layout=question.layout,
-        overlap_depth=question.overlap_depth,
+        overlap_depth=question.depth,
         max_batch=max_batch,
     )
 
@@ -158,7 +159,7 @@ def _check_lengths(question: Question, max_context_len: int) -> None:
         raise ConfigError("--output needs --prompt")
     if question.prompt is not None and question.output is not None:
         check_int("output", question.output, 1, max_context_len - question.prompt)
-    for live in question.live:
+    for live in question.live or ():
         check_int("live", live, 1, max_context_len - 1)
 
 
@@ -180,7 +181,7 @@ def _most_rows(
 
     Logits and KV share the memory: more rows have more logits, and leave less for pages.
     """
-    tokens = [each for each in (question.prompt, *question.live) if each is not None]
+    tokens = [each for each in (question.prompt, *(question.live or ())) if each is not None]
     shortest = min(tokens, default=max_context_len - 1)
 
     def has_room(num_rows: int) -> bool:
@@ -218,7 +219,7 @@ def _fits(
             fits.append((f"at once, half-way: live {half}", asked.at_once(half, shape)))
         end = prompt + output
         fits.append((f"to the end, {prompt} + {output}", asked.to_the_end(prompt, end, shape)))
-    for live in question.live:
+    for live in question.live or ():
         fits.append((f"at once, live {live}", asked.at_once(live, shape)))
     start = prompt or 1
     full = asked.to_the_end(start, max_context_len, shape)
@@ -256,10 +257,10 @@ def _sizes(
 
 def _shapes(question: Question, model: Model) -> list[Shape]:
     """Return the shapes that were asked for; the default is 3x1x4, or none without a drafter."""
-    if not question.shapes:
+    if not question.shape:
         return [Shape.eagle(3, 1, 4) if model.drafts else Shape.none()]
     shapes: list[Shape] = []
-    for text in question.shapes:
+    for text in question.shape or ():
         shape = parse_shape("--shape", text)
         if shape not in shapes:
             shapes.append(shape)

@@ -77,26 +77,26 @@ class HostMemory:
             raise ConfigError(f"host_bytes is {host_bytes}, {free} are free on the host: lower it")
         self.num_pages = [host_bytes * need // row_bytes for need in needs]
         self._groups = [_Group(of, n) for of, n in zip(pages, self.num_pages, strict=True)]
-        self._out, self._back = self._timed([group.num_pages for group in ledger.groups])
+        self.out, self.back = self._timed([group.num_pages for group in ledger.groups])
 
     def save(self, moves: Moves) -> None:
         """Copy pages of the device to host pages."""
         start = time.perf_counter()
         for group, (device_pages, pages) in zip(self._groups, moves, strict=True):
             group.save(device_pages, pages)
-        self._watch(self._out, moves, start)
+        self._watch(self.out, moves, start)
 
     def load(self, moves: Moves) -> None:
         """Copy host pages to pages of the device."""
         start = time.perf_counter()
         for group, (device_pages, pages) in zip(self._groups, moves, strict=True):
             group.load(device_pages, pages)
-        self._watch(self._back, moves, start)
+        self._watch(self.back, moves, start)
 
     def seconds(self, num_pages: Sequence[int]) -> float:
         """Estimate the seconds to copy so many pages of each group to the host and back."""
         num_bytes = self._num_bytes(num_pages)
-        return self._out.seconds(num_bytes) + self._back.seconds(num_bytes)
+        return self.out.seconds(num_bytes) + self.back.seconds(num_bytes)
 
     def _num_bytes(self, num_pages: Sequence[int]) -> int:
         return sum(n * size for n, size in zip(num_pages, self.page_bytes, strict=True))

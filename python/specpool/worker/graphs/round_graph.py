@@ -18,7 +18,7 @@ from specpool._core import Group, Plan, Shape, sizing_alloc_len_per_decode
 from specpool.arrays import Int32
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import overwrite
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.worker.graphs.capture import Recording
 from specpool.worker.results import Outcome, PendingStep
 
@@ -42,23 +42,27 @@ class RoundKind:
 
 
 class LaneBuffer:
-    """The lanes of the next replay, on the device. All graphs share one, of the greatest batch."""
+    """The lanes of the round to come, on the device: one for all graphs, of the greatest batch.
+
+    Attributes:
+        cells: int32 [3, most], rows, lo and hi of each lane.
+    """
 
     def __init__(self, most: int, device: torch.device) -> None:
         """Allocate `most` lanes, all of them padding."""
-        self._cells = torch.zeros(3, most, dtype=torch.int32, device=device)
+        self.cells = torch.zeros(3, most, dtype=torch.int32, device=device)
 
     def lanes(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, lo and hi of the first `size` lanes, int32 [size] each."""
-        rows, lo, hi = self._cells[:, :size].unbind()
+        rows, lo, hi = self.cells[:, :size].unbind()
         return rows, lo, hi
 
     def put(self, plan: Plan) -> None:
         """Write the lanes of `plan`, on torch's current stream; the other lanes become padding."""
-        cells = np.zeros(self._cells.shape, np.int32)
+        cells = np.zeros(self.cells.shape, np.int32)
         cells[0, : len(plan)], cells[1, : len(plan)] = plan.rows, plan.lo
         cells[2, : len(plan)] = plan.hi
-        overwrite(self._cells, cells)
+        overwrite(self.cells, cells)
 
 
 class RoundGraph:

@@ -233,7 +233,7 @@ pub(crate) struct Model {
     pub(crate) next_step: u64,
     next_prefix: u64,
     next_page: PageId,
-    /// Every step up to this one has finished on the device.
+    /// The last step up to which every step has finished on the device.
     pub(crate) completed: u64,
     cancelled: BTreeSet<u64>,
     /// Steps whose delta was taken and is not acknowledged.

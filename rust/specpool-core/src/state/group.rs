@@ -99,7 +99,7 @@ pub(crate) struct Kept {
 pub(crate) struct Fence {
     /// The row's last launched step; 0 if pages are not fenced.
     pub(crate) step: u64,
-    /// Every step up to this one has finished on the device.
+    /// The last step up to which every step has finished on the device.
     pub(crate) completed: u64,
 }
 

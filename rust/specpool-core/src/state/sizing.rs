@@ -335,32 +335,3 @@ pub fn row_headroom(page_size: i64, shape: Shape) -> Result<i64> {
     let least = 4 + i64::from(shape.num_draft_tokens);
     Ok(if page_size == 1 { least } else { least.max(2 * window + page_size - 1) })
 }
-
-/// Pages that an extend to `new_len` takes.
-///
-/// # Errors
-/// [`Error::Config`] when a number is out of range or `allocated` is no multiple of `page_size`.
-pub fn extend_pages(new_len: i64, allocated: i64, page_size: i64) -> Result<i64> {
-    in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
-    in_range("new_len", new_len, 0, MAX_LEN)?;
-    in_range("allocated", allocated, 0, MAX_LEN)?;
-    if allocated % page_size != 0 {
-        return Err(Error::Config(format!("allocated {allocated} is no multiple of page_size {page_size}")));
-    }
-    Ok((ceil_div(new_len, page_size) - allocated / page_size).max(0))
-}
-
-/// Tokens that the older synchronous worker of upstream (v1) counts for `num_rows` rows (sgl#22406).
-///
-/// # Errors
-/// [`Error::Config`] when a number or the product is out of range.
-pub fn v1_tokens_required(num_rows: i64, page_size: i64, shape: Shape) -> Result<i64> {
-    in_range("num_rows", num_rows, 0, MAX_COUNT)?;
-    in_range("page_size", page_size, 1, MAX_PAGE_SIZE)?;
-    let (s, k, n): (i64, i64, i64) = (shape.num_steps.into(), shape.topk.into(), shape.num_draft_tokens.into());
-    let len_per_topk = if page_size > 1 && k > 1 { s + page_size } else { s.max(1) };
-    let per_row = (ceil_align(len_per_topk, page_size) * k).max(ceil_align(n, page_size));
-    per_row
-        .checked_mul(num_rows)
-        .ok_or_else(|| Error::Config(format!("{num_rows} rows of {per_row} tokens are more than an i64 holds")))
-}

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from specpool._core import Ledger, Plan
 from specpool.errors import SpecpoolError
 from specpool.memory.host.tier import Handle
-from specpool.scheduler.host_handles import HostHandles
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.rows.host_handles import HostHandles
 
 
 class Rows:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specpool._core import Ledger
 from specpool.arrays import Int32, Int64
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 from specpool.scheduler.round_shapes import RoundShapes
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specpool._core import Group, Ledger
-from specpool.pictures.film import (
+from specpool.cli.pictures.film import (
     FENCED,
     FREE,
     OWNED,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specpool.cli.pictures.film import Film, GroupPicture, Picture, RowPicture
 from specpool.errors import RecordError
-from specpool.pictures.film import Film, GroupPicture, Picture, RowPicture
 
 
 def write(
@@ -72,7 +72,7 @@ def write(
     }
     # Escape "<", so that the data cannot close the page's script element.
     data = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    folder = resources.files("specpool.pictures")
+    folder = resources.files("specpool.cli.pictures")
     html, style, script = (
         folder.joinpath(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("html", "css", "js")

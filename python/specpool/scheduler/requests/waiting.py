@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.request import Request
 
 
 class Waiting:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from specpool.errors import NotReady
 from specpool.memory.host.tier import Handle, HostTier
-from specpool.scheduler.conversation import Conversation
-from specpool.scheduler.request import Request
+from specpool.scheduler.requests.conversation import Conversation
+from specpool.scheduler.requests.request import Request
 
 
 class HostHandles:

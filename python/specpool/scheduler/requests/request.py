@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from specpool._core import Shape
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.conversation import common_len
-from specpool.scheduler.latency import Times
+from specpool.scheduler.requests.conversation import common_len
+from specpool.scheduler.requests.latency import Times
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from specpool.memory.host.tier import Handle
-    from specpool.scheduler.conversation import Conversation, Message, Said
     from specpool.scheduler.pins import Pin
+    from specpool.scheduler.requests.conversation import Conversation, Message, Said
 
 #: In a token's place: the logits were not finite, or the drafter's tree was none.
 NOT_FINITE, NO_TREE = -1, -2

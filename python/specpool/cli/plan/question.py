@@ -1,0 +1,67 @@
+"""What `specpool plan` can be asked: its options, and the question that they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from specpool.cli.options import types as o
+from specpool.config import HEADROOM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The arguments of the command line."""
+
+    memory: Annotated[str, typer.Option(help="Of the device, such as 80GiB (2^30) or 24G (10^9).")]
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target model: a folder, a hub name, or specpool/tiny. Or give numbers:"),
+    ] = None
+    layers: Annotated[int | None, typer.Option(help="Layers of the target.")] = None
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a layer.")] = None
+    head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Width of the logits, which take memory too. [default: not counted]"),
+    ] = None
+    draft_layers: Annotated[
+        int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
+    ] = None
+    draft_kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads of a draft layer. [default: the target's]")
+    ] = None
+    draft_head_dim: Annotated[
+        int | None, typer.Option(help="Size of a draft head. [default: the target's]")
+    ] = None
+    draft: o.Draft = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. [default: the model's, else bfloat16]"),
+    ] = None
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the weights. [default: the model's, else 0]")
+    ] = None
+    workspace: Annotated[str, typer.Option(help="Bytes for all else.")] = "0"
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
+    ] = None
+    max_context_len: o.MaxContextLen = None
+    page_size: o.PageSize = 16
+    placement: o.Placement = "split"
+    policy: o.Policy = "exact"
+    layout: o.Layout = "auto"
+    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0
+    max_batch: Annotated[
+        int | None, typer.Option(help="Requests that run at once. [default: all that int32 allows]")
+    ] = None
+    headroom: o.Headroom = HEADROOM
+    prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
+    output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None
+    live: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a request so far; may be repeated.")
+    ] = None
+    trust_remote_code: o.TrustRemoteCode = False

@@ -1,0 +1,1 @@
+"""Requests, and what is known of each while it waits and while it runs."""

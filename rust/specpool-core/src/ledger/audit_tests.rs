@@ -1,0 +1,201 @@
+use super::*;
+use crate::layout::Layout;
+use crate::shape::Shape;
+use crate::state::config::LedgerConfig;
+use crate::state::group::Group;
+use crate::verb::Verb;
+
+/// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
+fn busy() -> (Ledger, Row) {
+    let group = Group {
+        name: "kv".into(),
+        page_size: 4,
+        num_pages: 20,
+        hosts_drafts: true,
+        layout: Layout::Dense,
+        window: None,
+    };
+    let shapes = vec![Shape::eagle(3, 1, 4).unwrap()];
+    let mut config = LedgerConfig::new(vec![group], shapes, 2, 40);
+    config.overlap_depth = 1;
+    let mut ledger = Ledger::new(config).unwrap();
+    let row = ledger.admit(Some("request-7")).unwrap();
+    let step = ledger.prepare_extend(&[row.0], &[10], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let step = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.check().unwrap();
+    (ledger, row)
+}
+
+fn report(ledger: &Ledger) -> String {
+    ledger.check().unwrap_err().to_string()
+}
+
+#[test]
+fn every_planted_fault_is_reported() {
+    type Fault = fn(&mut Ledger, Row);
+    let faults: [(&str, Fault); 14] = [
+        ("page 1 of group kv: 0 of its holders are idle rows, the pool counts 1", |ledger, _| {
+            ledger.groups[0].pool.rest(Page(1));
+        }),
+        ("page 2 of group kv: 1 of its holders are idle rows, the pool counts 0", |ledger, row| {
+            ledger.rows.set_idle(row, true);
+        }),
+        ("is page 1, which is owned, below protected_len 4", |ledger, row| {
+            ledger.groups[0].protected[row.at()] = 4;
+        }),
+        ("kv_committed_len 17 allocated_len 16", |ledger, row| {
+            ledger.rows.resolved[row.at()] = 16;
+            ledger.rows.hi[row.at()] = 20;
+        }),
+        ("in_flight 0", |ledger, row| ledger.rows.in_flight[row.at()] = 0),
+        ("hi 99", |ledger, row| ledger.rows.hi[row.at()] = 99),
+        ("launched 0", |ledger, row| ledger.rows.launched_rounds[row.at()] = 0),
+        ("drafted=11", |ledger, row| ledger.rows.drafted[row.at()] = 11),
+        ("is page 1, beyond its end", |ledger, row| {
+            let cell = ledger.groups[0].table.cell(row, 5);
+            ledger.groups[0].table.set(cell, Page(1));
+        }),
+        ("which is free", |ledger, row| {
+            ledger.groups[0].pool.release(Page(2), row, 0, 0, Verb::Trim).unwrap();
+        }),
+        ("page 5 of group kv: 0 holders and 0 copies, the pool counts 1 and 0", |ledger, row| {
+            ledger.groups[0].pool.take(row, 1, Verb::Trim).unwrap();
+        }),
+        ("2 live + 1 free + 0 fenced rows are not 2", |ledger, _| ledger.rows.live[2] = true),
+        ("row 2 is not admitted but reads r=3", |ledger, _| ledger.rows.resolved[2] = 3),
+        ("row 0: r=0 k=1", |ledger, _| ledger.rows.in_flight[0] = 1),
+    ];
+    for (expected, plant) in faults {
+        let (mut ledger, row) = busy();
+        plant(&mut ledger, row);
+        let found = report(&ledger);
+        assert!(found.contains(expected), "{expected:?} is not in {found:?}");
+    }
+}
+
+/// (group, page, row) of each finding: what can be taken out of use.
+#[test]
+fn a_finding_names_what_it_is_about() {
+    type Fault = fn(&mut Ledger, Row);
+    type About = (Option<usize>, Option<i32>, Option<i32>);
+    let faults: [(&[About], Fault); 5] = [
+        (&[(None, None, Some(1))], |ledger, row| ledger.rows.drafted[row.at()] = 11),
+        (&[(Some(0), Some(4), Some(1)), (Some(0), Some(4), None)], |ledger, row| {
+            ledger.groups[0].allocated[row.at()] = 12; // a page less than it holds
+        }),
+        (&[(Some(0), Some(1), None), (Some(0), Some(4), None)], |ledger, row| {
+            let cell = ledger.groups[0].table.cell(row, 3);
+            ledger.groups[0].table.set(cell, Page(1)); // twice in the row
+        }),
+        (&[(Some(0), Some(5), None)], |ledger, row| {
+            ledger.groups[0].pool.take(row, 1, Verb::Trim).unwrap();
+        }),
+        (&[(None, None, None)], |ledger, _| ledger.rows.num_idle = 1),
+    ];
+    assert_eq!(busy().0.audit(), Ok(vec![]));
+    for (expected, plant) in faults {
+        let (mut ledger, row) = busy();
+        plant(&mut ledger, row);
+        let found: Vec<About> = ledger
+            .audit()
+            .unwrap()
+            .into_iter()
+            .map(|finding| (finding.group, finding.page.map(|page| page.0), finding.row.map(|row| row.0)))
+            .collect();
+        for about in expected {
+            assert!(found.contains(about), "{about:?} is not in {found:?}");
+        }
+    }
+}
+
+/// Scenario 8: committed beyond allocated is refused at the next claim, naming the request and both numbers.
+#[test]
+fn scenario_08_a_claim_on_a_corrupt_row_is_refused() {
+    let (mut ledger, row) = busy();
+    ledger.rows.resolved[row.at()] = 16;
+    ledger.rows.drafted[row.at()] = 16;
+    let before = format!("{ledger:?}");
+    let error = ledger.prepare_decode(&[row.0], &[1], true).unwrap_err().to_string();
+    assert!(error.contains("request-7") && error.contains("17 > allocated_len 16"), "{error}");
+    assert_eq!(before, format!("{ledger:?}"));
+}
+
+/// A round that the row does not have in flight is not taken from it.
+#[test]
+fn a_resolve_of_a_corrupt_row_is_refused() {
+    let (mut ledger, row) = busy();
+    ledger.rows.in_flight[row.at()] = 0;
+    let before = format!("{ledger:?}");
+    let error = ledger.resolve(2, &[1]).unwrap_err().to_string();
+    assert_eq!(error, "resolve of step 2: the oldest round of row 1 (request-7) is step 0");
+    assert_eq!(before, format!("{ledger:?}"));
+}
+
+/// Scenario 4: whatever the lengths say, no claim passes the end of the row.
+#[test]
+fn scenario_04_a_claim_past_the_row_width_is_refused() {
+    let (mut ledger, row) = busy();
+    let width = ledger.row_width(0).unwrap();
+    ledger.rows.hi[row.at()] = width as i32 - 3;
+    let before = format!("{ledger:?}");
+    let error = ledger.prepare_decode(&[row.0], &[1], true).unwrap_err();
+    assert_eq!(error, Error::RowOverflow { group: "kv".into(), row: row.at(), need: width + 1, width });
+    assert_eq!(before, format!("{ledger:?}"));
+}
+
+/// Two lanes that are wrong are not one that is right.
+#[test]
+fn two_corrupt_rows_are_refused_as_one_is() {
+    let (mut ledger, row) = busy();
+    let other = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend(&[other.0], &[10], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let width = ledger.row_width(0).unwrap() as i32;
+    // The row with a round in flight claims from 16 on, the end of what it has, or from beyond it.
+    let plants: [(i32, [i32; 2], &str); 4] = [
+        (15, [width - 3; 2], "row 1 overflows"),
+        (15, [width - 4, width - 3], "row 2 in group kv: kv_committed_len 15 > allocated_len 12"),
+        (17, [18; 2], "kv_committed_len 18 > allocated_len 16"),
+        (17, [width - 3; 2], "kv_committed_len 18 > allocated_len 16"),
+    ];
+    for (resolved, his, expected) in plants {
+        let mut ledger = ledger.clone();
+        for (row, hi) in [row, other].into_iter().zip(his) {
+            ledger.rows.resolved[row.at()] = resolved;
+            ledger.rows.drafted[row.at()] = resolved;
+            ledger.rows.hi[row.at()] = hi;
+        }
+        let error = ledger.prepare_decode(&[row.0, other.0], &[1, 1], true).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+/// Nor is it shared.
+#[test]
+fn a_foreign_page_is_never_shared() {
+    let (mut ledger, row) = busy();
+    ledger.complete(1).unwrap();
+    ledger.groups[0].pool.release(Page(2), row, 0, 0, Verb::Trim).unwrap();
+    ledger.groups[0].pool.take(Row(2), 9, Verb::PrepareDecode).unwrap();
+    let before = format!("{ledger:?}");
+    let error = ledger.pin_prefix(row, 10).unwrap_err();
+    assert!(matches!(&error, Error::PageState { page: 2, owner, .. } if owner.contains("row 2")), "{error}");
+    assert_eq!(before, format!("{ledger:?}"));
+}
+
+/// A page in the row's table that another row owns stops the release before anything moves.
+#[test]
+fn a_foreign_page_is_never_given_back() {
+    let (mut ledger, row) = busy();
+    ledger.groups[0].pool.release(Page(3), row, 0, 0, Verb::Trim).unwrap();
+    ledger.groups[0].pool.take(Row(2), 9, Verb::PrepareDecode).unwrap();
+    let before = format!("{ledger:?}");
+    for refused in [ledger.finish(row), ledger.trim(row, 5).map(drop)] {
+        let Err(Error::PageState { page, state, owner, .. }) = refused else { panic!("{refused:?}") };
+        assert_eq!((page, state.as_str()), (3, "owned"));
+        assert!(owner.contains("row 2"), "{owner}");
+    }
+    assert_eq!(before, format!("{ledger:?}"));
+}
