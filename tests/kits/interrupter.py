@@ -14,10 +14,10 @@ FILES = tuple(
     for name in (
         "engine/core", "engine/engine", "engine/output", "engine/session", "loop/loop",
         "loop/scrub", "memory/host/pages", "memory/host/tier", "scheduler/admission",
-        "scheduler/conversation", "scheduler/conversations", "scheduler/ends",
-        "scheduler/host_handles", "scheduler/pins", "scheduler/prefills", "scheduler/request",
-        "scheduler/room", "scheduler/rows", "scheduler/running", "scheduler/scheduler",
-        "scheduler/waiting",
+        "scheduler/ends", "scheduler/pins", "scheduler/prefills", "scheduler/requests/conversation",
+        "scheduler/requests/request", "scheduler/requests/waiting", "scheduler/room",
+        "scheduler/rows/conversations", "scheduler/rows/host_handles", "scheduler/rows/rows",
+        "scheduler/rows/running", "scheduler/scheduler",
     )
 )  # fmt: skip
 

@@ -131,6 +131,11 @@ def run(job: Job) -> None:
                     runs.turn(shapes)
                     progress.advance(task)
                 cells[batch] = runs.cells()
+    _report(job, cells)
+
+
+def _report(job: Job, cells: Mapping[int, Mapping[Shape, Cell]]) -> None:
+    """Print the results, draw them and write the configuration, as the options say."""
     content = configuration(cells, job.policy)
     if job.json:
         found = json.loads(as_json(machine(job.device, job.threads, ("torch",)), results(cells)))
