@@ -16,7 +16,7 @@ from specpool.text.stream import TextStream
 
 #: The token that ends a request; no other position of a text has it.
 STOP = 1 << 20
-# Texts begin anywhere in the first part; what follows, for long ones, are the same words again.
+# The number of places in the table of words at which a text may begin.
 _NUM_STARTS = (1 << 16) - (1 << 12)
 _WORDS = 2 * np.random.default_rng(0).integers(0, STOP, 1 << 16).tolist()
 _LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16)), 2)
@@ -27,32 +27,32 @@ class Arrival:
     """A future request of a simulation."""
 
     request_id: int
-    turn: int  # in which it comes
+    turn: int  # of the loop, after which it comes
     prompt_len: int
     max_len: int  # tokens at most, the prompt included
-    stop_at: int | None = None  # position of the token that ends it; None = its length does
-    abort_after: int | None = None  # turns from its coming to its abort
+    stop_at: int | None = None  # position of its stop token; None = its length ends it
+    abort_after: int | None = None  # turns from its arrival to its abort
     shape: int = 0
     priority: int = 0
-    accept_rate: float = 0.0  # probability that a draft is right where those before it are
-    jump: tuple[int, float] | None = None  # from this position on, that rate
-    adapts: bool = False  # names no shape
-    most_steps: int | None = None  # that it drafts, at most
-    # Positions of the token whose text completes a stop string, and of the one that decides so.
+    accept_rate: float = 0.0  # probability that a draft is right if those before it are
+    jump: tuple[int, float] | None = None  # (position, the accept rate from there on)
+    adapts: bool = False  # names no shape: the controller chooses
+    most_steps: int | None = None  # the most steps that it drafts; None = no limit
+    # Positions of the token that completes a stop string, and of the token that settles this.
     stop_text: tuple[int, int] | None = None
-    sample_of: int | None = None  # the request whose prompt it has, and whose fork it may be
-    # Whose words it begins with, the request's own from 0 on: (request id, up to which position).
+    sample_of: int | None = None  # the request with the same prompt, which it may be forked from
+    # The requests that its first words are from, as (request id, end position), from position 0 on.
     origins: tuple[tuple[int, int], ...] = ()
     is_pin: bool = False  # its prompt is to be pinned
-    unpin_after: int | None = None  # turns from its coming on
-    # Of a session's turn: it comes `pause` turns after the one before has ended, and its lengths
-    # and positions count from the end of what has been said by then.
-    session: int = 0  # the number of the session; 0 = it is no turn of one
+    unpin_after: int | None = None  # turns from its arrival on; None = at the end
+    # For a turn of a session: it comes `pause` turns after the end of the turn before. Its lengths
+    # and positions count from the end of the session's text.
+    session: int = 0  # the session's number; 0 = it is no turn
     pause: int = 0
-    rewind: float | None = None  # what of the session's tokens is left before it comes
-    fork_of: int | None = None  # the session that its own one begins as
-    stops: tuple[int, ...] = ()  # positions of tokens that have ended earlier turns
-    closes: bool = False  # the session is closed with its end, or instead of its abort
+    rewind: float | None = None  # the share of the session's tokens to keep; None = all
+    fork_of: int | None = None  # the session that its own is a fork of
+    stops: tuple[int, ...] = ()  # positions of earlier turns' stop tokens
+    closes: bool = False  # the session is closed when this turn ends
 
     @property
     def end(self) -> tuple[int, str]:
@@ -66,7 +66,7 @@ class Arrival:
 
     @property
     def most_tokens(self) -> int:
-        """What it may have for a while: a stop string is decided some tokens behind its end."""
+        """The most tokens that it may hold: a stop string may be found some tokens late."""
         return self.end[0] if self.stop_text is None else self.max_len
 
     def is_sample(self, first: Arrival) -> bool:
@@ -83,7 +83,7 @@ class Arrival:
             prompt_len=self.prompt_len,
             tokens=Text(self).tokens[: self.prompt_len],
             params=SamplingParams(),
-            shape=Shape.none(),  # `shape_index` counts
+            shape=Shape.none(),  # not used; `shape_index` is
             shape_index=self.shape,
             max_len=self.max_len,
             stop_ids=frozenset((STOP,)),
@@ -128,7 +128,7 @@ class Text:
     """
 
     def __init__(self, arrival: Arrival) -> None:
-        num_tokens = arrival.max_len + 2 * 64  # rounds in flight go beyond the end
+        num_tokens = arrival.max_len + 2 * 64  # rounds in flight pass the end
         start = _start(arrival.request_id)
         self.tokens: list[int] = _WORDS[start : start + num_tokens]
         self.words = np.arange(num_tokens) + (arrival.request_id << 20)

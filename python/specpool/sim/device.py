@@ -1,9 +1,9 @@
 """`SimDevice`: a simulated device driven by a seeded random generator.
 
 Its slots record which text they hold, and it knows the true lengths. A forward reads its row's
-prefix and writes every slot that a real round can touch. If the ledger fences pages, rows run in
-any order, but each row's steps in theirs; otherwise steps run in order. Rows that share pages must
-find their own text in them. A page that is claimed anew holds nothing.
+prefix and writes every slot that a real round can touch. If the ledger fences pages, rows may run
+in any order, but each row's steps run in order. Otherwise all steps run in order. Rows that share
+pages must find their own text in them. A newly claimed page holds nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 - what a simulation finds
-    """A law does not hold; the message says which, where and when."""
+    """The error for a broken law; the message says which law, where and when."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,9 +34,9 @@ class _Forward:
     """A launched step, of which some lanes may have run."""
 
     plan: Plan
-    texts: list[Text]  # of the lanes
-    has_ended: list[bool]  # of an extend's lanes: the prompt does with it
-    lines: list[Ints]  # [B, pages_per_row] of each group, as the step was launched
+    texts: list[Text]  # one for each lane
+    has_ended: list[bool]  # for each lane: the step prefills the last of its prompt
+    lines: list[Ints]  # for each group, the rows' pages at the launch, [B, pages_per_row]
     waiting: npt.NDArray[np.bool_]  # [B], lanes that have not run
     roots: Ints  # [B], where each lane's round began
     accept_len: Ints  # [B]
@@ -83,8 +83,8 @@ class SimDevice:
     Args:
         ledger: the ledger of the steps.
         settings: the settings that the ledger was built with.
-        rng: decides which lanes of a step run at once, and which only when they must.
-        has_memory: whether slots are kept and checked; False = lengths alone.
+        rng: chooses the lanes of a step that run at its launch; the others run when they must.
+        has_memory: whether slots are kept and checked; False = only lengths are.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class SimDevice:
         self._may_wait = settings.is_late and settings.page_fencing
         self._keeps_draft_kv = settings.keeps_draft_kv
         self._groups, self._windows = ledger.groups, settings.windows
-        # A group of the draft's alone
+        # Whether a group is for the draft model alone
         self._is_draft = [i == 1 and group.hosts_drafts for i, group in enumerate(self._groups)]
         num_rows = ledger.num_rows + 1
         self.tables = [ledger.full_table(g).astype(np.int64) for g in range(len(self._groups))]
-        # Per group, slot -> what it holds, as in `Text.words`; negative = a step's drafts.
+        # For each group, what each slot holds, as in `Text.words`; negative = a step's drafts.
         self._memory = [np.zeros((g.num_pages + 1) * g.page_size, np.int64) for g in self._groups]
         self._sizes = np.array(
             [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in ledger.shapes]
         )
         self.roots = np.zeros(num_rows, np.int64)  # tokens with KV, by row
-        self._epochs = np.full(num_rows, -1).astype(np.uint64)  # of the row's last forward
-        self._is_broken = np.zeros(num_rows, bool)  # a forward of the row failed: all is garbage
+        self._epochs = np.full(num_rows, -1).astype(np.uint64)  # at each row's last forward
+        self._is_broken = np.zeros(num_rows, bool)  # after a failed forward the row is garbage
         self._forwards: dict[int, _Forward] = {}  # launched and not taken over, by step
 
     def launch(
@@ -119,7 +119,7 @@ class SimDevice:
     ) -> None:
         """Enqueue a step's forward after its table delta; `texts` are the texts of its lanes.
 
-        A reload's forward is `load`, which copies from the host.
+        For a reload, `load` copies from the host in place of a forward.
         """
         plan = step.plan
         for table, (rows, columns, pages) in zip(self.tables, delta, strict=True):
@@ -168,7 +168,7 @@ class SimDevice:
         forward = self._forwards[step]
         forward.has_failed = True
         self._is_broken[forward.plan.rows] = True
-        for g, _, page, _ in forward.plan.page_copies.tolist():  # they may not have run either
+        for g, _, page, _ in forward.plan.page_copies.tolist():  # they may not have run
             rows, _ = (self.tables[g] == page).nonzero()
             self._is_broken[rows] = True
             self._page(g, page)[:] = 0
@@ -180,7 +180,7 @@ class SimDevice:
         return self._memory[g].reshape(-1, self._groups[g].page_size)
 
     def reset(self) -> None:
-        """Forget all steps on their way; the caller starts anew."""
+        """Forget all launched steps; the caller starts anew."""
         self._forwards.clear()
 
     def _wait(self, step: int) -> _Forward:
@@ -242,7 +242,7 @@ class SimDevice:
     def _run_extend(self, forward: _Forward, chosen: Ints, rows: npt.NDArray[np.int32]) -> None:
         plan = forward.plan
         starts, ends = plan.start[chosen].astype(np.int64), plan.new_len[chosen].astype(np.int64)
-        # A row taken anew has what it shares; whether that is its text, its reads will show.
+        # A row with a new request starts on the tokens that it shares. Its reads check them.
         is_new = self._epochs[rows] != plan.epochs[chosen]
         self._epochs[rows] = plan.epochs[chosen]
         if not forward.has_failed:
@@ -268,7 +268,7 @@ class SimDevice:
                 f"step {plan.step}: the true roots {roots} of rows {rows} are not all in "
                 f"{lo} .. {hi}"
             )
-        roots = np.clip(roots, lo, hi)  # a step behind a failed one does not stray
+        roots = np.clip(roots, lo, hi)  # after a failed step a root may be out of range
         texts = forward.texts
         lanes = zip(chosen.tolist(), roots.tolist(), strict=True)
         correct = [texts[lane].correct_drafts[root] for lane, root in lanes]
@@ -281,9 +281,9 @@ class SimDevice:
     def _touch(
         self, forward: _Forward, chosen: Ints, starts: Ints, keeps: Ints, ends: list[Ints]
     ) -> None:
-        """Read [0, starts), write what stays to [starts, keeps) and drafts to [keeps, ends).
+        """Read [0, starts), write final text to [starts, keeps) and drafts to [keeps, ends).
 
-        All are int64 [lanes]; `ends` of each group.
+        All are int64 [lanes]; `ends` has one array for each group.
         """
         if not self._has_memory:
             return
@@ -293,7 +293,7 @@ class SimDevice:
         for g, group in enumerate(self._groups):
             P, end, begin = group.page_size, ends[g], np.zeros_like(starts)
             window = self._windows[g]
-            if window is not None:  # the first query sees no further back
+            if window is not None:  # the first query sees no more
                 begin = np.maximum(starts - window + 1, 0)
             ranges = zip(chosen.tolist(), begin.tolist(), keeps.tolist(), strict=True)
             known = np.concatenate([forward.texts[lane].words[a:b] for lane, a, b in ranges])

@@ -18,8 +18,8 @@ from specpool.sim.source import Scenario
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 
-# Turns in which a row that could decode may be left out: its rounds in flight, a drain, a
-# retraction, and what lateness adds.
+# The most turns that may leave out a row that could decode: for its rounds in flight, a drain, a
+# retraction and late results.
 _MOST_LEFT_OUT = 16
 
 
@@ -63,7 +63,7 @@ class Laws:
     def check_admission(self, pinned: list[Pinned], turn: int) -> None:
         """Check that no waiting request precedes an admitted one, and that not too many run.
 
-        `pinned` were so before; some may have been dropped since.
+        `pinned` are the pins before the turn; some may have been dropped since.
         """
         admitted, waiting = [], []
         for watch in self.watches.values():
@@ -108,7 +108,7 @@ class Laws:
     def check_retraction(self, before: list[tuple[Watch, int]], steps: list[Step]) -> None:
         """Check that the last admitted of the least priority was retracted, and one request stays.
 
-        `before` are those that ran, and the epochs of their rows; `steps` what runs now.
+        `before` are the requests that ran, with their rows' epochs; `steps` are this turn's steps.
         """
         kept = [w for w, epoch in before if w.request.row and w.request.epoch == epoch]
         gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
@@ -140,7 +140,7 @@ class Laws:
         """Check that a retraction was needed: nothing in flight, and no room for the next step."""
         if victim.finish_reason is not None or not self.check:
             return
-        # Alone, on what it shares: what it shares is in its way.
+        # A request that runs alone may be short of pages because of those that it shares.
         alone = self.scheduler.num_running == 1 and victim.shared_len > 0
         self._begins_anew = victim if alone else None
         if is_flying:
@@ -160,7 +160,7 @@ class Laws:
             need = -(-np.maximum(end - held, 0) // self._P)
         free = [ledger.free_pages(g) for g in range(len(self._P))]
         reclaimable = np.array([ledger.reclaimable_pages(g) for g in range(len(self._P))])
-        # A row that a turn has taken is idle in the ledger up to its first step.
+        # The row that a turn has taken stays idle in the ledger until its first step.
         is_taken = ledger.idle[[r.row for r in running]].any()
         if (reclaimable[need > free] > 0).any() and not is_taken:
             raise BrokenLaw(
@@ -266,7 +266,7 @@ class Laws:
     def _check_sums(self) -> None:
         """Check that every page has a place (free, fenced, row, pin) and every request too."""
         running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
-        for watch in self.watches.values() if self._has_samples else ():  # they wait with the first
+        for watch in self.watches.values() if self._has_samples else ():  # siblings wait too
             waiting += sum(r.finish_reason is None for r in watch.request.siblings)
         if running + waiting != len(self.watches):
             raise BrokenLaw(
@@ -310,7 +310,7 @@ class Laws:
             return
         if reason in watch.may_end and num_tokens <= watch.arrival.most_tokens:
             return
-        if watch.arrival.is_pin and request.error == "interrupted":  # while it was being pinned
+        if watch.arrival.is_pin and request.error == "interrupted":  # amid the pinning
             return
         if watch.arrival.is_pin and not self._fills_pages(watch.arrival) and reason == "error":
             return

@@ -1,4 +1,4 @@
-"""`Settings`: an engine that a scenario runs on, as numbers."""
+"""`Settings`: the options of the engine that a scenario runs on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specpool.config import Placement, Policy
 class Settings:
     """The engine's options; the names are those of `EngineConfig` and `SchedulerConfig`."""
 
-    page_sizes: tuple[int, ...]  # of each group; one with a window is the last
+    page_sizes: tuple[int, ...]  # of each group; a window group is the last
     num_pages: tuple[int, ...]
     window: int | None = None
     placement: Placement = "split"
@@ -32,13 +32,13 @@ class Settings:
     prefill_tokens: int = 64
     headroom: int = 0
     max_context_len: int = 128
-    adapts: Literal["ema", "dice"] | None = None  # who chooses shapes for requests that adapt
+    adapts: Literal["ema", "dice"] | None = None  # the controller of requests without a shape
     threshold_rounds: int = 0
-    is_late: bool = False  # forwards run, and results are taken over, at times of the seed's choice
+    is_late: bool = False  # the seed chooses when forwards run and results are taken over
 
     @property
     def hosts_drafts(self) -> tuple[bool, ...]:
-        """Of each group; as `plan_pools` has it."""
+        """Whether each group hosts drafts, as in `plan_pools`."""
         last = () if self.window is None else (False,)
         if len(self.page_sizes) == 2 + len(last):
             return (False, True, *last)
@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each group."""
+        """The window of each group; None = a full group."""
         return (*[None] * (len(self.page_sizes) - 1), self.window)
 
     def ledger(self) -> Ledger:
@@ -104,5 +104,5 @@ class Settings:
                     hosts_drafts=hosts,
                     layout=self.layout,
                 )
-                most[-1] = min(most[-1], held + -(-(window - 1) // P) + 1)  # and a checkpoint
+                most[-1] = min(most[-1], held + -(-(window - 1) // P) + 1)  # plus a checkpoint
         return tuple(most)

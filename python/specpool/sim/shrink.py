@@ -40,7 +40,7 @@ def broken_law(scenario: Scenario, check: int = 2, most_rounds: int | None = Non
     """Simulate the scenario; return the type and message of its error, or None."""
     try:
         Simulation(scenario, check).run(most_rounds)
-    except Exception as error:  # whatever it is, nothing of the kind may happen
+    except Exception as error:  # any error is a failure
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -53,7 +53,7 @@ def shrink(
     seconds: float = 10.0,
     breaks: Callable[[Scenario, int], str | None] = broken_law,
 ) -> Failure:
-    """Remove requests, faults and aborts while a law stays broken, for at most so many seconds."""
+    """Remove requests, faults and aborts while a law stays broken, for at most `seconds`."""
     found, last = scenario, message
     deadline = time.monotonic() + seconds
     smaller = True

@@ -29,7 +29,7 @@ class _Flying:
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C."""
+    """A simulated Ctrl-C."""
 
 
 class Simulation:
@@ -84,7 +84,7 @@ class Simulation:
             settings,
         )
         self._faults = {fault.step: fault.kind for fault in scenario.faults}
-        self._watches: dict[int, Watch] = {}  # by request id: those that have not ended
+        self._watches: dict[int, Watch] = {}  # by request id, for those that have not ended
         self._ended: list[Watch] = []
         self._pins = Pins(self._ledger)
         self._laws = Laws(
@@ -102,10 +102,10 @@ class Simulation:
         )
 
     def run(self, most_rounds: int | None = None) -> Tally:
-        """Run to the end, or for so many rounds.
+        """Run to the end, or until `most_rounds` turns have launched a step.
 
         Raises:
-            BrokenLaw: or any error of the scheduler's or the ledger's.
+            BrokenLaw: a law does not hold. Errors of the scheduler and the ledger pass through.
         """
         while self._to_come or self._watches or self._flying or not self._talks.is_over:
             if most_rounds is not None and self.tally.rounds >= most_rounds:
@@ -167,7 +167,7 @@ class Simulation:
                     self._note(f"request {watch.arrival.request_id} is aborted")
                     watch.may_end.add("abort")
                     self._scheduler.abort(watch.request)
-                    self._scheduler.abort(watch.request)  # twice is once
+                    self._scheduler.abort(watch.request)  # a second call does nothing
 
     def _watch(self, arrival: Arrival) -> Request:
         """Record a request that arrives."""
@@ -189,7 +189,7 @@ class Simulation:
         self._note(f"the text of request {pinned.watch.arrival.request_id} is pinned no longer")
         self._pins.kept.remove(pinned)
         self._scheduler.pins.drop(pinned.pin)
-        self._scheduler.pins.drop(pinned.pin)  # twice is once
+        self._scheduler.pins.drop(pinned.pin)  # a second call does nothing
 
     def _schedule(self) -> list[Step]:
         num_retracted = self._scheduler.num_retracted
@@ -271,7 +271,7 @@ class Simulation:
                     self._pins.add(self._watches[request.request_id], request.pin, lines)
                     self.tally.pins += 1
         for sibling in samples:
-            if sibling.row and sibling.request_id in self._watches:  # it has all but the last token
+            if sibling.row and sibling.request_id in self._watches:  # it lacks only the last token
                 self._note(f"request {sibling.request_id} is forked (row {sibling.row})")
                 watch = self._watches[sibling.request_id]
                 self._laws.admit(watch, (sibling.prompt_len - 1,), self._turn)

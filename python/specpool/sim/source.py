@@ -1,8 +1,8 @@
-"""What comes to a simulated engine: its settings, requests, aborts and faults, all from one seed.
+"""`scenario`: makes the settings, requests, aborts and faults of a simulation from one seed.
 
-A request's text, and how many drafts are accepted at each root, depend on its own seed and the
-position alone: what else runs beside it changes neither. Samples of one prompt have that prompt in
-common, and other requests the text of one that is pinned.
+A request's text and the number of correct drafts at each root depend on its arrival and the
+position alone, not on the requests beside it. Samples share one prompt, and a request may begin
+with a pinned text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHAPES = [(1, 1, 2), (3, 1, 4), (7, 1, 8), (2, 2, 4), (4, 4, 16), (5, 8, 32)]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with a step.
+    """A fault of one step.
 
-    `launch`: its forward cannot be enqueued. `result`: it fails on the device. `not_finite`: its
-    first lane's logits are. `interrupt`: Ctrl-C while its results are taken over.
+    `launch`: the forward cannot be enqueued. `result`: the forward fails on the device.
+    `not_finite`: the first lane's logits are not finite. `interrupt`: Ctrl-C before its results.
     """
 
     step: int
@@ -35,18 +35,18 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All that a simulation does."""
+    """The settings, requests and faults of one simulation."""
 
     seed: int
     settings: Settings
-    arrivals: tuple[Arrival, ...]  # by turn
+    arrivals: tuple[Arrival, ...]  # in the order of their turns
     faults: tuple[Fault, ...] = ()
 
 
 def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
-    """The scenario of a seed: small pools, so that requests are retracted, and many ways to end.
+    """Make the scenario of a seed; its pools are small, so that requests are retracted.
 
-    With `talks_only` there are sessions in any case, and nearly all that comes is a turn of one.
+    With `talks_only` there are sessions in any case, and no samples, pins or stop strings.
     """
     rng = random.Random(seed)
     settings = _settings(rng)
@@ -87,7 +87,7 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
             session_pages=talks.choice([None, None, 0, 8]),
         )
         arrivals = _talk(talks, arrivals)
-    # What is pinned with a window is the engine's choice (whole pages), not the scheduler's.
+    # No pins beside a window: the engine, not the scheduler, cuts those to whole pages.
     if talks.random() < 0.4 and not any(arrival.is_pin for arrival in arrivals):
         settings = _slide(talks, settings)
     if talks.random() < 0.4:
@@ -107,7 +107,7 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
 
 
 def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) -> Arrival:
-    """The same, and its drafts may become better or worse on the way; mostly without a shape."""
+    """Return the request, mostly without a shape of its own, perhaps with a jump in acceptance."""
     jumps = rng.random() < 0.5
     jump = rng.randint(arrival.prompt_len, arrival.max_len), rng.choice([0.0, 0.5, 0.9, 1.0])
     adapts, most_steps = rng.random() < 0.8, rng.choice([None, None, 0, 1, 3])
@@ -116,7 +116,7 @@ def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) ->
         or arrival.sample_of is not None
         or any(other.sample_of == arrival.request_id for other in arrivals)
     ):
-        return arrival  # samples have all in common
+        return arrival  # samples must stay equal, and a pin keeps its shape
     if arrival.session:
         return replace(arrival, adapts=adapts)
     return replace(
@@ -128,7 +128,7 @@ def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) ->
 
 
 def _slide(rng: random.Random, settings: Settings) -> Settings:
-    """The same with a window group more."""
+    """Return the settings with one more group, which has a window."""
     P = settings.page_sizes[0] if rng.random() < 0.7 else rng.choice([1, 3, 4, 16, 64])
     window = min(rng.choice([1, 2, 5, 16, 40]), settings.max_context_len - 1)
     settings = replace(settings, page_sizes=(*settings.page_sizes, P), window=window)
@@ -138,7 +138,7 @@ def _slide(rng: random.Random, settings: Settings) -> Settings:
 
 
 def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> list[Arrival]:
-    """In some scenarios: samples of one prompt, pinned texts, and stop strings."""
+    """Return the requests, in some scenarios with samples, pinned texts or stop strings."""
     samples, pins = rng.choice([0.0, 0.0, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.5])
     stops = rng.choice([0.0, 0.3])
     shared: list[Arrival] = []
@@ -159,7 +159,7 @@ def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> l
 
 
 def _talk(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
-    """In some scenarios: some requests are turns of sessions."""
+    """Return the requests, some or all of them as turns of sessions."""
     share, num_sessions = rng.choice([0.5, 1.0, 1.0]), rng.choice([1, 4, 12])
     rewinds, forks = rng.choice([0.0, 0.2]), rng.choice([0.0, 0.2])
     short, seen = rng.random() < 0.7, list[int]()
@@ -191,14 +191,14 @@ def _talk(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
                 closes=rng.random() < 0.05,
             )
         )
-    samples = {arrival.sample_of for arrival in turned}  # whose first one must stay what it was
+    samples = {arrival.sample_of for arrival in turned}  # their first one stays unchanged
     by_id = {arrival.request_id: arrival for arrival in arrivals}
     used = samples | {n for arrival in turned for n, _ in arrival.origins}
     return [by_id[a.request_id] if a.request_id in used else a for a in turned]
 
 
 def _begin_with(rng: random.Random, pin: Arrival, arrival: Arrival, settings: Settings) -> Arrival:
-    """The arrival with a prompt that begins with some of the pinned one, or is a part of it."""
+    """Return the request with a prompt that begins with some or all of the pinned prompt."""
     own_len = min(arrival.prompt_len, settings.max_context_len - 1)
     shared_len = rng.choice([pin.prompt_len, pin.prompt_len, rng.randint(1, pin.prompt_len)])
     prompt_len = rng.choice([shared_len, min(shared_len + own_len, settings.max_context_len - 1)])
@@ -215,7 +215,7 @@ def _begin_with(rng: random.Random, pin: Arrival, arrival: Arrival, settings: Se
 
 
 def _pin(rng: random.Random, arrival: Arrival, settings: Settings) -> Arrival:
-    """The same prompt, to be pinned, with the shape that `Engine.pin` takes."""
+    """Return a request that pins the prompt, with the shape that `Engine.pin` takes."""
     return replace(
         arrival,
         max_len=arrival.prompt_len + 1,
@@ -227,7 +227,7 @@ def _pin(rng: random.Random, arrival: Arrival, settings: Settings) -> Arrival:
 
 
 def _sample(rng: random.Random, first: Arrival, other: Arrival) -> Arrival:
-    """A further sample of the first one's prompt, under the other's number."""
+    """Return another sample of the first request's prompt, with the other's number."""
     stops = first.stop_at is not None
     return replace(
         first,
@@ -240,7 +240,7 @@ def _sample(rng: random.Random, first: Arrival, other: Arrival) -> Arrival:
 
 
 def _stop(rng: random.Random, arrival: Arrival, rate: float) -> Arrival:
-    """With a stop string, perhaps."""
+    """Return the request, perhaps with a stop string."""
     if rng.random() >= rate:
         return arrival
     ends = rng.randint(arrival.prompt_len, arrival.max_len + 4)

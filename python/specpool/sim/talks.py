@@ -1,4 +1,4 @@
-"""Sessions in a simulation: who says what next, and what every client has of its own."""
+"""`Talks`: the sessions of a simulation, and the text that each client has of its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Origins = tuple[tuple[int, int], ...]
 
 @dataclass(eq=False, slots=True)
 class Talk:
-    """A session: its turns to come, and what its client has.
+    """A session: its turns to come, and the text that its client has.
 
     Attributes:
-        to_come: its turns.
-        due: the turn of the loop in which the next one comes.
-        conversation: None = not open.
-        tokens: of the turns that have ended.
-        origins: whose words these are, as in `Arrival`.
-        watch: of the turn that waits or runs.
-        start: tokens with KV that this turn has found, as far as no fault has come since.
-        drop_ct: of the conversation when it found them.
+        to_come: the turns that have not started.
+        due: the turn of the loop after which the session's next turn comes.
+        conversation: the scheduler's conversation; None = not open.
+        tokens: the tokens of the turns that have ended.
+        origins: the requests that these tokens are from, as in `Arrival`.
+        watch: the watch of the turn that waits or runs; None = no turn does.
+        start: tokens with KV that the latest turn found; 0 = not known, as after a fault.
+        drop_ct: the conversation's `drop_ct` when the turn found them.
     """
 
     to_come: deque[Arrival]
@@ -53,35 +53,35 @@ class Talks:
         settings: Settings,
     ) -> None:
         self._ledger, self._conversations, self._settings = ledger, conversations, settings
-        self._talks: dict[int, Talk] = {}  # by number of the session
+        self._talks: dict[int, Talk] = {}  # by session number
         for arrival in arrivals:
             talk = self._talks.setdefault(arrival.session, Talk(deque(), arrival.turn))
             talk.to_come.append(arrival)
-        self._before: dict[int, tuple[int, int]] = {}  # session -> drops so far, tokens it finds
+        self._before: dict[int, tuple[int, int]] = {}  # session -> drops so far, tokens with KV
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody has anything to say any more."""
+        """Whether every session has ended its last turn."""
         return all(not talk.to_come and talk.watch is None for talk in self._talks.values())
 
     @property
     def next_due(self) -> int:
-        """When the next turn comes at the earliest."""
+        """The smallest `due` of the sessions with turns to come."""
         return min(talk.due for talk in self._talks.values() if talk.to_come)
 
     def come(
         self, turn: int, tally: Tally, drain: Callable[[], None]
     ) -> Iterator[tuple[Talk, Arrival]]:
-        """The turns that come now: rewound, forked, and on top of what has been said.
+        """Yield each session whose turn comes now, with that turn on top of the session's text.
 
-        A fork wants that nothing is on its way: it is called after `drain`.
+        Open, fork or rewind the session first. A fork calls `drain`: no step may be in flight.
         """
         for talk in self._talks.values():
             if talk.watch is not None or not talk.to_come or talk.due >= turn:
                 continue
             other = self._talks.get(talk.to_come[0].fork_of or 0)
             if talk.conversation is None and other is not None and other.watch is not None:
-                continue  # what it begins as is in the middle of a turn
+                continue  # the session to fork is in the middle of a turn
             arrival = talk.to_come.popleft()
             if talk.conversation is None:
                 self._open(talk, arrival, tally, drain)
@@ -91,7 +91,7 @@ class Talks:
             yield talk, self._on_top(talk, arrival)
 
     def ends(self, watch: Watch, turn: int, tally: Tally) -> None:
-        """A turn has ended: the session is what its client has, else what it was before."""
+        """Record that a request has ended; check its session, and close it after its last turn."""
         talk = next((each for each in self._talks.values() if each.watch is watch), None)
         if talk is None:
             return
@@ -105,11 +105,11 @@ class Talks:
         self._check(talk, request.finish_reason or "")
         if watch.arrival.closes or not talk.to_come:
             self._conversations.close(conversation)
-            self._conversations.close(conversation)  # twice is once
+            self._conversations.close(conversation)  # a second call does nothing
             talk.conversation, talk.tokens, talk.origins = None, [], ()
 
     def look(self) -> None:
-        """Before the scheduler does: what would each turn that waits find?"""
+        """Note how many tokens with KV each turn would find; call it before `schedule`."""
         self._before = {}
         for number, talk in self._talks.items():
             conversation, watch = talk.conversation, talk.watch
@@ -117,7 +117,7 @@ class Talks:
                 continue
             if row := conversation.row:
                 kept_len = self._kept_len(conversation)
-            elif row := watch.request.row:  # where a retraction would take it
+            elif row := watch.request.row:  # a retraction cuts it to its checkpoint
                 kept_len = self._ledger.checkpoint_len(row) or 0
             else:
                 continue
@@ -127,25 +127,25 @@ class Talks:
             self._before[number] = conversation.drop_ct, self._cut_to(row, found)
 
     def start(self, watch: Watch) -> Sequence[int] | None:
-        """How many tokens with KV the turn may find, which has got a row now; None = no turn."""
+        """Return the numbers of tokens with KV that a turn may find on its row; None = unknown."""
         for number, talk in self._talks.items():
             if talk.watch is watch and number in self._before:
                 drop_ct, found = self._before[number]
                 assert talk.conversation is not None
                 if talk.conversation.drop_ct == drop_ct:
-                    if self._settings.window is not None:  # a cut may have gone further back
+                    if self._settings.window is not None:  # the row may keep less than `found`
                         return range(found + 1)
                     talk.start, talk.drop_ct = found, drop_ct
                     return (found,)
         return None
 
     def lose(self) -> None:
-        """A fault has come: who knows what is left of the turns that run."""
+        """Forget what running turns have found, because a fault may have cost them KV."""
         for talk in self._talks.values():
             talk.start = 0
 
     def common_len(self, watch: Watch) -> int:
-        """How much of what has been said the turn goes on from; all of it for no turn."""
+        """Return the length of a turn's session so far; for any other request, its own length."""
         talk = next((each for each in self._talks.values() if each.watch is watch), None)
         return len(watch.request.tokens if talk is None else talk.tokens)
 
@@ -155,7 +155,7 @@ class Talks:
         return [row for row, _ in self._conversations.rows()]
 
     def check(self) -> None:
-        """Every idle row is an open session's, as it has left it."""
+        """Check that each idle row belongs to an open session and is as its last turn left it."""
         for row, conversation in self._conversations.rows():
             name = f"row {row} of session {conversation.number}"
             if conversation.number not in self._conversations.open:
@@ -164,7 +164,7 @@ class Talks:
                 raise BrokenLaw(f"{name} is not what it was when the session's turn ended")
 
     def _cut_to(self, row: int, length: int) -> int:
-        """Where a cut of the row to so many tokens leads: inside shared pages, to an edge."""
+        """Return the row's length after a cut to `length`; a cut in a shared page drops it."""
         if length == self._ledger.resolved_len[row]:
             return length
         shorter = length
@@ -181,7 +181,7 @@ class Talks:
         if other is None or other.conversation is None:
             talk.conversation = self._conversations.new([])
             return
-        drain()  # a round of its last turn may be under way
+        drain()  # a round of the other session may be in flight
         talk.conversation = self._conversations.fork(other.conversation)
         talk.tokens, talk.origins = list(other.tokens), other.origins
         tally.session_forks += bool(talk.conversation.row)
@@ -199,13 +199,13 @@ class Talks:
         if row:
             expected = self._cut_to(row, min(self._kept_len(talk.conversation), offset))
         kept_len = self._conversations.cut(talk.conversation, offset)
-        has_window = self._settings.window is not None  # which may be gone there
+        has_window = self._settings.window is not None  # its pages may be gone there
         if kept_len > expected or (kept_len < expected and not has_window):
             raise BrokenLaw(f"a rewind to {offset} leaves KV of {kept_len} tokens, not {expected}")
         self._check(talk, "rewind")
 
     def _on_top(self, talk: Talk, arrival: Arrival) -> Arrival:
-        """The turn with its history; one that has no room for it begins anew."""
+        """Return the turn after its session's text; if both do not fit, clear the session."""
         longest = self._settings.max_context_len
         if len(talk.tokens) + arrival.prompt_len >= longest:
             assert talk.conversation is not None
@@ -222,7 +222,7 @@ class Talks:
         )
 
     def _check(self, talk: Talk, why: str) -> None:
-        """The session has what its client has: not one token more, not one less."""
+        """Check that the session has exactly its client's tokens, and keeps enough of their KV."""
         conversation = talk.conversation
         assert conversation is not None
         if conversation.tokens != talk.tokens:

@@ -1,4 +1,4 @@
-"""Who is in a simulation: requests that have come, texts that are pinned, and what has happened."""
+"""`Watch`, `Pins` and `Tally`: the requests, the pinned texts and the counts of a simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specpool.sim.device import BrokenLaw, Ints
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened; sums over simulations are sums of these."""
+    """The counts of one simulation, or the sums of several."""
 
     scenarios: int = 0
     rounds: int = 0  # turns of the loop that launched a step
@@ -26,43 +26,43 @@ class Tally:
     aborts: int = 0
     device_errors: int = 0
     tokens: int = 0
-    switches: int = 0  # of a controller's choice
+    switches: int = 0  # rounds whose choice differed from the one before
     forks: int = 0
     pins: int = 0
-    dropped_pins: int = 0  # to make room
-    stop_strings: int = 0  # that ended a text
-    turns: int = 0  # of sessions, that have ended by a stop or their length
+    dropped_pins: int = 0  # dropped to make room
+    stop_strings: int = 0  # requests that a stop string ended
+    turns: int = 0  # of sessions, ended by a stop or their length
     rewinds: int = 0
-    session_forks: int = 0  # with KV
-    dropped_sessions: int = 0  # that had to give their KV up between turns
-    offloads: int = 0  # of retracted requests and of sessions, to the host
+    session_forks: int = 0  # forks that share KV
+    dropped_sessions: int = 0  # times that a session lost its KV between turns
+    offloads: int = 0  # of requests' and sessions' KV, to the host
     reloads: int = 0
     failed_copies: int = 0
 
     def add(self, other: Tally) -> None:
-        """Count what the other has counted."""
+        """Add the counts of another simulation."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(eq=False, slots=True)
 class Watch:
-    """A request that has come, and what is known of it."""
+    """A request that has arrived, and the record that the laws check it against."""
 
     arrival: Arrival
     request: Request
     text: Text
     came_at: int  # turn
-    admission: int = 0  # the how manieth it was; 0 = without a row
-    taken: tuple[int, int] | None = None  # the row then, and its epoch
-    starts: Sequence[int] = ()  # where its first prefill step may begin; () = it has begun
-    num_tokens: int = 0  # when it was looked at last
-    last_step: int = 0  # the turn in which it was in a step, or could not yet be
-    may_end: set[str] = field(default_factory=set)  # finish reasons besides the planned one
+    admission: int = 0  # its number in the order of admission; 0 = it has no row
+    taken: tuple[int, int] | None = None  # the row and its epoch at the admission
+    starts: Sequence[int] = ()  # possible starts of its first prefill; () = it has begun
+    num_tokens: int = 0  # at the latest check
+    last_step: int = 0  # the latest turn with a step of it, or when it could have none
+    may_end: set[str] = field(default_factory=set)  # allowed finish reasons beside the planned one
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who is admitted first: the greater priority, then whoever came first."""
+        """The sort key of admission: greater priority first, then the order of arrival."""
         return -self.arrival.priority, self.arrival.request_id
 
 
@@ -72,14 +72,14 @@ class Pinned:
 
     watch: Watch
     pin: Pin
-    pages: list[Ints]  # of each group
+    pages: list[Ints]  # the text's pages in each group
 
 
 class Pins:
     """The texts that are pinned now, the oldest first.
 
     Args:
-        ledger: whose prefixes they are.
+        ledger: the ledger of their prefixes.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -88,12 +88,12 @@ class Pins:
         self.kept: list[Pinned] = []
 
     def lines(self, request: Request) -> list[Ints]:
-        """Of each group: the pages of the request's row."""
+        """Return the pages of the request's row in each group."""
         tables = (self._ledger.page_table(g) for g in range(len(self._page_sizes)))
         return [table[request.row].astype(np.int64) for table in tables]
 
     def add(self, watch: Watch, pin: Pin, lines: list[Ints]) -> None:
-        """The request's text is pinned; its row had the pages of `lines`."""
+        """Add a request's pinned text; `lines` are the pages that its row had."""
         num_tokens = len(pin.tokens)
         pages = [
             line[: -(-num_tokens // P)] for line, P in zip(lines, self._page_sizes, strict=True)
@@ -101,7 +101,7 @@ class Pins:
         self.kept.append(Pinned(watch, pin, pages))
 
     def look(self) -> list[Pinned]:
-        """Know no longer of those that the scheduler has dropped; returns what was kept before."""
+        """Forget the pins that the scheduler has dropped; return all that were known before."""
         before = self.kept
         if before:
             prefixes = set(self._ledger.prefixes)
@@ -109,7 +109,7 @@ class Pins:
         return before
 
     def num_held(self, g: int, rows: Sequence[int]) -> int:
-        """Pages that rows and pins hold; each has as many holders as there are of these."""
+        """Count the pages of rows and pins; check each page's number of holders in the ledger."""
         table: npt.NDArray[np.int32] = self._ledger.page_table(g)
         pages = np.concatenate([table[rows].ravel(), *(pinned.pages[g] for pinned in self.kept)])
         counts = np.bincount(pages, minlength=self._ledger.groups[g].num_pages + 1)
@@ -125,7 +125,7 @@ class Pins:
 
 
 def shared_len(tokens: list[int], pins: list[Pinned]) -> int:
-    """How many of the tokens, but for the last, the longest of these texts has."""
+    """Return how many tokens the longest matching pin shares with `tokens`, never the last."""
     best = 0
     for pinned in pins:
         n = min(len(pinned.pin.tokens), len(tokens) - 1)
