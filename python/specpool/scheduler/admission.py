@@ -80,7 +80,7 @@ class Admission:
             row, length = place
             self._running.start(request, row, length)
             self._waiting.remove(request)
-            if length == len(request.tokens) - 1:  # no prefill ends there: a pin is all they share
+            if length == len(request.tokens) - 1:  # no prefill will fork its siblings
                 self._waiting.part(request)
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
@@ -95,15 +95,15 @@ class Admission:
                     prefix=None if pin is None else pin.prefix,
                     length=None if pin is None else length,
                 )
-            except NotReady:  # a window below the length is not held
+            except NotReady:  # the window before that length is not held
                 del pins[0]
-            except OutOfRows:  # they are fenced
+            except OutOfRows:  # all free rows are fenced
                 return None
             except OutOfPages as shortage:
                 if not self._room.reclaim(shortage):
                     return None
             except OutOfMemory as shortage:
-                if not self._running:  # nobody will give any back
+                if not self._running:  # no request will give memory back
                     self._ends.give_up([request], shortage)
                 return None
             else:

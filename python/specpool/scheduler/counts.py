@@ -9,7 +9,7 @@ import numpy as np
 from specpool.arrays import Int32
 from specpool.scheduler.requests.latency import Latency, Times
 
-# Steps whose arrays are kept before they are added up.
+# The most steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256
 
 
@@ -23,7 +23,7 @@ class Counts:
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
         self._prefilled_token_ct = self._first_token_ct = 0
-        self._rounds: list[Int32] = []  # not added up yet, as are the prefills
+        self._rounds: list[Int32] = []  # not added up yet, like `_prefills`
         self._prefills: list[tuple[Int32, Int32, Int32]] = []
 
     def round(self, accept_len: Int32) -> None:

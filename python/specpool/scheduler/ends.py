@@ -39,7 +39,7 @@ class Ends:
         Raises:
             SpecpoolError: the ledger refuses to take the row back; the row is then out of use.
         """
-        request.post()  # first: Ctrl-C may come between
+        request.post()  # first, because Ctrl-C may come next
         request.finish_reason = reason
         request.times.ended = time.perf_counter()
         is_whole = reason in ("stop", "length")
@@ -51,13 +51,13 @@ class Ends:
             return
         self._counts.end(reason, None if request.wants_pin else request.times)
         self._handles.return_handle(request)
-        if is_waiting:  # in both lists if Ctrl-C has stopped it between them
+        if is_waiting:  # also running, if Ctrl-C came while it changed lists
             self._waiting.remove(request)
         if not is_running:
             return
         if request.row and not self._rows.is_quarantined(request.row):
             self._rows.before_release(request)
-            if self._ledger.is_live(request.row):  # but for a Ctrl-C right behind its retraction
+            if self._ledger.is_live(request.row):  # not after a Ctrl-C in its retraction
                 try:
                     self._give_back(request, is_whole)
                 except SpecpoolError:
@@ -77,7 +77,7 @@ class Ends:
 
     def _give_back(self, request: Request, is_whole: bool) -> None:
         """Give the row back to the request's conversation, or to the ledger."""
-        # What is tainted has been scrubbed.
+        # A tainted request's KV has been scrubbed, so no conversation may keep it.
         if is_whole and request.conversation is not None and not request.tainted:
             self._conversations.keep(request.conversation, request.row, len(request.tokens))
         elif is_whole:

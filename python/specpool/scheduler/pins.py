@@ -13,7 +13,7 @@ from specpool.errors import SpecpoolError
 class Pin:
     """A pinned text. It belongs to one engine."""
 
-    prefix: int  # the ledger's number
+    prefix: int  # its number in the ledger
     tokens: list[int]  # of whole pages
 
 

@@ -57,9 +57,9 @@ class Prefills:
         chosen: list[Request] = []
         ends: list[int] = []
         for request in self._running.prefilling.values():
-            # One with siblings waits before its last token, until they have been forked.
+            # A request with siblings waits before its last token until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if request.wants_pin and self._has_windows and left > 1:  # no more of it is held then
+            if request.wants_pin and self._has_windows and left > 1:  # then only windows are held
                 left -= 1
             if (
                 request.handle is None

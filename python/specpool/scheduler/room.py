@@ -76,14 +76,14 @@ class Room:
         self.num_retracted += 1
         if request.conversation is not None:
             request.conversation.retraction_ct += 1
-        self._waiting.add(request)  # first: who is in neither when Ctrl-C comes would be lost
+        self._waiting.add(request)  # first: after a Ctrl-C it must be in one of the two
         self._running.remove(request)
 
     def _give_way(self, victim: Request, is_alone: bool) -> None:
         """Take a retracted request's row, and keep its KV in the conversation or on the host."""
         conversation = victim.conversation
-        # A row at its checkpoint frees nothing by falling back to it, and would be retracted again.
-        # If the request runs alone, a page copy that waits may hold a page that the request needs.
+        # A row at its checkpoint would free nothing by falling back, and would be retracted again.
+        # If the request runs alone, a waiting page copy may hold a page that the request needs.
         checkpoint = self._ledger.checkpoint_len(victim.row) or 0
         is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
         if is_ahead and not is_alone and self._conversations.fall_back(victim):

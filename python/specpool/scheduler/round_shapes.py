@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specpool.adaptive import Controller
 
 
-# A row's place among the lanes: its shape, then the number of its admission.
+# Rows are sorted into lanes by shape, then by admission number, which has this many bits.
 _ORDER_BITS = 48
 
 
@@ -61,7 +61,7 @@ class RoundShapes:
         self._lines = {shape: line for line, shape in enumerate(choices)}
         caps = [None, *sorted({shape.num_steps for shape in choices})] if choices else []
         self.all_choices = [*dict.fromkeys(self._choices(cap) for cap in caps)]
-        # By choice and row. Without a controller there is one choice.
+        # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
         self._order: Int64 = np.zeros(size, np.int64)
@@ -124,11 +124,11 @@ class RoundShapes:
             return self._following[0], self._order[0]
         if self.choice is None or not self._is_open:
             shape = self.controller.activate_step_by_batch(batch_size)
-        else:  # it is good for one round, whenever that finds rows and pages
+        else:  # a choice lasts until a round has run with it
             shape = self.choice.shape
         try:
             line = self._lines[shape]
-        except (KeyError, TypeError):  # what cannot be a key is no shape either
+        except (KeyError, TypeError):  # an object that cannot be a key is no shape
             raise ConfigError(
                 f"for a batch of {batch_size} the controller chose {shape!r:.80}, which is "
                 f"none of its candidates {', '.join(map(str, self._lines))}"

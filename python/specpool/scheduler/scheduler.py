@@ -82,7 +82,7 @@ class Scheduler:
             before_release: called with a request that is about to lose its row.
         """
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
-        self._is_starved = False  # a round found no pages: nothing else may take what comes back
+        self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
         self.round_shapes = RoundShapes(ledger.shapes, ledger.num_rows + 1, controller)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
@@ -117,7 +117,7 @@ class Scheduler:
         for sample in (request, *request.siblings):
             sample.times.queued = time.perf_counter()
         self._waiting.add(request)
-        self.conversations.begin(request)  # last: before, nobody would end it
+        self.conversations.begin(request)  # last: only a queued request is ended
 
     def fits(self, request: Request) -> bool:
         """Return whether an empty pool would hold the request to its end."""
@@ -202,8 +202,8 @@ class Scheduler:
     def schedule(self) -> list[Step]:
         """Prepare the steps that can run now: a reload, a prefill and a round, or some of them.
 
-        They are to be launched in this order. None, and steps in flight: take those over first.
-        None and nothing in flight: there is nothing to do.
+        Launch them in this order. If there are none, take over the steps in flight and call again;
+        if nothing is in flight either, there is nothing to do.
 
         Raises:
             ConfigError: the controller chose a shape that is not a candidate; nothing is prepared.
@@ -212,7 +212,7 @@ class Scheduler:
             was_starved, num_ended = self._is_starved, self.num_ended
             if not was_starved:
                 self._admission.admit()
-            chosen = self.round_shapes.choose(self._running.limits)  # it may raise: before all else
+            chosen = self.round_shapes.choose(self._running.limits)  # first: it may raise
             prepared = [] if was_starved else [self._prefills.reload(), self._prefills.chunk()]
             prepared.append(self._decode(*chosen))
             steps = [step for step in prepared if step is not None]
@@ -220,9 +220,9 @@ class Scheduler:
             if steps or self._room.in_flight:
                 return steps
             if was_starved and not self._is_starved:
-                continue  # whoever the pages were kept for has ended
+                continue  # the rows that the pages were kept for have ended
             if self.num_ended > num_ended:
-                continue  # some have ended for lack of memory
+                continue  # requests have ended for lack of memory
             if not self._running and not (self._waiting and self.pins):
                 return steps
             self._room.make()
@@ -250,7 +250,7 @@ class Scheduler:
         may be handed out at once.
         """
         plan, rows, requests, is_decode = step.plan, step.plan.rows, step.requests, step.is_decode
-        # Lanes whose row was given back since are dropped: their request may have another by now.
+        # Drop lanes whose row was given back since; their request may have another row by now.
         alive = self.rows.alive(plan)
         if is_decode:
             self._ledger.resolve(plan.step, result.accept_len)
@@ -340,7 +340,7 @@ class Scheduler:
         """
         plan = step.plan
         for request, lives in zip(step.requests, self.rows.alive(plan).tolist(), strict=True):
-            if lives and step.handles is None:  # the others are prefilled
+            if lives and step.handles is None:  # the lanes of a reload are prefilled
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
                 self._ends.end(request, "error")
@@ -359,7 +359,7 @@ class Scheduler:
             request.tainted = True
             if request.finish_reason is None or request.wants_pin:
                 request.error = why
-            with contextlib.suppress(SpecpoolError):  # its row is out of use
+            with contextlib.suppress(SpecpoolError):  # its row is then out of use
                 self._ends.end(request, request.finish_reason or reason)
         self.rows.abort_all(is_owned=self.conversations.owns)
         for number, _, state in reversed(self._ledger.steps()):
@@ -394,7 +394,7 @@ class Scheduler:
         if request.handle is not None and length == request.handle.length:
             request.handle = None
             self._running.go_on(request, self.conversations.start(request, request.row))
-            if request.prefilled_len == request.prefill_len - 1:  # no prefill ends there
+            if request.prefilled_len == request.prefill_len - 1:  # no prefill will fork them
                 self._waiting.part(request)
 
     def _owners(self) -> list[Request | Conversation]:

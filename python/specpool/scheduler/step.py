@@ -21,8 +21,8 @@ class Step:
 
     plan: Plan
     requests: list[Request]  # the plan's lanes
-    handles: list[Handle] | None = None  # of a reload: what the lanes get from the host
-    choice: Choice | None = None  # of a round whose lanes adapt
+    handles: list[Handle] | None = None  # for a reload: each lane's KV on the host
+    choice: Choice | None = None  # for a round: the controller's choice
 
     @property
     def is_decode(self) -> bool:
@@ -34,8 +34,8 @@ class Step:
 class StepResult:
     """The results of a step for each lane."""
 
-    tokens: list[list[int]]  # new tokens, the last no draft; -1 = logits not finite; may be none
-    accept_len: Int32  # [B], of a decode step
+    tokens: list[list[int]]  # of each lane, perhaps none; the last is no draft, below 0 = an error
+    accept_len: Int32  # [B], for a decode step
     not_finite: list[bool]
     logprobs: list[list[TokenLogprob] | None] | None = None
 

@@ -18,8 +18,8 @@ class Times:
     """The times of a request's milestones, by `time.perf_counter`; None = not reached yet."""
 
     queued: float | None = None
-    started: float | None = None  # it got its first row
-    first_token: float | None = None  # the host had it
+    started: float | None = None  # when it got its first row
+    first_token: float | None = None  # when the host had it
     ended: float | None = None
 
     def since_queued(self, name: str) -> float | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specpool.scheduler.pins import Pin
     from specpool.scheduler.requests.conversation import Conversation, Message, Said
 
-#: In a token's place: the logits were not finite, or the drafter's tree was none.
+#: Values in a token's place: the logits were not finite; the drafter's tree was no tree.
 NOT_FINITE, NO_TREE = -1, -2
 
 
@@ -48,37 +48,37 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     shape: Shape
-    shape_index: int  # of the ledger's shapes; from their number on, of `RoundShapes.all_choices`
+    shape_index: int  # into the ledger's shapes, and beyond them into `all_choices`
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int
     choices: tuple[int, ...] | None = None  # shapes by the controller's candidates; None = fixed
     priority: int = 0  # the greater comes first
     row: int = 0  # 0 = none
-    epoch: int = 0  # of the row when it was taken
+    epoch: int = 0  # the row's epoch while this request has it
     prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
     prefilled_len: int = 0  # positions in prefill steps so far
     num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
-    tainted: bool = False  # saw logits that are not finite: its KV may be NaN
-    # What each forward gave: the accept length of a verify, -1 for a prefill's token. The last may
-    # be more than what is kept.
+    tainted: bool = False  # its KV may be NaN, after a fault or bad logits
+    # For each forward: the accept length of a verify, or -1 for a prefill's token. The last one may
+    # count more tokens than were kept.
     forwards: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     watch: TextStream | None = None  # looks for the stop strings
     siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
-    sample: int = 0  # which of a prompt's samples
-    wants_pin: bool = False  # its prompt is to be pinned, nothing to be generated
+    sample: int = 0  # its number among the prompt's samples
+    wants_pin: bool = False  # pin its prompt, and generate nothing
     pin: Pin | None = None
-    conversation: Conversation | None = None  # whose turn it is
-    said: list[Said] = field(default_factory=list)  # the turns before, in its tokens
-    messages: tuple[Message, ...] | None = None  # of a chat, that its turn begins with
+    conversation: Conversation | None = None  # the session that it is a turn of
+    said: list[Said] = field(default_factory=list)  # the earlier turns in its tokens
+    messages: tuple[Message, ...] | None = None  # the chat messages that begin its turn
     num_reused: int = 0  # prompt tokens with KV when it got its first row
-    shared_len: int = 0  # tokens with KV when it got its row, of others or of an earlier turn
-    handle: Handle | None = None  # KV on the host, while it waits and until a reload is launched
+    shared_len: int = 0  # tokens with KV from others or an earlier turn, when it got its row
+    handle: Handle | None = None  # its KV on the host, until the last reload is taken over
     times: Times = field(default_factory=Times)
-    # Where it puts itself, by number, when it gives up its row or ends: there may be news of it.
+    # The request adds itself, by number, when it loses its row or ends: it may have news.
     mailbox: dict[int, Request] | None = None
 
     def post(self) -> None:
@@ -93,7 +93,7 @@ class Request:
             kept_len: tokens of the row that have KV.
             drafted_len: tokens of the row that have draft KV; a request without drafts needs none.
         """
-        length = min(kept_len, len(self.tokens) - 1)  # the last one gives the first root
+        length = min(kept_len, len(self.tokens) - 1)  # the last one's forward has to run
         if self.shape_index:
             length = min(length, drafted_len)
         if self.conversation is not None:
@@ -144,7 +144,7 @@ class Request:
             tokens = self._end(tokens)
         if not self.forwards:
             self.times.first_token = time.perf_counter()
-        # Tokens last: Ctrl-C may come between, and what is known of them must not be less.
+        # Tokens last, because Ctrl-C may come between: the other lists must not be shorter.
         self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
             self.logprobs += logprobs[: len(tokens)]
@@ -170,7 +170,7 @@ class Request:
             self.finish_reason = "stop"
         room = self.max_len - len(self.tokens)
         if len(kept) >= room:
-            # A stop token that is also the last one that fits has stopped it.
+            # If the last token that fits is a stop token, the reason is "stop".
             stopped = self.finish_reason is not None and len(kept) == room
             kept, self.finish_reason = kept[:room], "stop" if stopped else "length"
         if self.finish_reason is None and tokens[-1] < 0:

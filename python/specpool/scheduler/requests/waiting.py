@@ -17,8 +17,8 @@ class Waiting:
     def __init__(self, *, shares_prompts: bool) -> None:
         """Start empty; see `SchedulerConfig` for the option."""
         self._shares_prompts = shares_prompts
-        self._requests: dict[int, Request] = {}  # who waits, by number
-        # A heap of their orders. Who has left stays in it until it comes first, or `_tidy`.
+        self._requests: dict[int, Request] = {}  # the waiting requests, by number
+        # A heap of their orders. A request that has left stays until it comes first, or `tidy`.
         self._orders: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Waiting:
         siblings = [] if shares else request.siblings
         for each in [request, *siblings]:
             if each.finish_reason is None and each not in self:
-                heapq.heappush(self._orders, _order(each))  # first: Ctrl-C may come between
+                heapq.heappush(self._orders, _order(each))  # first: an order alone does no harm
                 self._requests[each.request_id] = each
         if siblings:
             request.siblings = []
@@ -73,7 +73,7 @@ class Waiting:
         self._orders = sorted(map(_order, self._requests.values()))
 
 
-# Orders of requests that have left, at most, beside one for each that waits.
+# The heap is rebuilt when it holds this many orders and two for each waiting request.
 _TIDY = 64
 
 

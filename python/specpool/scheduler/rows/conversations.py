@@ -41,8 +41,8 @@ class Conversations:
         self._idle: dict[int, Conversation] = {}  # by row
         self._numbers = itertools.count(1)
         self.open: dict[int, Conversation] = {}  # by number
-        self._turns: dict[int, Request] = {}  # the latest of each open conversation, by its number
-        self.drop_ct = 0  # of all that were ever open
+        self._turns: dict[int, Request] = {}  # by number: the latest turn of each
+        self.drop_ct = 0  # of all conversations, also closed ones
 
     def new(self, tokens: list[int]) -> Conversation:
         """Open a conversation that begins with these tokens."""
@@ -50,7 +50,7 @@ class Conversations:
         try:
             self.open[conversation.number] = conversation
             return conversation
-        except BaseException:  # Ctrl-C: nobody would have it
+        except BaseException:  # Ctrl-C: the caller would not get it
             self.open.pop(conversation.number, None)
             raise
 
@@ -66,7 +66,7 @@ class Conversations:
             return
         answer_ids = [token for token in request.output_ids if token not in request.stop_ids]
         said = Said(len(request.tokens), request.messages, answer_ids, request.params.stop)
-        # Both or neither, whenever Ctrl-C comes.
+        # One statement, so that Ctrl-C leaves both or neither.
         conversation.tokens, conversation.said = list(request.tokens), [*request.said, said]
         conversation.turn_ct += 1
 
@@ -85,7 +85,7 @@ class Conversations:
         finally:
             self._handles.drop(conversation)
         self._turns.pop(conversation.number, None)
-        self.open.pop(conversation.number, None)  # last: Ctrl-C may come before
+        self.open.pop(conversation.number, None)  # last: until then a second call works
 
     def close_all(self) -> list[str]:
         """Close all conversations; return a message for each row that could not be given back."""
@@ -122,7 +122,7 @@ class Conversations:
         """
         self._rows.end_turn(row, num_tokens)
         conversation.row, conversation.epoch = row, int(self._ledger.epoch[row])
-        self._idle.pop(row, None)  # a rewind is use too
+        self._idle.pop(row, None)  # it becomes the newest, also after a rewind
         self._idle[row] = conversation
         while len(self._idle) > self._config.max_idle or self._is_over():
             self._drop_oldest()
@@ -136,7 +136,7 @@ class Conversations:
         conversation, checkpoint = request.conversation, self._ledger.checkpoint_len(request.row)
         if conversation is None:
             return False
-        if request.handle is not None:  # on its way back
+        if request.handle is not None:  # its KV is on its way back
             self._handles.return_handle(request)
             return False
         if not checkpoint or request.tainted:
@@ -197,12 +197,12 @@ class Conversations:
             copy = self.new(list(conversation.tokens))
             copy.said = list(conversation.said)
             if conversation.row:
-                # Not ready: the row is a fork itself; its copy of a page waits for the next step.
+                # `NotReady`: the row is a fork itself, and its page copy waits for the next step.
                 with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory, NotReady):
                     row = self._ledger.fork(conversation.row, f"session {copy.number}")
                     self.keep(copy, row, self.kept_len(conversation))
             return copy
-        except BaseException:  # Ctrl-C: nobody would have it
+        except BaseException:  # Ctrl-C: the caller would not get it
             if copy is not None:
                 self.close(copy)
             raise

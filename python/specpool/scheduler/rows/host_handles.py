@@ -26,7 +26,7 @@ class HostHandles:
     def offload(self, row: int) -> Handle | None:
         """Move the row's KV to the host if that pays; return None if nothing was moved."""
         if self._host is not None and self._host.pays(row, self.token_seconds):
-            with contextlib.suppress(NotReady):  # a step of it is under way
+            with contextlib.suppress(NotReady):  # a step of the row is in flight
                 return self._host.offload(row)
         return None
 

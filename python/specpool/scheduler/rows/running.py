@@ -94,7 +94,7 @@ class Running:
             wanted &= in_flight <= self._ledger.overlap_depth
         else:
             wanted = (self.lens < self.limits) & (in_flight == 0)
-        if self._reads_tokens:  # only where the host knows the root
+        if self._reads_tokens:  # draft only if the host knows the root
             known = self.lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | (shape_of == 0)
         (rows,) = wanted.nonzero()
