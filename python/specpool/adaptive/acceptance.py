@@ -13,19 +13,19 @@ import numpy as np
 from specpool._core import Shape
 from specpool.adaptive.base import NumCorrectDrafts
 
-_DECAY = 0.99  # of a count, each round that its depth is drafted: a memory of 100 rounds
+_DECAY = 0.99  # of a depth's counts, for each round that drafts it: a memory of 100 rounds
 _RECENT_DECAY = 0.85
-_MAX_LANES = 16  # lanes of a round count as so many at most: one text's rounds are alike
-_KNOWN_TRIES = 2.0  # below which nothing is a surprise
+_MAX_LANES = 16  # the most lanes that a round counts as, because rounds of one text are alike
+_KNOWN_TRIES = 2.0  # the least tries of a depth that can show a jump
 _JUMP = 3.5  # standard deviations by which recent rounds must differ from the rest
-_PRIOR = 0.6  # rate of a first depth that nobody has seen
+_PRIOR = 0.6  # the rate of the first depth before any round
 _PRIOR_TRIES = 1.0
 _FORGOTTEN_TRIES = 0.5
-_JUMP_TRIES = 4.0  # that are kept after one, of the recent rounds: the first of them are older
+_JUMP_TRIES = 4.0  # recent tries to keep after a jump; the oldest are from before it
 _CHAINS = (1, 0)
-_TREE_TRIES = 3.0  # chains that a tree is worth, at most
-_MOST_TRIES = 50.0  # that count for a hope
-_STALE_ROUNDS = 40  # in which half of what an unseen depth has to tell goes
+_TREE_TRIES = 3.0  # the most chains that a tree is worth
+_MOST_TRIES = 50.0  # the most tries that count in an optimistic rate
+_STALE_ROUNDS = 40  # rounds without a depth that halve its counts
 
 
 def count_survivors(num_correct_drafts: NumCorrectDrafts, num_steps: int) -> list[int]:
@@ -43,7 +43,7 @@ class _Family:
         self.hits, self.tries = [0.0] * num_steps, [0.0] * num_steps
         self.recent_hits, self.recent_tries = [0.0] * num_steps, [0.0] * num_steps
         self.seen = [0] * num_steps  # round in which each depth was drafted last, 0 = never
-        self.variance = 0.0  # of the recent hits, were the rates what they were
+        self.variance = 0.0  # of the recent hits, if the rates have not changed
         self.rates: list[float] = []
 
     def add(self, survivors: list[int], now: int) -> bool:
@@ -87,7 +87,7 @@ class _Family:
             lean = prior[j] if j < len(prior) else rate
             rate = (hits + _PRIOR_TRIES * lean) / (tries + _PRIOR_TRIES)
             rates.append(rate)
-        self.rates = rates  # at once, whenever Ctrl-C comes
+        self.rates = rates  # all at once, because Ctrl-C may come
 
     def hopes(self, now: int) -> list[float]:
         """Return optimistic rates: the fewer and older the rounds, the nearer to 1."""
@@ -111,7 +111,7 @@ class Acceptance:
                 depths[key] = max(depths.get(key, 0), shape.num_steps)
         self._families = {key: _Family(depth) for key, depth in depths.items()}
         self._now = 0
-        # By family and depth, from what was seen so far; empty = not reckoned yet.
+        # The expected tokens by family and depth; empty = to be computed.
         self._expected: dict[tuple[int, int], list[float]] = {}
         self._hoped: dict[tuple[int, int], list[float]] = {}
 
@@ -124,7 +124,7 @@ class Acceptance:
         family = self._families.get(_family_of(shape))
         if family is None or shape.num_steps > len(family.tries):
             return False
-        self._expected = {}  # first, whenever Ctrl-C comes
+        self._expected = {}  # first, because Ctrl-C may come
         jumped = family.add(count_survivors(num_correct_drafts, shape.num_steps), self._now)
         if jumped:
             for other in self._families.values():
@@ -147,7 +147,7 @@ class Acceptance:
         if not self._expected:
             self._estimate()
         hopes = {key: family.hopes(self._now) for key, family in self._families.items()}
-        if _CHAINS in hopes:  # a tree that has turned out well says that a chain may have, too
+        if _CHAINS in hopes:  # good rates of a tree suggest good rates of a chain
             for key, family in self._families.items():
                 if key != _CHAINS:
                     rates = [_of_tries(rate) for rate in family.rates]
@@ -163,7 +163,7 @@ class Acceptance:
         for i, family in enumerate(families):
             family.estimate(newest)
             newest = newest or family.rates
-            # A tree holds the chain: what one of them has shown since bounds the other.
+            # A tree contains the chain, so the rates of the newer one bound those of the other.
             if family is chains and i:
                 family.rates[:] = _bounded(min, family.rates, newest)
             elif chains in families[:i]:
@@ -173,7 +173,7 @@ class Acceptance:
 
 
 def _freshness(rounds: int) -> float:
-    """Return the share of a depth's counts that still counts after so many rounds."""
+    """Return the share of a depth's counts that still counts after `rounds` without it."""
     return float(0.5 ** (rounds / _STALE_ROUNDS))
 
 

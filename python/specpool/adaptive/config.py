@@ -19,7 +19,7 @@ from specpool.checks import check_choice, check_int
 from specpool.errors import ConfigError
 from specpool.shape_names import chain, depth_order, name_of, parse_shape
 
-# For every batch size; which of them is worth it shows.
+# The candidates for every batch size; measurements choose among them.
 _COST = {
     "policy": "cost",
     "1": {"candidates": ["none", "chain:1", "chain:2", "chain:3", "chain:5"]},
@@ -46,7 +46,7 @@ class RangeConfig:
             depth; 0 = no such ceiling.
         ema_alpha: weight of the newest round.
         update_interval: rounds between two decisions.
-        warmup_batches: rounds before the first.
+        warmup_batches: rounds before the first decision.
     """
 
     candidates: tuple[Shape, ...]
@@ -79,8 +79,8 @@ class RangeConfig:
     def check_ema(self) -> None:
         """Raise `ConfigError` if the rule on the EMA cannot work with these candidates.
 
-        That is where two of them have one depth, or where no mean would leave the range at a
-        candidate: it would move up and down for ever.
+        Two candidates must not have the same depth. Each candidate needs a mean at which the range
+        stays; else the range would move up and down for ever.
         """
         shapes = sorted(self.candidates, key=depth_order)
         for shallow, deep in pairwise(shapes):
@@ -94,8 +94,8 @@ class RangeConfig:
             if shape.num_steps == 0:
                 continue
             below = shapes[i - 1].num_steps if i else 0
-            # It stays for a mean in (low, high], and a round gives 0 to num_steps. Next to no
-            # drafting the edge is upstream's own, and such files of theirs exist.
+            # The range stays at a mean in (low, high], and a round gives 0 to num_steps. The edge
+            # next to plain decoding is not checked, because SGLang has files that fail there.
             low = below - 0.5 + self.down_hysteresis if below else -math.inf
             high = math.inf if i + 1 == len(shapes) else shape.num_steps - 0.5 + self.up_hysteresis
             if high < 0 or low >= min(high, shape.num_steps):
@@ -114,15 +114,15 @@ _LISTS = ("candidates", "candidate_steps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveConfig:
-    """Ranges by the smallest batch size that they are for.
+    """The ranges of batch sizes, each under its smallest batch size, and the policy.
 
     Attributes:
-        ranges: by key; a batch belongs to the greatest key that is not above it, or to the
-            smallest.
+        ranges: the ranges by key. A batch belongs to the greatest key that is not above its size,
+            or to the smallest key.
         policy: `ema` = SGLang's rule on the mean of correct drafts; `cost` = the most expected
             tokens per second, from measured times.
-        threshold_rounds: the range changes once so many rounds in a row belong to another one; 0 =
-            at once.
+        threshold_rounds: rounds in a row that must belong to other ranges before the range
+            changes; 0 = it changes at once.
     """
 
     ranges: Mapping[int, RangeConfig]
@@ -150,7 +150,7 @@ class AdaptiveConfig:
 
     @classmethod
     def default(cls) -> AdaptiveConfig:
-        """SGLang's table: the fewer rows, the deeper."""
+        """Return SGLang's table: the fewer rows, the deeper the drafts."""
         return cls.from_dict(
             {
                 "1": {"candidate_steps": [1, 3, 7], "down_hysteresis": -0.25},
@@ -164,7 +164,7 @@ class AdaptiveConfig:
         """Read a JSON file.
 
         Raises:
-            ConfigError: naming the file, the key and the value.
+            ConfigError: the file is wrong; the message names the file, the key and the value.
         """
         try:
             content = json.loads(Path(path).read_bytes(), object_pairs_hook=_unique)
@@ -180,16 +180,16 @@ class AdaptiveConfig:
     def from_dict(
         cls, content: object, *, source: str = "adaptive configuration"
     ) -> AdaptiveConfig:
-        """Take over what a JSON file of the same form would hold.
+        """Build a configuration from an object of the same form as a JSON file.
 
         Raises:
-            ConfigError: naming `source`, the key and the value.
+            ConfigError: `content` is wrong; the message names `source`, the key and the value.
         """
         try:
             return cls(**_parse(content))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
-        except ValueError as error:  # an integer that has too many digits to be printed
+        except ValueError as error:  # an integer with too many digits to print
             raise ConfigError(f"{source}: {error}; {_FORM}") from None
 
     @property
@@ -199,7 +199,7 @@ class AdaptiveConfig:
         return tuple(sorted(shapes, key=depth_order))
 
     def initial_shape(self, initial: Shape | int | None) -> Shape | None:
-        """The candidate that `initial`, a shape or a chain's depth, stands for; None stays None.
+        """Return the candidate that `initial`, a shape or a chain's depth, names; None stays None.
 
         Raises:
             ConfigError: no range has it.
@@ -266,7 +266,7 @@ def _batch_size(key: object) -> int:
 
 
 def _candidate(key: str, value: object) -> Shape:
-    """The shape that a candidate names; `candidate_steps` takes depths alone."""
+    """Return the shape that a candidate names; `candidate_steps` takes only depths."""
     is_depth = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20
     if key == "candidate_steps" and not is_depth:
         raise ConfigError(
@@ -310,10 +310,10 @@ def _check_number(
 
 
 def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
-    """What `EngineConfig.adaptive` stands for: `ema`, `cost`, or a file's path.
+    """Return the configuration that `EngineConfig.adaptive` names: `ema`, `cost` or a path.
 
     Raises:
-        ConfigError: it is nothing of that, or the file's fault, named.
+        ConfigError: `value` is none of these, or the file is wrong.
     """
     if isinstance(value, AdaptiveConfig):
         return value

@@ -40,7 +40,7 @@ class AdaptiveController:
         self._ranges = {
             key: StepRange(batch_range, steps) for key, batch_range in config.ranges.items()
         }
-        self._keys: dict[tuple[Shape, int], int] = {}  # of the range that chose it last
+        self._keys: dict[tuple[Shape, int], int] = {}  # key of the last range to choose it
         self._router = StepRouter(
             config.ranges, graph_sizes=graph_sizes, threshold_rounds=config.threshold_rounds
         )

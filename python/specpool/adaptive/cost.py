@@ -17,12 +17,12 @@ from specpool.adaptive.round_seconds import RoundSeconds
 from specpool.adaptive.router import StepRouter
 from specpool.shape_names import depth_order
 
-_GAIN = 1.02  # another shape must promise so much more than the one in use
-_CHOICE_ROUNDS = 4  # a choice is good for so many rounds
-_PROBE_SHARE = 0.01  # of the time, for probes
-_MOST_SPARE = 2.0  # rounds' worth of it that is saved up
-_PROBE_ROUNDS = 16  # from one to the next at least
-_LONGER_ROUNDS = 3  # that a probe may go on, while it gives more than was expected
+_GAIN = 1.02  # another shape must promise this many times the current one's rate
+_CHOICE_ROUNDS = 4  # rounds until a choice is made anew
+_PROBE_SHARE = 0.01  # the share of the time for probes
+_MOST_SPARE = 2.0  # the most of that time to save up, in rounds
+_PROBE_ROUNDS = 16  # the least rounds from one probe to the next
+_LONGER_ROUNDS = 3  # the most extra rounds of a probe that gives more than expected
 
 
 class CostController:
@@ -56,13 +56,13 @@ class CostController:
         self._acceptance = Acceptance(self.candidates)
         self._seconds = RoundSeconds(self.candidates)
         self._current = config.initial_shape(initial)
-        self._chosen: dict[tuple[int, int], tuple[int, Shape]] = {}  # by key and batch size
+        self._chosen: dict[tuple[int, int], tuple[int, Shape]] = {}  # by (key, batch size)
         self._round = 0
-        self._untried = {*self.candidates}  # run for their times' sake, where nobody measured them
+        self._untried = {*self.candidates}  # to be probed once, unless measured by then
         self._probe: Shape | None = None
         self._probes_left = self._longer = 0
         self._next_probe = 0
-        # Rounds' worth of time that probes may lose: at first nothing is known yet.
+        # The time that probes may lose, in rounds; it starts full, because nothing is known yet.
         self._spare = _MOST_SPARE
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
@@ -134,12 +134,12 @@ class CostController:
         if current not in batch_range or not others:
             return
         if not current.num_steps:
-            others = others[:1]  # plain rounds show nothing: the shallowest draft shows the most
+            others = others[:1]  # plain rounds show no acceptance: probe the shallowest draft
         rate, tokens = self._rate(current, batch_size), self._acceptance.expected(current)
         best = 0.0
         for shape in others:
-            worth = self._seconds.hoped(shape, batch_size) * rate  # what the current one gives then
-            gain = self._acceptance.hoped(shape) / worth - 1  # should all hopes come true
+            worth = self._seconds.hoped(shape, batch_size) * rate  # the current shape's tokens then
+            gain = self._acceptance.hoped(shape) / worth - 1  # by the optimistic estimates
             if gain <= 0:
                 continue
             lost = max((worth - self._acceptance.expected(shape)) / tokens, 0.1)

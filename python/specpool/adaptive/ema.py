@@ -1,6 +1,6 @@
 """`StepRange`: chooses the draft depth of a range of batch sizes from its acceptance.
 
-It is SGLang's rule (sgl#21599) bit for bit, floating point included: `tests/vectors/adaptive.json`.
+The rule is SGLang's (sgl#21599), bit for bit in floating point (`tests/vectors/adaptive.json`).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from specpool._core import Shape
 
 _NUM_SAMPLES = 7
-_WEIGHT = 0.2  # of the newest median, where it is near
-_NEAR = 0.2  # share by which medians of one figure differ
-_SETTLED_SAMPLES = 3  # with fewer, a stall may be all that was seen
+_WEIGHT = 0.2  # of the newest median, if it is near the figure
+_NEAR = 0.2  # the share by which a near median may differ from the figure
+_SETTLED_SAMPLES = 3  # with fewer samples, all of them may be stalls
 _LOAD_SAMPLES = 5
 
 
@@ -25,9 +25,9 @@ class _Cell:
     """The seconds of one shape at one batch size: a running median, robust against a stall."""
 
     def __init__(self) -> None:
-        self.load = 1.0  # beside which it ran last
+        self.load = 1.0  # the load beside which it ran last
         self._samples: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self.seconds = self.least = 0.0  # the running figure, and the least of the latest
+        self.seconds = self.least = 0.0  # the running median, and the least of the samples
         self.is_settled = False
 
     def add(self, seconds: float) -> bool:
@@ -64,7 +64,7 @@ class _Load:
         """Add a round whose seconds were `ratio` times its shape's figure."""
         if shape != self._shape:
             self._shape, self.beside, self.rounds = shape, self.value, 0
-            # Who ran too shortly to turn this has told no load: the next stands beside the old one.
+            # Start with the old load: a shape with less than three rounds leaves it as it is.
             self._ratios = deque([self.value] * _LOAD_SAMPLES, _LOAD_SAMPLES)
         self.rounds += 1
         self._ratios.append(ratio)
@@ -80,7 +80,7 @@ class RoundSeconds:
         # Batch sizes to interpolate between: a shape's first, and every settled one.
         self._sizes: dict[Shape, list[int]] = {shape: [] for shape in self._cells}
         self._loads: dict[int, _Load] = {}  # by batch size
-        self._latest = 1.0  # of them
+        self._latest = 1.0  # the load that was updated last
 
     def add(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Add a measured round."""
@@ -109,7 +109,7 @@ class RoundSeconds:
         self._latest = load.value
         if load.rounds > 2:
             return
-        if load.rounds == 1 and load.first is not None:  # of the shape before, which had no other
+        if load.rounds == 1 and load.first is not None:  # the shape before had no second round
             before, took = load.first
             before.add(took)
         cell.load, took = load.beside, seconds / load.beside
@@ -166,7 +166,7 @@ class RoundSeconds:
         seconds = first + (last - first) * (batch_size - low) / (high - low)
         if low <= batch_size <= high:
             return seconds
-        # Beyond what was measured a round takes no less than flat, no more than by the row.
+        # Beyond the measured sizes, stay between constant seconds and constant seconds per row.
         edge = low if batch_size < low else high
         flat, by_row = cells[edge].seconds, cells[edge].seconds * batch_size / edge
         return min(max(seconds, min(flat, by_row)), max(flat, by_row))
