@@ -20,13 +20,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: A template that takes longer is stopped. It takes milliseconds as a rule.
+#: The most seconds of a template, which normally takes milliseconds; a longer one is stopped.
 MOST_SECONDS = 20.0
-#: Time for the process to start, which imports transformers.
+#: The most seconds for the start of the process, which imports transformers.
 START_SECONDS = 120.0
-#: Memory that a template may take.
+#: The most memory of a template, in bytes.
 MOST_BYTES = 1 << 29
-#: Characters of a rendered chat.
+#: The most characters of a rendered chat.
 MOST_CHARACTERS = 1 << 25
 
 
@@ -70,13 +70,13 @@ class _Process:
             process.stdin.write(line + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
-        except (OSError, ValueError) as error:  # it is gone, perhaps amid a line
+        except (OSError, ValueError) as error:  # the process is gone, perhaps amid a line
             self._end()
             told = "the process that renders it ended"
             if late.is_set():
                 told = f"it has not ended after {seconds:g} s, and was stopped"
             raise TemplateError(told) from error
-        except BaseException:  # Ctrl-C: what comes then is no answer to the next request
+        except BaseException:  # Ctrl-C: the next request must not get this answer
             self._end()
             raise
         finally:
@@ -100,7 +100,7 @@ class _Process:
                     stderr=subprocess.DEVNULL,
                     encoding="utf-8",
                     env={**os.environ, **more},
-                    start_new_session=True,  # Ctrl-C is for the process that asked
+                    start_new_session=True,  # so that Ctrl-C does not reach it
                 )
             except OSError as error:
                 raise TemplateError(f"no process to render it: {error}") from error

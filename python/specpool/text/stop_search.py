@@ -22,9 +22,9 @@ class StopHit:
 
 
 class StopSearch:
-    """Finds the earliest of several strings in a text that comes in pieces.
+    """A search for the earliest of several strings in a text that comes in pieces.
 
-    Only the end of the text that may begin a string is held, and looked at again.
+    It holds back only the end of the text that may be the beginning of a string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -33,9 +33,9 @@ class StopSearch:
         self._by_first: defaultdict[str, list[str]] = defaultdict(list)  # by their first character
         for string in strings:
             self._by_first[string[0]].append(string)
-        self._held = ""  # not given out: a string may begin here
+        self._held = ""  # not returned yet, because a string may begin in it
         self._ends: list[int] = []  # for each character held, the tokens pushed when it is complete
-        # Where the earliest string is in `_held`, and the length of the shortest that begins there.
+        # The start of the earliest string in `_held`, and the length of the shortest one there.
         self._found: tuple[int, int] | None = None
 
     def feed(self, text: str, ends: Sequence[int]) -> str:
@@ -54,7 +54,7 @@ class StopSearch:
         begun = self._begun(end)
         if self._found is not None and begun == end:
             return self.close()
-        return self._give(begun)  # a longer string may have begun before the one that was found
+        return self._give(begun)  # a longer string may have begun before it
 
     def close(self) -> str:
         """End the text; return the text held back, up to the stop string if there is one."""
@@ -65,18 +65,18 @@ class StopSearch:
         return self._give(start)
 
     def _look(self, new: str) -> None:
-        """Find the earliest string that ends in `new`, the last that is held."""
+        """Find the earliest string that ends in `new`, the newest part of the held text."""
         for string in self._strings:
             if len(string) > len(self._held):
                 break
-            if string[-1] not in new:  # mostly; `find` reads all of a long string first
+            if string[-1] not in new:  # as a rule; `find` would read all of a long string first
                 continue
             start = self._held.find(string, max(0, len(self._held) - len(new) - len(string) + 1))
             if start >= 0 and (self._found is None or start < self._found[0]):
                 self._found = start, len(string)
 
     def _begun(self, end: int) -> int:
-        """Where the earliest string begins, before `end`, that may be under way; or else `end`."""
+        """Return the first place before `end` where an unfinished string may begin; else `end`."""
         for start, character in enumerate(self._held[:end]):
             if character in self._by_first:
                 tail = self._held[start:]

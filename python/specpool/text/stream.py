@@ -22,15 +22,15 @@ from specpool.text.stop_search import StopHit, StopSearch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Tokens that are decoded again before the new ones: they give those their right spaces, and hold
-#: a few characters even when all of them are bytes of broken ones.
+#: Old tokens that are decoded again in front of new ones, so that these get the right spaces. They
+#: hold a few characters even if all of them are bytes of broken characters.
 CONTEXT = 16
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 Kind = Literal["plain", "byte", "empty", "silent"]
 
-# What has been looked up of each tokenizer.
+# For each tokenizer, the kinds of the tokens that have been looked up.
 _KINDS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, Kind]] = WeakKeyDictionary()
 
 
@@ -62,9 +62,9 @@ class TextStream:
         self._stops = StopSearch(stop) if stop else None
         self._window: list[int] = []  # the last tokens, decoded again with each new one
         self._given_len = 0  # characters of the window's text that were taken
-        self._run: list[int] = []  # byte tokens that nothing has ended yet
-        self._run_ends: list[int] = []  # tokens pushed up to each of them
-        self._num_tokens = 0  # pushed
+        self._run: list[int] = []  # byte tokens of a run that has not ended
+        self._run_ends: list[int] = []  # for each of them, the tokens pushed up to it
+        self._num_tokens = 0  # pushed so far
         self._is_closed = False
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
@@ -91,13 +91,13 @@ class TextStream:
                 self._run_ends += ends
             elif kind != "silent":
                 parts.append(self._end_run())
-                if kind == "empty":  # one has to stay between two runs; more would add up
+                if kind == "empty":  # keep one between two runs, but only one
                     block, ends = block[-1:], ends[-1:]
                     if self._window[-1:] == block:
                         continue
                 if self._stops is None:
                     parts.append(self._take(block, []))
-                else:  # each character is to be of the token that completes it
+                else:  # each character counts to the token that completes it
                     parts += [self._take([t], [n]) for t, n in zip(block, ends, strict=True)]
         if last:
             self._is_closed = True
@@ -120,7 +120,7 @@ class TextStream:
         names = "".join(self._tokenizer.convert_ids_to_tokens(run))
         try:
             text = bytes.fromhex(names.replace("<0x", "").replace(">", "")).decode()
-        except UnicodeDecodeError:  # as many replacement characters as bytes
+        except UnicodeDecodeError:  # each byte becomes a replacement character
             return self._take(run, ends, whole=True)
         lens = itertools.accumulate(len(character.encode()) for character in text)
         return self._take(run, [ends[n - 1] for n in lens], whole=True)
@@ -136,11 +136,11 @@ class TextStream:
         """
         self._window += tokens
         text = self._decode(self._window)
-        # A decoder shows the beginning of a character as one replacement character.
+        # A decoder shows an incomplete character as one replacement character.
         held_len = 0 if whole or not text.endswith(REPLACEMENT) else 1
         new = text[self._given_len : len(text) - held_len]
         self._given_len = max(self._given_len, len(text) - held_len)
-        if len(self._window) >= 2 * CONTEXT:  # where it begins anew, it may cut a character
+        if len(self._window) >= 2 * CONTEXT:  # the shorter window may cut a character
             self._window = self._window[-CONTEXT:]
             self._given_len = len(self._decode(self._window)) - held_len
         if self._stops is None:
@@ -159,7 +159,7 @@ class TextStream:
         name: str | None = self._tokenizer.convert_ids_to_tokens([token])[0]
         text = self._decode([token])
         if name is None or (not text and self._decode([token], skip_special=False)):
-            return "silent"  # no token of the tokenizer, or a special one
+            return "silent"  # not in the vocabulary, or special
         if not name:
             return "empty"
         return "byte" if BYTE_TOKEN.fullmatch(name) and text != name else "plain"
