@@ -102,7 +102,7 @@ class FakeDevice:
         self._draft: list[dict[int, int]] = [{} for _ in groups]
         self._sequences: dict[int, _Sequence] = {}
         self._queue: list[_Copies | _Lane] = []
-        self._steps: dict[int, list[_Lane]] = {}  # Those that the ledger has in flight.
+        self._steps: dict[int, list[_Lane]] = {}  # The steps in flight.
         self._newest = 0
         self._skipped: set[int] = set()  # Steps before the newest that were not launched here.
         self._next_token = 1
@@ -220,7 +220,7 @@ class FakeDevice:
     def _was_launched(self, step: int) -> bool:
         """Return whether the ledger launched a completed step, and did not cancel it."""
         try:
-            self._ledger.complete(step)  # Without effect.
+            self._ledger.complete(step)  # No effect on such a step.
         except OrderError:
             return False
         return True
@@ -313,7 +313,7 @@ class FakeDevice:
         lo, hi, root = int(plan.lo[lane]), int(plan.hi[lane]), len(sequence.tokens)
         shape = self._shapes[int(plan.shapes[lane])]
         if sequence.failed:
-            root = lo + self._choose(hi - lo + 1)  # Garbage, clamped.
+            root = lo + self._choose(hi - lo + 1)  # Garbage, but in range.
         else:
             if not lo <= root <= hi:
                 raise DeviceFault(f"{_name(unit)}: the true root {root} is not in [{lo}, {hi}]")

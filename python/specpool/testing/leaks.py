@@ -13,7 +13,7 @@ import pytest
 
 from specpool import Ledger
 
-# Pages that a report names before it is cut.
+# The most pages that a report names.
 _MAX_PAGES = 8
 
 
@@ -106,7 +106,7 @@ def no_page_leaks() -> Iterator[MadeLedgers]:
     def record(self: Ledger, *args: Any, **kwargs: Any) -> None:
         made.append(self)
 
-    # `Ledger` has `__new__` alone, so its `__init__` is free to look on.
+    # `Ledger` defines only `__new__`, so `record` can take the place of `__init__`.
     outer = vars(Ledger).get("__init__")
     setattr(Ledger, "__init__", record)  # noqa: B010 - mypy cannot know
     try:

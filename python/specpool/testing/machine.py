@@ -40,9 +40,9 @@ class LedgerMachine(RuleBasedStateMachine):
     Subclass it, override `make_scheduler`, and let pytest collect `YourMachine.TestCase`.
     """
 
-    # Ledgers to run on; override to pin what the scheduler supports.
+    # The ledgers to run on; override it to fix the options that the scheduler needs.
     configs: ClassVar[st.SearchStrategy[LedgerConfig]] = ledger_configs()
-    # Turns of the loop in which it must come to rest once no request comes any more.
+    # The most turns of the loop between the last request and rest.
     max_turns: ClassVar[int] = 500
 
     def make_scheduler(self, ledger: Ledger, device: FakeDevice) -> Scheduler:
