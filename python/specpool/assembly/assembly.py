@@ -36,7 +36,7 @@ class Assembly:
     target: TargetModel
     drafter: Drafter | None
     config: EngineConfig
-    shape: Shape  # of a request that names none
+    shape: Shape  # for a request that names none
     max_context_len: int
     ledger: Ledger
     cache: KVCache
@@ -138,7 +138,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     if capture is not None and sizes:
         kinds = round_kinds(config, sizes, drafter, shape)
         captured = worker.capture(capture, ledger, kinds).sizes
-        if captured != sizes:  # whichever are left decide where a batch size belongs
+        if captured != sizes:  # only captured sizes decide a batch's range
             left = captured or None
             controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)
     return Assembly(
@@ -157,7 +157,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
 
 
 def _shape(config: EngineConfig, drafter: Drafter | None, controller: Controller | None) -> Shape:
-    """The shape of a request that names none."""
+    """Return the shape of a request that names none."""
     if config.shape is not None:
         return config.shape
     if controller is not None:

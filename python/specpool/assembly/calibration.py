@@ -20,8 +20,8 @@ _PASSES = 3
 # About the most seconds of all rounds. After that, a batch size gets two passes and no larger size
 # is measured; the controller estimates larger sizes from the smaller ones.
 _MOST_SECONDS = 4.0
-_WARM_UP, _TIMED = 1, 2  # rounds of a shape in a pass: those that do not count, those that do
-TOLD = 3  # the fastest rounds of a shape, which are reported to the controller
+_WARM_UP, _TIMED = 1, 2  # a shape's rounds in a pass that are ignored, and that count
+TOLD = 3  # the number of a shape's fastest rounds, which the controller gets
 _PROMPT_LEN = 32
 
 
@@ -33,7 +33,7 @@ class Tour:
         self.candidates = tuple(candidates)
         self.shape = self.candidates[0]
         self.size = 1  # lanes of the rounds that count
-        self.seconds: list[float] = []  # of those of `shape`, the oldest first
+        self.seconds: list[float] = []  # of these rounds of `shape`, the oldest first
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the candidate whose turn it is."""
@@ -82,7 +82,7 @@ def calibrate(
             while not tour.seconds and any(r.finish_reason is None for r in requests):
                 loop.turn()
             num_rows = scheduler.num_running
-            if num_rows == size:  # else the pages are too few for more
+            if num_rows == size:  # else there are too few pages
                 found: dict[Shape, list[float]] = {shape: [] for shape in tour.candidates}
                 for number in range(_PASSES):
                     if number > 1 and time.perf_counter() - started > _MOST_SECONDS:
@@ -92,7 +92,7 @@ def calibrate(
                         while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
                             loop.turn()
                         found[shape] += tour.seconds[_WARM_UP:]
-                for shape, seconds in found.items():  # whoever else is at work only adds to them
+                for shape, seconds in found.items():  # load only adds seconds
                     for least in sorted(seconds)[:TOLD]:
                         controller.on_round_seconds(shape, size, least)
             for request in requests:

@@ -64,8 +64,8 @@ def round_kinds(
         )
         found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
     found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
-    found[RoundKind(Shape.none(), False)] = list(sizes)  # whoever opts out
-    reads_tokens = drafter is not None and drafter.reads_tokens  # which only the host has
+    found[RoundKind(Shape.none(), False)] = list(sizes)  # for requests that opt out
+    reads_tokens = drafter is not None and drafter.reads_tokens  # which only the host knows
     return {
         kind: mine
         for kind, mine in found.items()

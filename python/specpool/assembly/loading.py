@@ -65,7 +65,7 @@ def load(
     if isinstance(target, str | PathLike):
         name = resolve(target) if isinstance(target, str) else target
         source = find_target(name, trust_remote_code=trust_remote_code)
-        load_config(source)  # what is wrong with the model comes before what is with its tokenizer
+        load_config(source)  # refuse a wrong model before a wrong tokenizer
         if tokenizer is None:
             tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
