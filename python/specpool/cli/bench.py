@@ -54,7 +54,7 @@ class Job:
 
 
 def generate(job: Job) -> None:
-    """Measure, then print.
+    """Measure all cases, then print the results.
 
     Raises:
         ConfigError: an option cannot work.
@@ -97,7 +97,7 @@ def generate(job: Job) -> None:
 
 
 def _checked(job: Job) -> tuple[Shape | None, list[str]]:
-    """The shape and the drafts of a job without fault; None = the engine's own shape."""
+    """Check a job; return its shape (None = the engine's own) and its drafts."""
     check_int("repeats", job.repeats, 1, 1 << 16)
     for tokens in job.num_tokens:
         check_int("tokens", tokens, 1, 1 << 20)

@@ -21,7 +21,7 @@ SEEDS = 1 << 32
 def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> bool:
     """Simulate, then print a table, and the first broken law with its shrunk scenario.
 
-    With `turns`, simulate sessions alone until so many turns have ended; else run for `rounds`.
+    With `turns`, simulate sessions until that many turns have ended; else run for `rounds`.
 
     Returns:
         Whether every law held.

@@ -61,12 +61,12 @@ def check_models(target: str, draft: str | None) -> None:
 
 
 def check_prompts(target: str, prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts that a target's folder says it cannot take, as its engine would.
+    """Refuse prompts that cannot work, as far as the files in the target's folder show.
 
-    A target on the hub, and whatever the folder does not say, is left to the engine.
+    The engine checks everything else, and all prompts of a target on the hub.
 
     Raises:
-        ConfigError: a token id beyond the vocabulary, or a chat without a chat template.
+        ConfigError: a token id is beyond the vocabulary, or a chat has no chat template.
     """
     folder = find_model(target)
     if folder is None:
@@ -94,7 +94,7 @@ def check_prompts(target: str, prompts: Sequence[Prompt]) -> None:
 
 
 def _may_have_template(folder: Path) -> bool:
-    """Whether a tokenizer's files hold a chat template, or do not say."""
+    """Return whether a tokenizer's files hold a chat template, or leave it open."""
     config = folder / "tokenizer_config.json"
     if not config.is_file() or any(folder.glob("*chat_template*")):
         return True

@@ -90,7 +90,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """How steps follow each other."""
+    """The order of steps, and the worker that runs them."""
 
     overlap_depth: o.OverlapDepth = 0
     worker: o.Worker = "auto"
@@ -138,7 +138,7 @@ def engine_options(*groups: Any, **options: Any) -> dict[str, Any]:
     """Return fields of `EngineConfig` from groups and single options, with texts parsed.
 
     Raises:
-        ConfigError: a text has another form.
+        ConfigError: a text cannot be parsed.
     """
     for group in groups:
         options |= asdict(group)

@@ -21,7 +21,7 @@ _OTHER_NAMES = {
     "kv_bytes": "memory",
 }
 
-#: A message about one of the prompts, which Python numbers from 0, and headings from 1.
+#: A message about one prompt. Python numbers prompts from 0, the headings of an output from 1.
 _PROMPT = re.compile(
     r"\A((?:the chat template refuses |(?:'\w+' of )?message \d+ of )?prompt )(\d+)"
 )

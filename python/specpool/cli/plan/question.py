@@ -1,4 +1,4 @@
-"""What `specpool plan` can be asked: its options, and the question that they make."""
+"""`Question`: the options of `specpool plan`."""
 
 from __future__ import annotations
 
