@@ -43,7 +43,7 @@ def plain(
     size: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the target: tiny (the shipped one), or a random Llama of 25m or 125m "
+            help="Size of the target: tiny (the shipped one), or a random Llama of 25m or 125m "
             "parameters; may be repeated. [default: tiny and 25m]"
         ),
     ] = None,
@@ -85,23 +85,23 @@ def plain(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Of `reserve --trace` alone; None = its own default."""
+    """The options that only `reserve --trace` takes; None = the default of `trace`."""
 
     memory: Annotated[
         str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
     ] = None
     prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None
     output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None
-    requests: Annotated[int | None, typer.Option(help="How many. [default: 512]")] = None
+    requests: Annotated[int | None, typer.Option(help="Requests. [default: 512]")] = None
     accept_rate: Annotated[
         float | None,
-        typer.Option(help="Probability that a draft is right, if those before are. [default: 0.7]"),
+        typer.Option(help="Probability that a draft is right if those before are. [default: 0.7]"),
     ] = None
     headroom: Annotated[
         int | None,
         typer.Option(help=f"Tokens of growth that admission asks for. [default: {HEADROOM}]"),
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Of the trace. [default: 0]")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of the trace. [default: 0]")] = None
 
 
 @app.command("reserve")
@@ -117,8 +117,8 @@ def reserve(
         bool,
         typer.Option(
             "--trace",
-            help="Serve a trace of requests instead, SGLang's way and ours, on the same bytes of a "
-            "simulated device: how many run at once. It has the options that follow.",
+            help="Count instead how many requests of a trace run at once, SGLang's way and ours, "
+            "on the same bytes of a simulated device. It takes the options --memory to --seed too.",
         ),
     ] = False,
     of_trace: TraceOptions,
@@ -179,7 +179,7 @@ def ledger(
 def windows(
     family: Annotated[
         list[str] | None,
-        typer.Option(help="Of models with sliding layers. [default: all four]"),
+        typer.Option(help="Family of models with sliding layers. [default: all four]"),
     ] = None,
     window: Annotated[int, typer.Option(help="Positions that a sliding layer sees.")] = 64,
     batch: Annotated[int, typer.Option(help="Rows that run at once.")] = 4,
@@ -249,7 +249,7 @@ def host(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """A request comes back from the host, beside prefilling it again."""
+    """Time to bring a request back from the host, beside prefilling it again."""
     from benches.host import host as run
 
     run(
@@ -306,9 +306,9 @@ def adaptive(
         list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
     ] = None,
     rounds: Annotated[
-        int, typer.Option(help="Of each phase of the simulated text; 0 = no simulation.")
+        int, typer.Option(help="Rounds of each phase of the simulated text; 0 = no simulation.")
     ] = 1000,
-    tokens: Annotated[int, typer.Option(help="Of each text that the shipped pair writes.")] = 160,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text by the shipped pair.")] = 160,
     repeats: Annotated[
         int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
     ] = 9,
