@@ -123,6 +123,6 @@ class HoleyBranches:
         pages = kernels.branch_pages(
             *self._where, num_steps=num_steps, topk=topk, step=step, hi=lanes.seq_lens.hi
         )
-        # B lanes of rows for B * K branches: nobody reads the rows, because the pages are given.
+        # B lanes of rows for B * K branches: the rows are not read, because the pages are given.
         branches = Lanes(lanes.rows, lanes.seq_lens.ahead(step).repeat(topk), 1)
         return paged_view(self._cache, self._group, pages, branches, self._slots[:, :, step])

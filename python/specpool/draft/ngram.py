@@ -23,7 +23,7 @@ from specpool.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 
 #: The most earlier occurrences that a tree takes, per length of the n-gram.
 MAX_OCCURRENCES = 16
-#: An index that was not used in so many turns is dropped. A turn begins with each `propose`, and
+#: An index that was not used in this many turns is dropped. A turn begins with each `propose`, and
 #: when the same text is looked at a second time in a turn.
 KEPT_CALLS = 16
 #: Tokens at the end of an index that are compared before it is used again.

@@ -111,7 +111,7 @@ class EngineCore:
         return request.request_id
 
     def take_back(self, request: Request) -> None:
-        """Forget a request whose caller never got its number, however far its submit came."""
+        """Forget a request whose caller never got its number, wherever its `submit` stopped."""
         with self.lock:
             with self.loop.recovering():
                 self.scheduler.abort(request)
@@ -141,7 +141,7 @@ class EngineCore:
                 if submitted is not None:
                     self._tell(number, submitted)
                     if number in self._submitted and submitted.request.finish_reason is not None:
-                        continue  # its own `on_item` has ended it: its output comes next turn
+                        continue  # its own `on_item` ended it: the next turn gives its output
                 self._mailbox.pop(number, None)  # last: if `_tell` raises, the next turn retries
             return bool(self.scheduler.has_requests or self.loop.num_flying or self._submitted)
 

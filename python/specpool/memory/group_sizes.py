@@ -335,7 +335,7 @@ def _without_pages(
 
 
 def _with_pages(sizes: GroupSizes, num_pages: int) -> GroupSizes:
-    """Give every group so many pages; a window group at most what all rows keep of a window."""
+    """Give each group `num_pages` pages, but a window group at most all rows' window pages."""
     sized = sizes.with_rows(1, sizes.num_rows + sizes.max_sessions)
     groups = []
     for group in sized.groups:

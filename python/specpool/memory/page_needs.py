@@ -20,7 +20,7 @@ class PageNeeds:
     The core computes each entry (`Ledger.pages_needed`), once per shape and number of tokens.
 
     Attributes:
-        num_pages: int64 [num_groups], pages of each group in all: an empty pool's.
+        num_pages: int64 [num_groups], all pages of each group.
     """
 
     def __init__(

@@ -25,14 +25,14 @@ class Pass:
         requests: one per lane; empty for the lanes of a graph.
         lanes: the lanes of the tokens.
         tokens: int64 [T].
-        positions: int64 [T], of each, none beyond the context's end.
-        views: by group; none where the target keeps a state, which reads lanes by width.
+        positions: int64 [T], the tokens' positions, all within the context.
+        views: a view for each group; empty if the target keeps a state, which reads lanes by width.
         logits_at: int64 [n], tokens whose logits are wanted; None = all.
-        wants_features: a drafter reads what the captured layers had for inputs.
-        is_round: its lanes keep some of their tokens: `follow_up` calls `Forward.keep`.
-        follow_up: takes what the forward gave these tokens; yields what the host is to know, once,
-            and goes on with what only later steps need.
-        done: as `PendingStep` has it.
+        wants_features: whether a drafter reads the inputs of the captured layers.
+        is_round: whether lanes keep only some of their tokens, by `Forward.keep` in `follow_up`.
+        follow_up: takes the forward's results for these tokens; yields the host's outcome, once,
+            and then does the work that only later steps need.
+        done: see `PendingStep`.
     """
 
     requests: Sequence[Request]

@@ -2,7 +2,7 @@
 
 Recurrent layers mix the tokens of a sequence, so lanes of one width share a forward. A round starts
 from the saved state and does not change it. After verify, the accepted tokens are run again from
-the saved state, unless the round itself has computed the state after exactly so many tokens.
+the saved state, unless the round itself has computed the state after exactly those tokens.
 """
 
 from __future__ import annotations

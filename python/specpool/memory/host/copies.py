@@ -94,7 +94,7 @@ class HostMemory:
         self._watch(self.back, moves, start)
 
     def seconds(self, num_pages: Sequence[int]) -> float:
-        """Estimate the seconds to copy so many pages of each group to the host and back."""
+        """Estimate the seconds to copy `num_pages` of each group to the host and back."""
         num_bytes = self._num_bytes(num_pages)
         return self.out.seconds(num_bytes) + self.back.seconds(num_bytes)
 

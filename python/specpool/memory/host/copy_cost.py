@@ -9,10 +9,10 @@ _NUM_RATIOS = 9
 
 
 class CopyCost:
-    """Seconds of a copy: a fixed part and one for each byte, corrected by what copies took.
+    """The estimated seconds of a copy: a line in its bytes, corrected by the latest copies.
 
     Attributes:
-        ratios: what the latest copies took, over what the line says.
+        ratios: measured seconds over those of the line, for each of the latest copies.
     """
 
     def __init__(self, small: tuple[int, float], large: tuple[int, float]) -> None:
@@ -24,11 +24,11 @@ class CopyCost:
 
     def seconds(self, num_bytes: int) -> float:
         """Estimate the seconds of a copy of `num_bytes`."""
-        # The median: one stall is no trend.
+        # The median ignores a single stall.
         return self._of_line(num_bytes) * statistics.median(self.ratios)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Update the estimate: a copy of `num_bytes` took `seconds`."""
+        """Correct the estimate by a copy of `num_bytes` that took `seconds`."""
         expected = self._of_line(num_bytes)
         if expected > 0:
             self.ratios.append(seconds / expected)

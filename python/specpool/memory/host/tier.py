@@ -42,7 +42,7 @@ class Copies(Protocol):
         """Copy host pages to pages of the device."""
 
     def seconds(self, num_pages: Sequence[int]) -> float:
-        """Estimate the seconds to copy so many pages of each group to the host and back."""
+        """Estimate the seconds to copy `num_pages` of each group to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -381,7 +381,7 @@ class HostTier:
         return max(starts)
 
     def _fits(self, num_pages: Sequence[int]) -> bool:
-        """Return whether every group has so many free host pages."""
+        """Return whether every group has `num_pages` free host pages."""
         return all(n <= g.num_free for n, g in zip(num_pages, self._pages, strict=True))
 
     def _moves(self, handle: Handle, row: int, start: int, end: int) -> Moves:

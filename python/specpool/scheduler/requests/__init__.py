@@ -1,1 +1,1 @@
-"""Requests, and what is known of each while it waits and while it runs."""
+"""Requests, their queue, their latencies, and the conversations that they belong to."""

@@ -1,1 +1,1 @@
-"""Who holds rows of the ledger: requests that run, and conversations between their turns."""
+"""The holders of the ledger's rows: running requests, and conversations between turns."""

@@ -42,10 +42,10 @@ class RoundKind:
 
 
 class LaneBuffer:
-    """The lanes of the round to come, on the device: one for all graphs, of the greatest batch.
+    """The lanes of the next round on the device, in one buffer of the largest batch for all graphs.
 
     Attributes:
-        cells: int32 [3, most], rows, lo and hi of each lane.
+        cells: int32 [3, most], each lane's row, lo and hi.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
