@@ -14,7 +14,7 @@ NumCorrectDrafts = Sequence[int] | npt.NDArray[np.int32]
 
 
 class Controller(Protocol):
-    """Chooses the shape of each decode round. Batch sizes count decoding rows only."""
+    """The object that chooses each decode round's shape. Batch sizes count decoding rows only."""
 
     candidates: tuple[Shape, ...]
     """Every shape that it may choose, without duplicates."""

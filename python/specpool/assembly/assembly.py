@@ -195,7 +195,7 @@ def _context_len(config: EngineConfig, target: TargetModel) -> int:
 def _cache(
     pools: Pools, layers: Sequence[LayerKV], target: TargetModel, attend_with: Attend | None
 ) -> KVCache:
-    """The KV buffers of all layers, where the target is."""
+    """Build the KV buffers of all layers on the target's device."""
     return KVCache(
         pools.ledger,
         layers,

@@ -37,7 +37,7 @@ Verdict = Literal["identical", "rounding", "fault"]
 ROUNDINGS_PER_LAYER = 16
 #: Standard deviations of the difference of two runs that count as rounding.
 DEVIATIONS = 4.0
-# Positions whose logits are held at once.
+# The most positions whose logits are in memory at the same time.
 _BLOCK = 256
 # The most sizes of the set kept by top-p that are tried.
 _MOST_CUTS = 64
@@ -64,7 +64,7 @@ class TokenGap:
 
     @property
     def is_rounding(self) -> bool:
-        """Return whether rounding explains the token."""
+        """Whether rounding explains the token."""
         return self.gap <= self.noise
 
 
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Return whether the texts are identical or differ by rounding alone."""
+        """Whether the texts are identical or differ by rounding alone."""
         return self.verdict != "fault"
 
     def __str__(self) -> str:

@@ -48,8 +48,8 @@ class Report:
         self._request, self._tokenizer = request, tokenizer
         self._text = TextStream(tokenizer, request.params.stop)
         self._num_told = 0  # tokens of the output
-        self._num_forwards = 0  # whose flags have been taken
-        self._flags: deque[bool] = deque()  # of their tokens that have not been told
+        self._num_forwards = 0  # forwards whose flags were added to `_flags`
+        self._flags: deque[bool] = deque()  # for tokens that have not been told
         self._is_done = False
 
     def news(self) -> Iterator[Chunk | RequestOutput]:

@@ -90,7 +90,7 @@ class SessionStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine holds now, and its counters since it was built.
+    """The current contents of an engine, and its counters since it was built.
 
     Attributes:
         groups: the pages of each group.

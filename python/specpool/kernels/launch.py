@@ -30,7 +30,7 @@ static shared memory."""
 
 
 class Backend(Protocol):
-    """Runs kernels on tensors of one kind of device."""
+    """The part that runs kernels on tensors of one kind of device."""
 
     def launch(
         self,

@@ -60,7 +60,7 @@ class BusyFinding:
     well_at: int
 
     def __str__(self) -> str:
-        """The report, in one line."""
+        """Return the report in one line."""
         page = ""
         if self.state is not None:
             page = (
@@ -259,7 +259,7 @@ class BusyCheck:
             return None
         return [self._ledger.full_table(g) for g in range(len(self._groups))]
 
-    # --- whom it concerns -----------------------------------------------------------------------
+    # --- the rows of a fault --------------------------------------------------------------------
 
     def _is_known(self, fault: _Fault) -> bool:
         """Return whether the fault is about a row that is out of use already."""

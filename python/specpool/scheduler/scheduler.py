@@ -101,7 +101,7 @@ class Scheduler:
         )
         self._prefills = Prefills(ledger, config, running, self.handles, self._room, self._ends)
 
-    # --- what comes in --------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request; `fits` must be true for it.
@@ -378,7 +378,7 @@ class Scheduler:
             request.row = 0
         self.handles.recover(self._owners())
 
-    # --- how it is done -------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------
 
     def _pin(self, request: Request) -> None:
         """Pin the text of a request that has computed its KV, and end the request."""

@@ -25,7 +25,7 @@ Moves = Sequence[tuple[npt.NDArray[np.int32], Pages]]
 
 
 class Copies(Protocol):
-    """Copies pages to the host and back, in the order of the forwards.
+    """The part that copies pages to the host and back, in the order of the forwards.
 
     Attributes:
         num_pages: host pages of each group.
@@ -81,7 +81,7 @@ class HostPoolStats:
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """What a host tier holds now, and its counters.
+    """The current contents of a host tier, and its counters.
 
     Attributes:
         groups: the host pages of each group.
@@ -355,7 +355,7 @@ class HostTier:
         for handle in self.handles:
             self.drop(handle)
 
-    # --- how it is done -------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------
 
     def _held_pages(self, group: int) -> dict[int, Pages]:
         """Return handle number -> its pages of a group."""

@@ -33,7 +33,7 @@ class Recording:
 
 
 class Capture(Protocol):
-    """Captures work of one device. All its recordings share one memory pool."""
+    """The part that captures work on one device. Its recordings share one memory pool."""
 
     def warm_up(self, work: Work) -> None:
         """Run the work, so that nothing is compiled, loaded or first allocated in a capture."""
