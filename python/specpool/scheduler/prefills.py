@@ -59,7 +59,7 @@ class Prefills:
         for request in self._running.prefilling.values():
             # A request with siblings waits before its last token until they have been forked.
             left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if request.wants_pin and self._has_windows and left > 1:  # then only windows are held
+            if request.wants_pin and self._has_windows and left > 1:  # so only windows stay held
                 left -= 1
             if (
                 request.handle is None

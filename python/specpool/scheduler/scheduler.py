@@ -340,7 +340,7 @@ class Scheduler:
         """
         plan = step.plan
         for request, lives in zip(step.requests, self.rows.alive(plan).tolist(), strict=True):
-            if lives and step.handles is None:  # the lanes of a reload are prefilled
+            if lives and step.handles is None:  # a reload's lanes are prefilled instead
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
                 self._ends.end(request, "error")

@@ -293,7 +293,7 @@ class SimDevice:
         for g, group in enumerate(self._groups):
             P, end, begin = group.page_size, ends[g], np.zeros_like(starts)
             window = self._windows[g]
-            if window is not None:  # the first query sees no more
+            if window is not None:  # the first query reads no more
                 begin = np.maximum(starts - window + 1, 0)
             ranges = zip(chosen.tolist(), begin.tolist(), keeps.tolist(), strict=True)
             known = np.concatenate([forward.texts[lane].words[a:b] for lane, a, b in ranges])

@@ -310,7 +310,7 @@ class Laws:
             return
         if reason in watch.may_end and num_tokens <= watch.arrival.most_tokens:
             return
-        if watch.arrival.is_pin and request.error == "interrupted":  # amid the pinning
+        if watch.arrival.is_pin and request.error == "interrupted":  # during its pin
             return
         if watch.arrival.is_pin and not self._fills_pages(watch.arrival) and reason == "error":
             return

@@ -87,7 +87,7 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
             session_pages=talks.choice([None, None, 0, 8]),
         )
         arrivals = _talk(talks, arrivals)
-    # No pins beside a window: the engine, not the scheduler, cuts those to whole pages.
+    # No pins beside a window: the engine, not the scheduler, cuts a pin to whole pages.
     if talks.random() < 0.4 and not any(arrival.is_pin for arrival in arrivals):
         settings = _slide(talks, settings)
     if talks.random() < 0.4:

@@ -57,7 +57,7 @@ class Talks:
         for arrival in arrivals:
             talk = self._talks.setdefault(arrival.session, Talk(deque(), arrival.turn))
             talk.to_come.append(arrival)
-        self._before: dict[int, tuple[int, int]] = {}  # session -> drops so far, tokens with KV
+        self._before: dict[int, tuple[int, int]] = {}  # by session: drops so far, tokens with KV
 
     @property
     def is_over(self) -> bool:

@@ -70,7 +70,7 @@ class _Process:
             process.stdin.write(line + "\n")
             process.stdin.flush()
             return json.loads(process.stdout.readline())
-        except (OSError, ValueError) as error:  # the process is gone, perhaps amid a line
+        except (OSError, ValueError) as error:  # the process is gone, perhaps within a line
             self._end()
             told = "the process that renders it ended"
             if late.is_set():

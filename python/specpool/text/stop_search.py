@@ -54,7 +54,7 @@ class StopSearch:
         begun = self._begun(end)
         if self._found is not None and begun == end:
             return self.close()
-        return self._give(begun)  # a longer string may have begun before it
+        return self._give(begun)  # a longer string may have begun before `_found`
 
     def close(self) -> str:
         """End the text; return the text held back, up to the stop string if there is one."""
