@@ -402,7 +402,7 @@ def adaptive(
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, then print.
+    """Measure, and print the results.
 
     Raises:
         ConfigError: an option cannot work.

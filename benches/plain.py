@@ -33,7 +33,7 @@ def plain(
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, then print.
+    """Measure, and print the results.
 
     Raises:
         ConfigError: an option cannot work.

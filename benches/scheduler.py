@@ -134,7 +134,7 @@ def scheduler(
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, then print.
+    """Measure, and print the results.
 
     Raises:
         ConfigError: an option cannot work.

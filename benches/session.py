@@ -87,7 +87,7 @@ def session(
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, then print.
+    """Measure, and print the results.
 
     Raises:
         ConfigError: an option cannot work.

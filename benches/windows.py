@@ -80,7 +80,7 @@ def windows(
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, then print.
+    """Measure, and print the results.
 
     Raises:
         ConfigError: an option cannot work.
