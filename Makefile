@@ -29,9 +29,9 @@ $(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(CORE)
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[hf]'
 	@touch $@
 
-# The same, and the tests' dependencies.
+# The same, and the tests' dependencies. Dozens of tests start a Python of their own: compiled packages halve its start.
 $(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(CORE)
-	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
 
 run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair

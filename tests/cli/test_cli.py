@@ -30,6 +30,7 @@ def test_generate_with_nothing_else_given(capsys):
     assert "yes" in proof
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -234,6 +235,7 @@ def test_a_terminal_without_unicode_gets_what_it_can_show():
     assert b"identical to plain decoding" in run.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("args", "stdin"), [(["-p", b"ab\xff"], b""), (["--prompt-file", "-"], b"ab\xff")]
 )

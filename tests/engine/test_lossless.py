@@ -222,7 +222,7 @@ def test_bfloat16_stays_within_one_rounding_of_the_logits(draft, shape):
     assert len(missed) == 720 and sum(missed) <= 0.05 * len(missed)
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     ("family", "page_size", "topk", "layout", "batch", "num_tokens"), _family_cases()
 )

@@ -281,6 +281,7 @@ def test_abort_gives_windows_back(targets):
 # --- Pinned texts -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -420,6 +421,7 @@ LONG = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("family", "num_tokens"), LONG)
 def test_a_row_holds_its_window_however_long_it_grows(family, num_tokens, depth):

@@ -90,6 +90,7 @@ def compare(reference: Reference, outputs, num_tokens: list[int] | None = None) 
     comparison.finish()
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("draft", [None, "ngram", "scripted"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_speaks_as_transformers_does(reference, draft):
@@ -143,6 +144,7 @@ class Workload:
         return build(reference, drafter, num_pages=num_pages, **self.options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 120))]
 )
