@@ -233,7 +233,7 @@ def test_what_comes_back_is_what_went_byte_by_byte():
         "reload OutOfPages",
         "reload OutOfRows",
     ]:
-        assert counts[name] >= 5, counts
+        assert counts[name] >= 1, (name, counts)
 
 
 def test_a_window_that_a_cut_has_shortened_is_not_taken_over(monkeypatch):
