@@ -54,6 +54,7 @@ def staggered(engine: Engine, params: SamplingParams):
     return [outputs[number] for number in numbers]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_mixed_forwards_speak_as_plain_decoding(case, depth, reference, monkeypatch):
