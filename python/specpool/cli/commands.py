@@ -227,7 +227,7 @@ def sim(
     ] = 2,
     turns: Annotated[
         float | None,
-        typer.Option(help="Run sessions alone until so many turns have ended, such as 1e5."),
+        typer.Option(help="Run sessions alone until this many turns have ended, such as 1e5."),
     ] = None,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""

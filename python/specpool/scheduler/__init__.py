@@ -1,1 +1,1 @@
-"""Decide who runs next: waiting, running and retracted requests, sessions between turns."""
+"""Decides which requests run next: waiting, running, retracted, and sessions between turns."""
