@@ -62,6 +62,15 @@ def test_close_says_what_was_not_given_back_and_ends():
         engine.generate([[1]])
 
 
+def test_an_engine_on_a_closed_model_is_refused_at_once():
+    """`close` closes the engine's model too, so a second engine needs a model of its own."""
+    target = TargetModel.from_pretrained(resolve("specpool/tiny"))
+    config = EngineConfig(max_context_len=64, page_size=4)
+    Engine(target, config=config).close()
+    with pytest.raises(ConfigError, match="the target model has been closed: load it again"):
+        Engine(target, config=config)
+
+
 def test_an_abort_that_is_refused_takes_the_row_out_of_use():
     """The other rows go on, and `close` has nothing left to report."""
     engine, numbers, told = corrupted()

@@ -99,6 +99,8 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     Raises:
         ConfigError: the configuration, the models and the memory do not fit together.
     """
+    if target.closed:
+        raise ConfigError("the target model has been closed: load it again")
     attention, capture = back_end(config.attention), capture_on(target.device)
     sizes = graph_sizes(
         config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
