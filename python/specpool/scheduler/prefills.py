@@ -41,6 +41,8 @@ class Prefills:
 
     def reload(self) -> Step | None:
         """Prepare the next chunks that come back from the host, as many as pages allow."""
+        if not self._running.prefilling:
+            return None
         chosen, ends, writes_draft = self._handles.reloads(
             self._running.prefilling.values(), self._ledger.max_batch
         )
