@@ -66,7 +66,8 @@ lint: $(VENV)/.dev ## run rustfmt, clippy, ruff, the check of imports between fo
 	$(BIN)/python -m mypy.stubtest specpool._core
 
 # The laws of the core, of the kernels' twins and of the house: no model, no compiler.
-CHECKED := tests/core tests/scenarios tests/kernels tests/project/test_house.py tests/docs/test_architecture.py
+CHECKED := tests/core $(filter-out %scheduler.py,$(wildcard tests/scenarios/test_scenarios_*.py)) tests/kernels \
+	tests/scenarios/test_guards.py tests/project/test_house.py tests/docs/test_architecture.py
 check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the core's laws (under a minute)
 	cargo fmt --all --check
 	$(BIN)/ruff format --check --quiet python tests examples benches fuzz docs
@@ -74,7 +75,7 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	cargo test --quiet -p specpool-core --lib
-	$(BIN)/pytest -m "not full" -k "not nvrtc and not agrees_with_the_oracle" -n 2 -q $(CHECKED)
+	$(BIN)/pytest -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -n 2 -q $(CHECKED)
 
 test: $(VENV)/.dev ## install if needed, and run the tests (8 minutes on two quiet cores)
 	cargo test --quiet
