@@ -92,7 +92,7 @@ test-full: $(VENV)/.dev ## run the tests and the whole losslessness grid
 # Python: what the tests run of the package. Rust: what the core's own tests run of the core.
 coverage: $(VENV)/.dev ## print which lines of Python and Rust the tests run (half an hour; cargo install cargo-tarpaulin first)
 	$(BIN)/pytest -m "not full" -n 2 -q --cov=specpool --cov-report=term:skip-covered
-	cargo tarpaulin --packages specpool-core --lib --tests --include-files 'rust/specpool-core/src/*' \
+	cargo tarpaulin --engine llvm --packages specpool-core --lib --tests --include-files 'rust/specpool-core/src/*' \
 	--target-dir target/coverage --skip-clean --timeout 600 --out Stdout
 
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
