@@ -76,20 +76,20 @@ def on_gpu(array):
 
 
 class FakeCupy(types.ModuleType):
-    """Enough of CuPy to see what would be launched, where and how often it was built."""
+    """Enough of CuPy 14.0.0 to see what would be launched, where and how often it was built.
+
+    Like that version, it has no `Stream.from_external`.
+    """
 
     __version__ = "14.0.0"
 
     def __init__(self, error=None):
         super().__init__("cupy")
         self.built, self.launched, self.entered, self.error = [], [], [], error
-        self.cuda = types.SimpleNamespace(Device=self._device, Stream=self)
+        self.cuda = types.SimpleNamespace(Device=self.on)
 
-    def _device(self, index):
+    def on(self, index):
         return self._entry(("device", index))
-
-    def from_external(self, stream):
-        return self._entry(("stream", stream))
 
     def _entry(self, what):
         cupy = self
@@ -110,8 +110,9 @@ class FakeCupy(types.ModuleType):
         return types.SimpleNamespace(get_function=self._function)
 
     def _function(self, name):
-        def kernel(grid, block, args, *, shared_mem):
-            self.launched.append((name, grid, block, args, shared_mem, list(self.entered)))
+        def kernel(grid, block, args, *, shared_mem, stream):
+            where = (*self.entered, ("stream", stream.ptr))
+            self.launched.append((name, grid, block, args, shared_mem, where))
 
         kernel.num_regs = 32
         return kernel
@@ -122,10 +123,15 @@ def gpu(monkeypatch):
     """A torch with a GPU, as far as the seam looks."""
     monkeypatch.setattr(launch, "_cuda", launch.CudaBackend())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"torch's on {device}")
+
+    def current_stream(device):  # torch 2.9: no `__cuda_stream__`
+        return types.SimpleNamespace(cuda_stream=0x5EA1 + device.index)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
 
     def install(cupy):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: cupy.on(device.index))
         return cupy
 
     return install
@@ -145,7 +151,7 @@ def test_cupy_gets_addresses_and_typed_scalars_on_torchs_stream(gpu):
     name, grid, block, args, shared, entered = cupy.launched[1]
     assert (name, grid, block, shared) == ("slots_at_kernel", (3,), (256,), 16)
     assert [type(arg) for arg in args] == [int, np.int32, int, int] and args[2] == 0
-    assert entered == [("device", 1), ("stream", "torch's on cuda:1")]
+    assert entered == (("device", 1), ("stream", 0x5EA2))
     slots(0)
     assert len(cupy.launched) == 2
 

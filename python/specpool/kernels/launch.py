@@ -12,6 +12,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -146,10 +147,19 @@ class CudaBackend:
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         kernel = self.kernels(device)[entry]
         packed = tuple(_packed(arg) for arg in args)
-        cupy = _cupy()
-        stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
-        with cupy.cuda.Device(device.index), stream:
-            kernel(grid, block, packed, shared_mem=shared_mem)
+        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        with torch.cuda.device(device):
+            kernel(grid, block, packed, shared_mem=shared_mem, stream=stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The part of a CuPy stream that a launch reads.
+
+    CuPy 14.0 cannot wrap a stream of torch, and torch 2.9 cannot hand one over.
+    """
+
+    ptr: int
 
 
 _cuda = CudaBackend()
