@@ -385,43 +385,74 @@ def test_graphs_that_are_asked_for_in_vain():
 
 
 class FakeCuda:
-    """Record the calls of `torch.cuda`, in order."""
+    """Record the calls of `torch.cuda`, in order, with the states that torch's binary keeps.
+
+    A capture that became invalid ends with an error, and its pool stays open: each later capture to
+    that pool is refused until `_cuda_endAllocateToPool`.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.into: list[tuple[Any, Any]] = []
+        self.is_invalid = False
+        self.streams: list[Any] = []  # current ones, the innermost last
+        self._open: list[Any] = []  # pools
         self._num_graphs = 0
 
-    def Stream(self, device: Any) -> Any:  # noqa: N802 - torch's name
+    def Stream(self, device: Any = None) -> Any:  # noqa: N802 - torch's name
         return SimpleNamespace(wait_stream=lambda other: self.calls.append("side after current"))
 
     def CUDAGraph(self) -> Any:  # noqa: N802
         self._num_graphs += 1
         name = f"graph {self._num_graphs}"
-        return SimpleNamespace(name=name, replay=lambda: self.calls.append(f"replay {name}"))
 
-    @contextlib.contextmanager
-    def graph(self, graph: Any, *, pool: Any, stream: Any) -> Iterator[None]:
-        self.into.append((id(pool), id(stream)))
-        self.calls.append(f"begin {graph.name}")
-        yield
-        self.calls.append(f"end {graph.name}")
+        def capture_begin(pool: Any, capture_error_mode: str = "global") -> None:
+            if pool in self._open:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            self._open.append(pool)
+            self.into.append((pool, self.streams[-1]))
+            self.calls.append(f"begin {name}")
 
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        self.calls.append("on the side")
-        yield
-        self.calls.append("back")
+        def capture_end() -> None:
+            if self.streams[-1] is not self.into[-1][1]:
+                raise RuntimeError("Capture must end on the same stream it began on.")
+            if self.is_invalid:
+                raise RuntimeError("CUDA error: operation failed due to a previous error")
+            self._open.remove(self.into[-1][0])
+            self.calls.append(f"end {name}")
+
+        return SimpleNamespace(
+            capture_begin=capture_begin,
+            capture_end=capture_end,
+            replay=lambda: self.calls.append(f"replay {name}"),
+        )
+
+    def stream(self, stream: Any) -> Any:
+        @contextlib.contextmanager
+        def current() -> Iterator[None]:
+            self.streams.append(stream)
+            try:
+                yield
+            finally:
+                self.streams.pop()
+
+        return current()
+
+    def close(self, index: int, pool: Any) -> None:
+        assert index == 0
+        self._open.remove(pool)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("Stream", "CUDAGraph", "graph", "stream"):
+        for name in ("Stream", "CUDAGraph", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         current = SimpleNamespace(wait_stream=lambda other: self.calls.append("current after side"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append("wait"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: self.calls.append("wait"))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.close, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *at: None, raising=False)
 
 
 def test_what_torch_is_asked_to_capture(monkeypatch):
@@ -432,24 +463,55 @@ def test_what_torch_is_asked_to_capture(monkeypatch):
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
 
     def work() -> Iterator[Outcome]:
-        cuda.calls.append("decides")
+        cuda.calls.append(f"decides on {len(cuda.streams)}")
         yield outcome
         cuda.calls.append("follows")
 
     capture.warm_up(work)
-    on_the_side = ["on the side", "decides", "follows", "back"]
+    on_the_side = ["decides on 1", "follows"]
     assert cuda.calls == ["side after current", *on_the_side, "current after side"]
     cuda.calls.clear()
     recording = capture.record(work, follows=True)
-    one, two = ["begin graph 1", "decides", "end graph 1"], ["begin graph 2", "follows"]
-    assert cuda.calls == [*one, *two, "end graph 2"]
+    one, two = ["begin graph 1", "decides on 1", "end graph 1"], ["begin graph 2", "follows"]
+    assert cuda.calls == ["wait", "empty", *one, "wait", "empty", *two, "end graph 2"]
     cuda.calls.clear()
     recording.decide(), recording.follow()
     assert cuda.calls == ["replay graph 1", "replay graph 2"] and recording.outcome is outcome
     plain = capture.record(lambda: iter([outcome]), follows=False)
-    assert plain.follow is None and len({*cuda.into}) == 1 and len(cuda.into) == 3
+    assert plain.follow is None and len(cuda.into) == 3
+    assert len({(id(pool), id(stream)) for pool, stream in cuda.into}) == 1
     cuda.calls.clear()
     assert capture.used_bytes() == 700 and cuda.calls == ["wait", "empty"]
+
+
+@pytest.mark.parametrize("where", ["in the work", "at the end", "after the outcome"])
+def test_a_capture_that_fails_harms_no_later_one(where, monkeypatch):
+    """In torch's own `graph` the pool stays open and the capture's stream current."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    capture = CudaCapture(torch.device("cuda", 0))
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+
+    def work(fault: str = "") -> Iterator[Outcome]:
+        cuda.is_invalid = fault in ("in the work", "at the end")
+        if fault == "in the work":
+            raise ValueError("a wait")
+        yield outcome
+        cuda.is_invalid = fault != ""
+        if fault == "after the outcome":
+            raise ValueError("a wait")
+
+    for _ in range(2):
+        expected = "previous error" if where == "at the end" else "a wait"
+        with pytest.raises((RuntimeError, ValueError), match=expected):
+            capture.record(lambda: work(where), follows=True)
+        assert not cuda.streams
+        cuda.is_invalid = False
+        cuda.calls.clear()
+        capture.record(work, follows=True)
+        assert [call[:3] for call in cuda.calls if call[-1].isdigit()] == ["beg", "end"] * 2
+    pools = [id(pool) for pool, _ in cuda.into]
+    assert pools[-1] == pools[-2]  # good graphs share one again
 
 
 def test_graphs_leave_some_memory_alone(monkeypatch):

@@ -46,7 +46,11 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """A `Capture` by `torch.cuda.graph`, on its own stream and with one memory pool."""
+    """A `Capture` by `torch.cuda.CUDAGraph`, on its own stream and with one memory pool.
+
+    `torch.cuda.graph` is not used: if a capture fails, it leaves the pool open and its stream
+    current, and every later capture fails too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Capture work on `device`."""
@@ -92,8 +96,45 @@ class CudaCapture:
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
 
-    def _into(self, graph: Any) -> Any:
-        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+    @contextlib.contextmanager
+    def _into(self, graph: Any) -> Iterator[None]:
+        """Capture the block's work as `graph`; a capture that fails does not harm later ones."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # leaves the graph as much memory as there is
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool)
+                yield
+            except BaseException:
+                with contextlib.suppress(Exception):  # the cause is on its way already
+                    self._end(graph)
+                raise
+            self._end(graph)
+
+    def _end(self, graph: Any) -> None:
+        """End a capture. If it is invalid, close the pool, and take a new one for later graphs.
+
+        Raises:
+            RuntimeError: the work cannot be captured.
+        """
+        try:
+            graph.capture_end()
+        except BaseException:
+            pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            for name in _CLOSE_POOL:
+                if hasattr(torch._C, name):
+                    with contextlib.suppress(RuntimeError):  # the capture may not have begun
+                        getattr(torch._C, name)(index, pool)
+            raise
+
+
+# torch's functions that end the allocation to a pool, under its names of two versions, and drop it.
+_CLOSE_POOL = (
+    "_cuda_endAllocateToPool",
+    "_cuda_endAllocateCurrentStreamToPool",
+    "_cuda_releasePool",
+)
 
 
 # Parts of the messages by which libraries report that GPU or CPU memory has run out.
