@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 #: A difference does not count where the reference's own top two logits are closer than this (fp32).
-MAX_GAP = 1e-5
+#: On a GPU sums are ordered by the kernel that was chosen, and the logits part by about 1e-5.
+MAX_GAP = {"cpu": 1e-5, "cuda": 1e-4}
 #: Such positions stay below this share.
 MAX_TIED_SHARE = 0.01
 
@@ -64,7 +65,7 @@ class Comparison:
             if a != b:
                 gap = reference.gap([*prompt, *theirs[:position]])
                 where = f"token {position} after {len(prompt)}: ours {a}, theirs {b}, gap {gap:.2e}"
-                assert gap < MAX_GAP, where
+                assert gap < MAX_GAP[reference.model.device.type], where
                 self.ties.append(where)
                 break
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -482,6 +483,27 @@ def test_what_torch_is_asked_to_capture(monkeypatch):
     assert len({(id(pool), id(stream)) for pool, stream in cuda.into}) == 1
     cuda.calls.clear()
     assert capture.used_bytes() == 700 and cuda.calls == ["wait", "empty"]
+
+
+def test_long_contexts_are_warmed_up_at_both_ends_alone(monkeypatch):
+    """At 131,072 tokens a kind and size has eight bounds, and a run at each would take seconds."""
+    monkeypatch.setattr(round_graphs, "LEAST_BOUND", 16)
+    warm_up, runs = HostCapture.warm_up, []
+    monkeypatch.setattr(
+        HostCapture, "warm_up", lambda self, work: (runs.append(work), warm_up(self, work))
+    )
+    with graphs_run() as capture, make(NONE, max_context_len=200, graph_sizes=(1, 4)):
+        assert capture.recordings == 2 * 5  # 16, 32, 64, 128, 199
+        assert len(runs) == 2 * 2
+
+
+def test_torchs_warning_about_its_own_mode_is_no_error():
+    """Tests on a GPU let CUDA report waits; torch warns at the first of them."""
+    warnings.warn(
+        "Synchronization debug mode is a prototype feature and does not yet detect all "
+        "synchronizing operations (Triggered internally at ...)",
+        stacklevel=1,
+    )
 
 
 @pytest.mark.parametrize("where", ["in the work", "at the end", "after the outcome"])

@@ -121,7 +121,9 @@ class CudaCapture:
             graph.capture_end()
         except BaseException:
             pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            index = (
+                torch.cuda.current_device() if self._device.index is None else self._device.index
+            )
             for name in _CLOSE_POOL:
                 if hasattr(torch._C, name):
                     with contextlib.suppress(RuntimeError):  # the capture may not have begun

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +132,12 @@ class Graphs:
         def record(place: Place) -> None:
             graphs[place[0]].append(self._record(place, work_of(place), buffer))
 
-        warm = _within_memory(places, lambda place: attempt(place, warm_up))
+        # A run with the longest reads and one with the shortest load all that those between use.
+        ends = {self._bounds[0], self._bounds[-1]}
+        edges = [place for place in places if place[2] in ends]
+        warmed = {*_within_memory(edges, lambda place: attempt(place, warm_up))}
+        cold = {*edges} - warmed
+        warm = [p for p in places if p in warmed or (p not in cold and not _exceeds(p, cold))]
         self._cache.pin_reads()
         before = self._capture.used_bytes()
         tried = _within_memory(warm, lambda place: attempt(place, record))
@@ -219,19 +224,24 @@ def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> lis
     least as long reads. A graph with more lanes but shorter reads may still find room.
     """
     found: list[Place] = []
-    failed: list[tuple[int, int]] = []  # sizes and bounds
+    failed: list[Place] = []
     for place in places:
-        if any(place[1] >= size and place[2] >= bound for size, bound in failed):
+        if _exceeds(place, failed):
             continue
         try:
             run(place)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            failed.append(place[1:])
+            failed.append(place)
         else:
             found.append(place)
     return found
+
+
+def _exceeds(place: Place, failed: Collection[Place]) -> bool:
+    """Return whether a place has at least the lanes and the reads of one that failed."""
+    return any(place[1] >= size and place[2] >= bound for _, size, bound in failed)
 
 
 @dataclass(frozen=True, slots=True)
