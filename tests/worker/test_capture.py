@@ -331,7 +331,7 @@ def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
         graphs = engine.stats().graphs
         assert (graphs.replay_ct, graphs.eager_ct) == (0, 0)
     (stats,) = seen
-    assert stats.replay_ct >= 2 * 5 * 5 and stats.eager_ct == 0
+    assert stats.replay_ct >= 2 * 5 and stats.eager_ct == 0  # how often, its budget of time says
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """The torch back end, for CPU and GPU: write new K and V, gather whole pages, attend.
 
 It accepts any mask, so dense draft layouts and exact ancestry work at any page size. On a CPU,
-`in_place` serves few queries and `prompts` serves long chunks without gathering whole lanes.
+`in_place` serves few queries and `prompts` serves long chunks without gathering whole lanes. On a
+GPU, `fused_prompts` serves prompts without a mask.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specpool.attention import in_place
+from specpool.attention.fused_prompts import attend_fused, serves_fused
 from specpool.attention.prompts import attend_prompts, serves_prompts
 from specpool.attention.view import AttentionView, Reads
 
@@ -49,18 +54,37 @@ def attend(
     dtype = q.dtype
     explicit = softcap is not None or sinks is not None
     by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
+    fused = not explicit and serves_fused(view, q, v_buffer)
     # `reads` raises for a bad mask, so call it before anything is written.
-    reads = None if by_lane else view.reads(window, dtype)
+    reads = None if by_lane or fused else view.reads(window, dtype)
     if k.dtype != k_buffer.dtype:
         k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
     k_buffer.index_copy_(0, view.write_slots, k)
     v_buffer.index_copy_(0, view.write_slots, v)
+    if fused:
+        return attend_fused(view, k_buffer, v_buffer, q, scaling, window)
     if reads is None:
         return attend_prompts(view, k_buffer, v_buffer, q, k.to(dtype), v.to(dtype), scaling)
     keys, values = reads.gather(k_buffer, v_buffer, view.num_lanes, view.page_size)
     if keys.dtype != dtype:
         keys, values = keys.to(dtype), values.to(dtype)
     return _attend_gathered(view, reads, q, keys, values, scaling, softcap, sinks)
+
+
+@contextlib.contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """Keep torch from attending by cuDNN within the block; on a CPU, do nothing.
+
+    cuDNN builds a plan for each new shape and length, which takes up to half a second.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _attend_gathered(

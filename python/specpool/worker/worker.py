@@ -18,6 +18,7 @@ from specpool._core import Ledger, Plan, Shape
 from specpool.attention import BackEnd
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
+from specpool.attention.torch_backend import without_cudnn
 from specpool.draft.base import Drafter, DraftTree, Patient
 from specpool.errors import ShapeError
 from specpool.kernels.launch import runs_kernels
@@ -109,7 +110,8 @@ class Worker:
         Call this before any request runs.
         """
         self.graphs = Graphs(capture, ledger, self._cache, self._state)
-        self.graphs.build(sizes, self.steps_of)
+        with without_cudnn(self._cache.device):
+            self.graphs.build(sizes, self.steps_of)
         return self.graphs
 
     @torch.inference_mode()
@@ -124,11 +126,12 @@ class Worker:
         if replayed is not None:
             pending = [replayed]
         else:
-            passes = [
-                (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
-                for step in steps
-            ]
-            pending = self._forward.run(passes)
+            with without_cudnn(self._cache.device):
+                passes = [
+                    (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
+                    for step in steps
+                ]
+                pending = self._forward.run(passes)
         for step in steps:
             if step.is_decode:
                 self._note(step.plan)
