@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -588,3 +589,35 @@ def test_the_audit_sees_a_page_held_twice():
 def test_host_memory_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"host_bytes is \d+, \d+ are free on the host"):
         World(groups(4), host_rows=1e12)
+
+
+def test_pinned_memory_is_as_large_as_it_says(monkeypatch):
+    """torch's own pinned memory takes the next power of two; a fake driver counts here."""
+    calls: list[tuple[str, int, int]] = []
+
+    class Driver:
+        error = 0
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            calls.append(("pin", address, size))
+            return self.error
+
+        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            calls.append(("unpin", address, 0))
+
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = torch.empty(3, 1001, dtype=torch.uint8)
+    address, part = memory.data_ptr(), memory[1]
+    host_memory.pin(memory)
+    assert calls == [("pin", address, 3003)]
+    del memory
+    assert len(calls) == 1 and part.numel()  # a view keeps it
+    del part
+    assert calls[1:] == [("unpin", address, 0)]
+    driver.error = 2
+    refused = torch.empty(7, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"cannot pin 7 bytes of host memory \(error 2\): lower"):
+        host_memory.pin(refused)
+    del refused
+    assert calls[-1][0] == "pin"

@@ -81,15 +81,14 @@ def attend_fused(
     """
     lanes = _lanes(view)
     if view.reader is not None:
-        rows = view.reader(k_buffer, v_buffer, lanes.pages)
+        keys, values = view.reader(k_buffer, v_buffer, lanes.pages)
     else:
-        pages = lanes.pages.long()
-        keys_and_values = (k_buffer, v_buffer)
-        rows = tuple(b.view(-1, view.page_size, *b.shape[1:])[pages] for b in keys_and_values)
-    keys, values = (
-        part.view(-1, *buffer.shape[1:]).to(q.dtype)
-        for part, buffer in zip(rows, (k_buffer, v_buffer), strict=True)
-    )
+        keys, values = (
+            buffer.view(-1, view.page_size, *buffer.shape[1:])[lanes.pages.long()]
+            for buffer in (k_buffer, v_buffer)
+        )
+    keys = keys.view(-1, *k_buffer.shape[1:]).to(q.dtype)
+    values = values.view(-1, *v_buffer.shape[1:]).to(q.dtype)
     places = (lanes.q_starts, lanes.k_starts, lanes.max_q_len, lanes.max_kv_len)
     q = q[: view.num_queries]
     if q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_DIM:

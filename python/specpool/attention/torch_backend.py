@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,14 +78,15 @@ def without_cudnn(device: torch.device) -> Iterator[None]:
 
     cuDNN builds a plan for each new shape and length, which takes up to half a second.
     """
-    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+    switch: Any = torch.backends.cuda  # only some versions of torch have types for it
+    if device.type != "cuda" or not switch.cudnn_sdp_enabled():
         yield
         return
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    switch.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        switch.enable_cudnn_sdp(True)
 
 
 def _attend_gathered(

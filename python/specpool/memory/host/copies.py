@@ -7,7 +7,9 @@ forwards run after the copies.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -145,9 +147,9 @@ class _Group:
         self._fields = kernels.Fields.of(layers, 1)
         widths = self._fields.widths
         page_bytes = sum(widths)
-        self._memory = torch.empty(
-            num_pages, page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
+        self._memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            pin(self._memory)
         num_staged = min(max(_STAGED_BYTES // page_bytes, 1), num_pages)
         self._staged = torch.empty(num_staged, page_bytes, dtype=torch.uint8, device=device)
         self._staging = kernels.Fields.of([PageBlocked(self._staged, 1, widths)], 1)
@@ -183,6 +185,26 @@ class _Group:
             ]
             parts.append((part, runs))
         return parts
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Pin a tensor's pages in the host's memory for as long as it exists.
+
+    `torch.empty(..., pin_memory=True)` would take the next power of two: 128 GiB for 65.
+
+    Raises:
+        ConfigError: the driver refuses.
+    """
+    torch_cuda: Any = torch.cuda  # only some versions of torch have types for it
+    cuda = torch_cuda.cudart()
+    address, num_bytes = memory.data_ptr(), memory.nbytes
+    error = int(cuda.cudaHostRegister(address, num_bytes, 0))
+    if error:
+        raise ConfigError(
+            f"the CUDA driver cannot pin {num_bytes} bytes of host memory (error {error}): lower "
+            "host_bytes, or raise the limit of locked memory (ulimit -l)"
+        )
+    weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, address).atexit = False
 
 
 def _synchronize(device: torch.device) -> None:
