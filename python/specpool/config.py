@@ -86,7 +86,8 @@ class EngineConfig:
         headroom: tokens that every row must have room for beyond its next round before another
             request is admitted. With less, rows wait for each other's pages; with more, fewer run.
         mixed_chunks: a turn's prefill chunk and its round share one forward of the target.
-        attention: the back end that reads the pages: `torch`, or `flashinfer` on CUDA.
+        attention: the back end that reads the pages: `torch`, `flashinfer` on CUDA, or `auto`:
+            flashinfer on a CUDA device if it is installed and can serve the model, else torch.
         max_context_len: the most tokens of a sequence; None = what the model's positions allow.
         num_pages: pages of each full group; None = what `kv_bytes` holds, at most `max_batch` full
             rows. A window group has the pages of `max_batch` windows and one prefill step, at most
@@ -126,7 +127,7 @@ class EngineConfig:
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
     mixed_chunks: bool = False
-    attention: str = "torch"
+    attention: str = "auto"
     max_context_len: int | None = None
     num_pages: int | None = None
     kv_bytes: int | None = None

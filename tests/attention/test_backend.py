@@ -1,12 +1,17 @@
-"""Laws of the back-end check: one that cannot read trees on pages is refused before any pool."""
+"""Laws of the choice of a back end: what cannot read trees on pages is refused before any pool."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 import pytest
+import torch
 
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.assets import corpus
-from specpool.attention import BACK_ENDS, BackEnd
+from specpool.attention import BACK_ENDS, BackEnd, start_back_end
+from specpool.memory.layer_kv import LayerKV
 
 TREE = Shape.eagle(3, 2, 6)
 CHAIN = Shape.eagle(3, 1, 4)
@@ -48,3 +53,40 @@ def test_a_chain_or_single_slots_are_no_trees_on_pages(whole_pages, page_size, s
     with build(page_size=page_size, shape=shape, attention=attention) as engine:
         (output,) = engine.generate(corpus.prompts(1, 9), SamplingParams(max_new_tokens=5))
         assert output.finish_reason == "length"
+
+
+CUDA, LAYERS = torch.device("cuda", 0), [LayerKV(2, 64, 64, None)]
+
+
+def test_a_cpu_has_torch_and_says_so(caplog):
+    caplog.set_level(logging.INFO, "specpool")
+    found = start_back_end("auto", torch.device("cpu"), torch.float32, LAYERS, "llama")
+    assert found == (BACK_ENDS["torch"], None)
+    assert [record.getMessage() for record in caplog.records] == ["attention: torch"]
+
+
+def test_a_gpu_has_flashinfer_where_it_can_serve(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "specpool")
+    started = object()
+
+    def start(device, dtype, layers, model_type):
+        if dtype != torch.bfloat16:
+            raise ConfigError("it computes in 16 bits")
+        return started
+
+    flashinfer = dataclasses.replace(BACK_ENDS["flashinfer"], start=start)
+    monkeypatch.setitem(BACK_ENDS, "flashinfer", flashinfer)
+    found = start_back_end("auto", CUDA, torch.bfloat16, LAYERS, "llama")
+    assert found == (flashinfer, started)
+    assert start_back_end("auto", CUDA, torch.float32, LAYERS, "llama") == (
+        BACK_ENDS["torch"],
+        None,
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: flashinfer",
+        "attention: torch (it computes in 16 bits)",
+    ]
+    with pytest.raises(ConfigError, match="16 bits"):  # asked for by name
+        start_back_end("flashinfer", CUDA, torch.float32, LAYERS, "llama")
+    with pytest.raises(ConfigError, match="must be one of auto, torch, flashinfer, got 'x'"):
+        start_back_end("x", CUDA, torch.float32, LAYERS, "llama")

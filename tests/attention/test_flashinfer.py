@@ -23,11 +23,11 @@ from specpool.assets import corpus
 from specpool.attention import (
     BACK_ENDS,
     attend,
-    flashinfer_backend,
-    page_indices,
     torch_backend,
 )
-from specpool.attention.flashinfer_backend import FlashInfer
+from specpool.attention.flashinfer import backend as flashinfer_backend
+from specpool.attention.flashinfer import page_indices
+from specpool.attention.flashinfer.backend import FlashInfer
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
 from specpool.cli import info
 from specpool.draft.branches import DenseBranches, HoleyBranches
@@ -291,7 +291,7 @@ def use_both(monkeypatch, rig: Rig = EMULATED) -> list[str]:
             seen.extend(type(plan.wrapper).__name__ for plan in plans_of(view))
             return expected
 
-        return run
+        return SimpleNamespace(attend=run, recorder=backend.recorder)
 
     with_start = dataclasses.replace(BACK_ENDS["flashinfer"], start=start)
     monkeypatch.setitem(BACK_ENDS, "flashinfer", with_start)

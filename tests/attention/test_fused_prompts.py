@@ -22,8 +22,8 @@ from graph_kit import graphs_run
 from specpool import Engine, SamplingParams, Shape
 from specpool.attention import AttentionView, attend, fused_prompts, torch_backend
 from specpool.attention import view as view_module
+from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import causal_view
-from specpool.attention.torch_backend import without_cudnn
 from specpool.worker import worker
 from specpool.worker.forward import Forward
 from specpool.worker.graphs.round_graph import RoundGraph

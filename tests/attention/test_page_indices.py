@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from paths import VECTORS
 from specpool import Shape, ShapeError, kernels
 from specpool.attention import AttentionView, TokenReads
-from specpool.attention.lanes import Lanes
-from specpool.attention.page_indices import (
+from specpool.attention.flashinfer.page_indices import (
     MAX_MASK,
     DecodeIndices,
     PageCSR,
@@ -26,6 +25,7 @@ from specpool.attention.page_indices import (
     page_csr,
     token_csr,
 )
+from specpool.attention.lanes import Lanes
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.branches import DenseBranches, HoleyBranches
 from specpool.memory.kv_cache import KVCache

@@ -13,8 +13,8 @@ import torch
 
 from flashinfer_kit import Pages, Rig
 from specpool.attention import attend
+from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import causal_view, chain_views
-from specpool.attention.torch_backend import without_cudnn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _Wrapper:
@@ -81,10 +82,47 @@ class _Wrapper:
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    """Within a graph (`use_cuda_graph`) a run reads the buffers as they are at its time.
+
+    A plan within a graph copies into the buffers, and must keep to what the first one fixed: the
+    number of lanes and of queries. A mask's buffer makes every run use the mask.
+    """
+
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", backend: str = "auto"
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, backend)
+        self.in_graph = use_cuda_graph
+        self.buffers = {
+            "qo_indptr": qo_indptr_buf,
+            "indptr": paged_kv_indptr_buf,
+            "indices": paged_kv_indices_buf,
+            "last_page_len": paged_kv_last_page_len_buf,
+            "mask": custom_mask_buf,
+            "mask_indptr": mask_indptr_buf,
+        }
+        if use_cuda_graph:
+            for name, buffer in self.buffers.items():
+                assert isinstance(buffer, Tensor), name
+                assert buffer.dtype == (torch.uint8 if name == "mask" else torch.int32), name
+            assert len(qo_indptr_buf) == len(paged_kv_indptr_buf)  # type: ignore[arg-type]
+            assert len(qo_indptr_buf) == len(paged_kv_last_page_len_buf) + 1  # type: ignore[arg-type]
+        else:
+            assert not any(isinstance(buffer, Tensor) for buffer in self.buffers.values())
+
+    def reset_workspace_buffer(self, float_workspace: Tensor, int_workspace: Tensor) -> None:
+        assert float_workspace.dtype == int_workspace.dtype == torch.uint8
+        assert not int_workspace.any()
 
     def plan(
         self,
@@ -104,8 +142,22 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: Any = torch.float16,
         kv_data_type: Any = None,
+        disable_split_kv: bool = False,
     ) -> None:
         assert qo_indptr.dtype == torch.int32 and qo_indptr.device.type == "cpu"
+        if self.in_graph:
+            assert custom_mask is None and packed_custom_mask is None
+            fixed = (qo_indptr.tolist(), disable_split_kv, num_qo_heads, num_kv_heads, page_size)
+            assert getattr(self, "fixed", fixed) == fixed, "a graph's launch is as it was captured"
+            self.fixed = fixed
+            for name, value in (
+                ("qo_indptr", qo_indptr),
+                ("indptr", paged_kv_indptr),
+                ("last_page_len", paged_kv_last_page_len),
+            ):
+                self.buffers[name].copy_(value)
+            assert len(paged_kv_indices) <= len(self.buffers["indices"])
+            self.buffers["indices"][: len(paged_kv_indices)] = paged_kv_indices
         self._keep(
             paged_kv_indptr,
             paged_kv_indices,
@@ -142,7 +194,25 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             self.mask_indptr = np.cumsum([0, *map(len, parts)]).tolist()
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
-        return self._attend(q, paged_kv_cache, self._sees)
+        if not self.in_graph:
+            return self._attend(q, paged_kv_cache, self._sees)
+        out = torch.empty_like(q)
+        with _disable_current_modes():  # a launch: nothing within is an operation of torch's
+            now = {name: np.from_dlpack(buffer) for name, buffer in self.buffers.items()}
+            self.qo_indptr, self.indptr = now["qo_indptr"].tolist(), now["indptr"].tolist()
+            self.last_page_len = now["last_page_len"].tolist()
+            self.indices = now["indices"][: self.indptr[-1]].tolist()
+            self.packed, self.mask_indptr = now["mask"], now["mask_indptr"].tolist()
+            ends = [
+                start + (b - a) * self._kv_len(lane) // 8
+                for lane, (start, a, b) in enumerate(
+                    zip(self.mask_indptr, self.qo_indptr, self.qo_indptr[1:], strict=False)
+                )
+            ]
+            assert ends == self.mask_indptr[1:] and ends[-1] <= len(self.packed)
+            assert self.indptr[-1] <= len(now["indices"])
+            out.copy_(self._attend(q, paged_kv_cache, self._sees))
+        return out
 
     def _sees(self, lane: int, i: int) -> Any:
         kv_len = self._kv_len(lane)

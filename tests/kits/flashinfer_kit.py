@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool.attention import AttentionView, torch_backend
-from specpool.attention.flashinfer_backend import FlashInfer
+from specpool.attention.flashinfer.backend import FlashInfer
 from specpool.attention.lanes import Lanes
 from specpool.attention.seq_lens import SeqLens
 from specpool.memory.kv_cache import KVCache
@@ -76,6 +76,9 @@ class Pages:
 
     def pages_of(self, *args: Any) -> Any:
         return KVCache.pages_of(self, *args)  # type: ignore[arg-type]
+
+    def window_pages(self, *args: Any) -> Any:
+        return KVCache.window_pages(self, *args)  # type: ignore[arg-type]
 
     @property
     def fields(self) -> kernels.Fields:

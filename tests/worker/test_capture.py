@@ -6,6 +6,7 @@ The double of a capture (`graph_kit.py`) is held to be as strict as a graph here
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.assembly.graph_plan import graph_sizes
-from specpool.attention import back_end
+from specpool.attention import BACK_ENDS, back_end
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels import launch
@@ -351,18 +352,20 @@ def test_sizes_that_cannot_be(options, text):
 
 
 @pytest.mark.parametrize(
-    ("attention", "keeps_state", "why"),
+    ("runs_in_graphs", "keeps_state", "why"),
     [
-        ("flashinfer", False, "attention 'flashinfer' plans each forward on the host"),
-        ("torch", True, "the target has recurrent layers"),
+        (False, False, "attention 'torch' plans each forward on the host"),
+        (True, True, "the target has recurrent layers"),
     ],
 )
-def test_what_cannot_be_captured_has_no_graphs(attention, keeps_state, why):
+def test_what_cannot_be_captured_has_no_graphs(runs_in_graphs, keeps_state, why):
+    attention = dataclasses.replace(back_end("torch"), runs_in_graphs=runs_in_graphs)
     how = {"has_capture": True, "keeps_state": keeps_state}
-    assert graph_sizes(EngineConfig(), back_end(attention), **how) == ()
+    assert graph_sizes(EngineConfig(), attention, **how) == ()
     with pytest.raises(ConfigError, match=rf"^graph_sizes \[2\] cannot be captured: {why}"):
-        graph_sizes(EngineConfig(graph_sizes=(2,)), back_end(attention), **how)
-    assert graph_sizes(EngineConfig(graph_sizes=()), back_end(attention), **how) == ()
+        graph_sizes(EngineConfig(graph_sizes=(2,)), attention, **how)
+    assert graph_sizes(EngineConfig(graph_sizes=()), attention, **how) == ()
+    assert all(each.runs_in_graphs for each in BACK_ENDS.values())
 
 
 def test_torch_without_its_cache_has_no_pools_for_graphs(monkeypatch):

@@ -10,7 +10,7 @@ from specpool.adaptive import Controller, CostController, controller_of
 from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.worker_choice import routed
-from specpool.attention import BACK_ENDS, BackEnd, back_end, check_trees
+from specpool.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.attention.view import Attend
 from specpool.config import EngineConfig, WorkerName
 from specpool.draft import Drafter
@@ -101,7 +101,12 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     """
     if target.closed:
         raise ConfigError("the target model has been closed: load it again")
-    attention, capture = back_end(config.attention), capture_on(target.device)
+    draft_layers = drafter.layers if drafter is not None else ()
+    layers = [*target.layer_kv, *draft_layers]
+    attention, started = start_back_end(
+        config.attention, target.device, target.dtype, layers, target.config.model_type
+    )
+    capture = capture_on(target.device)
     sizes = graph_sizes(
         config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
     )
@@ -109,9 +114,6 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     shape = _shape(config, drafter, controller)
     shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
     _check(config, drafter, attention, shapes)
-    draft_layers = drafter.layers if drafter is not None else ()
-    layers = [*target.layer_kv, *draft_layers]
-    attend_with = attention.start(target.device, target.dtype, layers, target.config.model_type)
     kind = routed(config, target, drafter, shapes)
     max_context_len = _context_len(config, target)
     pools = plan_pools(
@@ -123,7 +125,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         dtype=target.dtype,
         device=target.device,
     )
-    ledger, cache = pools.ledger, _cache(pools, layers, target, attend_with)
+    ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     if drafter is not None:
         target.capture(drafter.feature_layers)
         layout = ledger.groups[pools.draft_group].layout
@@ -139,7 +141,8 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     )
     if capture is not None and sizes:
         kinds = round_kinds(config, sizes, drafter, shape)
-        captured = worker.capture(capture, ledger, kinds).sizes
+        recorder = started.recorder if started else None
+        captured = worker.capture(capture, ledger, kinds, recorder).sizes
         if captured != sizes:  # only captured sizes decide a batch's range
             left = captured or None
             controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)

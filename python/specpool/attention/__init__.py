@@ -1,7 +1,8 @@
 """Attention over pages: the views that a forward reads and writes, and the back ends."""
 
 from specpool.attention.attend import attend
-from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees
+from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees, start_back_end
+from specpool.attention.graph_recorder import GraphRecorder
 from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, TokenReads, View
 
 __all__ = [
@@ -9,10 +10,12 @@ __all__ = [
     "AttentionBatch",
     "AttentionView",
     "BackEnd",
+    "GraphRecorder",
     "JoinedView",
     "TokenReads",
     "View",
     "attend",
     "back_end",
     "check_trees",
+    "start_back_end",
 ]

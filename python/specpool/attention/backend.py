@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from specpool._core import Shape
-from specpool.attention import flashinfer_backend
-from specpool.attention.view import Attend
+from specpool.attention.flashinfer import backend as flashinfer_backend
+from specpool.attention.graph_recorder import Started
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV
 
-Start = Callable[[torch.device, torch.dtype, Sequence[LayerKV], str], Attend | None]
+AUTO = "auto"
+"""The name that leaves the choice to the engine."""
+
+_log = logging.getLogger("specpool")
+
+Start = Callable[[torch.device, torch.dtype, Sequence[LayerKV], str], Started | None]
 
 
 def _start_nothing(
@@ -30,11 +36,11 @@ class BackEnd:
         name: its name in `EngineConfig.attention`.
         reads_ragged_masks: one forward may hold prompts and trees (mixed chunks while drafting).
         reads_trees_on_pages: a tree's nodes may lie on pages of more than one slot.
-        needs_host_lengths: the host must know every length before a forward. A round then waits
-            until the previous round's lengths are on the host.
+        needs_host_lengths: outside a graph, the host must know every length before a forward. A
+            round then waits until the previous round's lengths are on the host.
         runs_in_graphs: its forwards can be captured in CUDA graphs.
-        start: (device, dtype, layers with KV, model type) -> the `attend` of one engine's views;
-            None = torch's. It raises `ConfigError` if it cannot serve these layers.
+        start: (device, dtype, layers with KV, model type) -> the back end of one engine; None =
+            torch's, which needs no start. It raises `ConfigError` if it cannot serve these layers.
     """
 
     name: str
@@ -53,14 +59,13 @@ BACK_ENDS = {
         needs_host_lengths=False,
         runs_in_graphs=True,
     ),
-    # flashinfer plans on the host from host lengths. A replayed graph would repeat the plan of the
-    # capture, so its forwards do not run in graphs.
+    # flashinfer plans on the host. Within graphs it plans from upper bounds of the lengths.
     "flashinfer": BackEnd(
         "flashinfer",
         reads_ragged_masks=True,
         reads_trees_on_pages=True,
         needs_host_lengths=True,
-        runs_in_graphs=False,
+        runs_in_graphs=True,
         start=flashinfer_backend.start,
     ),
 }
@@ -73,8 +78,45 @@ def back_end(name: str) -> BackEnd:
         ConfigError: there is none of this name.
     """
     if name not in BACK_ENDS:
-        raise ConfigError(f"attention must be one of {', '.join(BACK_ENDS)}, got {name!r}")
+        names = ", ".join([AUTO, *BACK_ENDS])
+        raise ConfigError(f"attention must be one of {names}, got {name!r}")
     return BACK_ENDS[name]
+
+
+def start_back_end(
+    name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str
+) -> tuple[BackEnd, Started | None]:
+    """Start the back end of a name for one engine; log one line that says which one runs.
+
+    Args:
+        name: of a back end; "auto" = flashinfer on a CUDA device if it can serve these layers, else
+            torch.
+        device: where the pages lie.
+        dtype: of keys and values.
+        layers: the layers with KV.
+        model_type: the model's, for messages.
+
+    Returns:
+        The back end and what it started; None = torch's, which needs no start.
+
+    Raises:
+        ConfigError: there is none of this name, or it cannot serve these layers.
+    """
+    why = ""
+    if name == AUTO:
+        name = "torch"
+        if device.type == "cuda":
+            try:
+                found = BACK_ENDS["flashinfer"]
+                started = found.start(device, dtype, layers, model_type)
+                _log.info("attention: flashinfer")
+                return found, started
+            except ConfigError as error:
+                why = f" ({error})"
+    found = back_end(name)
+    started = found.start(device, dtype, layers, model_type)
+    _log.info("attention: %s%s", name, why)
+    return found, started
 
 
 def check_trees(attention: BackEnd, page_size: int, shapes: Sequence[Shape]) -> None:

@@ -7,10 +7,6 @@ GPU, `fused_prompts` serves prompts without a mask.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -70,23 +66,6 @@ def attend(
     if keys.dtype != dtype:
         keys, values = keys.to(dtype), values.to(dtype)
     return _attend_gathered(view, reads, q, keys, values, scaling, softcap, sinks)
-
-
-@contextlib.contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
-    """Keep torch from attending by cuDNN within the block; on a CPU, do nothing.
-
-    cuDNN builds a plan for each new shape and length, which takes up to half a second.
-    """
-    switch: Any = torch.backends.cuda  # only some versions of torch have types for it
-    if device.type != "cuda" or not switch.cudnn_sdp_enabled():
-        yield
-        return
-    switch.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        switch.enable_cudnn_sdp(True)
 
 
 def _attend_gathered(

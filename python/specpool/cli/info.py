@@ -32,6 +32,9 @@ def collect() -> dict[str, dict[str, str]]:
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     back_ends = {"torch, cpu": _cpu(), "torch, cuda": _cuda(), "flashinfer": _flashinfer()}
+    back_ends["attention by default"] = (
+        "flashinfer" if back_ends["flashinfer"] == "works" else "torch"
+    )
     return {"versions": versions, "back ends": back_ends}
 
 
@@ -55,7 +58,7 @@ def _cuda() -> str:
 
 def _flashinfer() -> str:
     try:
-        from specpool.attention.flashinfer_backend import missing
+        from specpool.attention.flashinfer.backend import missing
     except ImportError:
         return "no: pip install 'specpool[hf]'"
     lack = missing()

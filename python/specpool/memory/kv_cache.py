@@ -5,8 +5,9 @@ The slots of page 0 are the sink: padding writes there, and every query that rea
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -212,6 +213,15 @@ class KVCache:
         kernels.gather_kv(fields, pages, out=space)
         rows = [buffer[: len(pages)].view(self.dtype) for buffer in space.buffers]
         return rows[0], rows[1]
+
+    @contextlib.contextmanager
+    def attending_with(self, attend: Callable[..., Tensor]) -> Iterator[None]:
+        """Give the views that are built within the block another `attend`."""
+        before, self.attend_with = self.attend_with, attend
+        try:
+            yield
+        finally:
+            self.attend_with = before
 
     def pin_reads(self) -> None:
         """Keep the current output buffers of `read_pages`: graphs will hold their addresses."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class RowState:
         late = needs_host_lengths and runs_kernels(device)
         self._needs_host_lengths = needs_host_lengths
         self._copy = Download(self.seq_lens) if late else None
+        self._copies_lens = late
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
         self._top_k, self._seeds = state(torch.int32), state(torch.int64)
         # Temperature, top_k, top_p and uniform draws of greedy sampling, for a step's most nodes.
@@ -99,8 +101,21 @@ class RowState:
         # A token of -1 (logits not finite) becomes 0: the row's next round may be on its way
         # already, and an invalid token would fail the whole forward.
         self.root_tokens.index_copy_(0, rows, root_tokens.clamp(min=0))
-        if self._copy is not None:  # start the copy before draft-extend is launched
+        if self._copies_lens:  # start the copy before draft-extend is launched
             self._copy = Download(self.seq_lens)
+
+    @contextlib.contextmanager
+    def within_graph(self) -> Iterator[None]:
+        """Start no copy of the lengths to the host within the block, the work of a graph."""
+        before, self._copies_lens = self._copies_lens, False
+        try:
+            yield
+        finally:
+            self._copies_lens = before
+
+    def forget_copy(self) -> None:
+        """Drop the copy on the host: a replay has changed the lengths. The next read waits."""
+        self._copy = None
 
     def put_params(self, lanes: Lanes, requests: Sequence[Request]) -> None:
         """Set the sampling parameters of the lanes' rows, one request per lane."""

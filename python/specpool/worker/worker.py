@@ -15,10 +15,10 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger, Plan, Shape
-from specpool.attention import BackEnd
+from specpool.attention import BackEnd, GraphRecorder
+from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
-from specpool.attention.torch_backend import without_cudnn
 from specpool.draft.base import Drafter, DraftTree, Patient
 from specpool.errors import ShapeError
 from specpool.kernels.launch import runs_kernels
@@ -103,13 +103,14 @@ class Worker:
         }
 
     def capture(
-        self, capture: Capture, ledger: Ledger, sizes: Mapping[RoundKind, Sequence[int]]
+        self,
+        capture: Capture,
+        ledger: Ledger,
+        sizes: Mapping[RoundKind, Sequence[int]],
+        recorder: Callable[[int], GraphRecorder] | None,
     ) -> Graphs:
-        """Capture CUDA graphs of these kinds of rounds at these batch sizes; see `Graphs.build`.
-
-        Call this before any request runs.
-        """
-        self.graphs = Graphs(capture, ledger, self._cache, self._state)
+        """Capture CUDA graphs of rounds, before any request runs; see `Graphs`."""
+        self.graphs = Graphs(capture, ledger, self._cache, self._state, recorder)
         with without_cudnn(self._cache.device):
             self.graphs.build(sizes, self.steps_of)
         return self.graphs

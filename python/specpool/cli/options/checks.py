@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specpool.engine.prompts import Prompt
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-ATTENTION = ("torch", "flashinfer")
+ATTENTION = ("auto", "torch", "flashinfer")
 
 
 def warn(text: str) -> None:

@@ -61,7 +61,7 @@ class PlaceOptions:
 class AttentionOptions:
     """The attention back end and its CUDA graphs."""
 
-    attention: o.Attention = "torch"
+    attention: o.Attention = "auto"
     graph_sizes: o.GraphSizes = None
 
 

@@ -122,7 +122,8 @@ Offload = Annotated[
     typer.Option(help="What goes to host memory: KV whose copies beat a prefill, all, or none."),
 ]
 Attention = Annotated[
-    str, typer.Option(help="Back end that reads the pages: torch, or flashinfer on CUDA.")
+    str,
+    typer.Option(help="Back end that reads the pages: torch, flashinfer on CUDA, or auto."),
 ]
 GraphSizes = Annotated[
     str | None,

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from specpool._core import Ledger, Plan, Shape
-from specpool.attention.lanes import Lanes
+from specpool.attention import GraphRecorder
 from specpool.kernels.transfer import no_transfers
 from specpool.memory.kv_cache import KVCache
 from specpool.scheduler.step import Step
 from specpool.shape_names import name_of
-from specpool.worker.graphs.capture import Capture, Work, is_out_of_memory
+from specpool.worker.graphs.capture import Capture, is_out_of_memory
+from specpool.worker.graphs.graph_work import GraphWork, Place, Rounds
 from specpool.worker.graphs.round_graph import LaneBuffer, RoundGraph, RoundKind
-from specpool.worker.results import Outcome, PendingStep
+from specpool.worker.results import PendingStep
 from specpool.worker.row_state import RowState
 
 #: The greatest root position of the graphs with the shortest reads; each next bound is twice it.
 LEAST_BOUND = 1024
 
 _log = logging.getLogger("specpool")
-
-Rounds = Callable[[RoundKind, Lanes], Iterator[Outcome]]
-Place = tuple[RoundKind, int, int]  # a graph's kind, number of lanes, and bound of the roots
 
 
 class GraphSet:
@@ -67,7 +65,14 @@ class GraphSet:
 class Graphs:
     """The graph sets of an engine, one for each kind of round, with counters of replays."""
 
-    def __init__(self, capture: Capture, ledger: Ledger, cache: KVCache, rows: RowState) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        ledger: Ledger,
+        cache: KVCache,
+        rows: RowState,
+        recorder: Callable[[int], GraphRecorder] | None = None,
+    ) -> None:
         """Start without graphs; `build` captures them.
 
         Args:
@@ -75,7 +80,10 @@ class Graphs:
             ledger: makes the plans that are replayed.
             cache: the pages.
             rows: the lengths of the rows.
+            recorder: (bound of a graph's roots) -> the attention's recorder for it; None = the
+                attention plans nothing.
         """
+        self._recorder = recorder
         self._capture, self._ledger, self._cache, self._rows = capture, ledger, cache, rows
         most = max(shape.max_accept_len for shape in ledger.shapes)
         # No root lies beyond `last`: the scheduler prepares no row at the context's end.
@@ -104,10 +112,7 @@ class Graphs:
         graphs: dict[RoundKind, list[RoundGraph]] = {kind: [] for kind in sizes}
         refused: set[RoundKind] = set()
 
-        def work_of(place: Place) -> Work:
-            kind, size, bound = place
-            lanes = buffer.lanes(size)
-            return lambda: rounds(kind, self._rows.lanes_within(*lanes, bound))
+        works = {place: self._work(place, rounds, buffer) for place in places}
 
         def attempt(place: Place, run: Callable[[Place], None]) -> None:
             kind = place[0]
@@ -127,10 +132,10 @@ class Graphs:
                 )
 
         def warm_up(place: Place) -> None:
-            self._capture.warm_up(work_of(place))
+            self._capture.warm_up(works[place])
 
         def record(place: Place) -> None:
-            graphs[place[0]].append(self._record(place, work_of(place), buffer))
+            graphs[place[0]].append(self._record(place, works[place], buffer))
 
         # A run with the longest reads and one with the shortest load all that those between use.
         ends = {self._bounds[0], self._bounds[-1]}
@@ -155,11 +160,21 @@ class Graphs:
                 list(self.sizes),
             )
 
-    def _record(self, place: Place, work: Work, buffer: LaneBuffer) -> RoundGraph:
+    def _work(self, place: Place, rounds: Rounds, buffer: LaneBuffer) -> GraphWork:
+        recorder = None if self._recorder is None else self._recorder(place[2])
+        return GraphWork(place, rounds, buffer, self._cache, self._rows, recorder)
+
+    def _record(self, place: Place, work: GraphWork, buffer: LaneBuffer) -> RoundGraph:
         with no_transfers():
             recording = self._capture.record(work, follows=place[0].drafts)
-        ledger = self._ledger
-        return RoundGraph(*place, recording, buffer, num_rows=ledger.num_rows, groups=ledger.groups)
+        return RoundGraph(
+            *place,
+            recording,
+            buffer,
+            num_rows=self._ledger.num_rows,
+            groups=self._ledger.groups,
+            recorder=work.recorder,
+        )
 
     def _key(self, kind: RoundKind) -> tuple[int, bool]:
         return self._ledger.shapes.index(kind.shape), kind.writes_draft
@@ -184,6 +199,7 @@ class Graphs:
             return None
         before(steps[0].plan)
         pending = graph.replay(steps[0].plan, steps[0].requests)
+        self._rows.forget_copy()
         self._replay_ct += 1
         return pending
 

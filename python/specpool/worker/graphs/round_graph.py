@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specpool._core import Group, Plan, Shape, sizing_alloc_len_per_decode
 from specpool.arrays import Int32
+from specpool.attention import GraphRecorder
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import overwrite
 from specpool.scheduler.requests.request import Request
@@ -84,8 +85,13 @@ class RoundGraph:
         *,
         num_rows: int,
         groups: Sequence[Group],
+        recorder: GraphRecorder | None = None,
     ) -> None:
-        """Wrap a recording whose lanes are the first `size` of `buffer`."""
+        """Wrap a recording whose lanes are the first `size` of `buffer`.
+
+        `recorder`: the attention's, which plans each replay; None = there is nothing to plan.
+        """
+        self._recorder = recorder
         self.kind, self.size, self.bound = kind, size, bound
         # Keep only `packed`: other tensors of the outcome lie in the shared pool, where another
         # replay may overwrite them.
@@ -119,6 +125,10 @@ class RoundGraph:
         """
         self._check(plan)
         self._buffer.put(plan)
+        if self._recorder is not None:
+            hi = np.zeros(self.size, np.int32)  # of unused lanes, too
+            hi[: len(plan)] = plan.hi
+            self._recorder.plan(hi)
         self._decide()
         pending = PendingStep(requests, Outcome(self._packed[: len(plan)], self._is_verify))
         if self._follow is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -17,8 +17,9 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from specpool.attention.page_indices import DecodeIndices, Indices, indices_of
-from specpool.attention.view import Attend, AttentionView
+from specpool.attention.flashinfer.graphs import Recorder, Wrapper, splits_no_lane
+from specpool.attention.flashinfer.page_indices import DecodeIndices, Indices, indices_of
+from specpool.attention.view import AttentionView
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV
 
@@ -41,8 +42,8 @@ def missing() -> str | None:
 
 def start(
     device: torch.device, dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str
-) -> Attend:
-    """Return an `attend` for one engine; see `BackEnd.start`.
+) -> FlashInfer:
+    """Return flashinfer for one engine; see `BackEnd.start`.
 
     Raises:
         ConfigError: flashinfer is missing or broken, there is no CUDA device, or flashinfer cannot
@@ -58,7 +59,7 @@ def start(
         library = importlib.import_module("flashinfer")
     except Exception as error:  # a broken installation may raise anything
         raise _refusal(f"importing it failed: {error!r:.200}") from error
-    return FlashInfer(library, device).attend
+    return FlashInfer(library, device)
 
 
 def check_layers(dtype: torch.dtype, layers: Sequence[LayerKV], model_type: str) -> None:
@@ -96,6 +97,18 @@ class _Layer:
     scaling: float
     softcap: float | None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of a wrapper's `plan` that follow from the layer."""
+        return {
+            # NOTE: flashinfer counts a window by index, so it is in the mask, and off here.
+            "window_left": -1,
+            "logits_soft_cap": self.softcap,
+            "sm_scale": self.scaling,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
+
 
 class _Plan:
     """A flashinfer wrapper that is planned for one view and kind of layer."""
@@ -120,6 +133,8 @@ class FlashInfer:
         # Kind -> idle wrappers, longest idle first, each with the event after its last plan's
         # copies.
         self._idle: dict[str, deque[tuple[Any, Any]]] = {}
+        # The wrappers within graphs, by place in the graph, layer, lanes, queries and page size.
+        self._in_graphs: dict[Hashable, Wrapper] = {}
 
     def attend(
         self,
@@ -134,8 +149,11 @@ class FlashInfer:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        recorder: Recorder | None = None,
     ) -> Tensor:
         """Attend with flashinfer; see `specpool.attention.attend`.
+
+        `recorder`: the recorder of the graph whose work this is; None = it is not a graph's.
 
         Raises:
             ConfigError: the layer has attention sinks.
@@ -152,27 +170,49 @@ class FlashInfer:
             scaling,
             softcap,
         )
-        plan = view.plans.get(layer)
-        if not isinstance(plan, _Plan):
-            plan = view.plans[layer] = self._plan(indices_of(view, window), layer)
+        if recorder is None:
+            plan = view.plans.get(layer)
+            if not isinstance(plan, _Plan):
+                plan = view.plans[layer] = self._plan(indices_of(view, window), layer)
+            wrapper, page_size = plan.wrapper, plan.page_size
+        else:
+            wrapper, page_size = recorder.wrapper(view, layer, window), view.page_size
         k_buffer.index_copy_(0, view.write_slots, k.to(k_buffer.dtype))
         v_buffer.index_copy_(0, view.write_slots, v.to(v_buffer.dtype))
         pages = tuple(
-            buffer.view(-1, plan.page_size, *buffer.shape[1:]) for buffer in (k_buffer, v_buffer)
+            buffer.view(-1, page_size, *buffer.shape[1:]) for buffer in (k_buffer, v_buffer)
         )
         # A model may compute queries in float32; convert them to the dtype of the keys.
-        out: Tensor = plan.wrapper.run(q.to(layer.dtype).contiguous(), pages)
+        out: Tensor = wrapper.run(q.to(layer.dtype).contiguous(), pages)
         return out.to(q.dtype)
 
+    def recorder(self, bound: int) -> Recorder:
+        """Return a recorder for a graph whose roots lie up to `bound`."""
+        return Recorder(bound, self._wrapper_in_graphs, self.attend)
+
+    def _wrapper_in_graphs(
+        self, place: int, view: AttentionView, num_columns: int, layer: Hashable
+    ) -> Wrapper:
+        assert isinstance(layer, _Layer)
+        key = (place, layer, view.num_lanes, view.max_q_len, view.page_size)
+        wrapper = self._in_graphs.get(key)
+        if wrapper is None or wrapper.num_columns < num_columns:
+            options = {
+                "num_qo_heads": layer.num_heads,
+                "num_kv_heads": layer.num_kv_heads,
+                "head_dim_qk": layer.head_dim,
+                "page_size": view.page_size,
+                "disable_split_kv": splits_no_lane(
+                    view.num_lanes, view.max_q_len, layer.num_heads, layer.num_kv_heads
+                ),
+                **layer.options,
+            }
+            wrapper = Wrapper(self._library, self._workspace, view, num_columns, options)
+            self._in_graphs[key] = wrapper
+        return wrapper
+
     def _plan(self, indices: Indices, layer: _Layer) -> _Plan:
-        options: dict[str, Any] = {
-            # NOTE: flashinfer counts a window by index, so it is in the mask, and off here.
-            "window_left": -1,
-            "logits_soft_cap": layer.softcap,
-            "sm_scale": layer.scaling,
-            "q_data_type": layer.dtype,
-            "kv_data_type": layer.dtype,
-        }
+        options = layer.options
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, indices.pages.page_size)
         csr = (
             indices.pages.kv_indptr,

@@ -1,0 +1,59 @@
+"""`GraphWork`: the work that a graph repeats, a round for some lanes up to a bound."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from specpool.attention import GraphRecorder
+from specpool.attention.lanes import Lanes
+from specpool.memory.kv_cache import KVCache
+from specpool.worker.graphs.round_graph import LaneBuffer, RoundKind
+from specpool.worker.results import Outcome
+from specpool.worker.row_state import RowState
+
+Rounds = Callable[[RoundKind, Lanes], Iterator[Outcome]]
+Place = tuple[RoundKind, int, int]  # a graph's kind, number of lanes, and bound of the roots
+
+
+class GraphWork:
+    """The work of one graph. It is run to warm up, then captured.
+
+    Attributes:
+        recorder: the attention's recorder; None = the attention plans nothing.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        rounds: Rounds,
+        buffer: LaneBuffer,
+        cache: KVCache,
+        rows: RowState,
+        recorder: GraphRecorder | None,
+    ) -> None:
+        """Prepare the work of `place`, whose lanes are the first of `buffer`."""
+        self.recorder = recorder
+        self._place, self._rounds, self._lanes = place, rounds, buffer.lanes(place[1])
+        self._cache, self._rows = cache, rows
+
+    def __call__(self) -> Iterator[Outcome]:
+        """Launch a round: yield its outcome once, then launch the rest."""
+        kind, _, bound = self._place
+        # Other work may run between the two halves.
+        with self._within():
+            if self.recorder is not None:
+                self.recorder.restart()
+            steps = self._rounds(kind, self._rows.lanes_within(*self._lanes, bound))
+            outcome = next(steps)
+        yield outcome
+        with self._within():
+            next(steps, None)
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._rows.within_graph())
+            if self.recorder is not None:
+                stack.enter_context(self._cache.attending_with(self.recorder.attend))
+            yield
