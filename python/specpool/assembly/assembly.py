@@ -101,7 +101,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     """
     if target.closed:
         raise ConfigError("the target model has been closed: load it again")
-    draft_layers = drafter.layers if drafter is not None else ()
+    draft_layers = [] if drafter is None else drafter.layers
     layers = [*target.layer_kv, *draft_layers]
     attention, started = start_back_end(
         config.attention, target.device, target.dtype, layers, target.config.model_type
@@ -141,8 +141,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     )
     if capture is not None and sizes:
         kinds = round_kinds(config, sizes, drafter, shape)
-        recorder = started.recorder if started else None
-        captured = worker.capture(capture, ledger, kinds, recorder).sizes
+        captured = worker.capture(capture, ledger, kinds, started).sizes
         if captured != sizes:  # only captured sizes decide a batch's range
             left = captured or None
             controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)

@@ -2,7 +2,7 @@
 
 from specpool.attention.attend import attend
 from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees, start_back_end
-from specpool.attention.graph_recorder import GraphRecorder
+from specpool.attention.graph_recorder import GraphRecorder, Started
 from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, TokenReads, View
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "BackEnd",
     "GraphRecorder",
     "JoinedView",
+    "Started",
     "TokenReads",
     "View",
     "attend",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger, Plan, Shape
-from specpool.attention import BackEnd, GraphRecorder
+from specpool.attention import BackEnd, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
@@ -107,9 +107,10 @@ class Worker:
         capture: Capture,
         ledger: Ledger,
         sizes: Mapping[RoundKind, Sequence[int]],
-        recorder: Callable[[int], GraphRecorder] | None,
+        attention: Started | None,
     ) -> Graphs:
         """Capture CUDA graphs of rounds, before any request runs; see `Graphs`."""
+        recorder = None if attention is None else attention.recorder
         self.graphs = Graphs(capture, ledger, self._cache, self._state, recorder)
         with without_cudnn(self._cache.device):
             self.graphs.build(sizes, self.steps_of)
