@@ -61,7 +61,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("worker", ["v1", "v2", "D = 1"])
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize(("draft", "script", "options"), SCRIPTS)
@@ -214,6 +214,7 @@ def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypat
         engine.generate(PROMPTS[:2], PARAMS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", ["ema", "cost"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_engines_own_policies_change_no_text(build, reference, policy, depth):

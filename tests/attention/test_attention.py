@@ -67,6 +67,7 @@ CASES = {  # starts, q_lens
 }
 
 
+@pytest.mark.sample(54)
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("page_size", [1, 3, 16])

@@ -53,7 +53,7 @@ def test_a_stop_string_ends_the_text(capsys):
     assert cut["finish_reason"] == "stop"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -55,6 +55,7 @@ def batches(kit):
             yield Batch(page_size, size, topk=4, num_steps=3, num_nodes=8)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("width", [4, 12])
 def test_scenario_15_and_17_compaction_equals_gather_then_scatter(kit, width):
     """Lanes 1 to 8 and 257 with N != S + 1; 12 places are moved in two turns (sgl#40734)."""

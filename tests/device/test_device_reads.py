@@ -22,7 +22,7 @@ def ancestors_of(batch, step):
     return ancestors
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("topk", "layout"), [(1, "dense"), (4, "dense"), (4, "holey")])
 def test_reads_by_branch_and_by_ancestors(kit, topk, layout):
     for page_size in kit.page_sizes:

@@ -106,6 +106,7 @@ def paths(tree: DraftTree, lane: int) -> set[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("draft", HEADS)
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -164,7 +165,7 @@ def two_layers(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("draft", [*HEADS, "two layers"])
 @pytest.mark.parametrize(
     "options",
@@ -205,7 +206,7 @@ def test_a_proposal_after_plain_rounds_is_that_of_a_head_that_ran_in_all_of_them
     assert min(ran["write"], ran["catch_up"]) >= 4
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("draft", HEADS)
 @pytest.mark.parametrize("ancestry", ["exact", "branch"])
 @pytest.mark.parametrize(("page_size", "topk"), list(itertools.product((3, 4, 16, 64), (2, 4, 8))))

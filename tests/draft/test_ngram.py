@@ -276,7 +276,7 @@ def test_repetitive_text_is_accepted(shape):
     assert output.accept_len > 2
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "page_size", "options"),
     [

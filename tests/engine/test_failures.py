@@ -85,7 +85,7 @@ class InterruptedLedger:
 VERBS = ("admit", "prepare_extend", "prepare_decode", "launch", "take_delta", "ack_delta")
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("countdown", [1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("verb", [*VERBS, "resolve", "complete", "finish"])

@@ -47,7 +47,7 @@ def compiled(compiler, file, arch, **options):
     return compiler.compile(source.read(source.with_headers(file)), arch, **options)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(7)
 @archs
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
 def test_every_kernel_fits_in_its_registers(compiler, file, arch):
@@ -59,13 +59,13 @@ def test_every_kernel_fits_in_its_registers(compiler, file, arch):
         assert usage.shared <= 48 << 10
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @archs
 def test_the_module_that_is_shipped_has_every_kernel(compiler, arch):
     assert sorted(compiler.compile(launch.source(), arch).usage) == sorted(launch.entries())
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @archs
 @pytest.mark.parametrize(("file", "kernel"), MOVES, ids=lambda value: getattr(value, "stem", value))
 def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
@@ -114,6 +114,7 @@ def test_spills_are_read(compiler):
     assert usage.registers <= 32
 
 
+@pytest.mark.sample(3)
 @archs
 def test_narrow_and_generic_accesses_are_told_apart(compiler, disassembler, arch):
     expression = "copy_kernel<long long, 3>"

@@ -155,7 +155,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 CASES = [(f.name, level) for f in FAULTS for level in (1, 2) if level >= f.level]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name, level, depth):
@@ -336,7 +336,7 @@ def test_the_level_comes_from_the_environment(monkeypatch):
 # --- never a false alarm -------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_random_workloads_raise_no_alarm(seed, target, heads):
     """Runs all drafters, tight pools, aborts, samples and pins: a false alarm would raise here."""
@@ -357,7 +357,7 @@ def test_random_workloads_raise_no_alarm(seed, target, heads):
     assert not engine.findings and engine.stats().round_ct
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch):
     rng = random.Random(seed)

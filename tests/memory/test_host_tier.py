@@ -296,7 +296,7 @@ class Peaks:
         return plan
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [5, 16, 17, 21, 40])
 def test_the_nth_device_page_refused_changes_nothing(length):
     """A reload is refused exactly where it would run out of pages, before it takes a row."""

@@ -122,7 +122,7 @@ def test_the_cases_are_of_every_kind(targets):
     assert sum(each["accepted"] > 0 for each in seen) >= 4
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((3, 2, 6), "holey")])
@@ -180,6 +180,7 @@ def test_kernels_read_the_same(targets, family, page_size):
     assert seen["compact_accepted"] and seen["apply_table_delta"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_found_without_asking_the_device(targets, family, monkeypatch):
     """The host's bounds decide where each row's reads begin (docs/contract.md, Window groups)."""
@@ -224,7 +225,7 @@ def test_samples_share_a_window(targets):
         assert len({str(each) for each in texts[1]}) == 4
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -281,7 +282,7 @@ def test_abort_gives_windows_back(targets):
 # --- Pinned texts -------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -327,6 +328,7 @@ def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size,
 # --- What is no number ---------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("prefill_tokens", [16, 128])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

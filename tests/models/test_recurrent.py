@@ -90,7 +90,7 @@ def compare(reference: Reference, outputs, num_tokens: list[int] | None = None) 
     comparison.finish()
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("draft", [None, "ngram", "scripted"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_speaks_as_transformers_does(reference, draft):
@@ -144,7 +144,7 @@ class Workload:
         return build(reference, drafter, num_pages=num_pages, **self.options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 120))]
 )
@@ -181,6 +181,7 @@ def test_random_workloads_speak_as_alone(seed, references):
     compare(reference, [*outputs.values()], [work.news[index] for index in outputs])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
 def test_a_retracted_row_begins_anew(reference):
     """A pool of little more than one row: its state goes with its pages."""
@@ -189,6 +190,7 @@ def test_a_retracted_row_begins_anew(reference):
         assert engine.core.scheduler.num_retracted > 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
 def test_rows_of_several_kinds_run_side_by_side(reference):
     """Plain ones, drafting ones, prompts in chunks, in one turn; some are given up."""
@@ -214,6 +216,7 @@ def test_rows_of_several_kinds_run_side_by_side(reference):
         compare(reference, [o for o in outputs.values() if o.finish_reason == "length"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
 def test_samples_draw_the_same_with_and_without_drafts(reference):
     """Each sample of a prompt computes the prompt: a fork would have pages but no state."""
@@ -226,6 +229,7 @@ def test_samples_draw_the_same_with_and_without_drafts(reference):
     assert len({tuple(text) for text in texts[0]}) == 6
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
 def test_a_failed_forward_takes_its_rows_and_no_other(reference, monkeypatch):
     with build(reference, scripted(reference), max_batch=5) as engine:
@@ -256,6 +260,7 @@ def test_a_state_that_is_no_number_ends_with_its_request():
         assert good.token_ids == whole.text(PROMPTS[1], NUM_TOKENS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
 def test_a_conversation_computes_each_turn_anew(reference):
     """No row stays between turns, because its state cannot be cut to the session's tokens."""

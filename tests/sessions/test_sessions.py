@@ -136,7 +136,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("draft", "shape", "options"), CASES)
@@ -179,7 +179,7 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
             assert pool.free_pages == pool.num_pages
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("draft", "shape"), [(None, None), (HEADS[0], CHAIN), ("ngram", TREE)])

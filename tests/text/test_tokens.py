@@ -139,6 +139,7 @@ def stops_for(draw: st.DrawFn, text: str) -> list[str]:
     return draw(st.lists(st.one_of(piece, few), max_size=5))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=MANY, deadline=None)
 @given(data=st.data())
@@ -168,6 +169,7 @@ def test_the_text_is_the_oracles_at_every_moment(name, data):
             assert stream.hit.num_tokens == plain_len(tokenizer, tokens, expected + stop)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=MANY, deadline=None)
 @given(data=st.data())
