@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint check test coverage test-full test-gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install build fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,7 +55,7 @@ fmt: $(VENV)/.dev ## format Rust and Python
 	$(BIN)/ruff format python tests examples benches fuzz docs
 	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz docs
 
-lint: $(VENV)/.dev ## run rustfmt, clippy, ruff, the check of imports between folders, mypy, stubtest
+lint: $(VENV)/.dev ## run rustfmt, clippy, ruff, the check of imports between folders, mypy, stubtest, a dry run of `make gpu`
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
@@ -64,6 +64,7 @@ lint: $(VENV)/.dev ## run rustfmt, clippy, ruff, the check of imports between fo
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest specpool._core
+	$(BIN)/python tests/gpu.py --dry
 
 # The laws of the core, of the kernels' twins and of the house: no model, no compiler.
 CHECKED := tests/core $(filter-out %scheduler.py,$(wildcard tests/scenarios/test_scenarios_*.py)) tests/kernels \
@@ -98,6 +99,10 @@ coverage: $(VENV)/.dev ## print which lines of Python and Rust the tests run (ha
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
 	$(BIN)/pytest -k cuda tests/device tests/attention/test_flashinfer.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/engine/test_lossless.py
+
+# For a machine with Python, torch, CuPy and pytest alone: carry the tree and a wheel in dist/, and run this by its python3.
+gpu: ## on a CUDA machine, without .venv: probe, tests, benches, sanitizer, within nine minutes (PARTS=names, OUT=folder)
+	$(PYTHON) tests/gpu.py --out $(or $(OUT),out) $(if $(PARTS),--parts $(PARTS),)
 
 # Without torch's cache every tensor is its own allocation, so memcheck knows where each one ends.
 SANITIZER := compute-sanitizer --error-exitcode 1 --report-api-errors no
@@ -140,9 +145,9 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/python -m benches ledger
 	$(BIN)/python -m benches scheduler
 	$(BIN)/python -m benches windows
-	$(BIN)/pytest --benchmark-only --quiet benches/bench_ledger.py
+	$(BIN)/pytest --benchmark-only --quiet benches/test_ledger.py
 	cargo bench --quiet -p specpool-core
-	$(BIN)/python benches/kernels.py
+	$(BIN)/python -m benches.kernels
 	$(BIN)/python -m benches plain
 	$(BIN)/specpool bench generate
 	$(BIN)/python -m benches host
@@ -150,8 +155,8 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/python -m benches adaptive
 
 bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results
-	$(BIN)/python benches/kernels.py --device cuda --write benches/results
-	$(BIN)/python benches/graphs.py --write benches/results
+	$(BIN)/python -m benches.kernels --device cuda --write benches/results
+	$(BIN)/python -m benches.graphs --write benches/results
 
 # Only what builds the site. The package itself is read, not imported.
 $(VENV)/.docs: $(VENV)/.run

@@ -1,4 +1,4 @@
-"""`pytest --benchmark-only benches/bench_ledger.py`: a decode step of a batch, ours and plain.
+"""`pytest --benchmark-only benches/test_ledger.py`: a decode step of a batch, ours and plain.
 
 The calls and the load are those of `python -m benches ledger`; here each step is one round of
 pytest-benchmark, so that runs can be saved and compared (`--benchmark-autosave`,
