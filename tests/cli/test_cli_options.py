@@ -150,6 +150,7 @@ BENCH_GENERATE = [
     (["--draft", "none"], "bench generate needs a draft model"),
     (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round"),
     (["--plot", "/no/such/x.png"], "there is no folder /no/such"),
+    (["--plot", "/"], "cannot write the picture /: it is a folder"),
 ]
 BENCHES = {
     "host": [
