@@ -261,3 +261,9 @@ def test_a_target_without_a_tokenizer_is_refused(capsys, tmp_path):
     options = ("--target", str(folder), "--draft", "none")
     code, _, err = call(capsys, "chat", *options, stdin="hello\n")
     assert (code, err) == (2, "error: the target has no tokenizer: there is no text to talk in\n")
+
+
+def test_a_closed_standard_input_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    code, _, err = call(capsys, "chat")
+    assert (code, err) == (2, "error: standard input is closed: chat reads its lines from there\n")

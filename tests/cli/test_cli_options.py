@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
 import subprocess
@@ -116,6 +117,7 @@ GENERATE = [
     (["--worker", "v3"], "--worker must be one of auto, v1, v2, got 'v3'"),
     (["--worker", "v1", "--overlap-depth", "1"], "it needs --overlap-depth 0, got 1"),
     (["--prompt-ids", "1,x"], "--prompt-ids must be token ids with commas between"),
+    (["--prompt-ids", "1,,2"], "--prompt-ids must be token ids with commas between"),
     (["--prompt-file", "/no/such"], "cannot read the prompt file /no/such"),
     (["--prompt-format", "jsonl"], "--prompt-format jsonl needs a file: give --prompt-file"),
     (
@@ -148,6 +150,7 @@ BENCH_GENERATE = [
     (["--draft", "none"], "bench generate needs a draft model"),
     (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round"),
     (["--plot", "/no/such/x.png"], "there is no folder /no/such"),
+    (["--plot", "/"], "cannot write the picture /: it is a folder"),
 ]
 BENCHES = {
     "host": [
@@ -441,6 +444,16 @@ def test_messages_of_a_file_are_a_chat():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "read_text", lambda *args, **options: json.dumps({"messages": chat}))
         assert read_prompts(given, "specpool/tiny", 1) == [chat]
+
+
+def test_standard_input_that_is_empty_or_closed_is_refused(monkeypatch):
+    given = Given([], [], "-", None)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(ConfigError, match="standard input holds no prompt"):
+        read_prompts(given, "specpool/tiny", 1)
+    monkeypatch.setattr("sys.stdin", None)  # what Python gives a process without descriptor 0
+    with pytest.raises(ConfigError, match="standard input is closed"):
+        read_prompts(given, "specpool/tiny", 1)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rich.text import Text
 from specpool.cli.generate.generate import draft_of
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
+from specpool.cli.options.prompts import check_stdin
 from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, SpecpoolError
@@ -63,6 +64,7 @@ def run(job: Job) -> None:
         dtype=job.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
+    check_stdin("chat reads its lines from there")
     shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
     draft = draft_of(job.target, job.draft)
     checks.check_engine_config(shape, draft, job.options)

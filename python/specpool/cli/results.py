@@ -123,7 +123,8 @@ def check_plot(path: Path) -> None:
     """Check that a picture can be written, before minutes of measuring.
 
     Raises:
-        ConfigError: matplotlib or the folder is missing, or the format is not supported.
+        ConfigError: matplotlib or the folder is missing, the path is a folder, or the format is not
+            supported.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -132,6 +133,8 @@ def check_plot(path: Path) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write the picture {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"cannot write the picture {path}: it is a folder")
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ConfigError(
             f"cannot write the picture {path}: the formats are {', '.join(sorted(formats))}"

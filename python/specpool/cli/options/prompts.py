@@ -60,7 +60,7 @@ def shown(prompt: PromptValue) -> str:
 
 
 def _ids(text: str) -> list[int]:
-    parts = re.split(r"[,\s]+", text.strip().strip("[]").strip())
+    parts = re.split(r"\s*,\s*|\s+", text.strip().strip("[]").strip())
     if not all(re.fullmatch(r"[0-9]{1,10}", part) for part in parts):
         raise ConfigError(
             f"prompt_ids must be token ids with commas between, such as 1,2,3, got {text!r:.80}"
@@ -68,10 +68,22 @@ def _ids(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def check_stdin(use: str) -> None:
+    """Check that the process has a standard input; `use` says what reads it.
+
+    Raises:
+        ConfigError: it was started without one.
+    """
+    if sys.stdin is None:
+        raise ConfigError(f"standard input is closed: {use}")
+
+
 def _of_file(name: str, form: str | None) -> list[PromptValue]:
     if form is None:
         form = "whole" if name == "-" else "lines"
     check_choice("prompt_format", form, tuple(_FORMATS))
+    if name == "-":
+        check_stdin("the prompt file '-' is read from there")
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -79,9 +91,10 @@ def _of_file(name: str, form: str | None) -> list[PromptValue]:
             raise ConfigError(f"standard input is no text: {error}") from None
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read the prompt file {name}: {reason}") from None
-    found = list(_FORMATS[form]("standard input" if name == "-" else name, text))
+    place = "standard input" if name == "-" else name
+    found = list(_FORMATS[form](place, text))
     if not found:
-        raise ConfigError(f"the prompt file {name} holds no prompt")
+        raise ConfigError(f"{'' if name == '-' else 'the prompt file '}{place} holds no prompt")
     return found
 
 
@@ -90,7 +103,8 @@ def _lines(name: str, text: str) -> Iterator[PromptValue]:
 
 
 def _whole(name: str, text: str) -> Iterator[PromptValue]:
-    yield text
+    if text:
+        yield text
 
 
 def _json_lines(name: str, text: str) -> Iterator[PromptValue]:
