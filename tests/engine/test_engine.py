@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -544,3 +546,41 @@ def test_parameters_must_match_the_prompts(engine):
 def test_a_shape_that_the_engine_was_not_built_for_is_refused(engine):
     with pytest.raises(ConfigError, match="not among the engine's shapes"):
         engine.generate(corpus.prompts(1), shape=Shape.eagle(2, 1, 3))
+
+
+FORKED = """
+import os, signal, sys, threading, warnings
+
+from specpool import Engine
+
+warnings.simplefilter("ignore", DeprecationWarning)  # forking beside a thread is the point here
+engine = Engine.from_pretrained(max_context_len=64)
+held, done = threading.Event(), threading.Event()
+
+
+def hold():
+    with engine.core.lock:
+        held.set()
+        done.wait(60)
+
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait(60)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    engine.close()
+    os._exit(7)
+_, status = os.waitpid(child, 0)
+done.set()
+thread.join()
+engine.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_can_close_while_a_thread_ran_a_turn():
+    """The thread that holds the lock does not exist in the child."""
+    done = subprocess.run([sys.executable, "-c", FORKED], check=False, timeout=120)
+    assert done.returncode == 7

@@ -1,4 +1,4 @@
-"""`make gpu` and the Makefile: parts find what they run, end in time, and say what they leave out."""
+"""`make gpu`, and the Makefile: parts find what they run, and say what they leave out."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +35,19 @@ class _Submitted:
     on_item: OnItem | None
 
 
+_CORES: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Give every engine a free lock: in a forked child, the thread that held it does not exist."""
+    for core in _CORES:
+        core.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 class EngineCore:
     """One scheduler, the loop that runs its steps, and the lock around both.
 
@@ -53,6 +68,7 @@ class EngineCore:
         """
         target, drafter, config = parts.target, parts.drafter, parts.config
         self.lock = threading.RLock()
+        _CORES.add(self)
         self.tokenizer, self.worker, self.host = tokenizer, parts.worker, parts.host
         self.scheduler: Scheduler = Scheduler(
             parts.ledger,
