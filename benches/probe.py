@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -69,9 +70,9 @@ def fused(dtype: torch.dtype) -> str:
         view.mask_for = lambda window: torch.stack(
             [torch.arange(12) <= torch.arange(7).unsqueeze(1) + start for start in (0, 4)]
         )
-        buffers = [torch.ones(64, 2, 64, device=device, dtype=of) for _ in range(2)]
+        k_buffer, v_buffer = (torch.ones(64, 2, 64, device=device, dtype=of) for _ in range(2))
         q, k, v = (x.to(device, of) for x in numbers)
-        outs.append(attend(view, *buffers, q, k, v, scaling=0.2).float().cpu())
+        outs.append(attend(view, k_buffer, v_buffer, q, k, v, scaling=0.2).float().cpu())
     return f"differs by {float((outs[0] - outs[1]).abs().max()):.1e}"
 
 
@@ -130,8 +131,9 @@ def engine() -> str:
     params, texts = SamplingParams(max_new_tokens=40, ignore_eos=True), []
     for draft in ("specpool/tiny-eagle", None):
         shape = Shape.eagle(3, 1, 4) if draft else None
-        options = {"device": "cuda", "dtype": "float32", "max_context_len": 256}
-        with Engine.from_pretrained(draft=draft, shape=shape, **options) as one:
+        with Engine.from_pretrained(
+            draft=draft, shape=shape, device="cuda", dtype="float32", max_context_len=256
+        ) as one:
             (output,) = one.generate(["The page"], params)
             graphs = one.stats().graphs
             texts.append(output.token_ids)
@@ -148,7 +150,8 @@ def main() -> int:
     answers = [
         ask("versions", versions),
         ask("kernels", kernels),
-        *(ask(f"a prompt in {d}", lambda d=d: fused(d)) for d in (torch.bfloat16, torch.float32)),
+        ask("a prompt in bfloat16", partial(fused, torch.bfloat16)),
+        ask("a prompt in float32", partial(fused, torch.float32)),
         ask("new lengths", new_lengths),
         ask("a capture after one that failed", failed_capture),
         ask("the shipped pair", engine),

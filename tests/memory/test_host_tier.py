@@ -609,7 +609,7 @@ def test_pinned_memory_is_as_large_as_it_says(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     memory = torch.empty(3, 1001, dtype=torch.uint8)
     address, part = memory.data_ptr(), memory[1]
-    host_memory.pin(memory)
+    host_memory._pin(memory)
     assert calls == [("pin", address, 3003)]
     del memory
     assert len(calls) == 1 and part.numel()  # a view keeps it
@@ -618,6 +618,6 @@ def test_pinned_memory_is_as_large_as_it_says(monkeypatch):
     driver.error = 2
     refused = torch.empty(7, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"cannot pin 7 bytes of host memory \(error 2\): lower"):
-        host_memory.pin(refused)
+        host_memory._pin(refused)
     del refused
     assert calls[-1][0] == "pin"

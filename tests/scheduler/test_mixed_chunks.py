@@ -138,7 +138,7 @@ def test_a_back_end_without_ragged_masks_is_refused_while_drafting(monkeypatch):
     with make("plain", attention="square") as engine:
         assert engine.generate(PROMPTS[:1], GREEDY)[0].finish_reason == "length"
     with pytest.raises(
-        ConfigError, match="attention must be one of torch, flashinfer, square, got 'none'"
+        ConfigError, match="attention must be one of auto, torch, flashinfer, square, got 'none'"
     ):
         make("chain", attention="none")
     with pytest.raises(ConfigError, match="mixed_chunks must be True or False, got 1"):

@@ -149,7 +149,7 @@ class _Group:
         page_bytes = sum(widths)
         self._memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8)
         if device.type == "cuda":
-            pin(self._memory)
+            _pin(self._memory)
         num_staged = min(max(_STAGED_BYTES // page_bytes, 1), num_pages)
         self._staged = torch.empty(num_staged, page_bytes, dtype=torch.uint8, device=device)
         self._staging = kernels.Fields.of([PageBlocked(self._staged, 1, widths)], 1)
@@ -187,7 +187,7 @@ class _Group:
         return parts
 
 
-def pin(memory: torch.Tensor) -> None:
+def _pin(memory: torch.Tensor) -> None:
     """Pin a tensor's pages in the host's memory for as long as it exists.
 
     `torch.empty(..., pin_memory=True)` would take the next power of two: 128 GiB for 65.
