@@ -34,11 +34,51 @@ __device__ __forceinline__ void with_unit(int vec, Move move) {
 
 __device__ __forceinline__ bool is_slot(long long slot, long long num_slots) { return slot >= 0 && slot < num_slots; }
 
+// How many accesses of a thread are on their way at once: one load takes longer than many thread's turns.
+constexpr int IN_FLIGHT = 4;
+
+// Copies slots of one field to another: piece i, of n, goes from slot place(i).read to place(i).written. The block
+// begins with piece `first` and goes on in steps of `step`; of fields wider than the block it copies the tile-th of
+// `tiles` parts. Each thread loads several accesses before it stores any.
+template <typename Place>
+__device__ __forceinline__ void copy_pieces(
+    const Field& from, const Field& to, int from_page_size, int to_page_size, int n, int first, int step, int tile,
+    int tiles, Place place) {
+    with_unit(min(from.vec, to.vec), [&](auto unit) {
+        typedef decltype(unit) Unit;
+        const int columns = from.width / (int)sizeof(Unit), threads = blockDim.x;
+        const bool is_wide = columns > threads;  // several accesses of one slot, not one of several slots
+        const int pieces = is_wide ? 1 : IN_FLIGHT, span = is_wide ? IN_FLIGHT * threads : threads;
+        for (long long piece = first; piece < n; piece += (long long)pieces * step) {
+            for (int column = tile * span + threadIdx.x; column < columns; column += tiles * span) {
+                int read[IN_FLIGHT], written[IN_FLIGHT];
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; k++) {
+                    const long long i = is_wide ? piece : piece + (long long)k * step;
+                    read[k] = -1;
+                    if (i < n && column + (is_wide ? k * threads : 0) < columns) place((int)i, read[k], written[k]);
+                }
+                Unit held[IN_FLIGHT];
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; k++) {
+                    if (read[k] < 0) continue;
+                    held[k] = from.at<Unit>(read[k], from_page_size)[column + (is_wide ? k * threads : 0)];
+                }
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; k++) {
+                    if (read[k] < 0) continue;
+                    to.at<Unit>(written[k], to_page_size)[column + (is_wide ? k * threads : 0)] = held[k];
+                }
+            }
+        }
+    });
+}
+
 // Copies slot src[i] of src_fields[f] to slot dst[i] of dst_fields[f]. A null list means 0, 1, 2, ... The caller must
 // make sure that no slot is both read and written, and that each is written at most once. Used for gather, scatter and
 // page copies.
 //
-// grid (any, num_fields), block (columns, slots).
+// grid (any, num_fields, any), block (columns, slots).
 extern "C" __global__ void copy_slots_kernel(
     const Field* src_fields,  // [num_fields]
     const Field* dst_fields,  // [num_fields], of the same widths
@@ -50,17 +90,13 @@ extern "C" __global__ void copy_slots_kernel(
     const int* dst,  // int32 [n] or null
     int n) {
     const Field from = src_fields[blockIdx.y], to = dst_fields[blockIdx.y];
-    with_unit(min(from.vec, to.vec), [&](auto unit) {
-        typedef decltype(unit) Unit;
-        const int columns = from.width / (int)sizeof(Unit), step = gridDim.x * blockDim.y;
-        for (int i = blockIdx.x * blockDim.y + threadIdx.y; i < n; i += step) {
-            const int read = src ? src[i] : i, written = dst ? dst[i] : i;
-            if (!is_slot(read, num_src_slots) || !is_slot(written, num_dst_slots)) continue;
-            const Unit* source = from.at<Unit>(read, src_page_size);
-            Unit* target = to.at<Unit>(written, dst_page_size);
-            for (int column = threadIdx.x; column < columns; column += blockDim.x) target[column] = source[column];
-        }
-    });
+    copy_pieces(
+        from, to, src_page_size, dst_page_size, n, blockIdx.x * blockDim.y + threadIdx.y, gridDim.x * blockDim.y,
+        blockIdx.z, gridDim.z, [&](int i, int& read, int& written) {
+            const int source = src ? src[i] : i;
+            written = dst ? dst[i] : i;
+            if (is_slot(source, num_src_slots) && is_slot(written, num_dst_slots)) read = source;
+        });
 }
 
 // Moves `n` slots of a field, from source(i) to target(i), one column for each threadIdx.x. The block reads everything
@@ -168,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
 // Copies the prefix's partial tail page in front of the drafts of branches 1 .. K - 1, holey layout (sgl#7725). Copies
 // nothing for branch 0, for a root at the start of a page, and for padded lanes.
 //
-// grid (batch * (K - 1), num_fields), block (columns, slots).
+// grid (batch * (K - 1), num_fields, any), block (columns, slots).
 extern "C" __global__ void duplicate_prefix_tail_kernel(
     const Field* fields,  // [num_fields]
     int num_slots,
@@ -191,16 +227,9 @@ extern "C" __global__ void duplicate_prefix_tail_kernel(
     if (read < 0 || written < 0) return;
     const int end = min(last, num_slots - max(read, written));
     const Field field = fields[blockIdx.y];
-    with_unit(field.vec, [&](auto unit) {
-        typedef decltype(unit) Unit;
-        for (int i = threadIdx.y; i < end; i += blockDim.y) {
-            const Unit* source = field.at<Unit>(read + i, page_size);
-            Unit* target = field.at<Unit>(written + i, page_size);
-            for (int column = threadIdx.x; column < field.width / field.vec; column += blockDim.x) {
-                target[column] = source[column];
-            }
-        }
-    });
+    copy_pieces(
+        field, field, page_size, page_size, end, threadIdx.y, blockDim.y, blockIdx.z, gridDim.z,
+        [&](int i, int& from, int& to) { from = read + i, to = written + i; });
 }
 
 // Copies drafts 0 .. step - 1 of each branch's parent over its own, after the selection of `step`. Branches may swap.

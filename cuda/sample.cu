@@ -60,10 +60,16 @@ struct Row {
     float temperature;
     unsigned long long floor;  // the least rank that is kept
 
+    // Bytes of one logit.
+    __device__ __forceinline__ int size() const { return dtype == 0 ? 4 : 2; }
+
     // The bits of a logit as float32.
     __device__ __forceinline__ unsigned bits(int id) const {
-        if (dtype == 0) return ((const unsigned*)logits)[id];
-        const unsigned half = ((const unsigned short*)logits)[id];
+        return dtype == 0 ? ((const unsigned*)logits)[id] : widened(((const unsigned short*)logits)[id]);
+    }
+
+    // The bits of a 16-bit logit as float32.
+    __device__ __forceinline__ unsigned widened(unsigned half) const {
         if (dtype == 2) return half << 16;
         const unsigned sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
         if (exponent == 31) return sign | 0x7f800000u | fraction << 13;
@@ -71,21 +77,50 @@ struct Row {
         return sign | __float_as_uint(__fmul_rn((float)(int)fraction, 5.9604645e-8f));  // fraction * 2^-24
     }
 
-    // A rank: greater for more likely tokens; among equal ones greater for the lower id; 56 bits.
-    __device__ __forceinline__ unsigned long long rank(int id) const {
-        unsigned key = bits(id);
+    // The rank of a logit by its bits: greater for more likely tokens; among equal ones greater for the lower id; 56 bits.
+    __device__ __forceinline__ unsigned long long rank(int id, unsigned key) const {
         if (key << 1 == 0) key = 0;  // -0 equals 0
         key = key >> 31 ? ~key : key | 0x80000000u;
         return (unsigned long long)key << 24 | (unsigned)(0xffffff - id);
     }
 
-    // A token's share of the distribution, a whole number of at most 2^34.
-    __device__ __forceinline__ long long weight(int id) const {
-        if (rank(id) < floor) return 0;
-        const float x = __fdiv_rn(__fsub_rn(__uint_as_float(bits(id)), max), temperature);
+    // A token's share of the distribution by its logit's bits, a whole number of at most 2^34.
+    __device__ __forceinline__ long long weight(int id, unsigned bits) const {
+        if (rank(id, bits) < floor) return 0;
+        const float x = __fdiv_rn(__fsub_rn(__uint_as_float(bits), max), temperature);
         return __float2ll_rn(__fmul_rn(exp_of(x), 17179869184.0f));
     }
 };
+
+// Calls use(id, bits) for each logit in [begin, end), shared among `threads` threads, of which this is number `thread`.
+// Loads 16 bytes at a time where the row is aligned to them.
+template <typename Use>
+__device__ __forceinline__ void each_logit(
+    const Row& row, int begin, int end, int thread, int threads, Use use) {
+    const int size = row.size(), many = 16 / size;
+    const char* first = (const char*)row.logits;
+    const int skew = (int)((unsigned long long)(first + (long long)begin * size) % 16) / size;
+    const int head = min(end, begin + (many - skew) % many), whole = head + (end - head) / many * many;
+    for (int id = head + thread * many; id < whole; id += threads * many) {
+        const int4 loaded = *(const int4*)(first + (long long)id * size);
+        const unsigned words[4] = {(unsigned)loaded.x, (unsigned)loaded.y, (unsigned)loaded.z, (unsigned)loaded.w};
+#pragma unroll
+        for (int word = 0; word < 4; word++) {
+            if (size == 4) {
+                use(id + word, words[word]);
+            } else {
+                use(id + 2 * word, row.widened(words[word] & 0xffffu));
+                use(id + 2 * word + 1, row.widened(words[word] >> 16));
+            }
+        }
+    }
+    // What is left at both ends is less than one access of a thread.
+    const int odd = head - begin + end - whole;
+    for (int i = thread; i < odd; i += threads) {
+        const int id = i < head - begin ? begin + i : whole + i - (head - begin);
+        use(id, row.bits(id));
+    }
+}
 
 // Memory that a block shares while it works on one row.
 struct Scratch {
@@ -95,19 +130,20 @@ struct Scratch {
     unsigned long long above;
 };
 
-// Returns the greatest rank, and sets *is_bad if a logit is NaN or +inf. In every thread.
-__device__ unsigned long long greatest(const Row& row, Scratch& scratch, bool* is_bad) {
+// Returns the greatest rank of [begin, end), and sets *is_bad if a logit there is NaN or +inf. In every thread.
+// `of_warps` is shared, one cell for each warp.
+__device__ unsigned long long greatest(
+    const Row& row, int begin, int end, unsigned long long* of_warps, bool* is_bad) {
     unsigned long long best = 0;
     bool bad = false;
-    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
-        const unsigned bits = row.bits(id);
+    each_logit(row, begin, end, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
         bad |= (bits & 0x7fffffffu) > 0x7f800000u || bits == 0x7f800000u;
-        best = max(best, row.rank(id));
-    }
+        best = max(best, row.rank(id, bits));
+    });
     for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
-    if (threadIdx.x % 32 == 0) scratch.bins[threadIdx.x / 32] = best;
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
     *is_bad = __syncthreads_or(bad);
-    for (int warp = 0; warp < (int)blockDim.x / 32; warp++) best = max(best, scratch.bins[warp]);
+    for (int warp = 0; warp < (int)blockDim.x / 32; warp++) best = max(best, of_warps[warp]);
     __syncthreads();
     return best;
 }
@@ -141,15 +177,15 @@ __device__ unsigned long long last_kept(const Row& row, Scratch& scratch, bool b
         // Neighbours often share a bin: add them up before the atomic.
         int open = 0;
         unsigned long long held = 0;
-        for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) {
-            const unsigned long long rank = row.rank(id);
-            if (rank < row.floor || rank >> shift >> 8 != prefix) continue;
+        each_logit(row, 0, row.vocab, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
+            const unsigned long long rank = row.rank(id, bits);
+            if (rank < row.floor || rank >> shift >> 8 != prefix) return;
             const int bin = (int)(rank >> shift & 255);
             if (bin != open && held) atomicAdd(&scratch.bins[open], held);
             if (bin != open) held = 0;
             open = bin;
-            held += by_weight ? (unsigned long long)row.weight(id) : 1;
-        }
+            held += by_weight ? (unsigned long long)row.weight(id, bits) : 1;
+        });
         if (held) atomicAdd(&scratch.bins[open], held);
         __syncthreads();
         if (threadIdx.x < 32) find_bin(scratch, above, need);
@@ -166,7 +202,7 @@ __device__ unsigned long long last_kept(const Row& row, Scratch& scratch, bool b
 // Returns the sum of the weights, in every thread.
 __device__ long long total_of(const Row& row, Scratch& scratch) {
     long long sum = 0;
-    for (int id = threadIdx.x; id < row.vocab; id += blockDim.x) sum += row.weight(id);
+    each_logit(row, 0, row.vocab, threadIdx.x, blockDim.x, [&](int id, unsigned bits) { sum += row.weight(id, bits); });
     return block_sum(sum, scratch.sums);
 }
 
@@ -181,7 +217,9 @@ __device__ int draw(const Row& row, Scratch& scratch, double u) {
         const int run = (end - begin + warps - 1) / warps;
         const int stop = min(end, begin + (warp + 1) * run);
         long long sum = 0;
-        for (int id = begin + warp * run + threadIdx.x % 32; id < stop; id += 32) sum += row.weight(id);
+        each_logit(row, min(begin + warp * run, stop), stop, threadIdx.x % 32, 32, [&](int id, unsigned bits) {
+            sum += row.weight(id, bits);
+        });
         for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
         if (threadIdx.x % 32 == 0) scratch.sums[warp] = sum;
         __syncthreads();
@@ -199,6 +237,24 @@ __device__ int draw(const Row& row, Scratch& scratch, double u) {
     return begin;
 }
 
+// Finds the greatest rank of each part of each row, for rows that are too few to fill a GPU with a block each.
+//
+// grid (n, parts), block of whole warps.
+extern "C" __global__ void __launch_bounds__(1024) greatest_logits_kernel(
+    const void* logits,                 // [n, vocab]
+    int dtype,                          // 0 = float32, 1 = float16, 2 = bfloat16
+    int vocab,                          // 1 .. 2^19
+    unsigned long long* greatest_of) {  // [n, parts]: the rank; bit 63: a logit is NaN or +inf
+    __shared__ unsigned long long of_warps[32];
+    const int parts = gridDim.y, part = blockIdx.y, each = (vocab + parts - 1) / parts;
+    const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
+    const Row row = {first, dtype, vocab, 0.0f, 0.0f, 0};
+    bool is_bad = false;
+    const int begin = min(part * each, vocab);
+    const unsigned long long best = greatest(row, begin, min(begin + each, vocab), of_warps, &is_bad);
+    if (threadIdx.x == 0) greatest_of[(long long)blockIdx.x * parts + part] = best | (unsigned long long)is_bad << 63;
+}
+
 // Draws one token for each row; -1 if the logits hold a NaN, +inf or nothing but -inf, or if a parameter is out of
 // range.
 //
@@ -211,6 +267,8 @@ extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
     const int* top_k,          // int32 [n], 0 = all
     const float* top_p,        // [n], in (0, 1], 1 = all
     const double* u,           // [n], in [0, 1)
+    const unsigned long long* greatest_of,  // [n, parts], of greatest_logits_kernel, or null
+    int parts,
     long long* tokens) {       // int64 [n]
     __shared__ Scratch scratch;
     const float heat = temperature[blockIdx.x], share = top_p[blockIdx.x];
@@ -219,7 +277,16 @@ extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
     const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
     Row row = {first, dtype, vocab, 0.0f, heat, 0};
     bool is_bad = false;
-    const unsigned long long best = greatest(row, scratch, &is_bad);
+    unsigned long long best = 0;
+    if (greatest_of) {
+        for (int part = 0; part < parts; part++) {
+            const unsigned long long found = greatest_of[(long long)blockIdx.x * parts + part];
+            is_bad |= (found >> 63) != 0;
+            best = max(best, found & ~(1ull << 63));
+        }
+    } else {
+        best = greatest(row, 0, vocab, scratch.bins, &is_bad);
+    }
     const int likeliest = 0xffffff - (int)(best & 0xffffff);
     row.max = __uint_as_float(row.bits(likeliest));
     is_bad |= row.bits(likeliest) == 0xff800000u;

@@ -7,6 +7,7 @@ import torch
 import kernel_reference as ref
 from kernel_kit import array, i64
 from specpool import kernels as device
+from specpool.kernels import sample
 from specpool.kernels import twins as kernels
 
 
@@ -57,6 +58,22 @@ def test_draws_equal_the_twins(kit, dtype):
             rng.choice([1, 0.99, 0.5, 0.01], n),
             np.where(rng.random(n) < 0.2, rng.choice([0, np.nextafter(1, 0)], n), rng.random(n)),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_several_blocks_share_a_row(kit, dtype, monkeypatch):
+    """Each part finds its greatest logit; a bad one in any part fails the row."""
+    monkeypatch.setattr(sample, "_PART", 40)
+    rng = np.random.default_rng(5)
+    for n, vocab in [(1, 301), (3, 128), (2, 41)]:
+        logits = torch.from_numpy(rng.standard_normal((n, vocab))).to(dtype)
+        both(kit, logits, [0, 0.8, 1][:n], 0, 1, rng.random(n))
+        for at in {0, 39, 40, vocab // 2, vocab - 1}:
+            for value in (torch.nan, torch.inf):
+                bad = logits.clone()
+                bad[0, at] = value
+                assert both(kit, bad, 0, 0, 1, 0.5)[0] == -1
+    assert kit.kind == "cuda" or "greatest_logits_kernel" in kit.backend.launches
 
 
 def test_a_large_vocabulary(kit):

@@ -600,3 +600,48 @@ def test_a_kit_sees_guards_and_inputs_that_changed():
             tensor[0] = 5
         with pytest.raises(AssertionError):
             kit.check()
+
+
+# --- how many blocks ----------------------------------------------------------------------------
+
+
+class Recording:
+    """A back end that computes nothing and writes down the grids."""
+
+    def __init__(self):
+        self.grids = {}
+
+    def launch(self, entry, grid, block, args, shared_mem, touches):
+        self.grids[entry.removesuffix("_kernel")] = grid
+
+
+def grids_of(work):
+    recording = Recording()
+    with launch.host_backend(recording):
+        work()
+    return recording.grids
+
+
+def test_a_page_read_of_one_row_fills_a_gpu():
+    """2,048 tokens of a layer of 8 KV heads of 128, pages of 64: 32 pages of keys, 32 of values."""
+    pages = [torch.empty(33, 64 * 8 * 128, dtype=torch.bfloat16) for _ in range(2)]
+    fields = device.Fields.of(pages, 1)
+    slots = torch.arange(1, 33, dtype=torch.int32)
+    (grid,) = grids_of(lambda: device.gather_kv(fields, slots)).values()
+    assert np.prod(grid) >= 2 * 132
+
+
+def test_a_large_copy_goes_in_turns():
+    fields = device.Fields.of([torch.empty(1 << 14, 8, dtype=torch.uint8) for _ in range(64)], 1)
+    slots = torch.arange(1 << 14, dtype=torch.int32)
+    (grid,) = grids_of(lambda: device.gather_kv(fields, slots)).values()
+    assert np.prod(grid) <= 4096
+
+
+@pytest.mark.parametrize(("n", "least"), [(1, 16), (8, 128), (100, 200), (264, 0), (0, 0)])
+def test_few_rows_of_logits_fill_a_gpu(n, least):
+    logits = torch.empty(n, 128_256, dtype=torch.bfloat16)
+    zeros, ones = torch.zeros(n), torch.ones(n)
+    grids = grids_of(lambda: device.sample_tokens(logits, zeros, zeros.int(), ones, zeros.double()))
+    assert np.prod(grids.get("greatest_logits", (0,))) >= least
+    assert ("greatest_logits" in grids) == (least > 0)

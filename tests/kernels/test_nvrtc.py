@@ -74,6 +74,25 @@ def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
     assert not any(name in ("LD", "ST") for name, _ in accesses), "the address space is not known"
 
 
+@pytest.mark.sample(4)
+@archs
+@pytest.mark.parametrize(
+    "kernel", ["copy_slots_kernel", "duplicate_prefix_tail_kernel", "compact_accepted_kernel"]
+)
+def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, arch):
+    """One load at a time waits for the memory: a page read took four times as long as it need."""
+    program = compiled(compiler, ROOT / "cuda" / "moves.cu", arch)
+    assert program.in_flight(kernel) >= 4
+
+
+@pytest.mark.sample(3)
+@archs
+@pytest.mark.parametrize("kernel", ["sample_tokens_kernel", "greatest_logits_kernel"])
+def test_logits_are_read_by_16_bytes(compiler, disassembler, kernel, arch):
+    accesses = compiled(compiler, ROOT / "cuda" / "sample.cu", arch).accesses(kernel)
+    assert accesses["LDG", 128], accesses
+
+
 # --- the reading of what NVRTC says -------------------------------------------------------------
 
 

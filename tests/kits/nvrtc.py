@@ -64,6 +64,15 @@ class Program:
         """
         return global_accesses(disassembled(self.cubin)[self.lowered.get(kernel, kernel)])
 
+    def in_flight(self, kernel: str) -> int:
+        """The most 16-byte loads that a kernel issues without a store between them."""
+        text = disassembled(self.cubin)[self.lowered.get(kernel, kernel)]
+        most = now = 0
+        for name, suffixes in _ACCESS.findall(text):
+            now = now + (_bits(suffixes) == 128) if name == "LDG" else 0
+            most = max(most, now)
+        return most
+
 
 class Nvrtc:
     """One NVRTC library."""

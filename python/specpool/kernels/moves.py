@@ -17,6 +17,10 @@ from specpool.kernels.fields import Fields
 from specpool.kernels.launch import SHARED_BYTES, Arg, launch, runs_kernels
 from specpool.kernels.with_twin import with_twin
 
+# Accesses of a thread that are under way at once, as in cuda/moves.cu.
+_IN_FLIGHT = 4
+# Blocks of a large copy: 16 for each of 256 multiprocessors.
+_BLOCKS = 4096
 MAX_HELD = SHARED_BYTES // 16
 """Slots that a block can hold of one column."""
 
@@ -39,8 +43,11 @@ def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int
     if not runs_kernels(of.device):
         twins.copy_slots(to, of, dst, src, n)
         return
-    block = of.block()
-    grid = (min(-(-n // block[1]), 1 << 16), len(of.widths))
+    block, fields = of.block(), len(of.widths)
+    tiles = -(-of.columns // (_IN_FLIGHT * block[0])) if of.columns > block[0] else 1
+    # As many blocks as there are groups of slots, up to what keeps every GPU busy; more go in turn.
+    most = max(_BLOCKS // (fields * tiles), 1)
+    grid = (min(-(-n // block[1]), most), fields, tiles)
     sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)
     args: tuple[Arg, ...] = (of.table, to.table, *map(i32, sizes), src, dst, i32(n))
     launch("copy_slots", grid, block, args, touches=(*of.buffers, *to.buffers))

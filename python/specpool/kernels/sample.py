@@ -25,6 +25,11 @@ from specpool.kernels.with_twin import with_twin
 MAX_VOCAB = 1 << 19
 """The most columns of the logits: up to here the kernel's sums are exact."""
 
+# Logits that a block reads at least where several blocks share a row.
+_PART = 8192
+# Blocks that fill a GPU; with as many rows, each has one block.
+_BLOCKS = 264
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -81,6 +86,11 @@ def sample_tokens(
     tokens = output("out", out, torch.int64, (n,), device)
     block = (min(max(ceil_pow2(vocab) // 4, 64), 1024),)
     kind = i32(_DTYPES.index(logits.dtype))
-    args = (logits, kind, i32(vocab), temperature, top_k, top_p, u, tokens)
+    parts = min(-(-vocab // _PART), _BLOCKS // max(n, 1))
+    found = None
+    if parts > 1:  # few rows: several blocks read each
+        found = torch.empty(n * parts, dtype=torch.int64, device=device)
+        launch("greatest_logits", (n, parts), (256,), (logits, kind, i32(vocab), found))
+    args = (logits, kind, i32(vocab), temperature, top_k, top_p, u, found, i32(parts), tokens)
     launch("sample_tokens", (n,), block, args)
     return tokens
