@@ -380,18 +380,6 @@ def test_a_tree_is_never_expected_to_do_worse_than_the_chain_in_it():
     assert acceptance.expected(TREE) >= acceptance.expected(chain(5)) > 5
 
 
-def test_a_tree_that_turns_out_well_makes_a_chain_worth_a_look():
-    """Law: a probe of a tree after a jump shows what the chains have not shown yet."""
-    acceptance = Acceptance([chain(3), TREE])
-    for _ in range(100):
-        acceptance.observe(chain(3), [0, 1, 0, 0, 0])
-    before = acceptance.hoped(chain(3))
-    for _ in range(5):
-        acceptance.observe(TREE, [5, 4, 5, 3, 5])
-    assert before < 1.5 and acceptance.hoped(chain(3)) > 1.8
-    assert acceptance.expected(chain(3)) < 1.5  # a hope, and no more
-
-
 def test_an_old_chain_is_expected_to_do_no_better_than_the_tree_round_it():
     acceptance = Acceptance([chain(5), TREE])
     rng = np.random.default_rng(2)

@@ -15,16 +15,11 @@ from specpool.adaptive.base import NumCorrectDrafts
 
 _DECAY = 0.99  # of a depth's counts, for each round that drafts it: a memory of 100 rounds
 _RECENT_DECAY = 0.85
-_MAX_LANES = 16  # the most lanes that a round counts as, because rounds of one text are alike
-_KNOWN_TRIES = 2.0  # the least tries of a depth that can show a jump
 _JUMP = 3.5  # standard deviations by which recent rounds must differ from the rest
 _PRIOR = 0.6  # the rate of the first depth before any round
 _PRIOR_TRIES = 1.0
-_FORGOTTEN_TRIES = 0.5
 _JUMP_TRIES = 4.0  # recent tries to keep after a jump; the oldest are from before it
 _CHAINS = (1, 0)
-_TREE_TRIES = 3.0  # the most chains that a tree is worth
-_MOST_TRIES = 50.0  # the most tries that count in an optimistic rate
 _STALE_ROUNDS = 40  # rounds without a depth that halve its counts
 
 
@@ -48,13 +43,12 @@ class _Family:
 
     def add(self, survivors: list[int], now: int) -> bool:
         """Add a round's survivors; return whether acceptance has jumped."""
-        weight = min(1.0, _MAX_LANES / survivors[0])
         surprise = variance = 0.0
         for j in range(len(survivors) - 1):
-            tried, hit = survivors[j] * weight, survivors[j + 1] * weight
+            tried, hit = survivors[j], survivors[j + 1]
             self.recent_tries[j] = _RECENT_DECAY * self.recent_tries[j] + tried
             self.recent_hits[j] = _RECENT_DECAY * self.recent_hits[j] + hit
-            if self.tries[j] >= _KNOWN_TRIES:
+            if self.tries[j] >= 1:
                 rate = min(max(self.hits[j] / self.tries[j], 0.05), 0.95)
                 surprise += self.recent_hits[j] - self.recent_tries[j] * rate
                 variance += tried * rate * (1 - rate)
@@ -73,12 +67,9 @@ class _Family:
         return True
 
     def forget(self, depth: int) -> None:
-        """Reduce the counts of `depth` and deeper to almost nothing."""
-        for j in range(depth, len(self.tries)):
-            if self.tries[j] > _FORGOTTEN_TRIES:
-                self.hits[j] *= _FORGOTTEN_TRIES / self.tries[j]
-                self.tries[j] = _FORGOTTEN_TRIES
-            self.recent_hits[j] = self.recent_tries[j] = 0.0
+        """Drop the counts of `depth` and deeper."""
+        for counts in (self.hits, self.tries, self.recent_hits, self.recent_tries):
+            counts[depth:] = [0.0] * (len(counts) - depth)
 
     def estimate(self, prior: list[float]) -> None:
         """Set the rates; the prior of a depth beyond `prior` is the rate of the depth before."""
@@ -95,7 +86,7 @@ class _Family:
         for rate, tries, seen in zip(self.rates, self.tries, self.seen, strict=True):
             if seen != latest:
                 fresh, latest = _freshness(now - seen), seen
-            hopes.append(rate + (1 - rate) / (1 + min(tries, _MOST_TRIES) * fresh))
+            hopes.append(rate + (1 - rate) / (1 + tries * fresh))
         return hopes
 
 
@@ -147,11 +138,6 @@ class Acceptance:
         if not self._expected:
             self._estimate()
         hopes = {key: family.hopes(self._now) for key, family in self._families.items()}
-        if _CHAINS in hopes:  # good rates of a tree suggest good rates of a chain
-            for key, family in self._families.items():
-                if key != _CHAINS:
-                    rates = [_of_tries(rate) for rate in family.rates]
-                    hopes[_CHAINS] = _bounded(max, hopes[_CHAINS], rates)
         self._hoped = {key: _by_depth(rates) for key, rates in hopes.items()}
         return self._hoped
 
@@ -181,11 +167,6 @@ def _bounded(
     bound: Callable[[float, float], float], rates: list[float], others: list[float]
 ) -> list[float]:
     return [*map(bound, rates, others), *rates[len(others) :]]
-
-
-def _of_tries(rate: float) -> float:
-    """Return the rate of a single try if one of `_TREE_TRIES` tries is right with `rate`."""
-    return float(1 - (1 - rate) ** (1 / _TREE_TRIES))
 
 
 def _family_of(shape: Shape) -> tuple[int, int]:

@@ -22,7 +22,6 @@ _CHOICE_ROUNDS = 4  # rounds until a choice is made anew
 _PROBE_SHARE = 0.01  # the share of the time for probes
 _MOST_SPARE = 2.0  # the most of that time to save up, in rounds
 _PROBE_ROUNDS = 16  # the least rounds from one probe to the next
-_LONGER_ROUNDS = 3  # the most extra rounds of a probe that gives more than expected
 
 
 class CostController:
@@ -60,7 +59,7 @@ class CostController:
         self._round = 0
         self._untried = {*self.candidates}  # to be probed once, unless measured by then
         self._probe: Shape | None = None
-        self._probes_left = self._longer = 0
+        self._probes_left = 0
         self._next_probe = 0
         # The time that probes may lose, in rounds; it starts full, because nothing is known yet.
         self._spare = _MOST_SPARE
@@ -86,10 +85,6 @@ class CostController:
         self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
     ) -> Shape | None:
         """Learn from a round's result; return the shape that a jump switches to, or None."""
-        if self._longer and shape == self._probe and len(num_correct_drafts):
-            mean = 1 + sum(num_correct_drafts) / len(num_correct_drafts)  # faster than numpy's
-            self._probes_left = int(mean > self._acceptance.expected(shape))
-            self._longer = self._longer - 1 if self._probes_left else 0
         if not self._acceptance.observe(shape, num_correct_drafts):
             return None
         key = self._router.key_of_result(batch_size)
@@ -147,5 +142,5 @@ class CostController:
                 best, probe, price = gain / lost, shape, lost
         if best:
             self._spare -= price
-            self._probe, self._probes_left, self._longer = probe, 1, _LONGER_ROUNDS
+            self._probe, self._probes_left = probe, 1
             self._next_probe = self._round + _PROBE_ROUNDS
