@@ -102,6 +102,7 @@ class Engines:
                 dtype="float32",
                 shape=PLAIN,
                 max_batch=max_batch,
+                prefix_cache=False,
             )
         )
         # One engine for each shape, as a user who knows the shape would build it, without other

@@ -73,6 +73,7 @@ def results(
                             device=device,
                             max_batch=batch,
                             max_context_len=context,
+                            prefix_cache=False,
                             kv_bytes=1 << 28,
                             graph_sizes=sizes,
                         )

@@ -165,6 +165,7 @@ def host(
             shape=parsed,
             device=device,
             max_batch=1,
+            prefix_cache=False,
         ) as engine:
             if max(num_tokens) + 2 > engine.max_context_len:
                 raise ConfigError(

@@ -100,6 +100,7 @@ def _engine(
         max_context_len=length,
         num_pages=num_pages,
         prefill_tokens=prefill_tokens,
+        prefix_cache=False,
     )
     if scattered:
         _scatter(engine)

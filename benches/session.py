@@ -116,6 +116,7 @@ def session(
             shape=parsed,
             device=device,
             max_batch=2,
+            prefix_cache=False,
         ) as engine:
             longest = history + max(num_new) + NUM_ANSWERED
             if longest > engine.max_context_len:

@@ -166,6 +166,7 @@ class Machinery:
             layout=way.layout,
             overlap_depth=self.overlap_depth,
             max_batch=MAX_BATCH,
+            prefix_cache=False,
             prefill_tokens=PREFILL_TOKENS,
         )
         token_bytes = LAYER.bytes_per_token(ITEMSIZE)

@@ -193,6 +193,7 @@ def _run(target: TargetModel, load: Load) -> Held:
         shape=SHAPE,
         page_size=load.page_size,
         max_batch=load.num_rows,
+        prefix_cache=False,
         max_context_len=load.prompt_len + load.num_tokens,
         prefill_tokens=max(load.window, 64),
         overlap_depth=load.overlap_depth,

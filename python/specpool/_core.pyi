@@ -588,15 +588,48 @@ class Ledger:
         Cost: O(n log n) for n pages, counted once for each prefix that holds them.
         """
     def reclaimable_pages(self, group: int) -> int:
-        """Return the number of pages that idle rows alone hold.
+        """Return the number of pages that idle rows hold and no other row or pinned prefix.
 
         Cost: O(1).
+        """
+    def cached_pages(self, group: int) -> int:
+        """Return the number of pages that the prefix index alone holds.
+
+        They can be handed out, after the free ones.
+
+        Cost: O(1).
+        """
+    def shared_pages(self, group: int) -> int:
+        """Return the number of shared pages: read-only, held by rows or pinned prefixes.
+
+        Cost: O(1).
+        """
+    @property
+    def index_size(self) -> tuple[int, int, int]:
+        """Entries of the prefix index, their tokens, and how often one was given up to make room.
+
+        A page below a window that was given up counts too.
+
+        Cost: O(1).
+        """
+    def index_bytes(self) -> int:
+        """Return the bytes that the prefix index takes in memory, without the pages.
+
+        Cost: O(entries).
+        """
+    def index_entries(self) -> list[tuple[bytes, int, _I32, int, list[_I32]]]:
+        """Return the entries of the prefix index: salt, start, tokens, drafted, pages per group.
+
+        `start` is the number of tokens before the entry, `drafted` how many of its tokens have
+        draft KV. A page that was given up is 0.
+
+        Cost: O(entries).
         """
     def page_record(self, group: int, page: int) -> tuple[str, int, int, str]:
         """Return a page's state, owner, birth step and last verb.
 
-        The state is free, owned, shared or fenced. The owner is the row that took the page, and the
-        birth step is the step that it was taken for.
+        The state is free, owned, shared, fenced or cached. The owner is the row that took the page,
+        and the birth step is the step that it was taken for.
 
         Cost: O(1).
         """
@@ -605,9 +638,9 @@ class Ledger:
     ) -> tuple[NDArray[np.uint8], _I32, _I32]:
         """Return copies of all pages' states, owners and numbers of holders, [num_pages + 1] each.
 
-        States are 0 free, 1 owned, 2 shared, 3 fenced; page 0 is the sink. An owner is the row that
-        took the page. With `taken` the arrays end after the last page that was ever handed out: all
-        later pages are free.
+        States are 0 free, 1 owned, 2 shared, 3 fenced, 4 cached; page 0 is the sink. An owner is
+        the row that took the page. The prefix index counts as a holder. With `taken` the arrays end
+        after the last page that was ever handed out: all later pages are free.
 
         Cost: O(num_pages); with `taken`, O(pages ever handed out).
 
@@ -637,7 +670,10 @@ class Ledger:
         Cost: O(1).
         """
     def protected_len(self, group: int) -> _I32:
-        """Return a view, [num_rows + 1]: p, slots of shared, read-only pages; a multiple of P.
+        """Return a view, [num_rows + 1]: p, tokens whose pages others may read.
+
+        They are never written again. p is a multiple of P, unless the prefix index holds a partly
+        filled page of the row.
 
         Cost: O(1).
         """
@@ -726,6 +762,71 @@ class Ledger:
 
         Raises:
             ShapeError: there is no such prefix.
+        """
+    def index(self, row: int, tokens: _IntArray, salt: bytes = b"") -> int:
+        """Let later requests find the row's KV of `tokens`; return how many the index knows now.
+
+        `tokens` [n] are the row's own from its start on, and their KV is final. Rows with different
+        salts never share anything. The first row that indexes tokens keeps its pages in the index;
+        another row keeps its own. The row never writes its indexed tokens again. The result is
+        less than n only where a page of the row is in the index as part of other tokens.
+
+        Cost: O(n).
+
+        Raises:
+            ShapeError: there are no tokens, more than `resolved_len`, or a salt of over 256 bytes.
+            NotReady: a step that is not complete writes these tokens, or a page copy into the row
+                is not finished.
+        """
+    def match_prefix(
+        self,
+        tokens: _IntArray,
+        salt: bytes = b"",
+        *,
+        limit: int | None = None,
+        needs_draft: bool = False,
+    ) -> tuple[int, list[int], list[int]]:
+        """Return what `admit_cached` with the same arguments would find; it changes nothing.
+
+        The result is the row's length, the pages of each group that it would share, and the pages
+        of each group that it would take from those that can be handed out: cached ones, and one for
+        a tail.
+
+        Cost: O(n).
+
+        Raises:
+            ShapeError: as `admit_cached`.
+        """
+    def admit_cached(
+        self,
+        tokens: _IntArray,
+        salt: bytes = b"",
+        tag: str | None = None,
+        *,
+        limit: int | None = None,
+        needs_draft: bool = False,
+    ) -> int:
+        """Take a free row that starts with the longest indexed beginning of `tokens`; return it.
+
+        It starts with up to `limit` tokens: by default all but the last, whose forward gives the
+        root. The row shares whole pages and takes a page for the copy of a partly used one. The
+        next prepared step carries that copy. The length goes back to one whose windows are held,
+        and with `needs_draft` to where draft KV is valid. Without a hit the row is empty.
+
+        Cost: O(n).
+
+        Raises:
+            ShapeError: `limit` is not in 0..=n, or the salt has over 256 bytes.
+            OutOfRows: no row is free.
+            OutOfPages: there is no page for the tail.
+        """
+    def forget(self, salt: bytes | None = None) -> None:
+        """Drop everything that is indexed under the salt; None drops all. Rows keep their pages.
+
+        Cost: O(entries).
+
+        Raises:
+            ShapeError: the salt has over 256 bytes.
         """
     def prepare_extend(
         self, rows: _IntArray, new_lens: _IntArray, *, writes_draft: bool = True

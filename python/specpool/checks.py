@@ -35,3 +35,22 @@ def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
             raise ConfigError(
                 f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(names)}"
             )
+
+
+#: The most bytes of a cache salt, in UTF-8.
+MAX_SALT_BYTES = 256
+
+
+def check_salt(salt: object) -> None:
+    """Raise `ConfigError` unless `salt` is a string of at most `MAX_SALT_BYTES` bytes."""
+    if not isinstance(salt, str):
+        raise ConfigError(f"cache_salt must be a string, got {salt!r:.80}")
+    try:
+        num_bytes = len(salt.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"cache_salt must be valid text, got a lone surrogate at position {error.start} of "
+            f"{salt!r:.80}"
+        ) from None
+    if num_bytes > MAX_SALT_BYTES:
+        raise ConfigError(f"cache_salt must be at most {MAX_SALT_BYTES} bytes, got {num_bytes}")

@@ -81,6 +81,9 @@ class EngineConfig:
         worker: `v2` keeps the pages that a round has reserved for later rounds; `v1`, which needs
             overlap_depth 0, gives them back after each round. The text is the same. `auto` = v2,
             but v1 for a model with recurrent state.
+        prefix_cache: requests that begin like an earlier one take over its KV, target and draft,
+            for as long as no running request needs the pages. Models with recurrent state compute
+            all tokens anyway.
         prefill_tokens: the most tokens of one prefill step. Longer prompts are prefilled in chunks,
             and running requests go on between the chunks.
         headroom: tokens that every row must have room for beyond its next round before another
@@ -124,6 +127,7 @@ class EngineConfig:
     session_pages: int | None = None
     overlap_depth: int = 0
     worker: WorkerName = "auto"
+    prefix_cache: bool = True
     prefill_tokens: int = 1024
     headroom: int = HEADROOM
     mixed_chunks: bool = False
@@ -165,6 +169,8 @@ class EngineConfig:
             raise ConfigError(
                 f"worker 'v1' is synchronous: it needs overlap_depth 0, got {self.overlap_depth}"
             )
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache must be True or False, got {self.prefix_cache!r:.80}")
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         check_int("headroom", self.headroom, 0, 1 << 30)
         if not isinstance(self.mixed_chunks, bool):

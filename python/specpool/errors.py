@@ -23,15 +23,23 @@ class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
         group: name of the group.
         need: pages that the call needs.
         free: pages that can be handed out now.
+        cached: pages that only the prefix cache holds; they can be handed out too.
         fenced: freed pages that a launched step may still touch.
         reclaimable: pages that only idle rows hold.
     """
 
     def __init__(
-        self, message: str, group: str, need: int, free: int, fenced: int, reclaimable: int
+        self,
+        message: str,
+        group: str,
+        need: int,
+        free: int,
+        cached: int,
+        fenced: int,
+        reclaimable: int,
     ) -> None:
         super().__init__(message)
-        self.group, self.need, self.free = group, need, free
+        self.group, self.need, self.free, self.cached = group, need, free, cached
         self.fenced, self.reclaimable = fenced, reclaimable
 
 

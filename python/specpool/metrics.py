@@ -30,7 +30,8 @@ GROUP_GAUGES = {
     "num_pages": ("pages", "Pages in all."),
     "free_pages": ("free_pages", "Pages that can be handed out."),
     "fenced_pages": ("fenced_pages", "Freed pages that a launched step may still touch."),
-    "used_pages": ("used_pages", "Pages that are neither free nor fenced."),
+    "cached_pages": ("cached_pages", "Pages that only the prefix cache holds."),
+    "used_pages": ("used_pages", "Pages that are neither free nor fenced nor cached."),
     "pinned_pages": ("pinned_pages", "Pages of pinned texts."),
     "reclaimable_pages": ("reclaimable_pages", "Pages that sessions keep between their turns."),
     "quarantined_pages": ("quarantined_pages", "Pages that the busy check took out of use."),
@@ -70,6 +71,16 @@ HISTOGRAMS = {
 # Registry -> prefix -> collector.
 _COLLECTORS: WeakKeyDictionary[CollectorRegistry, dict[str, Any]] = WeakKeyDictionary()
 
+PREFIX_GAUGES = {
+    "num_entries": ("prefix_entries", "Entries of the prefix cache's index."),
+    "num_tokens": ("prefix_tokens", "Tokens of these entries."),
+    "num_bytes": ("prefix_index_bytes", "Bytes of the prefix cache's index, without the pages."),
+}
+PREFIX_COUNTERS = {
+    "hit_ct": ("prefix_hit_tokens", "Tokens of admitted requests whose KV was found."),
+    "miss_ct": ("prefix_miss_tokens", "Tokens of admitted requests whose KV was not found."),
+    "eviction_ct": ("prefix_evictions", "Entries and pages given up to make room."),
+}
 GRAPH_GAUGES = {
     "num_graphs": ("graphs", "Decode rounds captured as CUDA graphs."),
     "num_bytes": ("graph_bytes", "Device memory that the CUDA graphs take."),
@@ -192,6 +203,9 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
         yield families.counter("switches", text, [("", stats.adaptive.switch_ct)])
         chosen = [(name_of(shape), ct) for shape, ct in stats.adaptive.round_cts.items()]
         yield families.counter("chosen_rounds", "Rounds by chosen shape.", chosen, by="shape")
+    if stats.prefix is not None:
+        yield from families.gauges(PREFIX_GAUGES, stats.prefix)
+        yield from families.counters(PREFIX_COUNTERS, stats.prefix)
     if stats.graphs is not None:
         yield from families.gauges(GRAPH_GAUGES, stats.graphs)
         yield from families.counters(GRAPH_COUNTERS, stats.graphs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specpool.checks import check_fields, check_int
+from specpool.checks import check_fields, check_int, check_salt
 from specpool.errors import ConfigError
 
 #: The most stop strings of one request.
@@ -54,6 +54,8 @@ class SamplingParams:
         max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
             beyond the engine's shape or its controller. A shape that the request names must not
             have more steps.
+        cache_salt: requests share cached KV only with requests of the same salt, for example of the
+            same tenant; at most 256 bytes.
     """
 
     max_new_tokens: int = 128
@@ -67,6 +69,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: Sequence[str] = ()
     max_draft_steps: int | None = None
+    cache_salt: str = ""
 
     def __new__(cls, **fields: object) -> SamplingParams:
         """Raise `ConfigError` for unknown field names; `__init__` would raise a TypeError."""
@@ -98,6 +101,7 @@ class SamplingParams:
         check_stop(self.stop)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
+        check_salt(self.cache_salt)
         if self.temperature == 0 and (self.top_k > 1 or self.top_p < 1):
             name, value = ("top_k", self.top_k) if self.top_k > 1 else ("top_p", self.top_p)
             raise ConfigError(

@@ -470,12 +470,20 @@ def test_a_recorded_run_of_the_engine_replays(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECPOOL_RECORD", str(tmp_path / "run.log"))
     with Engine.from_pretrained("specpool/tiny", draft="specpool/tiny-eagle") as engine:
         engine.generate(["seq: 1, 2, 3,", "[min]"], SamplingParams(max_new_tokens=24))
-        expected = engine.ledger.state_hash()
+    expected = engine.ledger.state_hash()
     (path,) = tmp_path.iterdir()
     ledger, events = replayed(path)
     assert log_reference.read(path.read_bytes()).records[-1].verb == "closed"
     verbs = {event.verb for event in events}
-    assert {"admit", "prepare_extend", "prepare_decode", "resolve", "finish"} <= verbs
+    assert {
+        "admit",
+        "index",
+        "forget",
+        "prepare_extend",
+        "prepare_decode",
+        "resolve",
+        "finish",
+    } <= verbs
     assert ledger.state_hash() == expected
 
 

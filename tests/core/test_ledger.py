@@ -506,7 +506,7 @@ def test_errors_state_their_numbers_as_attributes():
     step = start(ledger, other)
     ledger.trim(other, 9)
     error = refuses(ledger, OutOfPages, ledger.prepare_extend, [row], [64])
-    states(error, group="kv", need=6, free=1, fenced=3, reclaimable=0)
+    states(error, group="kv", need=6, free=1, cached=0, fenced=3, reclaimable=0)
     error = refuses(ledger, OutOfRows, ledger.admit)
     states(error, num_rows=2, fenced=0)
     error = refuses(ledger, ContextEnd, ledger.prepare_extend, [row], [65])

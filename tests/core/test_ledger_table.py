@@ -58,6 +58,11 @@ def test_every_verb_has_a_column():
         "pinned_pages",
         "check_quiet",
         "live_rows",
+        "match_prefix",
+        "cached_pages",
+        "shared_pages",
+        "index_bytes",
+        "index_entries",
     }
     for name in dir(specpool.Ledger):
         if not name.startswith("_") and callable(getattr(specpool.Ledger, name)):

@@ -171,7 +171,7 @@ NO_MEMORY = {
     "take_delta": "a table delta: 4194304 entries of 4 bytes",
     "admit": "a tag: 104857728 entries of 1 bytes",
     "fork": " entries of ",
-    "prepare_extend": "the ownership map: 8388609 entries of 40 bytes",
+    "prepare_extend": "the ownership map: 8388609 entries of 48 bytes",
     "Ledger": " entries of ",
 }
 TOO_LARGE = {

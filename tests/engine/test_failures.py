@@ -82,7 +82,15 @@ class InterruptedLedger:
         return call
 
 
-VERBS = ("admit", "prepare_extend", "prepare_decode", "launch", "take_delta", "ack_delta")
+VERBS = (
+    "admit_cached",
+    "index",
+    "prepare_extend",
+    "prepare_decode",
+    "launch",
+    "take_delta",
+    "ack_delta",
+)
 
 
 @pytest.mark.sample(8)

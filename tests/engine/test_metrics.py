@@ -22,8 +22,11 @@ from specpool.metrics import (
     GRAPH_GAUGES,
     GROUP_GAUGES,
     HISTOGRAMS,
+    PREFIX_COUNTERS,
+    PREFIX_GAUGES,
     register,
 )
+from specpool.scheduler.prefix_stats import PrefixStats
 from specpool.scheduler.requests.latency import LatencyStats
 from specpool.worker.graphs.graphs import GraphStats
 
@@ -41,10 +44,12 @@ def test_no_number_is_left_out():
         "seconds",
         "latency",
         "sessions",
+        "prefix",
         "host",
         "adaptive",
         "graphs",
     }
+    assert set(PREFIX_GAUGES) | set(PREFIX_COUNTERS) == numbers_of(PrefixStats) - {"cached_pages"}
     assert set(GRAPH_GAUGES) | set(GRAPH_COUNTERS) == numbers_of(GraphStats) - {"sizes"}
     assert set(GROUP_GAUGES) == numbers_of(GroupStats) - {"name"} | {"used_pages"}
     assert set(HISTOGRAMS) == numbers_of(LatencyStats)
@@ -70,6 +75,11 @@ def test_a_scrape_says_what_the_stats_say(labels):
             assert value(name) == getattr(stats, field), field
         for field, (name, _) in COUNTERS.items():
             assert value(f"{name}_total") == getattr(stats, field), field
+        assert stats.prefix is not None and stats.prefix.miss_ct
+        for field, (name, _) in PREFIX_GAUGES.items():
+            assert value(name) == getattr(stats.prefix, field), field
+        for field, (name, _) in PREFIX_COUNTERS.items():
+            assert value(f"{name}_total") == getattr(stats.prefix, field), field
         for group in stats.groups:
             for field, (name, _) in GROUP_GAUGES.items():
                 assert value(f"group_{name}", group=group.name) == getattr(group, field), field
@@ -84,9 +94,8 @@ def test_a_scrape_says_what_the_stats_say(labels):
             assert value(f"{name}_count") == getattr(stats.latency, field).ct
 
         families = list(text_string_to_metric_families(generate_latest(registry).decode()))
-        assert (
-            len(families) == len(GAUGES) + len(COUNTERS) + len(GROUP_GAUGES) + len(HISTOGRAMS) + 2
-        )
+        tables = GAUGES, COUNTERS, GROUP_GAUGES, HISTOGRAMS, PREFIX_GAUGES, PREFIX_COUNTERS
+        assert len(families) == sum(map(len, tables)) + 2
         for family in families:
             for sample in family.samples:
                 assert sample.name.endswith("_total") == (family.type == "counter")

@@ -34,6 +34,7 @@ class World:
         self.row = self.keeper
         self.extend(8)
         self.prefix = self.ledger.pin_prefix(self.keeper, 8)
+        self.ledger.index(self.keeper, [9, 8, 7, 6, 5, 4, 3, 2])
         self.snapshot = self.ledger.snapshot()
         self.row, self.step = 2, 0  # The row that `admit` gives next; no step has the number 0.
 
@@ -84,7 +85,7 @@ def empty(world: World) -> None:
 
 
 def copied(world: World) -> None:
-    """admitted on a prefix, or forked: the copy of its tail waits"""
+    """admitted on a prefix or a hit, or forked: the copy of its tail waits"""
     world.ledger.admit(prefix=world.prefix, length=6)
 
 
@@ -131,7 +132,7 @@ def landed(world: World) -> None:
 
 
 def cut(world: World) -> None:
-    """trimmed: it needs an extend for a new root"""
+    """trimmed, or admitted on whole pages: it needs an extend for a new root"""
     world.flying()
     world.end(2)
     world.ledger.trim(world.row, 5)
@@ -254,6 +255,7 @@ ROW_VERBS: dict[str, Verb] = {
     "retract, finish, abort": lambda w: w.ledger.retract(w.row),
     "fork": lambda w: w.ledger.fork(w.row),
     "pin_prefix": lambda w: w.ledger.pin_prefix(w.row, 4),
+    "index": lambda w: w.ledger.index(w.row, [1, 2, 3, 4]),
     "tokens_required": lambda w: w.ledger.tokens_required([w.row], [1]),
 }
 STEP_VERBS: dict[str, Verb] = {
@@ -270,6 +272,8 @@ STEP_VERBS: dict[str, Verb] = {
 LEDGER_VERBS: dict[str, Verb] = {
     "admit": lambda w: w.ledger.admit(),
     "admit on a prefix": lambda w: w.ledger.admit(prefix=w.prefix, length=6),
+    "admit_cached": lambda w: w.ledger.admit_cached([9, 8, 7, 6, 5], limit=4),
+    "forget": lambda w: w.ledger.forget(),
     "release_prefix": lambda w: w.ledger.release_prefix(w.prefix),
     "snapshot": lambda w: w.ledger.snapshot(),
     "restore": lambda w: w.ledger.restore(w.snapshot),

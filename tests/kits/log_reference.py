@@ -30,6 +30,11 @@ KINDS: dict[int, tuple[str, tuple[str, ...]]] = {
     19: ("abort", ROW),
     20: ("snapshot", ()),
     21: ("restore", ()),
+    22: ("index", ("row", "tokens[]", "salt")),
+    23: ("admit", ("tokens[]", "salt")),
+    24: ("admit", ("tokens[]", "salt")),
+    25: ("forget", ("salt",)),
+    26: ("forget", ()),
     126: ("closed", ()),
     127: ("limit", ()),
 }
@@ -172,10 +177,14 @@ def _read_record(offset: int, body: bytes, digest: int) -> Record:
     for name in names:
         if name.endswith("[]"):
             arguments[name[:-2]] = reader.array()
+        elif name == "salt":
+            arguments[name] = reader.take(reader.number())
         else:
             arguments[name] = reader.number()
     if kind in (6, 7, 8, 9):
         arguments["writes_draft"] = kind % 2 == 1
+    if kind in (23, 24):
+        arguments["needs_draft"] = kind == 24
     event, tag, snapshot = body[: reader.at], None, 0
     if verb in ("admit", "fork") and reader.at < len(body):
         tag = reader.text()

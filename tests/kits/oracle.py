@@ -415,6 +415,7 @@ class Oracle(State):
                     group=self.groups[at].name,
                     need=pages,
                     free=free,
+                    cached=0,
                     fenced=self.fenced_pages(at),
                     reclaimable=self.reclaimable_pages(at),
                 )

@@ -261,7 +261,7 @@ def test_scenario_54_a_turn_is_cut_with_a_round_in_flight(target, heads, referen
 
 def test_scenario_56_a_fork_with_a_round_in_flight(target, reference, monkeypatch):
     """Law: A fork is refused while a step may still write."""
-    engine = build(target, overlap_depth=1)
+    engine = build(target, overlap_depth=1, prefix_cache=False)
     params = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(259)))
     stops = engine.open_session()
     other = engine.submit(PROMPTS[1], PARAMS)
@@ -290,7 +290,7 @@ def test_scenario_56_the_parent_rewrites_the_page_of_a_fork(target, reference, m
     """Law: A partly filled page is copied at once, so the child's bytes do not change."""
 
     def texts() -> list[RequestOutput]:
-        engine = build(target, page_size=16)
+        engine = build(target, page_size=16, prefix_cache=False)
         parent = engine.open_session()
         parent.append((PROMPTS[0] + PROMPTS[1])[: length - 4], PARAMS).output()
         parent.rewind(length)

@@ -297,6 +297,7 @@ def test_samples_share_their_prompt(target, heads, monkeypatch, depth, page_size
         overlap_depth=depth,
         max_batch=4,
         max_context_len=256,
+        prefix_cache=False,
     )
     engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
     prompts = [PROMPTS[0][:50], PROMPTS[1][:1], PROMPTS[2][:33]]
@@ -318,7 +319,9 @@ def test_samples_share_their_prompt(target, heads, monkeypatch, depth, page_size
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_pinned_text_is_computed_once(target, heads, monkeypatch, page_size):
-    config = EngineConfig(shape=Shape.eagle(3, 1, 4), page_size=page_size, max_context_len=256)
+    config = EngineConfig(
+        shape=Shape.eagle(3, 1, 4), page_size=page_size, max_context_len=256, prefix_cache=False
+    )
     engine = Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
     system = PROMPTS[0][:37]
     prompts = [system + PROMPTS[i][:10] for i in (1, 2, 3)] + [system, system[:20], PROMPTS[4]]
@@ -332,7 +335,10 @@ def test_a_pinned_text_is_computed_once(target, heads, monkeypatch, page_size):
     assert counts[0] == 3 * (47 - kept) + (37 - min(kept, 36)) + 1 + 60
     engine.unpin(pin)
     engine.unpin(pin)
-    assert [s.free_pages == s.num_pages for s in engine.pool_stats()] == [True, True]
+    assert [s.free_pages + s.cached_pages == s.num_pages for s in engine.pool_stats()] == [
+        True,
+        True,
+    ]
     assert [o.token_ids for o in engine.generate(prompts, PARAMS)] == [
         o.token_ids for o in expected
     ]
@@ -349,7 +355,7 @@ def test_a_pinned_text_gives_way_to_running_requests(target):
     engine.pin(PROMPTS[0])
     outputs = engine.generate(PROMPTS[1:3], params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
-    assert all(s.free_pages == s.num_pages for s in engine.pool_stats())
+    assert all(s.free_pages + s.cached_pages == s.num_pages for s in engine.pool_stats())
 
 
 def test_closing_an_engine_ends_samples_that_have_no_row_yet():

@@ -27,7 +27,7 @@ PARAMS = SamplingParams(max_new_tokens=8)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.from_pretrained(draft="ngram", max_context_len=256) as engine:
+    with Engine.from_pretrained(draft="ngram", max_context_len=256, prefix_cache=False) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         yield engine
 

@@ -174,7 +174,7 @@ def test_a_rewind_below_a_window_goes_further_back(targets, references):
         left = session.rewind(50)
         assert left < 50
         output = session.append(prompt(rng, 5), params).output()
-        assert output.num_reused == left
+        assert output.num_reused >= left  # the prefix cache may have more
     comparison = Comparison()
     comparison.add(references["window"], output.prompt_ids, output.token_ids)
     comparison.finish()

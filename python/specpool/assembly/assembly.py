@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
 from specpool.adaptive import Controller, CostController, controller_of
@@ -58,6 +58,7 @@ class Assembly:
             headroom=config.headroom,
             max_idle=0 if self.target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
+            prefix_cache=config.prefix_cache and not self.target.keeps_state,
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int) -> Loop:
@@ -80,12 +81,13 @@ class Assembly:
         if not isinstance(self.controller, CostController):
             return
         tour = Tour(self.controller.candidates)
+        scheduler_config = replace(self.scheduler_config(), prefix_cache=False)
         calibrate(
             self.controller,
             tour,
             self.ledger,
             lambda: self.loop(
-                Scheduler(self.ledger, self.scheduler_config(), controller=tour), busy_check=0
+                Scheduler(self.ledger, scheduler_config, controller=tour), busy_check=0
             ),
             max_batch=self.config.max_batch,
         )

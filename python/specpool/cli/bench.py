@@ -79,6 +79,7 @@ def generate(job: Job) -> None:
                 device=job.device,
                 dtype="float32",
                 max_batch=max(job.batch_sizes),
+                prefix_cache=False,  # every run computes the same prompts
                 trust_remote_code=job.trust_remote_code,
             ) as engine:
                 _check_context(engine, most)

@@ -117,6 +117,7 @@ def run(job: Job) -> None:
         shape=shapes[0],
         shapes=shapes,
         max_batch=batch_sizes[-1],
+        prefix_cache=False,  # every candidate computes the same prompts
         trust_remote_code=job.trust_remote_code,
     ) as engine:
         cells = {}

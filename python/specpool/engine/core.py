@@ -171,6 +171,7 @@ class EngineCore:
                 failures.append(f"the steps on their way: {error}")
             failures += self.scheduler.pins.drop_all()
             failures += self.scheduler.conversations.close_all()
+            self.scheduler.prefix_cache.forget()
             if self.host is not None:
                 self.host.close()
         return failures

@@ -15,7 +15,7 @@ import torch
 from specpool._core import Shape
 from specpool.assembly.assembly import assemble
 from specpool.assembly.loading import load
-from specpool.checks import check_fields, check_int
+from specpool.checks import check_fields, check_int, check_salt
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
 from specpool.engine.comparison import Comparison, compare
@@ -359,6 +359,22 @@ class Engine:
     def pool_stats(self) -> list[PoolStats]:
         """Return the page counts of each group now."""
         return pool_stats(self.ledger)
+
+    def forget_prefixes(self, cache_salt: str | None = None) -> None:
+        """Drop every text of the prefix cache, for example because the weights have changed.
+
+        Args:
+            cache_salt: drop only the texts of this salt; None = all.
+
+        Raises:
+            ConfigError: the salt is wrong, or the engine is closed.
+        """
+        self.core.prompts.check_open()
+        if cache_salt is not None:
+            check_salt(cache_salt)
+        with self.core.lock:
+            salt = None if cache_salt is None else cache_salt.encode()
+            self.core.scheduler.prefix_cache.forget(salt)
 
     def stats(self) -> EngineStats:
         """Return what the engine holds now, and its counters since it was built."""

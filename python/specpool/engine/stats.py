@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from specpool._core import Ledger
 from specpool.loop.clock import Clock, PhaseSeconds
 from specpool.memory.host.tier import HostStats
+from specpool.scheduler.prefix_stats import PrefixStats
 from specpool.scheduler.requests.latency import LatencyStats
 from specpool.scheduler.round_shapes import AdaptiveStats
 from specpool.worker.graphs.graphs import GraphStats
@@ -34,11 +35,12 @@ class PoolStats:
     num_pages: int
     free_pages: int
     fenced_pages: int
+    cached_pages: int  # only the prefix cache holds them; they are handed out after the free ones
 
     @property
     def used_pages(self) -> int:
-        """Pages that are neither free nor fenced."""
-        return self.num_pages - self.free_pages - self.fenced_pages
+        """Pages that are neither free nor fenced nor cached."""
+        return self.num_pages - self.free_pages - self.fenced_pages - self.cached_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class EngineStats:
         seconds: seconds of the loop by phase.
         latency: of the requests that have ended, those of `pin` excluded.
         sessions: the open sessions.
+        prefix: statistics of the prefix cache; None = it is off.
         host: statistics of the host tier; None = there is none.
         adaptive: statistics of the adaptive controller; None = there is none.
         graphs: statistics of the CUDA graphs; None = rounds are not captured.
@@ -136,6 +139,7 @@ class EngineStats:
     seconds: PhaseSeconds
     latency: LatencyStats
     sessions: tuple[SessionStats, ...]
+    prefix: PrefixStats | None
     host: HostStats | None
     adaptive: AdaptiveStats | None
     graphs: GraphStats | None
@@ -176,6 +180,7 @@ def pool_stats(ledger: Ledger) -> list[PoolStats]:
             group.num_pages,
             ledger.free_pages(index),
             ledger.fenced_pages(index),
+            ledger.cached_pages(index),
         )
         for index, group in enumerate(ledger.groups)
     ]
@@ -217,6 +222,7 @@ def engine_stats(
             _session_stats(ledger, conversation, scheduler.conversations.turn_of(conversation))
             for conversation in list(scheduler.conversations.open.values())
         ),
+        prefix=scheduler.prefix_cache.stats(),
         host=None if host is None else host.stats(),
         adaptive=scheduler.round_shapes.stats(),
         graphs=graphs,
@@ -254,6 +260,7 @@ def _group_stats(ledger: Ledger, index: int, pool: PoolStats, busy_check: BusyCh
         pool.num_pages,
         pool.free_pages,
         pool.fenced_pages,
+        pool.cached_pages,
         pinned_pages=ledger.pinned_pages(index),
         reclaimable_pages=ledger.reclaimable_pages(index),
         quarantined_pages=quarantined,

@@ -24,7 +24,6 @@ from specpool.scheduler.scheduler import Scheduler
 #: The most findings that are kept.
 MAX_FINDINGS = 100
 
-_SHARED = 2  # a state of `Ledger.ownership_map`
 _OWNED = 1
 
 _log = logging.getLogger("specpool")
@@ -100,7 +99,6 @@ class BusyCheck:
         self._level, self._on_finding = level, on_finding
         self._groups = ledger.groups
         self._taken_out: set[int] = set()
-        self._has_shared = [False] * len(self._groups)  # shared pages existed at the last look
         # The newest launched step: now, and at the last look without a finding.
         self._step = self._well_at = 0
         # What the device's tables must hold; None = not known. Calibration leaves it unknown: the
@@ -182,18 +180,18 @@ class BusyCheck:
         for g, group in enumerate(self._groups):
             protected = ledger.protected_len(g)
             own = ledger.allocated_len(g).astype(np.int64)
-            own -= np.maximum(protected, ledger.evicted_len(g))
+            # A page of the prefix cache may be partly filled; it is shared as a whole.
+            shared_end = -(-protected // group.page_size) * group.page_size
+            own -= np.maximum(shared_end, ledger.evicted_len(g))
             own[out_of_use] = 0
-            shared = 0
-            if self._has_shared[g] or ledger.prefixes or protected.any():
-                shared = int((ledger.ownership_map(g)[0] == _SHARED).sum())
-                self._has_shared[g] = shared > 0
-            held = int(own.sum()) // group.page_size + shared + lost[g] + self._num_kept(g)
+            held = int(own.sum()) // group.page_size + ledger.shared_pages(g)
+            held += lost[g] + self._num_kept(g)
             free, fenced = ledger.free_pages(g), ledger.fenced_pages(g)
-            if free + fenced + held != group.num_pages:
+            cached = ledger.cached_pages(g)
+            if free + cached + fenced + held != group.num_pages:
                 yield _Fault(
-                    f"group {group.name}: {held} pages held + {free} free + {fenced} fenced are "
-                    f"not {group.num_pages}",
+                    f"group {group.name}: {held} pages held + {free} free + {cached} cached + "
+                    f"{fenced} fenced are not {group.num_pages}",
                     g,
                 )
 
@@ -206,7 +204,7 @@ class BusyCheck:
         for row in np.flatnonzero(evicted).tolist():
             length = ledger.checkpoint_len(row)
             if length is not None and row not in self.rows:
-                first = max(max(0, length - window + 1), int(protected[row])) // size
+                first = max(max(0, length - window + 1) // size, -(-int(protected[row]) // size))
                 num_kept += max(0, min(-(-length // size), int(evicted[row]) // size) - first)
         return num_kept
 

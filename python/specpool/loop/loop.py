@@ -217,7 +217,8 @@ class Loop:
     def _launch(self, steps: list[Step]) -> None:
         """Enqueue the forward of one step, or of a prefill and a round side by side."""
         for group, num_pages in enumerate(self._num_pages):
-            used = num_pages - self._ledger.free_pages(group)
+            available = self._ledger.free_pages(group) + self._ledger.cached_pages(group)
+            used = num_pages - available
             self.peak_pages[group] = max(self.peak_pages[group], used)
         launched = []
         for step in steps:

@@ -19,6 +19,8 @@ def scrub_request(ledger: Ledger, cache: KVCache, request: Request) -> None:
     """
     if not request.tainted:
         return
+    # What it indexed may hold the NaN. Other salts share none of these pages.
+    ledger.forget(request.salt)
     # A failing device may refuse the scrub too. Do not let that hide the first error.
     with contextlib.suppress(Exception):
         for group in range(len(ledger.groups)):

@@ -7,11 +7,13 @@ import contextlib
 import numpy as np
 
 from specpool._core import Ledger
+from specpool.arrays import Int64
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
+from specpool.scheduler.prefix_cache import Hit, PrefixCache
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
@@ -34,6 +36,7 @@ class Admission:
         waiting: Waiting,
         conversations: Conversations,
         pins: Pins,
+        prefix_cache: PrefixCache,
         handles: HostHandles,
         needs: PageNeeds,
         room: Room,
@@ -48,60 +51,107 @@ class Admission:
             waiting: the requests without a row.
             conversations: give a turn its conversation's idle row.
             pins: give a request the longest pinned text that it begins with.
-            handles: the KV of requests on the host; a request with a handle takes no pin.
+            prefix_cache: gives a request the KV of the longest text that it begins with.
+            handles: the KV of requests on the host; a request with a handle takes neither.
             needs: the pages that each request needs next.
             room: frees pages if the tail of a pin finds none.
             ends: ends a request that the ledger has no memory for.
         """
         self._ledger, self._config, self._running, self._waiting = ledger, config, running, waiting
         self._conversations, self._pins, self._handles = conversations, pins, handles
+        self._prefix_cache = prefix_cache
         self._needs, self._room, self._ends = needs, room, ends
 
     def admit(self) -> None:
         """Admit waiting requests in order, while the pages for every row's next round fit."""
-        claimed = None
         while self._waiting and len(self._running) < self._config.max_batch:
             request = self._waiting.first
-            need = self._needs.of(len(request.tokens), request.shape_index)
-            if claimed is None:
-                free = [
-                    self._ledger.free_pages(g) + self._ledger.reclaimable_pages(g)
-                    for g in range(len(self._ledger.groups))
-                ]
-                lens = self._running.lens
-                rows = np.flatnonzero(lens)
-                claimed = self._needs.of_all(lens[rows], self._running.shapes[rows])
-            claimed = claimed + need
-            if self._running and ((need > free) | (claimed > self._needs.num_pages)).any():
+            hit = self._prefix_cache.match(request)
+            if self._prefix_cache.is_coming(request, hit.length):
                 return
-            place = self._conversations.take(request) or self._take_row(request)
+            if self._running and not self._fits(request, hit):
+                return
+            place = self._own_row(request) or self._take_row(request, hit)
             if place is None:
                 return
             row, length = place
+            self._prefix_cache.count(request, length)
             self._running.start(request, row, length)
             self._waiting.remove(request)
             if length == len(request.tokens) - 1:  # no prefill will fork its siblings
                 self._waiting.part(request)
 
-    def _take_row(self, request: Request) -> tuple[int, int] | None:
-        """Take a free row; return it and its number of tokens with KV from a pin, or None."""
+    def _fits(self, request: Request, hit: Hit) -> bool:
+        """Return whether the request's pages fit now, and beside every running row's next round."""
+        ledger, num_groups = self._ledger, len(self._ledger.groups)
+        own = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
+        lens = self._running.lens
+        rows = np.flatnonzero(lens)
+        claimed = self._needs.of_all(lens[rows], self._running.shapes[rows]) + own + hit.taken
+        for g in range(num_groups):
+            free = ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
+            if own[g] + hit.taken[g] > free:
+                return False
+            if ledger.shared_pages(g):
+                claimed[g] -= self._shared_twice(g, rows)
+        return bool((claimed <= self._needs.num_pages).all())
+
+    def _shared_twice(self, g: int, rows: Int64) -> int:
+        """Return how many pages of these running rows a sum over the rows counts too often.
+
+        It is negative if there are shared pages that none of the rows holds, as those of a pin.
+        """
+        ledger, size = self._ledger, self._ledger.groups[g].page_size
+        evicted = ledger.evicted_len(g) // size
+        shared = np.maximum(-(-ledger.protected_len(g) // size) - evicted, 0)
+        own = np.maximum(ledger.allocated_len(g) // size - evicted - shared, 0)
+        # Idle rows give their pages back when they are needed. A turn that has not prepared its
+        # first step is still counted as idle; then it is not known whose the pages are.
+        num_idle = 0
+        if not ledger.idle[rows].any():
+            num_idle = max(ledger.reclaimable_pages(g) - int(own[ledger.idle].sum()), 0)
+        return int(shared[rows].sum()) - (ledger.shared_pages(g) - num_idle)
+
+    def _own_row(self, request: Request) -> tuple[int, int] | None:
+        """Take the idle row of the request's conversation, unless the prefix cache has more.
+
+        A cut row goes back to the beginning of a page that is shared; a hit ends at any token.
+        """
+        place = self._conversations.take(request)
+        if place is None or self._prefix_cache.match(request).length <= place[1]:
+            return place
+        self._conversations.give_up(place[0])
+        return None
+
+    def _take_row(self, request: Request, hit: Hit) -> tuple[int, int] | None:
+        """Take a free row; return it and its number of tokens with KV, or None.
+
+        The KV comes from the longest text in the prefix cache, or from a longer pin.
+        """
         self._handles.take(request)
         pins = self._pins.shared_with(request.tokens) if request.handle is None else []
+        found = hit.length if request.handle is None else 0
         while True:
-            pin, length = pins[0] if pins else (None, 0)
+            pins = [each for each in pins if each[1] > found]
             try:
-                row = self._ledger.admit(
-                    str(request.request_id),
-                    prefix=None if pin is None else pin.prefix,
-                    length=None if pin is None else length,
-                )
+                if pins:
+                    pin, length = pins[0]
+                    row = self._ledger.admit(
+                        str(request.request_id), prefix=pin.prefix, length=length
+                    )
+                else:
+                    row, length = self._prefix_cache.admit(request)
             except NotReady:  # the window before that length is not held
                 del pins[0]
             except OutOfRows:  # all free rows are fenced
                 return None
             except OutOfPages as shortage:
-                if not self._room.reclaim(shortage):
+                if self._room.reclaim(shortage):
+                    continue
+                if self._running or self._room.in_flight or request.skips_cache:
                     return None
+                request.skips_cache = True  # the pages that it would share are all there are
+                pins, found = [], 0
             except OutOfMemory as shortage:
                 if not self._running:  # no request will give memory back
                     self._ends.give_up([request], shortage)

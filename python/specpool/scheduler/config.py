@@ -21,6 +21,8 @@ class SchedulerConfig:
             request is admitted.
         max_idle: the most rows that conversations keep between their turns.
         idle_pages: the most pages of each group that these rows keep; None = all.
+        prefix_cache: texts that were computed stay in the ledger's index until their pages are
+            needed, and requests that begin alike share them.
     """
 
     max_batch: int
@@ -32,3 +34,4 @@ class SchedulerConfig:
     headroom: int = 0
     max_idle: int = 0
     idle_pages: int | None = None
+    prefix_cache: bool = False

@@ -1,4 +1,7 @@
-"""`Room`: frees pages when they run out: from idle rows, then pins, then running requests."""
+"""`Room`: frees pages when they run out: from idle rows, then pins, then running requests.
+
+Cached pages go before all of them: the ledger takes them by itself.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Room:
 
     def reclaim(self, shortage: OutOfPages) -> bool:
         """Drop the longest idle row, unless fenced pages will be enough; return whether one was."""
-        if self.in_flight and shortage.need <= shortage.free + shortage.fenced:
+        if self.in_flight and shortage.need <= (shortage.free + shortage.cached + shortage.fenced):
             return False
         return self._conversations.reclaim(shortage)
 
@@ -65,6 +68,8 @@ class Room:
             self._ends.end(victim, "error")
             return
         self._rows.before_release(victim)
+        # Alone it would find the same pages again, and lack the same ones.
+        victim.skips_cache |= is_alone
         self._give_way(victim, is_alone)
         self.requeue(victim)
 

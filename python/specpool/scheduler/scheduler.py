@@ -34,6 +34,7 @@ from specpool.scheduler.counts import Counts
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefills import Prefills
+from specpool.scheduler.prefix_cache import PrefixCache
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.requests.waiting import Waiting
@@ -91,13 +92,27 @@ class Scheduler:
         self._running = running
         self.pins = Pins(ledger)
         self.handles = HostHandles(host, keeps_draft_kv=config.keeps_draft_kv)
-        self.rows = Rows(ledger, self.handles, before_release)
+        self.prefix_cache = PrefixCache(ledger, config, running)
+
+        def leave(request: Request) -> None:
+            self.prefix_cache.index(request)
+            before_release(request)
+
+        self.rows = Rows(ledger, self.handles, leave)
         self.conversations = Conversations(ledger, config, self.rows, self.handles)
         queues = (running, self._waiting, self.conversations)
         self._ends = Ends(ledger, *queues, self.rows, self.handles, self.counts)
         self._room = Room(ledger, *queues, self.pins, self.rows, self._needs, self._ends)
         self._admission = Admission(
-            ledger, config, *queues, self.pins, self.handles, self._needs, self._room, self._ends
+            ledger,
+            config,
+            *queues,
+            self.pins,
+            self.prefix_cache,
+            self.handles,
+            self._needs,
+            self._room,
+            self._ends,
         )
         self._prefills = Prefills(ledger, config, running, self.handles, self._room, self._ends)
 
@@ -157,6 +172,7 @@ class Scheduler:
         """
         if self._ledger.is_live(row):
             self.rows.quarantine(row)
+        self.prefix_cache.forget()  # nobody knows since when the row's KV is wrong
         self.conversations.forget(row)
         request: Request | None = self._running.by_row[row]
         if request is not None:
@@ -274,6 +290,7 @@ class Scheduler:
             num_new = np.array([bool(new) for new in result.tokens], np.int32)
             self.counts.prefill(plan.start, plan.new_len, num_new)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
+                self.prefix_cache.index(request, end)
                 if request.siblings and end == request.prefill_len - 1 and not request.tainted:
                     self._admission.fork(request)
         may_end = self._running.grow(rows, num_new)

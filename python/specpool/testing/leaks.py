@@ -14,6 +14,7 @@ import pytest
 from specpool import Ledger
 
 # The most pages that a report names.
+_AT_REST = (0, 4)  # free and cached, as `Ledger.ownership_map` numbers them
 _MAX_PAGES = 8
 
 
@@ -45,7 +46,7 @@ def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
     report = []
     kept, pinned = set(kept_prefixes), set(ledger.prefixes)
     for at, group in enumerate(ledger.groups):
-        missing = group.num_pages - ledger.free_pages(at)
+        missing = group.num_pages - ledger.free_pages(at) - ledger.cached_pages(at)
         if missing > (ledger.pinned_pages(at) if kept else 0):
             report.append(
                 f"group {group.name}: {missing} of {group.num_pages} pages are not free, "
@@ -65,7 +66,7 @@ def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
 
 def _pages_in_use(ledger: Ledger, group: int) -> list[str]:
     states, _, _ = ledger.ownership_map(group)
-    pages = [page for page, state in enumerate(states.tolist()) if page and state]
+    pages = [page for page, state in enumerate(states.tolist()) if page and state not in _AT_REST]
     lines = []
     for page in pages[:_MAX_PAGES]:
         state, owner, birth_step, last_verb = ledger.page_record(group, page)

@@ -9,7 +9,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// A group has too few pages that can be handed out now.
     #[error(
-        "out of pages in group {group}: need {need} pages, {free} free, {fenced} fenced, {reclaimable} reclaimable"
+        "out of pages in group {group}: need {need} pages, {free} free, {cached} cached, {fenced} fenced, {reclaimable} reclaimable"
     )]
     OutOfPages {
         /// Name of the group.
@@ -18,6 +18,8 @@ pub enum Error {
         need: usize,
         /// Pages that can be handed out now.
         free: usize,
+        /// Pages that only the prefix index holds; they can be handed out too.
+        cached: usize,
         /// Freed pages that a launched step may still touch.
         fenced: usize,
         /// Pages whose every holder is idle.

@@ -2,7 +2,7 @@
 //!
 //! Files: this one builds a ledger. `query` answers questions. `prepare` claims pages for a step. `life` launches,
 //! resolves, completes, cancels and abandons steps. `release` cuts rows and gives them back. `share` puts rows on
-//! common pages. `snapshot` saves and restores the whole state. `record` keeps the digest and the event log.
+//! common pages. `cache` finds them by their tokens. `snapshot` saves and restores the whole state. `record` keeps the digest and the event log.
 //! `normal_form` is for enumerations.
 //!
 //! A refused call changes nothing: every verb checks all that it can refuse before its first change.
@@ -13,6 +13,7 @@
 
 pub(crate) mod audit;
 mod batch;
+mod cache;
 mod life;
 mod normal_form;
 mod prepare;
@@ -33,9 +34,12 @@ use crate::state::config::{LedgerConfig, MAX_ROWS};
 use crate::state::delta::DeltaEntries;
 use crate::state::group::{GroupState, Sizes};
 use crate::state::page_copy::TailCopy;
+use crate::state::prefix_index::PrefixIndex;
 use crate::state::rows::Rows;
 use crate::state::sizing::Policy;
 use crate::state::step::Steps;
+pub(crate) use cache::MAX_SALT;
+pub use cache::{Indexed, PrefixMatch, check_salt};
 pub use normal_form::PageNames;
 use record::Recorder;
 pub use snapshot::Snapshot;
@@ -86,6 +90,9 @@ pub struct Ledger {
     /// The prefixes with their ids, ascending.
     prefixes: Vec<(u64, share::Prefix)>,
     next_prefix: u64,
+    pub(crate) index: PrefixIndex,
+    /// How often the index gave up an entry, or a page below a window, to make room.
+    num_evictions: u64,
     /// Snapshots taken so far.
     snapshots: u64,
     recorder: Recorder,
@@ -148,6 +155,7 @@ impl Ledger {
         for (group, width) in config.groups.into_iter().zip(widths) {
             groups.push(GroupState::new(group, &sizes, width)?);
         }
+        let index = PrefixIndex::new(groups.iter().map(|group: &GroupState| group.page_size), max_context_len as i32);
         Ok(Self {
             groups,
             shapes,
@@ -164,6 +172,8 @@ impl Ledger {
             copies: Vec::new(),
             prefixes: Vec::new(),
             next_prefix: 1,
+            index,
+            num_evictions: 0,
             snapshots: 0,
             recorder: Recorder::new(config.digest),
             lanes: Vec::new(),

@@ -2,7 +2,7 @@
 //!
 //! Layers point one way. Every module may use `error`, `ids`, `verb`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
-//!   `group -> config`, `group, step, rows -> ledger -> audit`;
+//!   `group -> config`, `group, step, rows, prefix_index -> ledger -> audit`;
 //! - the record of its calls: `codec -> event, call`,
 //!   `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
@@ -32,7 +32,7 @@ pub use error::{Error, Result};
 pub use ids::{Page, Row};
 pub use layout::Layout;
 pub use ledger::audit::Finding;
-pub use ledger::{Ledger, PageNames, Snapshot};
+pub use ledger::{Indexed, Ledger, PageNames, PrefixMatch, Snapshot, check_salt};
 pub use log::call::Call;
 pub use log::event::Event;
 pub use log::event_log::EventLog;

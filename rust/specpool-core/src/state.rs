@@ -3,9 +3,11 @@
 pub mod config;
 pub mod delta;
 pub mod group;
+mod indexed_pages;
 pub mod page_copy;
 pub mod page_pool;
 pub mod page_table;
+pub(crate) mod prefix_index;
 pub(crate) mod rows;
 pub mod sizing;
 pub mod step;

@@ -7,7 +7,7 @@ pub enum Verb {
     /// No verb yet: the record of a page that was never handed out.
     #[default]
     None,
-    /// `admit`, and `admit_on` a prefix.
+    /// `admit`, `admit_on` a prefix, and `admit_cached`.
     Admit,
     Fork,
     PinPrefix,
@@ -28,6 +28,8 @@ pub enum Verb {
     AckDelta,
     Snapshot,
     Restore,
+    Index,
+    Forget,
 }
 
 impl Verb {
@@ -56,6 +58,8 @@ impl Verb {
             Self::AckDelta => "ack_delta",
             Self::Snapshot => "snapshot",
             Self::Restore => "restore",
+            Self::Index => "index",
+            Self::Forget => "forget",
         }
     }
 }

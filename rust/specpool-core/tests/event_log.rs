@@ -46,7 +46,7 @@ struct Written {
 fn aside(call: &Call<'_>, tag: Option<&str>) -> Vec<u8> {
     match (call, tag) {
         (Call::Snapshot | Call::Restore, _) => vec![0x85, 0x01],
-        (Call::Admit { .. } | Call::Fork { .. }, Some(tag)) => {
+        (Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. }, Some(tag)) => {
             assert!(tag.len() < 0x80);
             [&[tag.len() as u8], tag.as_bytes()].concat()
         }
@@ -111,6 +111,10 @@ fn ints() -> impl Strategy<Value = Vec<i32>> {
     ]
 }
 
+fn salt() -> impl Strategy<Value = Vec<u8>> {
+    prop::collection::vec(any::<u8>(), 0..257)
+}
+
 fn call() -> impl Strategy<Value = Call<'static>> {
     let (row, len, step) = (any::<i32>, any::<i32>, any::<u64>);
     prop_oneof![
@@ -140,6 +144,17 @@ fn call() -> impl Strategy<Value = Call<'static>> {
         row().prop_map(|row| Call::Abort { row }),
         Just(Call::Snapshot),
         Just(Call::Restore),
+        (row(), ints(), salt()).prop_map(|(row, tokens, salt)| Call::Index {
+            row,
+            tokens: tokens.into(),
+            salt: salt.into()
+        }),
+        (ints(), salt(), any::<bool>()).prop_map(|(tokens, salt, needs_draft)| Call::AdmitCached {
+            tokens: tokens.into(),
+            salt: salt.into(),
+            needs_draft
+        }),
+        prop::option::of(salt()).prop_map(|salt| Call::Forget { salt: salt.map(Into::into) }),
     ]
 }
 
@@ -165,7 +180,7 @@ proptest! {
         let mut digest = Digest::new();
         for (at, (record, (call, tag))) in records.iter().zip(&calls).enumerate() {
             prop_assert_eq!(&record.call, call);
-            let tag = tag.filter(|_| matches!(call, Call::Admit { .. } | Call::Fork { .. }));
+            let tag = tag.filter(|_| matches!(call, Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. }));
             prop_assert_eq!(record.tag.as_deref(), tag);
             prop_assert_eq!(record.snapshot, if matches!(call, Call::Snapshot | Call::Restore) { 133 } else { 0 });
             prop_assert_eq!((record.index, record.offset), (at as u64 + 1, written.offsets[at]));
@@ -178,10 +193,10 @@ proptest! {
 
     /// No checksum guards these bytes. Any refusal is allowed; a panic or a huge array is not.
     #[test]
-    fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..24) {
-        let _ = Call::decode(&bytes, MAX_LANES);
+    fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..29) {
+        let _ = Call::decode(&bytes, MAX_LANES, MAX_LANES);
         let bytes = [&[kind], &bytes[..]].concat();
-        if let Ok((call, len)) = Call::decode(&bytes, MAX_LANES) {
+        if let Ok((call, len)) = Call::decode(&bytes, MAX_LANES, MAX_LANES) {
             prop_assert!(len <= bytes.len());
             prop_assert!(call.rows().len() <= MAX_LANES);
         }

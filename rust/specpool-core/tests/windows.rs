@@ -97,14 +97,14 @@ fn a_claim_may_use_what_it_evicts_itself_once_the_device_is_done_with_it() {
     ledger.launch(first).unwrap();
     let before = format!("{ledger:?}");
     let refused = ledger.prepare_extend(&[row.0], &[8], true).unwrap_err();
-    let numbers = Error::OutOfPages { group: "window".into(), need: 2, free: 1, fenced: 0, reclaimable: 0 };
+    let numbers = Error::OutOfPages { group: "window".into(), need: 2, free: 1, cached: 0, fenced: 0, reclaimable: 0 };
     assert_eq!(refused, numbers, "step 1 may still read the page below the window");
     assert_eq!(format!("{ledger:?}"), before);
     ledger.complete(first).unwrap();
     extend(&mut ledger, row, 8);
     assert_eq!((evicted(&ledger, row), ledger.free_pages(0).unwrap()), (2, 0));
     let refused = ledger.prepare_extend(&[row.0], &[14], true).unwrap_err();
-    let numbers = Error::OutOfPages { group: "window".into(), need: 3, free: 2, fenced: 0, reclaimable: 0 };
+    let numbers = Error::OutOfPages { group: "window".into(), need: 3, free: 2, cached: 0, fenced: 0, reclaimable: 0 };
     assert_eq!(refused, numbers, "the two that it would evict itself are among the free ones");
     // With sessions a page is kept for the checkpoint instead of being given back.
     assert!(matches!(ledger.end_turn(row, 8), Err(Error::Config(_))));

@@ -14,8 +14,8 @@ use numpy::{
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PySequence, PyString};
-use specpool_core::{Error, Page, Row, memory};
+use pyo3::types::{PyBytes, PySequence, PyString};
+use specpool_core::{Error, Page, Row, check_salt, memory};
 
 use crate::errors::{config_error, shape_error, to_py};
 
@@ -95,6 +95,23 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ShapeInt {
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         whole(value, shape_error).map(Self)
+    }
+}
+
+/// A salt of the prefix index: `bytes`, and not more than one may have. Anything else is a `ShapeError`.
+#[derive(Default)]
+pub struct Salt(pub Vec<u8>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Salt {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let Ok(bytes) = value.cast::<PyBytes>() else {
+            let shown = value.repr()?;
+            return Err(shape_error(format!("a salt must be bytes, got {shown}")));
+        };
+        check_salt(bytes.as_bytes()).map_err(to_py)?;
+        memory::copied(bytes.as_bytes(), "a salt").map(Self).map_err(to_py)
     }
 }
 

@@ -25,8 +25,8 @@ mod py {
 pub fn to_py(error: Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::OutOfPages { group, need, free, fenced, reclaimable } => {
-            py::OutOfPages::new_err((text, group, need, free, fenced, reclaimable))
+        Error::OutOfPages { group, need, free, cached, fenced, reclaimable } => {
+            py::OutOfPages::new_err((text, group, need, free, cached, fenced, reclaimable))
         }
         Error::OutOfMemory { entries, entry_bytes, .. } => {
             py::OutOfMemory::new_err((text, entries.saturating_mul(entry_bytes)))

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
-use specpool_core::{DeltaEntries, Error, LedgerConfig, Result as CoreResult, memory};
+use pyo3::types::{PyBytes, PyTuple};
+use specpool_core::{DeltaEntries, Error, Indexed, LedgerConfig, Result as CoreResult, memory};
 
 use crate::arrays::{
-    ConfigInt, List, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
+    ConfigInt, List, Salt, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
 };
 use crate::errors::{config_error, shape_error, to_py};
 use crate::finding::Finding;
@@ -65,6 +65,8 @@ type Ints<'py> = Bound<'py, PyArray1<i32>>;
 type DeltaArrays<'py> = (Ints<'py>, Ints<'py>, Ints<'py>);
 /// states, owners, holders of one group.
 type Ownership<'py> = (Bound<'py, PyArray1<u8>>, Ints<'py>, Ints<'py>);
+/// salt, start, tokens, drafted, pages per group of one entry of the prefix index.
+type IndexEntry<'py> = (Bound<'py, PyBytes>, usize, Ints<'py>, usize, Vec<Ints<'py>>);
 
 #[pymethods]
 impl Ledger {
@@ -413,6 +415,86 @@ impl Ledger {
     fn release_prefix(&mut self, prefix: &Bound<'_, PyAny>) -> PyResult<()> {
         let prefix = self::prefix(prefix)?;
         self.change(|ledger| ledger.release_prefix(prefix))
+    }
+
+    #[doc = doc!("Ledger.index")]
+    #[pyo3(signature = (row, tokens, salt=Salt::default()), text_signature = "(self, row, tokens, salt=b'')")]
+    #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]
+    fn index(&mut self, row: &Bound<'_, PyAny>, tokens: &Bound<'_, PyAny>, salt: Salt) -> PyResult<i32> {
+        let (row, tokens) = (self::row(row)?, int_array("tokens", tokens)?);
+        self.change(|ledger| ledger.index(row, &tokens, &salt.0))
+    }
+
+    #[doc = doc!("Ledger.match_prefix")]
+    #[pyo3(signature = (tokens, salt=Salt::default(), *, limit=None, needs_draft=false),
+        text_signature = "(self, tokens, salt=b'', *, limit=None, needs_draft=False)")]
+    #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]
+    fn match_prefix(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        salt: Salt,
+        limit: Option<&Bound<'_, PyAny>>,
+        needs_draft: bool,
+    ) -> PyResult<(i32, Vec<usize>, Vec<usize>)> {
+        let limit = limit.map(|limit| int32("limit", limit)).transpose()?;
+        let tokens = int_array("tokens", tokens)?;
+        let found = self.0.match_prefix(&tokens, &salt.0, limit, needs_draft).map_err(to_py)?;
+        Ok((found.len, found.shared, found.taken))
+    }
+
+    #[doc = doc!("Ledger.admit_cached")]
+    #[pyo3(signature = (tokens, salt=Salt::default(), tag=None, *, limit=None, needs_draft=false),
+        text_signature = "(self, tokens, salt=b'', tag=None, *, limit=None, needs_draft=False)")]
+    #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]
+    fn admit_cached(
+        &mut self,
+        tokens: &Bound<'_, PyAny>,
+        salt: Salt,
+        tag: Option<&str>,
+        limit: Option<&Bound<'_, PyAny>>,
+        needs_draft: bool,
+    ) -> PyResult<i32> {
+        let limit = limit.map(|limit| int32("limit", limit)).transpose()?;
+        let tokens = int_array("tokens", tokens)?;
+        Ok(self.change(|ledger| ledger.admit_cached(&tokens, &salt.0, limit, needs_draft, tag))?.0)
+    }
+
+    #[doc = doc!("Ledger.forget")]
+    #[pyo3(signature = (salt=None))]
+    #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]
+    fn forget(&mut self, salt: Option<Salt>) -> PyResult<()> {
+        self.change(|ledger| ledger.forget(salt.as_ref().map(|salt| &salt.0[..])))
+    }
+
+    #[doc = doc!("Ledger.cached_pages")]
+    fn cached_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.cached_pages(self::group(group)?).map_err(to_py)
+    }
+
+    #[doc = doc!("Ledger.shared_pages")]
+    fn shared_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.shared_pages(self::group(group)?).map_err(to_py)
+    }
+
+    #[doc = doc!("Ledger.index_size")]
+    #[getter]
+    fn index_size(&self) -> (usize, usize, u64) {
+        self.0.index_size()
+    }
+
+    #[doc = doc!("Ledger.index_bytes")]
+    fn index_bytes(&self) -> usize {
+        self.0.index_bytes()
+    }
+
+    #[doc = doc!("Ledger.index_entries")]
+    fn index_entries<'py>(&self, py: Python<'py>) -> PyResult<Vec<IndexEntry<'py>>> {
+        let entry = |entry: Indexed<'_>| -> PyResult<IndexEntry<'py>> {
+            let pages = entry.pages.iter().map(|&pages| copied(py, pages)).collect::<PyResult<_>>()?;
+            let salt = PyBytes::new(py, entry.salt);
+            Ok((salt, entry.start, copied(py, entry.tokens)?, entry.drafted, pages))
+        };
+        self.0.index_entries().map(entry).collect()
     }
 
     #[doc = doc!("Ledger.prepare_extend")]

@@ -92,7 +92,11 @@ def timed(
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
     on_output: Callable[[RequestOutput], None] = lambda output: None,
 ) -> Timed:
-    """Run the prompts and time the engine alone, without the work of the callbacks."""
+    """Run the prompts and time the engine alone, without the work of the callbacks.
+
+    A run finds nothing of the runs before it in the prefix cache.
+    """
+    engine.forget_prefixes()
     outputs: dict[tuple[int, int], RequestOutput] = {}
     seconds = 0.0
     stream = engine.stream(prompts, params, shape=shape)

@@ -74,6 +74,8 @@ def report_of(engine: Engine, runs: Runs, peak_pages: Sequence[int]) -> dict[str
         "accept_len": mean_accept_len(outputs),
         "accept_histogram": accept_histogram(outputs),
         "tokens": first.num_tokens,
+        "prompt_tokens": sum(len(output.prompt_ids) for output in outputs),
+        "reused_tokens": sum(output.num_reused for output in outputs),
         "runs": len(runs.drafted),
         "first_token_seconds": _median(output.first_token_seconds for output in outputs),
         "request_seconds": _median(output.seconds for output in outputs),
@@ -85,8 +87,8 @@ def report_of(engine: Engine, runs: Runs, peak_pages: Sequence[int]) -> dict[str
                 "group": pool.name,
                 "pages": pool.num_pages,
                 "peak_used": peak,
-                "free": pool.free_pages,
-                "leaked": pool.num_pages - pool.free_pages,
+                "free": pool.free_pages + pool.cached_pages,
+                "leaked": pool.num_pages - pool.free_pages - pool.cached_pages,
             }
             for pool, peak in zip(engine.pool_stats(), peak_pages, strict=True)
         ],
@@ -157,11 +159,13 @@ def table_of(report: dict[str, Any]) -> Table:
         for length, count in report["accept_histogram"].items():
             table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / most))} {count}")
     _add_speeds(table, report)
+    if report["reused_tokens"]:
+        found = f"{report['reused_tokens']} of {report['prompt_tokens']} prompt tokens"
+        table.add_row("found in the prefix cache", found)
     for pool in report["pools"]:
         table.add_row(
             f"{pool['group']} pages",
-            f"{pool['pages']}: {pool['peak_used']} at the peak, {pool['free']} free, "
-            f"{pool['leaked']} leaked",
+            f"{pool['pages']}: {pool['peak_used']} at the peak, {pool['leaked']} leaked",
         )
     if drafts:
         _add_comparisons(table, report)

@@ -234,14 +234,16 @@ class HostTier:
             start = end
         for g, (spec, need) in enumerate(zip(self.ledger.groups, most, strict=True)):
             free, fenced = self.ledger.free_pages(g), self.ledger.fenced_pages(g)
-            if need > free:
+            cached = self.ledger.cached_pages(g)
+            if need > free + cached:
                 reclaimable = self.ledger.reclaimable_pages(g)
                 raise OutOfPages(
                     f"group {spec.name}: reload of {handle.tag} needs {need} pages, {free} free, "
-                    f"{fenced} fenced, {reclaimable} reclaimable",
+                    f"{cached} cached, {fenced} fenced, {reclaimable} reclaimable",
                     spec.name,
                     need,
                     free,
+                    cached,
                     fenced,
                     reclaimable,
                 )

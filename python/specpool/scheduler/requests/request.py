@@ -58,6 +58,8 @@ class Request:
     epoch: int = 0  # the row's epoch while this request has it
     prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
     prefilled_len: int = 0  # positions in prefill steps so far
+    indexed_len: int = 0  # tokens that the prefix cache has been given since the row was taken
+    skips_cache: bool = False  # it takes nothing from the prefix cache
     num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
@@ -99,6 +101,11 @@ class Request:
         if self.conversation is not None:
             length = min(length, common_len(self.conversation.tokens, self.tokens))
         return length
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of its text in the prefix cache."""
+        return self.params.cache_salt.encode()
 
     @property
     def num_output_tokens(self) -> int:

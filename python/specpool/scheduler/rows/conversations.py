@@ -158,6 +158,10 @@ class Conversations:
         self._forget(conversation)
         return row, length
 
+    def give_up(self, row: int) -> None:
+        """Give back a row that `take` has taken."""
+        self._rows.retract(row)
+
     def start(self, request: Request, row: int) -> int:
         """Cut a row with KV of the request or its conversation to the tokens that are of use.
 

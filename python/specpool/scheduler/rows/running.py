@@ -56,7 +56,7 @@ class Running:
             request.times.started = time.perf_counter()
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
-        request.shared_len = prefilled_len
+        request.shared_len, request.indexed_len = prefilled_len, 0
         if request.handle is None:
             _count_start(request)
         self.by_row[row] = request

@@ -40,7 +40,7 @@ pub(crate) fn outcome(found: &Result<Given, Error>) -> Outcome {
                 Given::Plan(plan) => plan.step as i64,
             });
         }
-        Err(Error::OutOfPages { group, need, free, fenced, reclaimable }) => {
+        Err(Error::OutOfPages { group, need, free, fenced, reclaimable, .. }) => {
             let (group, [need, free, fenced, reclaimable]) = (group.clone(), [*need, *free, *fenced, *reclaimable]);
             Refusal::OutOfPages { group, need, free, fenced, reclaimable }
         }

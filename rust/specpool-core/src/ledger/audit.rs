@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
 use crate::memory::{self, filled, room, zeroed};
-use crate::state::group::Kept;
+use crate::state::group::{GroupState, Kept};
 use crate::state::page_pool::{PageCounts, PageState};
 use crate::state::step::StepKind;
 
@@ -68,6 +68,14 @@ impl Ledger {
         for group in 0..self.groups.len() {
             self.audit_group(group, &mut report)?;
         }
+        report.extend(self.index.broken().into_iter().map(|text| Finding::of(None, text)));
+        let is_full = |&(_, group): &(usize, &GroupState)| group.spec.window.is_none();
+        for (at, group) in self.groups.iter().enumerate().filter(is_full) {
+            for entry in self.index.all().filter(|&entry| self.index.pages(entry, at).contains(&0)) {
+                let text = format!("entry {entry} lacks a page of group {}", group.spec.name);
+                report.push(Finding::of(Some(at), text));
+            }
+        }
         Ok(report)
     }
 
@@ -119,9 +127,7 @@ impl Ledger {
                     report.push(Finding::of_row(at, Some(number), text));
                 }
                 let (e, p) = (group.evicted[at], group.protected[at]);
-                let is_whole = |len: i32| i64::from(len) % group.page_size == 0;
-                if !is_whole(e)
-                    || !is_whole(p)
+                if i64::from(e) % group.page_size != 0
                     || e < 0
                     || p < 0
                     || p > r
@@ -202,7 +208,7 @@ impl Ledger {
         };
         for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
             let held = group.held_columns(row);
-            let own = (i64::from(group.protected[row.at()].max(0)) / group.page_size) as usize;
+            let own = (group.protected[row.at()].max(0) as usize).div_ceil(group.page_size as usize);
             let row_name = || self.rows.describe(row);
             for (column, &cell) in group.table.row(row).iter().enumerate() {
                 let page = Page(cell);
@@ -244,6 +250,11 @@ impl Ledger {
             group.kept(row).iter().for_each(|kept| count(kept.page, self.rows.idle[row.at()]));
         }
         self.prefix_holders(at).for_each(|page| count(page, false));
+        self.index_holders(at).for_each(|(_, page)| count(page, false));
+        for (entry, page) in self.index_holders(at).filter(|&(entry, page)| pool.entry_of(page) != entry) {
+            let text = format!("entry {entry} holds page {} of group {name}, of entry {}", page.0, pool.entry_of(page));
+            report.push(Finding::of_page(page.at(), at, text));
+        }
         let riding = self.steps.unlaunched().flat_map(|record| &record.before.copies);
         for copy in self.copies.iter().chain(riding).filter(|copy| copy.group() == at) {
             copy.pages().iter().for_each(|page| counts[page.at()].copies += 1);
@@ -264,10 +275,12 @@ impl Ledger {
                 report.push(Finding::of_page(page, at, text));
             }
         }
-        let held = pool.counts().filter(|counts| counts.holders > 0).count();
-        let (free, fenced, all) = (pool.num_free(), pool.num_fenced(), pool.num_pages());
-        if held + free + fenced != all {
-            let text = format!("group {name}: {held} pages held + {free} free + {fenced} fenced are not {all}");
+        let held = pool.num_held();
+        let (free, cached, fenced, all) = (pool.num_free(), pool.num_cached(), pool.num_fenced(), pool.num_pages());
+        if held + free + cached + fenced != all {
+            let text = format!(
+                "group {name}: {held} pages held + {free} free + {cached} cached + {fenced} fenced are not {all}"
+            );
             report.push(Finding::of(Some(at), text));
         }
         let of_delta = group.delta.broken().map(|line| (None, line));

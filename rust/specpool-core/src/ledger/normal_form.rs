@@ -128,6 +128,26 @@ impl Ledger {
                 word(u64::MAX);
             }
         }
+        for entry in self.index.all() {
+            word((self.index.len(entry) as u64) << 32 | self.index.drafted(entry) as u64);
+            word(self.index.children(entry).len() as u64);
+            self.index.tokens(entry).iter().for_each(|&token| word(token as u64));
+            for at in 0..groups.len() {
+                self.index.pages(entry, at).iter().for_each(|&page| word(names.name(at, page)));
+            }
+        }
+        if !self.index.is_empty() {
+            for (at, group) in groups.iter().enumerate() {
+                group.pool.listed_pages().for_each(|page| word(names.name(at, page.0)));
+                word(u64::MAX);
+            }
+            for (salt, root) in self.index.salts() {
+                for &byte in salt {
+                    word(byte.into());
+                }
+                word(self.index.children(root).len() as u64);
+            }
+        }
     }
 
     /// Writes every named page, and how many unnamed pages are fenced behind which step.

@@ -289,9 +289,10 @@ impl Ledger {
                 .map(|(&after, &before)| i64::from(after) - i64::from(before))
                 .sum();
             let (need, free) = ((slots / group.page_size) as usize, group.pool.num_free());
-            if need > free {
+            let cached = group.pool.num_cached();
+            if need > free + cached {
                 let free = free + self.freed_by_evictions(group, plan)?;
-                if need > free {
+                if need > free + cached {
                     return Err(self.out_of_pages(at, need, free));
                 }
             }
@@ -369,6 +370,10 @@ impl Ledger {
                 }
             }
             let (before, after) = (&plan.allocated_before[lanes.clone()], &plan.allocated_after[lanes]);
+            if self.groups[at].pool.num_cached() > 0 {
+                let slots: i64 = after.iter().zip(before).map(|(&after, &before)| i64::from(after - before)).sum();
+                self.evict_cached(at, (slots / self.groups[at].page_size) as usize, verb);
+            }
             let group = &mut self.groups[at];
             each_growing_lane(before, after, |lane| {
                 group.grow(Row(plan.rows[lane]), after[lane].into(), plan.step, verb)

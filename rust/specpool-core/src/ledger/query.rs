@@ -126,7 +126,7 @@ impl Ledger {
         Ok(pages.len())
     }
 
-    /// Pages of the group whose every holder is an idle row.
+    /// Pages of the group whose every holder, besides the prefix index, is an idle row.
     ///
     /// # Errors
     /// As [`Ledger::group_spec`].
@@ -203,7 +203,8 @@ impl Ledger {
         &self.rows.drafted
     }
 
-    /// `int32 [num_rows + 1]`: p, slots of shared pages at the row's start in the group; read-only, a multiple of P.
+    /// `int32 [num_rows + 1]`: p, tokens at the row's start in the group whose pages others may read; they are never
+    /// written again. A multiple of P, unless the prefix index holds a partly filled page of the row.
     ///
     /// # Errors
     /// As [`Ledger::group_spec`].
@@ -312,7 +313,8 @@ impl Ledger {
     }
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs,
-    /// page states, the order of free pages and rows, waiting copies, prefixes, and steps in flight. It leaves out
+    /// page states, the order of free and cached pages and of free rows, waiting copies, prefixes, the prefix index, and
+    /// steps in flight. It leaves out
     /// tags, deltas, the counters of steps, prefixes and snapshots, the step that a page was taken for, and the
     /// digest. So a cancel restores it, unless the prepare evicted pages.
     #[must_use]
@@ -328,6 +330,7 @@ impl Ledger {
             digest.word(*id);
             prefix.hash(&mut digest);
         }
+        self.index.hash(&mut digest);
         digest.value()
     }
 

@@ -132,7 +132,9 @@ impl Ledger {
             let aside = &mut self.recorder.aside;
             aside.clear();
             match *event {
-                Event::Admit { tag: Some(tag), .. } | Event::Fork { tag: Some(tag), .. } => put_text(aside, tag),
+                Event::Admit { tag: Some(tag), .. }
+                | Event::AdmitCached { tag: Some(tag), .. }
+                | Event::Fork { tag: Some(tag), .. } => put_text(aside, tag),
                 Event::Snapshot { number } | Event::Restore { number } => put_varint(aside, number),
                 _ => {}
             }
@@ -151,7 +153,7 @@ impl Ledger {
         digest.bytes(call);
         match *event {
             Event::Admit { prefix: 0, row, .. } => digest.word(row.0 as u64),
-            Event::Admit { row, .. } | Event::Fork { row, .. } => {
+            Event::Admit { row, .. } | Event::AdmitCached { row, .. } | Event::Fork { row, .. } => {
                 digest.word(row.0 as u64);
                 for group in &self.groups {
                     let columns = i64::from(group.allocated[row.at()]) / group.page_size;
@@ -161,6 +163,7 @@ impl Ledger {
             Event::PinPrefix { prefix, .. } => digest.word(prefix),
             Event::Prepare { plan } => self.hash_claim(&mut digest, plan),
             Event::Cut { resolved, .. } => digest.word(resolved as u64),
+            Event::Index { len, .. } => digest.word(len as u64),
             Event::Restore { .. } => digest.word(self.state_hash()),
             _ => {}
         }

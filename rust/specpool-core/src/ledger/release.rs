@@ -15,7 +15,8 @@ impl Ledger {
     ///
     /// c is the greatest length that is at most `len`, at most what launched forwards have written, and from which the
     /// row can go on. This means that every window below c is still held, that the page of the last token is held if
-    /// it is partly filled, and that c is a page edge in every group in which it is below `protected_len`. 0 always
+    /// it is partly filled, and that c is a page edge in every group in which it is below `protected_len`, unless only
+    /// the row and the prefix index hold that page. The index then forgets what is in the page from c on. 0 always
     /// qualifies.
     ///
     /// Rounds in flight no longer count. The pages behind c go back behind the row's fence. Pages of the row's
@@ -177,6 +178,7 @@ impl Ledger {
         for (at, group) in self.groups.iter().enumerate() {
             group.check_cut(row, cut).map_err(|record| self.page_error(at, record))?;
         }
+        self.shorten_index(row, cut, verb);
         let (fence, checkpoint) = (self.fence(row), self.rows.checkpoint(row).filter(|&len| len <= cut));
         let was_idle = self.rows.idle[at];
         self.set_idle(row, false);

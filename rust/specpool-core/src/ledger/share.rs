@@ -11,6 +11,7 @@ use crate::log::event::Event;
 use crate::memory::{collected, copied, room, with_room};
 use crate::state::group::GroupState;
 use crate::state::page_copy::{PageCopy, TailCopy};
+use crate::state::step::StepKind;
 use crate::verb::Verb;
 
 /// Pages that are kept for later requests, whatever becomes of the row that wrote them.
@@ -52,11 +53,11 @@ impl Prefix {
 }
 
 /// What a new row starts with in one group.
-struct Start {
+pub(super) struct Start {
     evicted: i32,
-    shared: Vec<Page>,
+    pub(super) shared: Vec<Page>,
     /// The page of its partly filled tail, to be copied.
-    tail: Option<Page>,
+    pub(super) tail: Option<Page>,
 }
 
 impl Ledger {
@@ -231,7 +232,7 @@ impl Ledger {
             let page = |column: usize| pages.held[column - first];
             starts.push(Self::start(group.page_size, evicted, len, page)?);
         }
-        let row = self.new_row(starts, len, drafted.min(len), tag, Verb::Admit)?;
+        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::Admit)?;
         self.note(&Event::Admit { prefix, len, row, tag });
         Ok(row)
     }
@@ -277,7 +278,7 @@ impl Ledger {
             self.check_pages_of(group_at, parent, &start.shared)?;
             starts.push(start);
         }
-        let row = self.new_row(starts, len, drafted, tag, Verb::Fork)?;
+        let row = self.new_row(starts, (len, drafted), tag, 0, Verb::Fork)?;
         for group in &mut self.groups {
             let whole = i64::from(len) / group.page_size * group.page_size;
             group.protected[at] = group.protected[at].max(whole as i32);
@@ -287,7 +288,7 @@ impl Ledger {
     }
 
     /// What a row of `len` tokens starts with; `page` returns the page of a column.
-    fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Result<Start> {
+    pub(super) fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Result<Start> {
         let whole = i64::from(len) / page_size;
         let columns = (evicted / page_size) as usize..whole as usize;
         let shared = collected(columns.map(&page), "the pages of a row")?;
@@ -295,16 +296,26 @@ impl Ledger {
         Ok(Start { evicted: evicted as i32, shared, tail })
     }
 
-    /// Takes a row with the shared pages of `starts`, and a page for each tail.
-    fn new_row(&mut self, starts: Vec<Start>, len: i32, drafted: i32, tag: Option<&str>, verb: Verb) -> Result<Row> {
+    /// Takes a row with the shared pages of `starts`, and a page for each tail. `noted` numbers of the call are noted.
+    pub(super) fn new_row(
+        &mut self,
+        starts: Vec<Start>,
+        (len, drafted): (i32, i32),
+        tag: Option<&str>,
+        noted: usize,
+        verb: Verb,
+    ) -> Result<Row> {
         let row = self.next_free_row()?;
         for (at, start) in starts.iter().enumerate() {
-            if start.tail.is_some() && self.groups[at].pool.num_free() == 0 {
+            let pool = &self.groups[at].pool;
+            // The row takes some of the cached pages itself.
+            let taken = start.shared.iter().chain(&start.tail).filter(|&&page| pool.is_cached(page)).count();
+            if start.tail.is_some() && pool.num_free() + pool.num_cached() - taken == 0 {
                 return Err(self.out_of_pages(at, 1, 0));
             }
         }
         let step = self.steps.next();
-        self.recorder.make_room(0, tag)?;
+        self.recorder.make_room(noted, tag)?;
         let tag = self.rows.make_room(tag)?;
         for (group, start) in self.groups.iter_mut().zip(&starts) {
             let tails = usize::from(start.tail.is_some());
@@ -314,8 +325,14 @@ impl Ledger {
         let riding: usize = self.steps.unlaunched().map(|record| record.before.copies.len()).sum();
         room(&mut self.copies, riding + starts.len(), "page copies")?;
         self.rows.admit(tag, step);
-        for (at, start) in starts.into_iter().enumerate() {
+        for (at, start) in starts.iter().enumerate() {
             self.share(at, &start.shared, verb)?;
+            start.tail.iter().for_each(|&src| self.groups[at].pool.hold(src));
+        }
+        for (at, start) in starts.into_iter().enumerate() {
+            if start.tail.is_some() {
+                self.evict_cached(at, 1, verb);
+            }
             let group = &mut self.groups[at];
             let first = (i64::from(start.evicted) / group.page_size) as usize;
             for (column, &page) in start.shared.iter().enumerate() {
@@ -331,7 +348,6 @@ impl Ledger {
                 let dst = Page(group.table.row(row)[column]);
                 let tokens = i64::from(len) - whole;
                 let copy = PageCopy { group: at as i32, src: src.0, dst: dst.0, tokens: tokens as i32 };
-                group.pool.hold(src);
                 group.pool.hold(dst);
                 self.copies.push(TailCopy { copy, row, column });
             }
@@ -372,13 +388,13 @@ impl Ledger {
         Ok(prefixes)
     }
 
-    fn check_pages_of(&self, group: usize, row: Row, pages: &[Page]) -> Result<()> {
+    pub(super) fn check_pages_of(&self, group: usize, row: Row, pages: &[Page]) -> Result<()> {
         let held = pages.iter().try_for_each(|&page| self.groups[group].pool.check_held(page, row));
         held.map_err(|record| self.page_error(group, record))
     }
 
     /// Among the incomplete steps of the row, the one that writes from the lowest position on, and that position.
-    fn first_written(&self, row: Row) -> Option<(u64, i32)> {
+    pub(super) fn first_written(&self, row: Row) -> Option<(u64, i32)> {
         let writes = |record: &crate::state::step::StepRecord| {
             let plan = &record.plan;
             let lane = plan.rows.iter().position(|&other| other == row.0)?;
@@ -387,7 +403,11 @@ impl Ledger {
             } else {
                 plan.epochs[lane] == self.rows.epoch[row.at()]
             };
-            is_its.then(|| (plan.step, plan.lo[lane]))
+            // Tokens that were resolved since are final: a round that waits for its resolve writes behind them.
+            let waits =
+                plan.kind == StepKind::Decode && !record.resolved && plan.epochs[lane] == self.rows.epoch[row.at()];
+            let from = if waits { plan.lo[lane].max(self.rows.resolved[row.at()]) } else { plan.lo[lane] };
+            is_its.then_some((plan.step, from))
         };
         self.steps.incomplete().filter_map(writes).min_by_key(|&(_, from)| from)
     }
@@ -395,8 +415,8 @@ impl Ledger {
     /// `free` counts the pages that the call could have had, including those that it would evict itself.
     pub(super) fn out_of_pages(&self, group: usize, need: usize, free: usize) -> Error {
         let GroupState { spec, pool, .. } = &self.groups[group];
-        let (fenced, reclaimable) = (pool.num_fenced(), pool.num_reclaimable());
-        Error::OutOfPages { group: spec.name.clone(), need, free, fenced, reclaimable }
+        let (cached, fenced, reclaimable) = (pool.num_cached(), pool.num_fenced(), pool.num_reclaimable());
+        Error::OutOfPages { group: spec.name.clone(), need, free, cached, fenced, reclaimable }
     }
 
     /// Every page of the group that a pinned prefix holds, once for each prefix that holds it.

@@ -74,6 +74,7 @@ impl Ledger {
             steps: self.steps.try_clone()?,
             copies: copied(&self.copies, "page copies")?,
             prefixes: self.try_clone_prefixes()?,
+            index: self.index.try_clone()?,
             recorder: self.recorder.clone(),
             lanes: Vec::new(),
             ..*self
@@ -103,6 +104,7 @@ impl Ledger {
         }
         let (lists, prefixes) = (state.rows.try_clone_lists()?, state.try_clone_prefixes()?);
         let copies = copied(&state.copies, "page copies")?;
+        let index = state.index.try_clone()?;
         let mut pools = with_room(self.groups.len(), "a snapshot")?;
         for (group, other) in self.groups.iter_mut().zip(&state.groups) {
             let cells = group.table.cells().iter().zip(other.table.cells());
@@ -130,6 +132,7 @@ impl Ledger {
         self.steps.skip_to(&state.steps);
         self.copies = copies;
         self.prefixes = prefixes;
+        self.index = index;
         self.next_prefix = self.next_prefix.max(state.next_prefix);
         self.note(&Event::Restore { number: snapshot.number });
         Ok(())

@@ -5,13 +5,17 @@
 
 use std::borrow::Cow;
 
-use crate::log::codec::{Bytes, put_int, put_ints, put_varint};
+use crate::ledger::MAX_SALT;
+use crate::log::codec::{Bytes, Decoded, put_bytes, put_int, put_ints, put_varint};
 use crate::log::event::Event;
 use crate::state::step::StepKind;
 use crate::verb::Verb;
 
-/// Whole numbers, one per lane.
+/// Whole numbers, one per lane or token.
 pub type Ints<'a> = Cow<'a, [i32]>;
+
+/// A salt of the prefix index.
+pub type Salt<'a> = Cow<'a, [u8]>;
 
 /// One successful call and its arguments.
 ///
@@ -21,7 +25,7 @@ pub type Ints<'a> = Cow<'a, [i32]>;
 /// let call = Call::Resolve { step: 9, accept_lens: (&[3, 1]).into() };
 /// let mut bytes = Vec::new();
 /// call.encode(&mut bytes);
-/// assert_eq!(Call::decode(&bytes, 2), Ok((call, bytes.len())));
+/// assert_eq!(Call::decode(&bytes, 2, 0), Ok((call, bytes.len())));
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the fields are the arguments of the ledger's verbs")]
@@ -87,6 +91,20 @@ pub enum Call<'a> {
     /// Not part of the digest: one rank may take a snapshot alone.
     Snapshot,
     Restore,
+    Index {
+        row: i32,
+        tokens: Ints<'a>,
+        salt: Salt<'a>,
+    },
+    /// `tokens` end at the limit.
+    AdmitCached {
+        tokens: Ints<'a>,
+        salt: Salt<'a>,
+        needs_draft: bool,
+    },
+    Forget {
+        salt: Option<Salt<'a>>,
+    },
 }
 
 impl<'a> From<Event<'a>> for Call<'a> {
@@ -118,6 +136,13 @@ impl<'a> From<Event<'a>> for Call<'a> {
             Event::GiveBack { row, .. } => Self::Abort { row: row.0 },
             Event::Snapshot { .. } => Self::Snapshot,
             Event::Restore { .. } => Self::Restore,
+            Event::Index { row, tokens, salt, .. } => {
+                Self::Index { row: row.0, tokens: Cow::Borrowed(tokens), salt: Cow::Borrowed(salt) }
+            }
+            Event::AdmitCached { tokens, salt, needs_draft, .. } => {
+                Self::AdmitCached { tokens: Cow::Borrowed(tokens), salt: Cow::Borrowed(salt), needs_draft }
+            }
+            Event::Forget { salt } => Self::Forget { salt: salt.map(Cow::Borrowed) },
         }
     }
 }
@@ -127,7 +152,7 @@ impl Call<'_> {
     #[must_use]
     pub fn verb(&self) -> Verb {
         match self {
-            Self::Admit { .. } => Verb::Admit,
+            Self::Admit { .. } | Self::AdmitCached { .. } => Verb::Admit,
             Self::Fork { .. } => Verb::Fork,
             Self::PinPrefix { .. } => Verb::PinPrefix,
             Self::ReleasePrefix { .. } => Verb::ReleasePrefix,
@@ -145,6 +170,8 @@ impl Call<'_> {
             Self::Abort { .. } => Verb::Abort,
             Self::Snapshot => Verb::Snapshot,
             Self::Restore => Verb::Restore,
+            Self::Index { .. } => Verb::Index,
+            Self::Forget { .. } => Verb::Forget,
         }
     }
 
@@ -168,6 +195,7 @@ impl Call<'_> {
             Self::PrepareExtend { rows, .. } | Self::PrepareDecode { rows, .. } => rows,
             Self::Fork { row }
             | Self::PinPrefix { row, .. }
+            | Self::Index { row, .. }
             | Self::Trim { row, .. }
             | Self::EndTurn { row, .. }
             | Self::Retract { row }
@@ -230,15 +258,34 @@ impl Call<'_> {
             &Self::Abort { row } => row_event(out, 19, row),
             Self::Snapshot => out.push(20),
             Self::Restore => out.push(21),
+            Self::Index { row, tokens, salt } => {
+                row_event(out, 22, *row);
+                put_ints(out, tokens);
+                put_bytes(out, salt);
+            }
+            Self::AdmitCached { tokens, salt, needs_draft } => {
+                out.push(23 + u8::from(*needs_draft));
+                put_ints(out, tokens);
+                put_bytes(out, salt);
+            }
+            Self::Forget { salt: Some(salt) } => {
+                out.push(25);
+                put_bytes(out, salt);
+            }
+            Self::Forget { salt: None } => out.push(26),
         }
     }
 
-    /// Decodes the event at the start of `bytes`, and returns how many bytes it takes. No array is longer than
-    /// `max_lanes`.
+    /// Decodes the event at the start of `bytes`, and returns how many bytes it takes. No array of lanes is longer than
+    /// `max_lanes`, no array of tokens than `max_tokens`.
     ///
     /// # Errors
     /// The text says what is wrong with the bytes.
-    pub fn decode(bytes: &[u8], max_lanes: usize) -> std::result::Result<(Call<'static>, usize), String> {
+    pub fn decode(
+        bytes: &[u8],
+        max_lanes: usize,
+        max_tokens: usize,
+    ) -> std::result::Result<(Call<'static>, usize), String> {
         let mut input = Bytes::new(bytes);
         let kind = input.byte()?;
         let call = match kind {
@@ -269,10 +316,20 @@ impl Call<'_> {
             19 => Call::Abort { row: input.int()? },
             20 => Call::Snapshot,
             21 => Call::Restore,
+            22 => Call::Index { row: input.int()?, tokens: input.ints(max_tokens)?, salt: salt(&mut input)? },
+            23 | 24 => {
+                Call::AdmitCached { tokens: input.ints(max_tokens)?, salt: salt(&mut input)?, needs_draft: kind == 24 }
+            }
+            25 => Call::Forget { salt: Some(salt(&mut input)?) },
+            26 => Call::Forget { salt: None },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
         Ok((call, input.at))
     }
+}
+
+fn salt(input: &mut Bytes<'_>) -> Decoded<Salt<'static>> {
+    input.bytes(MAX_SALT).map(Cow::Owned)
 }
 
 /// Lanes that are shown before a list is cut off.
@@ -283,7 +340,7 @@ fn list(values: &[i32]) -> String {
         return format!("{values:?}");
     }
     let shown: Vec<String> = values[..MAX_SHOWN].iter().map(ToString::to_string).collect();
-    format!("[{}, .. {} lanes]", shown.join(", "), values.len())
+    format!("[{}, .. {} in all]", shown.join(", "), values.len())
 }
 
 impl std::fmt::Display for Call<'_> {
@@ -292,7 +349,9 @@ impl std::fmt::Display for Call<'_> {
         let verb = self.verb();
         let drafts = |writes: bool| if writes { "" } else { ", writes_draft=False" };
         match self {
-            Self::Admit { prefix: None } | Self::Snapshot | Self::Restore => write!(formatter, "{verb}()"),
+            Self::Admit { prefix: None } | Self::Snapshot | Self::Restore | Self::Forget { salt: None } => {
+                write!(formatter, "{verb}()")
+            }
             Self::Admit { prefix: Some((prefix, len)) } => write!(formatter, "{verb}(prefix={prefix}, length={len})"),
             Self::ReleasePrefix { prefix } => write!(formatter, "{verb}({prefix})"),
             Self::PrepareExtend { rows, new_lens: values, writes_draft }
@@ -306,9 +365,24 @@ impl std::fmt::Display for Call<'_> {
             Self::PinPrefix { row, len } | Self::Trim { row, len } | Self::EndTurn { row, len } => {
                 write!(formatter, "{verb}({row}, {len})")
             }
+            Self::Index { row, tokens, salt } => write!(formatter, "{verb}({row}, {}{})", list(tokens), Salted(salt)),
+            Self::AdmitCached { tokens, salt, needs_draft } => {
+                let needs = if *needs_draft { ", needs_draft=True" } else { "" };
+                write!(formatter, "admit_cached({}{}{needs})", list(tokens), Salted(salt))
+            }
+            Self::Forget { salt: Some(salt) } => write!(formatter, "{verb}(b\"{}\")", salt.escape_ascii()),
             Self::Fork { row } | Self::Retract { row } | Self::Finish { row } | Self::Abort { row } => {
                 write!(formatter, "{verb}({row})")
             }
         }
+    }
+}
+
+/// A salt as a further argument; the empty salt is left out.
+struct Salted<'a>(&'a [u8]);
+
+impl std::fmt::Display for Salted<'_> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(formatter, ", salt=b\"{}\"", self.0.escape_ascii()) }
     }
 }

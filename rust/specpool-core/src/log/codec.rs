@@ -22,9 +22,13 @@ pub(crate) fn put_int(out: &mut Vec<u8>, value: i32) {
     put_varint(out, u64::from(value as u32));
 }
 
+pub(crate) fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
+    put_varint(out, bytes.len() as u64);
+    out.extend_from_slice(bytes);
+}
+
 pub(crate) fn put_text(out: &mut Vec<u8>, text: &str) {
-    put_varint(out, text.len() as u64);
-    out.extend_from_slice(text.as_bytes());
+    put_bytes(out, text.as_bytes());
 }
 
 /// The forms of an array, after its length. The writer takes the first that fits.
@@ -130,10 +134,18 @@ impl<'a> Bytes<'a> {
         memory::text(text, "a text").map(String::from).map_err(|error| error.to_string())
     }
 
+    pub(crate) fn bytes(&mut self, most: usize) -> Decoded<Vec<u8>> {
+        let len = self.varint()?;
+        if len > most as u64 {
+            return Err(format!("{len} bytes, at most {most} fit"));
+        }
+        memory::copied(self.take(len as usize)?, "bytes").map_err(|error| error.to_string())
+    }
+
     pub(crate) fn ints(&mut self, most: usize) -> Decoded<Cow<'static, [i32]>> {
         let len = self.varint()?;
         if len > most as u64 {
-            return Err(format!("an array of {len} lanes, at most {most} fit"));
+            return Err(format!("an array of {len} entries, at most {most} fit"));
         }
         let len = len as usize;
         if len == 0 {
@@ -209,7 +221,7 @@ mod tests {
         assert!(Bytes::new(&[2]).flag().unwrap_err().contains("got 2"));
         assert!(Bytes::new(&[2, 0xc3, 0x28]).text().unwrap_err().contains("UTF-8"));
         assert!(Bytes::new(&[3, b'a']).text().unwrap_err().contains("3 bytes are needed, 1 are left"));
-        assert!(Bytes::new(&[9, 0, 1]).ints(8).unwrap_err().contains("9 lanes, at most 8"));
+        assert!(Bytes::new(&[9, 0, 1]).ints(8).unwrap_err().contains("9 entries, at most 8"));
         assert!(Bytes::new(&[2, 5, 1]).ints(8).unwrap_err().contains("no array of form 5"));
     }
 }

@@ -101,4 +101,33 @@ pub enum Event<'a> {
         /// The snapshot's number.
         number: u64,
     },
+    /// `index`.
+    Index {
+        /// The row.
+        row: Row,
+        /// The tokens of the row.
+        tokens: &'a [i32],
+        /// The salt.
+        salt: &'a [u8],
+        /// How many of the tokens the index knows.
+        len: i32,
+    },
+    /// `admit_cached`: `row` is the row given.
+    AdmitCached {
+        /// The tokens up to the limit.
+        tokens: &'a [i32],
+        /// The salt.
+        salt: &'a [u8],
+        /// Whether the hit ends where draft KV ends.
+        needs_draft: bool,
+        /// The row given.
+        row: Row,
+        /// The embedder's name for the request.
+        tag: Option<&'a str>,
+    },
+    /// `forget`.
+    Forget {
+        /// The salt, or nothing for all.
+        salt: Option<&'a [u8]>,
+    },
 }

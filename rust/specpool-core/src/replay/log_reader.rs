@@ -190,7 +190,9 @@ impl LogReader {
         self.index += 1;
         let max_lanes = self.config.max_batch.map_or(self.config.num_rows, |most| most.min(self.config.num_rows));
         let max_lanes = usize::try_from(max_lanes).unwrap_or(0);
-        let decoded = decode(&body, max_lanes).map_err(|why| self.refusal(at, &format!("it is damaged: {why}")))?;
+        let max_tokens = usize::try_from(self.config.max_context_len).unwrap_or(0);
+        let decoded =
+            decode(&body, max_lanes, max_tokens).map_err(|why| self.refusal(at, &format!("it is damaged: {why}")))?;
         let (call, tag, snapshot) = decoded;
         Ok(Some(Record { index: self.index, offset: at, call, tag, snapshot, digest: after.value() }))
     }
@@ -234,12 +236,14 @@ impl LogReader {
 }
 
 /// The call of a record, its tag and its snapshot.
-fn decode(body: &[u8], max_lanes: usize) -> Decoded<(Call<'static>, Option<String>, u64)> {
-    let (call, len) = Call::decode(body, max_lanes)?;
+fn decode(body: &[u8], max_lanes: usize, max_tokens: usize) -> Decoded<(Call<'static>, Option<String>, u64)> {
+    let (call, len) = Call::decode(body, max_lanes, max_tokens)?;
     let mut aside = Bytes::new(&body[len..]);
     let (mut tag, mut snapshot) = (None, 0);
     match call {
-        Call::Admit { .. } | Call::Fork { .. } if !aside.rest().is_empty() => tag = Some(aside.text()?),
+        Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. } if !aside.rest().is_empty() => {
+            tag = Some(aside.text()?);
+        }
         Call::Snapshot | Call::Restore => snapshot = aside.varint()?,
         _ => {}
     }

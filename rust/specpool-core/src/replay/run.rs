@@ -49,7 +49,7 @@ pub struct Run {
     pub record: Record,
     /// The plan that a prepare gave.
     pub plan: Option<Arc<Plan>>,
-    /// What another verb gave: a row (admit, fork), a prefix (`pin_prefix`), a length (trim, `end_turn`).
+    /// What another verb gave: a row (admit, `admit_cached`, fork), a prefix (`pin_prefix`), a length (trim, `end_turn`, index).
     pub given: Option<u64>,
 }
 
@@ -64,7 +64,9 @@ impl Run {
     #[must_use]
     pub fn rows(&self) -> Vec<i32> {
         let mut rows = self.record.call.rows().to_vec();
-        if let (Call::Admit { .. } | Call::Fork { .. }, Some(row)) = (&self.record.call, self.given) {
+        if let (Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. }, Some(row)) =
+            (&self.record.call, self.given)
+        {
             rows.push(row as i32);
         }
         rows
@@ -75,7 +77,7 @@ impl std::fmt::Display for Run {
     /// The call and what it gave: `prepare_decode([1, 2], [1, 1]) -> step 9`.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let what = match self.record.call {
-            Call::Admit { .. } | Call::Fork { .. } => "row ",
+            Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. } => "row ",
             Call::PinPrefix { .. } => "prefix ",
             _ => "",
         };
@@ -176,6 +178,12 @@ impl Replay {
             &Call::Abort { row } => ledger.abort(Row(row))?,
             Call::Snapshot => drop(self.snapshots.insert(record.snapshot, ledger.snapshot()?)),
             Call::Restore => ledger.restore(self.snapshot(record.snapshot)?)?,
+            Call::Index { row, tokens, salt } => given = Some(ledger.index(Row(*row), tokens, salt)? as u64),
+            Call::AdmitCached { tokens, salt, needs_draft } => {
+                let limit = Some(tokens.len() as i32);
+                given = Some(id(ledger.admit_cached(tokens, salt, limit, *needs_draft, tag)?));
+            }
+            Call::Forget { salt } => ledger.forget(salt.as_deref())?,
         }
         Ok((plan, given))
     }

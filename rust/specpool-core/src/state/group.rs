@@ -245,7 +245,7 @@ impl GroupState {
     /// length, such that no length in between works.
     pub(crate) fn next_cut(&self, row: Row, len: i32) -> i32 {
         let page_size = self.page_size as i32;
-        if len < self.protected[row.at()] && len % page_size != 0 {
+        if len < self.protected[row.at()] && len % page_size != 0 && self.indexed_alone(row, len).is_none() {
             return len / page_size * page_size;
         }
         if self.evict_to(len) >= i64::from(self.evicted[row.at()]) {
@@ -262,6 +262,13 @@ impl GroupState {
             0 => 0,
             below => (kept[below - 1].column as i32 + 1) * page_size,
         }
+    }
+
+    /// The page of the slot `at`, if besides the row only the prefix index holds it; and its place among the columns.
+    pub(crate) fn indexed_alone(&self, row: Row, at: i32) -> Option<(Page, usize)> {
+        let column = (i64::from(at) / self.page_size) as usize;
+        let page = self.page_of(row, column)?;
+        (self.pool.entry_of(page) > 0 && self.pool.counts_of(page).holders == 2).then_some((page, column))
     }
 
     /// Appends to `after` what each lane will have allocated for a round of its shape. `allocated` is what it has now;

@@ -1,4 +1,4 @@
-//! The pages of one group: which are free, owned, shared or fenced, by whom, and until when.
+//! The pages of one group: which are free, owned, shared, cached or fenced, by whom, and until when.
 //!
 //! Every page is in exactly one state:
 //!
@@ -14,12 +14,16 @@
 //! A page keeps the latest fence of everyone who held it. It is also fenced while a page copy that has not been
 //! launched holds it. A shared page stays shared and read-only until nobody holds it. Each transition checks the state
 //! that it leaves, in O(1), always.
+//!
+//! The prefix index is a holder too. A page that nobody else holds is *cached* (`indexed_pages`): it keeps its contents,
+//! and it is given up when free pages do not suffice.
 
 use crate::check::in_range;
 use crate::digest::Digest;
 use crate::error::Result;
 use crate::ids::{Page, Row};
 use crate::memory::{self, room};
+use crate::state::indexed_pages::PageList;
 use crate::verb::Verb;
 
 /// The state of a page.
@@ -30,10 +34,12 @@ pub enum PageState {
     Free,
     /// Held by one row, which may write it.
     Owned,
-    /// Read-only, with a count of holders (rows and pinned prefixes).
+    /// Read-only, with a count of holders (rows, pinned prefixes, the prefix index).
     Shared,
     /// Given back, but a launched step or a page copy may still touch it.
     Fenced,
+    /// Held by the prefix index alone; can be handed out after it is evicted.
+    Cached,
 }
 
 impl std::fmt::Display for PageState {
@@ -43,6 +49,7 @@ impl std::fmt::Display for PageState {
             Self::Owned => "owned",
             Self::Shared => "shared",
             Self::Fenced => "fenced",
+            Self::Cached => "cached",
         })
     }
 }
@@ -56,7 +63,7 @@ pub struct PageRecord {
     pub state: PageState,
     /// The row that took it from the pool last; row 0 if none ever did.
     pub owner: Row,
-    /// Rows and pinned prefixes that hold it.
+    /// Rows and pinned prefixes that hold it, and the prefix index if it does.
     pub holders: u32,
     /// The step that it was last taken for.
     pub birth_step: u64,
@@ -68,23 +75,28 @@ pub struct PageRecord {
 
 /// One page's line, without the page's number.
 #[derive(Debug, Clone, Copy, Default)]
-struct Line {
+pub(super) struct Line {
     birth_step: u64,
-    fence: u64,
+    pub(super) fence: u64,
     owner: i32,
-    holders: u32,
+    pub(super) holders: u32,
     /// How many of the holders are idle rows.
     idle_holders: u32,
     /// Page copies that are not launched yet and read or write it.
-    copies: u32,
-    state: PageState,
-    last_verb: Verb,
+    pub(super) copies: u32,
+    /// The prefix index's entry that holds the page; 0 if none does.
+    pub(super) entry: u32,
+    /// The pages before and behind it in a [`PageList`], 0 at the ends.
+    pub(super) before: i32,
+    pub(super) behind: i32,
+    pub(super) state: PageState,
+    pub(super) last_verb: Verb,
 }
 
 /// Who uses one page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct PageCounts {
-    /// Rows and pinned prefixes that hold it.
+    /// Rows and pinned prefixes that hold it, and the prefix index if it does.
     pub(crate) holders: u32,
     /// How many of these are idle rows.
     pub(crate) idle_holders: u32,
@@ -93,9 +105,14 @@ pub(crate) struct PageCounts {
 }
 
 impl Line {
-    /// Whether every holder is an idle row.
+    /// Rows and pinned prefixes that hold the page.
+    pub(super) fn others(&self) -> u32 {
+        self.holders.saturating_sub(u32::from(self.entry > 0))
+    }
+
+    /// Whether every holder, besides the prefix index, is an idle row.
     fn is_reclaimable(&self) -> bool {
-        self.holders > 0 && self.idle_holders == self.holders
+        self.idle_holders > 0 && self.idle_holders == self.others()
     }
 }
 
@@ -105,13 +122,19 @@ pub struct PagePool {
     num_pages: usize,
     /// Pages whose every holder is an idle row.
     num_reclaimable: usize,
+    /// Pages that are shared.
+    num_shared: usize,
     /// Free pages that were handed out before; the last one is handed out first.
     returned: Vec<Page>,
     /// Pages that were given back: free once their fence is complete and no copy holds them.
     fenced: Vec<Page>,
+    /// Fenced pages of the prefix index: cached once their fence is complete and no copy holds them.
+    pub(super) waiting: PageList,
+    /// Cached pages, the least recently used one first.
+    pub(super) cached: PageList,
     /// The ownership map of page 0 and of every page handed out so far. Pages behind its end are free, so a huge pool
     /// costs nothing before it is used.
-    map: Vec<Line>,
+    pub(super) map: Vec<Line>,
 }
 
 type Checked = std::result::Result<(), PageRecord>;
@@ -124,7 +147,17 @@ impl PagePool {
     pub fn new(num_pages: i64) -> Result<Self> {
         let num_pages = in_range("num_pages", num_pages, 1, i32::MAX.into())? as usize;
         let map = vec![Line::default()];
-        Ok(Self { num_pages, num_reclaimable: 0, returned: Vec::new(), fenced: Vec::new(), map })
+        let (waiting, cached) = (PageList::default(), PageList::default());
+        Ok(Self {
+            num_pages,
+            num_reclaimable: 0,
+            num_shared: 0,
+            returned: Vec::new(),
+            fenced: Vec::new(),
+            waiting,
+            cached,
+            map,
+        })
     }
 
     /// Pages in all.
@@ -142,13 +175,19 @@ impl PagePool {
     /// Pages given back that a launched step or a page copy may still touch.
     #[must_use]
     pub fn num_fenced(&self) -> usize {
-        self.fenced.len()
+        self.fenced.len() + self.waiting.len()
     }
 
-    /// Pages whose every holder is an idle row.
+    /// Pages whose every holder is an idle row, besides the prefix index.
     #[must_use]
     pub fn num_reclaimable(&self) -> usize {
         self.num_reclaimable
+    }
+
+    /// Pages that are shared: read-only, and held by rows or pinned prefixes.
+    #[must_use]
+    pub fn num_shared(&self) -> usize {
+        self.num_shared
     }
 
     /// Pages that were handed out at least once, and page 0: those for which the ownership map has memory.
@@ -189,11 +228,11 @@ impl PagePool {
     }
 
     /// The record of a page. A page that was never handed out, and an id that is no page, read as free.
-    fn line(&self, page: Page) -> Line {
+    pub(super) fn line(&self, page: Page) -> Line {
         self.map.get(page.at()).copied().unwrap_or_default()
     }
 
-    fn seen(&self, page: Page) -> PageRecord {
+    pub(super) fn seen(&self, page: Page) -> PageRecord {
         let Line { birth_step, fence, owner, holders, state, last_verb, .. } = self.line(page);
         PageRecord { page, state, owner: Row(owner), holders, birth_step, fence, last_verb }
     }
@@ -251,7 +290,7 @@ impl PagePool {
     }
 
     /// Changes a page's holders and updates the count of reclaimable pages.
-    fn change(&mut self, page: Page, change: impl FnOnce(&mut Line)) {
+    pub(super) fn change(&mut self, page: Page, change: impl FnOnce(&mut Line)) {
         // A cell that was written behind the ledger's back is reported by the audit and must not panic here.
         let Some(line) = self.map.get_mut(page.at()) else { return };
         let was_reclaimable = line.is_reclaimable();
@@ -265,20 +304,28 @@ impl PagePool {
     /// # Errors
     /// The page's record when nobody holds it.
     pub fn share(&mut self, page: Page, verb: Verb) -> Checked {
-        if !matches!(self.line(page).state, PageState::Owned | PageState::Shared) {
+        if self.line(page).holders == 0 {
             return Err(self.seen(page));
         }
+        self.unlist(page);
+        self.set_shared(page);
         self.change(page, |line| {
-            line.state = PageState::Shared;
             line.holders += 1;
             line.last_verb = verb;
         });
         Ok(())
     }
 
+    pub(super) fn set_shared(&mut self, page: Page) {
+        let line = &mut self.map[page.at()];
+        self.num_shared += usize::from(line.state != PageState::Shared);
+        line.state = PageState::Shared;
+    }
+
     /// Drops `row`, which is not idle, as a holder. `fence` is the last launched step by which the row may touch the
     /// page (0 if there is none, or if it is complete). When the last holder drops the page, it becomes free, or
-    /// fenced until every fence left on it is complete.
+    /// fenced until every fence left on it is complete. If only the prefix index holds it then, it becomes cached
+    /// instead of free.
     ///
     /// # Errors
     /// As [`PagePool::check_held`]; nothing is changed then.
@@ -307,25 +354,43 @@ impl PagePool {
     }
 
     fn drop_holder(&mut self, page: Page, fence: u64, completed: u64, verb: Verb) {
-        self.change(page, |line| line.holders -= 1);
+        self.change(page, |line| {
+            line.holders -= 1;
+            line.fence = line.fence.max(fence);
+            line.last_verb = verb;
+        });
+        self.settle(page, completed);
+    }
+
+    /// Puts a page that is in no list, and that no row or pinned prefix holds, into the list of its new state.
+    pub(super) fn settle(&mut self, page: Page, completed: u64) {
         let line = &mut self.map[page.at()];
-        line.fence = line.fence.max(fence);
-        line.last_verb = verb;
-        if line.holders > 0 {
+        if line.others() > 0 {
             return;
         }
-        if line.fence > completed || line.copies > 0 {
-            line.state = PageState::Fenced;
-            self.fenced.push(page);
-        } else {
-            line.state = PageState::Free;
-            self.returned.push(page);
+        let is_touched = line.fence > completed || line.copies > 0;
+        let is_indexed = line.entry > 0;
+        self.num_shared -= usize::from(line.state == PageState::Shared);
+        line.state = match (is_touched, is_indexed) {
+            (true, _) => PageState::Fenced,
+            (false, true) => PageState::Cached,
+            (false, false) => PageState::Free,
+        };
+        match (is_touched, is_indexed) {
+            (true, true) => self.waiting.push(&mut self.map, page),
+            (true, false) => self.fenced.push(page),
+            (false, true) => self.cached.push(&mut self.map, page),
+            (false, false) => self.returned.push(page),
         }
     }
 
     /// Notes that a page copy, not launched yet, reads or writes the page.
     pub(crate) fn hold(&mut self, page: Page) {
         self.map[page.at()].copies += 1;
+        if self.map[page.at()].state == PageState::Cached {
+            self.unlist(page);
+            self.settle(page, 0);
+        }
     }
 
     /// Notes that the copy was launched with the step `fence`, or dropped (0).
@@ -333,18 +398,22 @@ impl PagePool {
         let line = &mut self.map[page.at()];
         line.copies -= 1;
         line.fence = line.fence.max(fence);
-        if line.state == PageState::Fenced && line.copies == 0 && line.fence <= completed {
-            line.state = PageState::Free;
-            line.last_verb = verb;
-            self.fenced.retain(|&other| other != page);
-            self.returned.push(page);
+        if line.state != PageState::Fenced || line.copies > 0 || line.fence > completed {
+            return;
         }
+        line.last_verb = verb;
+        if line.entry > 0 {
+            self.unlist(page);
+        } else {
+            self.fenced.retain(|&other| other != page);
+        }
+        self.settle(page, completed);
     }
 
-    /// Holders that the page must lose to be free at once; `None` if a fence or a copy would keep it.
+    /// Holders that the page must lose to be free or cached at once; `None` if a fence or a copy would keep it.
     pub(crate) fn holders_if_unfenced(&self, page: Page, completed: u64) -> Option<u32> {
         let line = self.line(page);
-        (line.fence <= completed && line.copies == 0).then_some(line.holders)
+        (line.fence <= completed && line.copies == 0).then_some(line.others())
     }
 
     /// Ends the fences of steps up to `completed`, which have finished on the device.
@@ -360,6 +429,7 @@ impl PagePool {
             }
             stays
         });
+        self.complete_waiting(completed);
     }
 
     /// Adds everything that decides what the pool will do: the lines of pages in use, and the order of the free ones.
@@ -370,6 +440,9 @@ impl PagePool {
             digest.word(line.copies.into());
         }
         digest.numbers(self.fenced.iter().map(|page| page.0));
+        for list in [&self.waiting, &self.cached].into_iter().filter(|list| list.len() > 0) {
+            digest.numbers(list.pages(&self.map).map(|page| page.0));
+        }
         // Pages that were handed out and given back in order are as if never touched.
         let mut fresh = self.map.len() as i32;
         let mut returned = &self.returned[..];
@@ -384,18 +457,21 @@ impl PagePool {
     pub(crate) fn broken(&self, completed: u64) -> Result<Vec<(Option<Page>, String)>> {
         let mut report = Vec::new();
         let marked = |state| self.map[1..].iter().filter(|line| line.state == state).count();
-        let (free, fenced) = (marked(PageState::Free), marked(PageState::Fenced));
-        if free != self.returned.len() || fenced != self.fenced.len() {
+        let found = [PageState::Free, PageState::Fenced, PageState::Cached].map(marked);
+        let listed = [self.returned.len(), self.num_fenced(), self.cached.len()];
+        if found != listed {
             let text = format!(
-                "{free} returned pages are marked free and {fenced} fenced, the lists hold {} and {}",
-                self.returned.len(),
-                self.fenced.len()
+                "{} returned pages are marked free, {} fenced and {} cached, the lists hold {}, {} and {}",
+                found[0], found[1], found[2], listed[0], listed[1], listed[2]
             );
             report.push((None, text));
         }
         let mut listed = memory::zeroed(self.map.len(), "an audit of pages")?;
-        let lists = (self.returned.iter().map(|&page| (PageState::Free, page)))
-            .chain(self.fenced.iter().map(|&page| (PageState::Fenced, page)));
+        let of = |state| move |page| (state, page);
+        let lists = (self.returned.iter().copied().map(of(PageState::Free)))
+            .chain(self.fenced.iter().copied().map(of(PageState::Fenced)))
+            .chain(self.waiting.pages(&self.map).map(of(PageState::Fenced)))
+            .chain(self.cached.pages(&self.map).map(of(PageState::Cached)));
         for (state, page) in lists {
             if std::mem::replace(&mut listed[page.at()], true) {
                 report.push((Some(page), format!("page {} is listed twice", page.0)));
@@ -410,17 +486,33 @@ impl PagePool {
             let text = format!("{reclaimable} pages are held by idle rows only, {} are counted", self.num_reclaimable);
             report.push((None, text));
         }
+        let shared = marked(PageState::Shared);
+        if shared != self.num_shared {
+            report.push((None, format!("{shared} pages are shared, {} are counted", self.num_shared)));
+        }
         for (page, line) in self.map.iter().enumerate() {
             let mut found = |text: String| report.push((Some(Page(page as i32)), text));
-            let is_held = matches!(line.state, PageState::Owned | PageState::Shared);
-            if is_held != (line.holders > 0) || (line.state == PageState::Owned && line.holders != 1) {
-                found(format!("page {page} is {} with {} holders", line.state, line.holders));
+            let (is_indexed, others) = (line.entry > 0, line.others());
+            let is_right = match line.state {
+                PageState::Owned => !is_indexed && others == 1,
+                PageState::Shared => others > 0,
+                PageState::Cached => is_indexed && others == 0,
+                PageState::Free => !is_indexed && others == 0,
+                PageState::Fenced => others == 0,
+            };
+            if !is_right {
+                let indexed = if is_indexed { ", one of them the prefix index" } else { "" };
+                found(format!("page {page} is {} with {} holders{indexed}", line.state, line.holders));
             }
-            if line.state == PageState::Fenced && line.fence <= completed && line.copies == 0 {
+            let is_touched = line.fence > completed || line.copies > 0;
+            if line.state == PageState::Fenced && !is_touched {
                 found(format!("page {page} is fenced behind step {}, complete is {completed}", line.fence));
             }
-            if line.state == PageState::Free && (line.fence > completed || line.copies > 0) {
-                found(format!("page {page} is free, but step {} and {} copies may touch it", line.fence, line.copies));
+            if matches!(line.state, PageState::Free | PageState::Cached) && is_touched {
+                found(format!(
+                    "page {page} is {}, but step {} and {} copies may touch it",
+                    line.state, line.fence, line.copies
+                ));
             }
         }
         Ok(report)
@@ -437,6 +529,12 @@ impl PagePool {
     /// Page copies that are not launched yet and read or write the page.
     pub(crate) fn copies_of(&self, page: Page) -> u32 {
         self.line(page).copies
+    }
+
+    /// Who uses the page.
+    pub(crate) fn counts_of(&self, page: Page) -> PageCounts {
+        let Line { holders, idle_holders, copies, .. } = self.line(page);
+        PageCounts { holders, idle_holders, copies }
     }
 
     /// Of each page in the map, for the audit's own count.

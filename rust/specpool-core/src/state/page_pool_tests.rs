@@ -22,13 +22,13 @@ fn busy() -> PagePool {
 #[test]
 fn every_planted_fault_is_reported() {
     type Fault = fn(&mut PagePool);
-    let faults: [(&str, Fault); 15] = [
+    let faults: [(&str, Fault); 20] = [
         ("0 pages are held by idle rows only, 1 are counted", |pool| pool.num_reclaimable = 1),
         ("1 pages are held by idle rows only, 0 are counted", |pool| pool.map[1].idle_holders = 1),
-        ("3 returned pages are marked free and 2 fenced, the lists hold 2 and 2", |pool| {
+        ("3 returned pages are marked free, 2 fenced and 0 cached, the lists hold 2, 2 and 0", |pool| {
             pool.map[1] = Line::default();
         }),
-        ("2 returned pages are marked free and 1 fenced, the lists hold 2 and 2", |pool| {
+        ("2 returned pages are marked free, 1 fenced and 0 cached, the lists hold 2, 2 and 0", |pool| {
             pool.map[3].state = PageState::Owned;
         }),
         ("page 5 is listed twice", |pool| pool.returned[0] = Page(5)),
@@ -42,6 +42,19 @@ fn every_planted_fault_is_reported() {
         ("page 3 is fenced behind step 4, complete is 4", |pool| pool.map[3].fence = 4),
         ("page 5 is free, but step 5 and 0 copies may touch it", |pool| pool.map[5].fence = 5),
         ("page 6 is free, but step 4 and 1 copies may touch it", |pool| pool.map[6].copies = 1),
+        ("1 pages are shared, 2 are counted", |pool| pool.num_shared = 2),
+        ("page 1 is owned with 2 holders, one of them the prefix index", |pool| {
+            (pool.map[1].holders, pool.map[1].entry) = (2, 9);
+        }),
+        ("page 5 is free with 1 holders, one of them the prefix index", |pool| {
+            (pool.map[5].holders, pool.map[5].entry) = (1, 9);
+        }),
+        ("page 1 is cached, but step 5 and 0 copies may touch it", |pool| {
+            (pool.map[1].state, pool.map[1].entry, pool.map[1].fence) = (PageState::Cached, 9, 5);
+        }),
+        ("page 1 is cached with 2 holders, one of them the prefix index", |pool| {
+            (pool.map[1].state, pool.map[1].entry, pool.map[1].holders) = (PageState::Cached, 9, 2);
+        }),
     ];
     for (expected, plant) in faults {
         let mut pool = busy();

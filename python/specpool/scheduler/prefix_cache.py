@@ -1,0 +1,153 @@
+"""`PrefixCache`: finds the KV of a prompt's beginning among the texts that were computed before."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from specpool._core import Ledger
+from specpool.arrays import Int32, Int64
+from specpool.errors import SpecpoolError
+from specpool.scheduler.config import SchedulerConfig
+from specpool.scheduler.prefix_stats import PrefixStats
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.rows.running import Running
+
+# A request waits for another one's prefill if that saves it more than this many tokens.
+_WORTH_WAITING = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request finds in the index.
+
+    Attributes:
+        length: tokens with KV.
+        shared: int64 [num_groups], pages that its row would share.
+        taken: int64 [num_groups], pages that its row would take from those to be handed out.
+    """
+
+    length: int
+    shared: Int64
+    taken: Int64
+
+
+class PrefixCache:
+    """The part of the scheduler that keeps texts in the ledger's index, and finds them."""
+
+    def __init__(self, ledger: Ledger, config: SchedulerConfig, running: Running) -> None:
+        """Start with no text; `running` are the requests whose prefill may be waited for."""
+        self._ledger, self._config, self._running = ledger, config, running
+        self._hit_ct = self._miss_ct = 0
+        self._looked_up: tuple[int, Int32] = (0, np.zeros(0, np.int32))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether texts are kept at all."""
+        return self._config.prefix_cache
+
+    def match(self, request: Request) -> Hit:
+        """Return what a waiting request would find, if it needs a new row."""
+        none = [0] * len(self._ledger.groups)
+        length, shared, taken = 0, none, none
+        if self._may_use(request):
+            length, shared, taken = self._ledger.match_prefix(
+                self._tokens_of(request), request.salt, needs_draft=self._needs_draft(request)
+            )
+        return Hit(length, np.array(shared, np.int64), np.array(taken, np.int64))
+
+    def admit(self, request: Request) -> tuple[int, int]:
+        """Take a row with the KV that `match` found; return it and its number of tokens.
+
+        Raises:
+            OutOfRows: no row is free.
+            OutOfPages: there is no page for the tail.
+            OutOfMemory: there is no memory.
+        """
+        tag = str(request.request_id)
+        if not self._may_use(request):
+            return self._ledger.admit(tag), 0
+        row = self._ledger.admit_cached(
+            self._tokens_of(request), request.salt, tag, needs_draft=self._needs_draft(request)
+        )
+        return row, int(self._ledger.resolved_len[row])
+
+    def count(self, request: Request, length: int) -> None:
+        """Count the tokens that an admitted request found, and those that it did not."""
+        if self.is_on:
+            self._hit_ct += length
+            self._miss_ct += len(request.tokens) - length
+
+    def is_coming(self, request: Request, length: int) -> bool:
+        """Return whether a running prefill computes more of the request's first tokens.
+
+        `length` tokens are there already.
+        """
+        if not self._may_use(request):
+            return False
+        end, tokens = length + _WORTH_WAITING, request.tokens
+        if len(tokens) <= end:
+            return False
+        return any(
+            other.indexed_len <= end < other.prefill_len
+            and not other.tainted
+            and other.salt == request.salt
+            and other.tokens[length : end + 1] == tokens[length : end + 1]
+            and other.tokens[:length] == tokens[:length]
+            for other in self._running.prefilling.values()
+        )
+
+    def index(self, request: Request, end: int | None = None) -> None:
+        """Keep the text of a running request whose KV is final: at most `end` tokens."""
+        if not self.is_on or request.tainted or not request.row:
+            return
+        num_tokens = min(len(request.tokens), int(self._ledger.resolved_len[request.row]))
+        num_tokens = num_tokens if end is None else min(num_tokens, end)
+        if num_tokens <= request.indexed_len:
+            return
+        tokens = np.array(request.tokens[:num_tokens], np.int32)
+        with contextlib.suppress(SpecpoolError):  # then it is just not kept
+            self._ledger.index(request.row, tokens, request.salt)
+            request.indexed_len = num_tokens
+
+    def forget(self, salt: bytes | None = None) -> None:
+        """Drop all texts, or those of one salt."""
+        self._ledger.forget(salt)
+        for request in self._running:
+            if salt in (None, request.salt):
+                request.indexed_len = 0
+
+    def stats(self) -> PrefixStats | None:
+        """Return the numbers of now; None = the cache is off."""
+        if not self.is_on:
+            return None
+        num_entries, num_tokens, eviction_ct = self._ledger.index_size
+        return PrefixStats(
+            hit_ct=self._hit_ct,
+            miss_ct=self._miss_ct,
+            num_entries=num_entries,
+            num_tokens=num_tokens,
+            cached_pages=sum(map(self._ledger.cached_pages, range(len(self._ledger.groups)))),
+            eviction_ct=eviction_ct,
+            num_bytes=self._ledger.index_bytes(),
+        )
+
+    def _may_use(self, request: Request) -> bool:
+        """Return whether the request takes a new row that may begin with indexed KV."""
+        if not self.is_on or request.skips_cache or request.handle is not None:
+            return False
+        conversation = request.conversation
+        return conversation is None or not (conversation.row or conversation.handle)
+
+    def _needs_draft(self, request: Request) -> bool:
+        return self._config.keeps_draft_kv and bool(request.shape_index)
+
+    def _tokens_of(self, request: Request) -> Int32:
+        """Return the request's tokens as an array; the request at the queue's head asks often."""
+        number, tokens = self._looked_up
+        if number != request.request_id or len(tokens) != len(request.tokens):
+            tokens = np.array(request.tokens, np.int32)
+            self._looked_up = request.request_id, tokens
+        return tokens

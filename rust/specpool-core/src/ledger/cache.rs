@@ -1,0 +1,598 @@
+//! The prefix cache: `index`, `match_prefix`, `admit_cached` and `forget`; and the eviction of what nobody uses.
+//!
+//! The index (`state::prefix_index`) maps tokens to pages, and is one holder of each of its pages.
+
+use super::Ledger;
+use super::share::Start;
+use crate::error::{Error, Result};
+use crate::ids::{Page, Row};
+use crate::log::event::Event;
+use crate::memory::{collected, gathered, with_room};
+use crate::state::group::GroupState;
+use crate::state::prefix_index::{NONE, PrefixIndex};
+use crate::verb::Verb;
+
+/// Most bytes of a salt.
+pub(crate) const MAX_SALT: usize = 256;
+
+/// What [`Ledger::match_prefix`] found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrefixMatch {
+    /// The length c of the row that [`Ledger::admit_cached`] would give.
+    pub len: i32,
+    /// Per group: pages that the row would share.
+    pub shared: Vec<usize>,
+    /// Per group: how many pages the call takes from those that can be handed out: the cached ones that it uses, and
+    /// one for a tail.
+    pub taken: Vec<usize>,
+}
+
+/// One entry of the prefix index, for pictures and tests.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Indexed<'a> {
+    /// The salt.
+    pub salt: &'a [u8],
+    /// Tokens before the entry.
+    pub start: usize,
+    /// The entry's tokens.
+    pub tokens: &'a [i32],
+    /// How many of them have draft KV.
+    pub drafted: usize,
+    /// Per group: its pages, 0 for one that was given up.
+    pub pages: Vec<&'a [i32]>,
+}
+
+/// What the index knows of some tokens.
+struct Hit {
+    /// Whole entries from the start on, and perhaps one that agrees with only some of the tokens.
+    path: Vec<u32>,
+    /// Tokens that agree.
+    len: i32,
+    /// Draft KV is valid below this.
+    drafted: i32,
+}
+
+impl Hit {
+    /// The page of a column in the group; page 0 if it was given up.
+    fn page(&self, index: &PrefixIndex, group: usize, page_size: i64, column: usize) -> Page {
+        let per_span = (index.span() as i64 / page_size).max(1) as usize;
+        let at = (column / per_span).min(self.path.len() - 1);
+        Page(index.pages(self.path[at], group)[column - at * per_span])
+    }
+}
+
+/// What `index` does with a row's tokens in one span.
+enum Step {
+    /// An entry has them all; `bool`: it is a whole entry, so the next span follows behind it.
+    Known(u32, bool),
+    /// A tail has the first of them.
+    Grow(u32),
+    /// No entry has them; a new one belongs there.
+    Add(usize),
+}
+
+impl Ledger {
+    /// Notes that the row's KV of `tokens` can serve later requests. The tokens are those of the row from its start
+    /// on; their KV must be final. Whoever indexes tokens first keeps its pages in the index; a row that computed the
+    /// same tokens keeps its own. Returns how many tokens the index knows now: all of them, unless a page of the row
+    /// is in the index already as part of other tokens. The row's indexed pages become read-only up to the last token.
+    ///
+    /// An entry without draft KV gives way to a row that has it. O(tokens).
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row; more tokens than `resolved_len`; none; a salt
+    /// of more than 256 bytes), [`Error::NotReady`] (a step that is not complete writes these tokens; a page copy into
+    /// the row is not finished), [`Error::PageState`], [`Error::OutOfMemory`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config)?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14];
+    /// assert_eq!(ledger.index(row, &prompt, b"")?, 10);
+    /// ledger.finish(row)?;
+    /// assert_eq!(ledger.cached_pages(0)?, 3); // they stay until somebody needs the room
+    ///
+    /// let again = ledger.admit_cached(&prompt, b"", None, true, Some("request-2"))?;
+    /// assert_eq!(ledger.resolved_len()[again.at()], 9); // the last token must be computed: it gives the root
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
+    pub fn index(&mut self, row: Row, tokens: &[i32], salt: &[u8]) -> Result<i32> {
+        self.gate()?;
+        let row = self.rows.check_live(row.0)?;
+        self.check_index(row, tokens, salt)?;
+        let span = self.index.span();
+        // The whole entries that are there already.
+        let root = self.index.root(salt);
+        let (mut path, mut parent) = (Vec::new(), root);
+        let known = self.whole_entries(root, tokens)?;
+        path.extend(known);
+        parent = path.last().copied().unwrap_or(parent);
+        let rest = tokens.len() - path.len() * span;
+        let mut lists = self.index.make_room(parent, rest.div_ceil(span))?;
+        self.recorder.make_room(tokens.len() + salt.len(), None)?;
+        let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
+
+        // Nothing is refused from here on.
+        let mut own_end = 0;
+        for (at, &entry) in path.iter().enumerate() {
+            if self.refresh(row, entry, at * span, span) {
+                own_end = (at + 1) * span;
+            }
+        }
+        let mut len = path.len() * span;
+        if parent == NONE {
+            parent = self.index.add_root(kept_salt, lists.pop().unwrap_or_default());
+        }
+        while len < tokens.len() {
+            let piece = &tokens[len..tokens.len().min(len + span)];
+            let entry = match self.next_step(parent, piece) {
+                Step::Known(entry, _) => {
+                    own_end = if self.refresh(row, entry, len, piece.len()) { len + piece.len() } else { own_end };
+                    entry
+                }
+                Step::Grow(entry) if self.can_hold(row, entry, len, piece.len()) => {
+                    let before = self.index.len(entry);
+                    self.index.grow(entry, piece);
+                    self.take_pages(row, entry, len, before);
+                    own_end = len + piece.len();
+                    entry
+                }
+                Step::Add(place) if self.can_hold(row, NONE, len, piece.len()) => {
+                    let entry = self.index.add(parent, place, piece, lists.pop().unwrap_or_default());
+                    self.take_pages(row, entry, len, 0);
+                    own_end = len + piece.len();
+                    entry
+                }
+                _ => break,
+            };
+            (len, parent) = (len + piece.len(), entry);
+        }
+        self.protect(row, own_end);
+        for &entry in path.iter().rev() {
+            self.touch(entry);
+        }
+        self.prune(parent);
+        self.note(&Event::Index { row, tokens, salt, len: len as i32 });
+        Ok(len as i32)
+    }
+
+    fn check_index(&self, row: Row, tokens: &[i32], salt: &[u8]) -> Result<()> {
+        let (name, resolved) = (self.rows.describe(row), self.rows.resolved[row.at()]);
+        if tokens.is_empty() || tokens.len() > resolved as usize {
+            let given = tokens.len();
+            return Err(Error::Shape(format!("index of {name}: between 1 and {resolved} tokens, got {given}")));
+        }
+        check_salt(salt)?;
+        if let Some((step, from)) = self.first_written(row).filter(|&(_, from)| (from as usize) < tokens.len()) {
+            return Err(Error::NotReady(format!(
+                "index of {name}: step {step} writes from position {from} on and is not complete, got {} tokens",
+                tokens.len()
+            )));
+        }
+        self.check_no_copy_into(row, Verb::Index.name())?;
+        for (at, group) in self.groups.iter().enumerate() {
+            let held = group.held_columns(row);
+            let last = tokens.len().div_ceil(group.page_size as usize).min(held.end);
+            let checked = group.check_columns(row, held.start.min(last)..last);
+            checked.map_err(|record| self.page_error(at, record))?;
+        }
+        Ok(())
+    }
+
+    /// The whole entries that hold the first spans of `tokens`.
+    fn whole_entries(&self, root: u32, tokens: &[i32]) -> Result<Vec<u32>> {
+        let span = self.index.span();
+        let mut parent = root;
+        let known = tokens.chunks_exact(span).map_while(|piece| {
+            match self.next_step(parent, piece) {
+                Step::Known(entry, true) if parent != NONE => parent = entry,
+                _ => return None,
+            }
+            Some(parent)
+        });
+        gathered(known, "the entries of a prefix")
+    }
+
+    fn next_step(&self, parent: u32, piece: &[i32]) -> Step {
+        let (place, nearest) = self.index.nearest_child(parent, piece);
+        match nearest {
+            Some((child, agree)) if agree == piece.len() => Step::Known(child, agree == self.index.span()),
+            Some((child, agree)) if agree == self.index.len(child) => Step::Grow(child),
+            _ => Step::Add(place),
+        }
+    }
+
+    /// Tokens of the row with draft KV, of `len` from `start` on.
+    fn row_drafted(&self, row: Row, start: usize, len: usize) -> usize {
+        (self.rows.drafted[row.at()] as usize).saturating_sub(start).min(len)
+    }
+
+    /// Whether the row has the pages of `len` tokens from `start` on, and no entry but `entry` holds one of them.
+    fn can_hold(&self, row: Row, entry: u32, start: usize, len: usize) -> bool {
+        self.groups.iter().enumerate().all(|(at, group)| {
+            (0..self.index.columns(at, len)).all(|column| match row_page(row, group, start, column) {
+                Page::SINK => group.spec.window.is_some(),
+                page => [NONE, entry].contains(&group.pool.entry_of(page)),
+            })
+        })
+    }
+
+    /// Puts the row's pages in place of the entry's. The first `before` tokens of the entry had pages until now.
+    fn take_pages(&mut self, row: Row, entry: u32, start: usize, before: usize) {
+        let completed = self.steps.completed();
+        let drafted = self.row_drafted(row, start, self.index.len(entry));
+        let had_drafted = self.index.drafted(entry);
+        for at in 0..self.groups.len() {
+            for column in 0..self.index.columns(at, self.index.len(entry)) {
+                let page = row_page(row, &self.groups[at], start, column);
+                let was = Page(self.index.pages(entry, at)[column]);
+                // A page that the row has given up may stay, if the new tokens leave it as it was.
+                let end = (column + 1) * self.groups[at].page_size as usize;
+                if page == was || page == Page::SINK && end <= before && had_drafted >= drafted.min(end) {
+                    continue;
+                }
+                let pool = &mut self.groups[at].pool;
+                if was != Page::SINK {
+                    pool.unindex(was, completed, Verb::Index);
+                }
+                if page != Page::SINK {
+                    pool.index(page, entry);
+                }
+                self.index.set_page(entry, at, column, page);
+            }
+        }
+        self.index.set_drafted(entry, drafted);
+    }
+
+    /// Gives an entry what the row has and it lacks: draft KV, and pages below windows. `covered` of the entry's tokens
+    /// are the row's. Returns whether the entry holds a page of the row there.
+    fn refresh(&mut self, row: Row, entry: u32, start: usize, covered: usize) -> bool {
+        let len = self.index.len(entry);
+        let (has, promised) = (self.row_drafted(row, start, len), self.index.drafted(entry));
+        let has_all = covered == len && has >= promised;
+        if has_all && has > promised && self.can_hold(row, entry, start, len) {
+            self.take_pages(row, entry, start, len);
+        }
+        let mut is_own = false;
+        for at in 0..self.groups.len() {
+            for column in 0..self.index.columns(at, covered) {
+                let page = row_page(row, &self.groups[at], start, column);
+                let was = Page(self.index.pages(entry, at)[column]);
+                let pool = &mut self.groups[at].pool;
+                let is_missing = was == Page::SINK && page != Page::SINK;
+                if has_all && is_missing && pool.entry_of(page) == NONE {
+                    pool.index(page, entry);
+                    self.index.set_page(entry, at, column, page);
+                    is_own = true;
+                }
+                is_own |= page == was && page != Page::SINK;
+            }
+        }
+        is_own
+    }
+
+    /// Makes the row's pages up to `end` tokens read-only there.
+    fn protect(&mut self, row: Row, end: usize) {
+        for group in &mut self.groups {
+            let protected = &mut group.protected[row.at()];
+            let from = *protected as usize / group.page_size as usize;
+            *protected = (*protected).max(end as i32);
+            let to = end.div_ceil(group.page_size as usize);
+            let held = group.held_columns(row);
+            for column in from.max(held.start)..to.min(held.end) {
+                group.pool.freeze(Page(group.table.row(row)[column]));
+            }
+            for at in 0..group.kept(row).len() {
+                let kept = group.kept(row)[at];
+                if (from..to).contains(&(kept.column as usize)) {
+                    group.pool.freeze(kept.page);
+                }
+            }
+        }
+    }
+
+    /// Makes the index forget what the row may write over after a cut to `len` tokens: what is behind them in a page
+    /// that only the row and the index hold.
+    pub(super) fn shorten_index(&mut self, row: Row, len: i32, verb: Verb) {
+        for at in 0..self.groups.len() {
+            let group = &self.groups[at];
+            if len >= group.protected[row.at()] || i64::from(len) % group.page_size == 0 {
+                continue;
+            }
+            let Some((page, column)) = group.indexed_alone(row, len) else { continue };
+            let (entry, page_size) = (group.pool.entry_of(page), group.page_size as usize);
+            let Some(place) = self.index.pages(entry, at).iter().position(|&other| other == page.0) else { continue };
+            let start = (column - place) * page_size;
+            self.shorten(entry, len as usize - start, verb);
+        }
+    }
+
+    /// Cuts an entry to its first `len` tokens, and drops what is behind it.
+    fn shorten(&mut self, entry: u32, len: usize, verb: Verb) {
+        if len >= self.index.len(entry) {
+            return;
+        }
+        while let leaf = self.index.leaf_below(entry)
+            && leaf != entry
+        {
+            self.drop_entry(leaf, verb);
+        }
+        let kept = &self.index.tokens(entry)[..len];
+        let siblings = self.index.children(self.index.parent(entry));
+        if siblings.iter().any(|&other| other != entry && self.index.tokens(other).starts_with(kept)) {
+            self.drop_entry(entry, verb);
+            return;
+        }
+        let completed = self.steps.completed();
+        for (at, group) in self.groups.iter_mut().enumerate() {
+            for column in self.index.columns(at, len)..self.index.columns(at, self.index.len(entry)) {
+                let page = Page(self.index.pages(entry, at)[column]);
+                if page != Page::SINK {
+                    group.pool.unindex(page, completed, verb);
+                    self.index.set_page(entry, at, column, Page::SINK);
+                }
+            }
+        }
+        self.index.shorten(entry, len);
+    }
+
+    /// Returns what [`admit_cached`](Ledger::admit_cached) with the same arguments would find. It changes nothing.
+    /// O(tokens).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
+    pub fn match_prefix(
+        &self,
+        tokens: &[i32],
+        salt: &[u8],
+        limit: Option<i32>,
+        needs_draft: bool,
+    ) -> Result<PrefixMatch> {
+        let hit = self.hit(tokens, salt, limit, needs_draft)?;
+        let (mut shared, mut taken) = (with_room(self.groups.len(), "a hit")?, with_room(self.groups.len(), "a hit")?);
+        for (start, group) in self.starts(&hit)?.iter().zip(&self.groups) {
+            let of_hit = start.shared.iter().chain(&start.tail);
+            let cached = of_hit.filter(|&&page| group.pool.is_cached(page)).count();
+            shared.push(start.shared.len());
+            taken.push(cached + usize::from(start.tail.is_some()));
+        }
+        Ok(PrefixMatch { len: hit.len, shared, taken })
+    }
+
+    /// Takes a free row that begins with the KV of the longest indexed beginning of `tokens` under the salt, up to
+    /// `limit` tokens (all but the last by default, because the last one gives the root). The row shares whole pages;
+    /// a partly used page is copied (the next prepared step carries the copy), so a hit ends at any token. If a window
+    /// below that length is not held, the length goes back to one where it is. With `needs_draft` it goes back to where
+    /// draft KV is valid. A row without a hit is an empty one. The row has no root until an extend of it has launched.
+    /// O(tokens).
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (a limit outside `0..=` the number of tokens, a salt of more
+    /// than 256 bytes), [`Error::OutOfRows`], [`Error::OutOfPages`] (no page for the tail), [`Error::OutOfMemory`].
+    pub fn admit_cached(
+        &mut self,
+        tokens: &[i32],
+        salt: &[u8],
+        limit: Option<i32>,
+        needs_draft: bool,
+        tag: Option<&str>,
+    ) -> Result<Row> {
+        self.gate()?;
+        let hit = self.hit(tokens, salt, limit, needs_draft)?;
+        let limit = self.limit(tokens, limit)?;
+        let row = self.new_row(self.starts(&hit)?, (hit.len, hit.drafted), tag, limit + salt.len(), Verb::Admit)?;
+        self.note(&Event::AdmitCached { tokens: &tokens[..limit], salt, needs_draft, row, tag });
+        Ok(row)
+    }
+
+    /// Gives up everything that is indexed under the salt, or everything. Rows that share the pages keep them.
+    /// O(entries).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a salt of more than 256 bytes.
+    pub fn forget(&mut self, salt: Option<&[u8]>) -> Result<()> {
+        self.gate()?;
+        salt.map_or(Ok(()), check_salt)?;
+        self.recorder.make_room(salt.map_or(0, <[u8]>::len), None)?;
+        loop {
+            let root = match salt {
+                Some(salt) => self.index.root(salt),
+                None => self.index.salts().next().map_or(NONE, |(_, root)| root),
+            };
+            if root == NONE {
+                break;
+            }
+            let leaf = self.index.leaf_below(root);
+            self.drop_entry(leaf, Verb::Forget);
+        }
+        self.note(&Event::Forget { salt });
+        Ok(())
+    }
+
+    fn limit(&self, tokens: &[i32], limit: Option<i32>) -> Result<usize> {
+        let most = tokens.len().min(self.max_context_len as usize);
+        match limit {
+            None => Ok(tokens.len().saturating_sub(1).min(most)),
+            Some(limit) if limit >= 0 && limit as usize <= most => Ok(limit as usize),
+            Some(limit) => Err(Error::Shape(format!("the limit of a prefix must be in [0, {most}], got {limit}"))),
+        }
+    }
+
+    fn hit(&self, tokens: &[i32], salt: &[u8], limit: Option<i32>, needs_draft: bool) -> Result<Hit> {
+        check_salt(salt)?;
+        let limit = self.limit(tokens, limit)?;
+        let root = self.index.root(salt);
+        let mut path = self.whole_entries(root, &tokens[..limit])?;
+        let mut len = path.len() * self.index.span();
+        let parent = path.last().copied().unwrap_or(root);
+        if parent != NONE
+            && let (_, Some((child, agree))) = self.index.nearest_child(parent, &tokens[len..limit])
+        {
+            crate::memory::room(&mut path, 1, "the entries of a prefix")?;
+            path.push(child);
+            len += agree;
+        }
+        let drafts = |&entry: &u32| self.index.drafted(entry) == self.index.len(entry);
+        let all_drafted = path.iter().take_while(|entry| drafts(entry)).count();
+        let partly = path.get(all_drafted).map_or(0, |&entry| self.index.drafted(entry));
+        let drafted = (all_drafted * self.index.span() + partly).min(len);
+        let mut hit = Hit { path, len: if needs_draft { drafted } else { len } as i32, drafted: drafted as i32 };
+        while let Some(shorter) = self.next_shorter(&hit) {
+            hit.len = shorter;
+        }
+        hit.drafted = hit.drafted.min(hit.len);
+        Ok(hit)
+    }
+
+    /// A shorter length to go back to, if a page of a window below the hit's length was given up.
+    fn next_shorter(&self, hit: &Hit) -> Option<i32> {
+        let shorter = |(at, group): (usize, &GroupState)| {
+            group.spec.window?;
+            let is_missing = |&column: &usize| hit.page(&self.index, at, group.page_size, column) == Page::SINK;
+            let missing = group.window_columns(hit.len).rev().find(is_missing)?;
+            Some((missing as i64 * group.page_size) as i32)
+        };
+        self.groups.iter().enumerate().filter_map(shorter).min()
+    }
+
+    /// What a row of the hit's length starts with, per group.
+    fn starts(&self, hit: &Hit) -> Result<Vec<Start>> {
+        let mut starts = with_room(self.groups.len(), "a row")?;
+        for (at, group) in self.groups.iter().enumerate() {
+            let page = |column: usize| hit.page(&self.index, at, group.page_size, column);
+            starts.push(Self::start(group.page_size, group.evict_to(hit.len), hit.len, page)?);
+        }
+        Ok(starts)
+    }
+
+    /// Gives up cached pages of the group until `need` pages are free, as far as there are any: the least recently
+    /// used first, and an entry only after those behind it. In a window group only the page itself is given up, because
+    /// the entry's other pages can still serve.
+    pub(super) fn evict_cached(&mut self, at: usize, need: usize, verb: Verb) {
+        let completed = self.steps.completed();
+        while self.groups[at].pool.num_free() < need {
+            let Some(page) = self.groups[at].pool.oldest_cached() else { return };
+            let entry = self.groups[at].pool.entry_of(page);
+            self.num_evictions += 1;
+            if self.groups[at].spec.window.is_none() {
+                self.drop_entry(self.index.leaf_below(entry), verb);
+                continue;
+            }
+            let column = self.index.pages(entry, at).iter().position(|&other| other == page.0);
+            self.groups[at].pool.unindex(page, completed, verb);
+            if let Some(column) = column {
+                self.index.set_page(entry, at, column, Page::SINK);
+            }
+            self.prune(entry);
+        }
+    }
+
+    /// Gives up an entry without children, and the entries before it that serve nothing without it.
+    fn drop_entry(&mut self, entry: u32, verb: Verb) {
+        let completed = self.steps.completed();
+        for (at, group) in self.groups.iter_mut().enumerate() {
+            for &page in self.index.pages(entry, at).iter().rev().filter(|&&page| page > 0) {
+                group.pool.unindex(Page(page), completed, verb);
+            }
+        }
+        let parent = self.index.parent(entry);
+        self.index.remove(entry);
+        self.prune(parent);
+    }
+
+    /// Removes the entry if it has neither pages nor children, then the one before it, and so on to the root.
+    fn prune(&mut self, mut entry: u32) {
+        while entry != NONE && self.index.children(entry).is_empty() && self.index.is_bare(entry) {
+            let parent = self.index.parent(entry);
+            self.index.remove(entry);
+            entry = parent;
+        }
+    }
+
+    /// Notes that the entry's pages were used.
+    fn touch(&mut self, entry: u32) {
+        for (at, group) in self.groups.iter_mut().enumerate() {
+            self.index.pages(entry, at).iter().rev().for_each(|&page| group.pool.touch(Page(page)));
+        }
+    }
+
+    /// Pages of the group that the prefix index alone holds. They can be handed out, after those that are free.
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn cached_pages(&self, group: usize) -> Result<usize> {
+        Ok(self.group(group)?.pool.num_cached())
+    }
+
+    /// Pages of the group that are shared: read-only, and held by rows or pinned prefixes. O(1).
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn shared_pages(&self, group: usize) -> Result<usize> {
+        Ok(self.group(group)?.pool.num_shared())
+    }
+
+    /// Entries of the prefix index, their tokens, and how often an entry, or a page below a window, was given up to make
+    /// room. O(1).
+    #[must_use]
+    pub fn index_size(&self) -> (usize, usize, u64) {
+        (self.index.num_entries(), self.index.num_tokens(), self.num_evictions)
+    }
+
+    /// Bytes that the prefix index takes in memory. O(entries).
+    #[must_use]
+    pub fn index_bytes(&self) -> usize {
+        self.index.num_bytes()
+    }
+
+    /// The entries of the prefix index: salts in order, entries before those behind them.
+    pub fn index_entries(&self) -> impl Iterator<Item = Indexed<'_>> {
+        let index = &self.index;
+        index.salts().flat_map(move |(salt, root)| {
+            let entries = std::iter::successors(index.next(root), |&entry| index.next(entry));
+            entries.map(move |entry| {
+                let before = std::iter::successors(Some(index.parent(entry)), |&at| Some(index.parent(at)));
+                Indexed {
+                    salt,
+                    start: before.take_while(|&at| at != root).count() * index.span(),
+                    tokens: index.tokens(entry),
+                    drafted: index.drafted(entry),
+                    pages: (0..self.groups.len()).map(|group| index.pages(entry, group)).collect(),
+                }
+            })
+        })
+    }
+
+    /// Every page of the group that the prefix index holds, each with its entry.
+    pub(crate) fn index_holders(&self, group: usize) -> impl Iterator<Item = (u32, Page)> + '_ {
+        let pages = move |entry: u32| self.index.pages(entry, group).iter().map(move |&page| (entry, Page(page)));
+        self.index.all().flat_map(pages).filter(|&(_, page)| page != Page::SINK)
+    }
+}
+
+/// The row's page at a column of an entry that begins at `start` tokens; page 0 if the row does not hold it.
+fn row_page(row: Row, group: &GroupState, start: usize, column: usize) -> Page {
+    let column = start / group.page_size as usize + column;
+    let is_held = group.held_columns(row).contains(&column);
+    if is_held { Page(group.table.row(row)[column]) } else { Page::SINK }
+}
+
+/// Refuses a salt that is too long.
+///
+/// # Errors
+/// [`Error::Shape`] with both lengths.
+pub fn check_salt(salt: &[u8]) -> Result<()> {
+    if salt.len() <= MAX_SALT {
+        return Ok(());
+    }
+    Err(Error::Shape(format!("a salt has at most {MAX_SALT} bytes, got {}", salt.len())))
+}

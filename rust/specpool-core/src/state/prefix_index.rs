@@ -1,0 +1,384 @@
+//! The prefix index: which tokens have their KV in which pages (docs/contract.md, Prefix cache).
+//!
+//! A tree for each salt. An *entry* is a span of up to Q tokens behind its parent, and a page of every group for each P
+//! of them; Q is the least common multiple of the page sizes. Only an entry of Q tokens, a *whole* one, has children;
+//! a shorter one is a *tail*. The children of an entry are in the order of their tokens, and none begins with another,
+//! so a binary search finds the child that agrees with most of given tokens. Tokens are compared, never hashed.
+
+use crate::digest::Digest;
+use crate::error::Result;
+use crate::ids::{Page, ceil_div};
+use crate::memory::{copied, room, with_room};
+
+/// The number of no entry.
+pub(crate) const NONE: u32 = 0;
+
+/// One entry, or the root of a salt, which has no tokens.
+#[derive(Debug, Clone, Default)]
+struct Entry {
+    /// [`NONE`] for a root and for an entry that is not in use.
+    parent: u32,
+    /// Tokens.
+    len: u32,
+    /// How many of the tokens have draft KV.
+    drafted: u32,
+    salt: Box<[u8]>,
+    children: Vec<u32>,
+}
+
+/// The trees, in one store. Entries are named by their place in it.
+#[derive(Debug, Clone)]
+pub(crate) struct PrefixIndex {
+    /// Q; at most the tokens of a row, rounded up to a whole page of each group alone.
+    span: usize,
+    page_sizes: Vec<usize>,
+    /// Per group: where its pages begin among those of an entry; then the number of all.
+    first_page: Vec<usize>,
+    entries: Vec<Entry>,
+    /// `span` for each entry.
+    tokens: Vec<i32>,
+    /// For each entry a page of every group for each P tokens; 0 if there is none.
+    pages: Vec<i32>,
+    /// Places in the store that can be used again.
+    unused: Vec<u32>,
+    /// The roots, in the order of their salts.
+    roots: Vec<u32>,
+    num_tokens: usize,
+}
+
+/// How many tokens two slices begin with in common.
+fn common(a: &[i32], b: &[i32]) -> usize {
+    let len = a.len().min(b.len());
+    if a[..len] == b[..len] {
+        return len;
+    }
+    a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(len)
+}
+
+impl PrefixIndex {
+    /// An empty index of groups with these page sizes, for rows of up to `max_len` tokens.
+    pub(crate) fn new(page_sizes: impl Iterator<Item = i64>, max_len: i32) -> Self {
+        let page_sizes: Vec<usize> = page_sizes.map(|size| size as usize).collect();
+        let most = max_len as usize;
+        let gcd = |mut a: usize, mut b: usize| {
+            while b > 0 {
+                (a, b) = (b, a % b);
+            }
+            a
+        };
+        // One span that no row can fill serves as well as a longer one.
+        let span = page_sizes.iter().fold(1, |span: usize, &size| (span / gcd(span, size)).saturating_mul(size));
+        let span = if span > most { most } else { span };
+        let mut first_page = vec![0];
+        for &size in &page_sizes {
+            first_page.push(first_page[first_page.len() - 1] + ceil_div(span as i64, size as i64) as usize);
+        }
+        let (tokens, pages) = (Vec::new(), Vec::new());
+        let (unused, roots) = (Vec::new(), Vec::new());
+        let entries = vec![Entry::default()];
+        Self { span, page_sizes, first_page, entries, tokens, pages, unused, roots, num_tokens: 0 }
+    }
+
+    /// Q.
+    pub(crate) fn span(&self) -> usize {
+        self.span
+    }
+
+    /// Entries, roots not among them.
+    pub(crate) fn num_entries(&self) -> usize {
+        self.entries.len() - 1 - self.unused.len() - self.roots.len()
+    }
+
+    /// Tokens of all entries.
+    pub(crate) fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    /// Bytes that the index takes, O(entries).
+    pub(crate) fn num_bytes(&self) -> usize {
+        let lists: usize = self.entries.iter().map(|entry| entry.children.capacity() * size_of::<u32>()).sum();
+        let numbers = self.tokens.capacity() + self.pages.capacity() + self.unused.capacity() + self.roots.capacity();
+        self.entries.capacity() * size_of::<Entry>() + numbers * size_of::<i32>() + lists
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.roots.is_empty()
+    }
+
+    /// Tokens of an entry.
+    pub(crate) fn len(&self, entry: u32) -> usize {
+        self.entries[entry as usize].len as usize
+    }
+
+    /// How many of an entry's tokens have draft KV.
+    pub(crate) fn drafted(&self, entry: u32) -> usize {
+        self.entries[entry as usize].drafted as usize
+    }
+
+    /// The entry before, or the root of its salt; [`NONE`] for a root.
+    pub(crate) fn parent(&self, entry: u32) -> u32 {
+        self.entries[entry as usize].parent
+    }
+
+    pub(crate) fn children(&self, entry: u32) -> &[u32] {
+        &self.entries[entry as usize].children
+    }
+
+    pub(crate) fn tokens(&self, entry: u32) -> &[i32] {
+        &self.tokens[entry as usize * self.span..][..self.len(entry)]
+    }
+
+    /// How many pages of the group `len` tokens of an entry take.
+    pub(crate) fn columns(&self, group: usize, len: usize) -> usize {
+        len.div_ceil(self.page_sizes[group])
+    }
+
+    fn place(&self, entry: u32, group: usize) -> std::ops::Range<usize> {
+        let first = entry as usize * self.first_page[self.page_sizes.len()] + self.first_page[group];
+        first..first + self.columns(group, self.len(entry))
+    }
+
+    /// The entry's pages of the group, one for each P tokens; 0 for one that was given up.
+    pub(crate) fn pages(&self, entry: u32, group: usize) -> &[i32] {
+        &self.pages[self.place(entry, group)]
+    }
+
+    pub(crate) fn set_page(&mut self, entry: u32, group: usize, column: usize, page: Page) {
+        let place = self.place(entry, group).start + column;
+        self.pages[place] = page.0;
+    }
+
+    /// Whether the entry has no page of any group.
+    pub(crate) fn is_bare(&self, entry: u32) -> bool {
+        (0..self.page_sizes.len()).all(|group| self.pages(entry, group).iter().all(|&page| page == 0))
+    }
+
+    fn place_of_root(&self, salt: &[u8]) -> std::result::Result<usize, usize> {
+        self.roots.binary_search_by(|&root| (*self.entries[root as usize].salt).cmp(salt))
+    }
+
+    /// The root of the salt; [`NONE`] if nothing is indexed under it.
+    pub(crate) fn root(&self, salt: &[u8]) -> u32 {
+        self.place_of_root(salt).map_or(NONE, |place| self.roots[place])
+    }
+
+    /// The child that agrees with most of `tokens`, and how many; nothing if none agrees with one. Otherwise, or if the
+    /// child does not begin with `tokens` or they with it, a new child belongs at the place that is returned.
+    pub(crate) fn nearest_child(&self, parent: u32, tokens: &[i32]) -> (usize, Option<(u32, usize)>) {
+        let children = self.children(parent);
+        if let &[only] = children {
+            let agree = common(self.tokens(only), tokens);
+            let is_before = agree < self.len(only) && agree < tokens.len() && self.tokens(only)[agree] < tokens[agree];
+            return (usize::from(is_before), Some((only, agree)).filter(|_| agree > 0));
+        }
+        let place = children.partition_point(|&child| self.tokens(child) < tokens);
+        let nearest = [place.checked_sub(1), Some(place)].into_iter().flatten().filter_map(|at| {
+            let &child = children.get(at)?;
+            Some((child, common(self.tokens(child), tokens))).filter(|&(_, agree)| agree > 0)
+        });
+        (place, nearest.max_by_key(|&(_, agree)| agree))
+    }
+
+    /// Takes the memory for `num` more entries, each behind the one before, under `parent` (or under a new root), and
+    /// for giving all entries up. Returns their lists of children.
+    pub(crate) fn make_room(&mut self, parent: u32, num: usize) -> Result<Vec<Vec<u32>>> {
+        let what = "the prefix index";
+        let fresh = (num + 1).saturating_sub(self.unused.len());
+        room(&mut self.entries, fresh, what)?;
+        let all = self.entries.len() + fresh;
+        let (tokens, pages, unused) = (self.tokens.len(), self.pages.len(), self.unused.len());
+        room(&mut self.tokens, (all * self.span).saturating_sub(tokens), what)?;
+        room(&mut self.pages, (all * self.first_page[self.page_sizes.len()]).saturating_sub(pages), what)?;
+        room(&mut self.unused, all.saturating_sub(unused), what)?;
+        room(&mut self.roots, 1, what)?;
+        if parent != NONE {
+            room(&mut self.entries[parent as usize].children, 1, what)?;
+        }
+        let mut lists = with_room(num + 1, what)?;
+        for _ in 0..=num {
+            lists.push(with_room(1, what)?);
+        }
+        Ok(lists)
+    }
+
+    fn take(&mut self) -> u32 {
+        if let Some(entry) = self.unused.pop() {
+            return entry;
+        }
+        self.entries.push(Entry::default());
+        self.tokens.resize(self.entries.len() * self.span, 0);
+        self.pages.resize(self.entries.len() * self.first_page[self.page_sizes.len()], 0);
+        self.entries.len() as u32 - 1
+    }
+
+    /// Adds the root of a salt that has none.
+    pub(crate) fn add_root(&mut self, salt: Box<[u8]>, children: Vec<u32>) -> u32 {
+        let place = self.place_of_root(&salt).unwrap_or_else(|place| place);
+        let root = self.take();
+        self.entries[root as usize] = Entry { salt, children, ..Entry::default() };
+        self.roots.insert(place, root);
+        root
+    }
+
+    /// Adds an entry without pages as the child at `place`, from [`nearest_child`](Self::nearest_child).
+    pub(crate) fn add(&mut self, parent: u32, place: usize, tokens: &[i32], children: Vec<u32>) -> u32 {
+        let entry = self.take();
+        self.entries[entry as usize] = Entry { parent, children, ..Entry::default() };
+        self.entries[parent as usize].children.insert(place, entry);
+        self.grow(entry, tokens);
+        entry
+    }
+
+    /// Makes a tail longer: `tokens` begin with its own. Pages of new columns are 0.
+    pub(crate) fn grow(&mut self, entry: u32, tokens: &[i32]) {
+        let at = entry as usize;
+        self.num_tokens += tokens.len() - self.len(entry);
+        self.tokens[at * self.span..][..tokens.len()].copy_from_slice(tokens);
+        self.entries[at].len = tokens.len() as u32;
+    }
+
+    /// Makes an entry without children a shorter tail. The pages behind it must be gone.
+    pub(crate) fn shorten(&mut self, entry: u32, len: usize) {
+        self.num_tokens -= self.len(entry) - len;
+        let entry = &mut self.entries[entry as usize];
+        (entry.len, entry.drafted) = (len as u32, entry.drafted.min(len as u32));
+    }
+
+    pub(crate) fn set_drafted(&mut self, entry: u32, drafted: usize) {
+        self.entries[entry as usize].drafted = drafted as u32;
+    }
+
+    /// Removes an entry without children, or a root without children. Its pages are the caller's to give up before.
+    pub(crate) fn remove(&mut self, entry: u32) {
+        let parent = self.parent(entry);
+        if parent == NONE {
+            if let Ok(place) = self.place_of_root(&self.entries[entry as usize].salt) {
+                self.roots.remove(place);
+            }
+        } else {
+            let siblings = self.children(parent);
+            let place = match siblings {
+                [_] => 0,
+                _ => siblings.partition_point(|&child| self.tokens(child) < self.tokens(entry)),
+            };
+            self.entries[parent as usize].children.remove(place);
+        }
+        for group in 0..self.page_sizes.len() {
+            let place = self.place(entry, group);
+            self.pages[place].fill(0);
+        }
+        self.num_tokens -= self.len(entry);
+        self.entries[entry as usize] = Entry::default();
+        self.unused.push(entry);
+    }
+
+    /// An entry below this one, or itself, that has no children.
+    pub(crate) fn leaf_below(&self, mut entry: u32) -> u32 {
+        while let Some(&child) = self.children(entry).last() {
+            entry = child;
+        }
+        entry
+    }
+
+    /// The salts in use, in order, each with its root.
+    pub(crate) fn salts(&self) -> impl Iterator<Item = (&[u8], u32)> {
+        self.roots.iter().map(|&root| (&*self.entries[root as usize].salt, root))
+    }
+
+    /// The entry behind `entry` in an order in which parents come before their children; of a root, those of its salt.
+    pub(crate) fn next(&self, entry: u32) -> Option<u32> {
+        if let Some(&child) = self.children(entry).first() {
+            return Some(child);
+        }
+        let mut at = entry;
+        while self.parent(at) != NONE {
+            let siblings = self.children(self.parent(at));
+            let place = siblings.partition_point(|&child| self.tokens(child) <= self.tokens(at));
+            if let Some(&next) = siblings.get(place) {
+                return Some(next);
+            }
+            at = self.parent(at);
+        }
+        None
+    }
+
+    /// Every entry, salt by salt, parents before their children.
+    pub(crate) fn all(&self) -> impl Iterator<Item = u32> + '_ {
+        self.roots.iter().flat_map(|&root| std::iter::successors(self.next(root), |&entry| self.next(entry)))
+    }
+
+    /// Adds everything that decides what the index will do.
+    pub(crate) fn hash(&self, digest: &mut Digest) {
+        for (salt, root) in self.salts() {
+            digest.bytes(salt);
+            for entry in std::iter::successors(self.next(root), |&entry| self.next(entry)) {
+                digest.ints(self.tokens(entry));
+                digest.word(self.drafted(entry) as u64);
+                digest.word(self.children(entry).len() as u64);
+                (0..self.page_sizes.len()).for_each(|group| digest.ints(self.pages(entry, group)));
+            }
+        }
+    }
+
+    /// A copy with the memory to give all entries up.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let what = "the prefix index";
+        let mut entries = with_room(self.entries.len(), what)?;
+        for entry in &self.entries {
+            let mut salt = with_room(entry.salt.len(), what)?;
+            salt.extend_from_slice(&entry.salt);
+            let mut children = with_room(entry.children.capacity(), what)?;
+            children.extend_from_slice(&entry.children);
+            entries.push(Entry { salt: salt.into_boxed_slice(), children, ..*entry });
+        }
+        let mut unused = with_room(self.entries.len(), what)?;
+        unused.extend_from_slice(&self.unused);
+        Ok(Self {
+            page_sizes: self.page_sizes.clone(),
+            first_page: self.first_page.clone(),
+            entries,
+            tokens: copied(&self.tokens, what)?,
+            pages: copied(&self.pages, what)?,
+            unused,
+            roots: copied(&self.roots, what)?,
+            ..*self
+        })
+    }
+
+    /// Every broken rule of the trees themselves.
+    pub(crate) fn broken(&self) -> Vec<String> {
+        let mut report = Vec::new();
+        let mut found = |entry: u32, text: &str| report.push(format!("entry {entry} of the prefix index {text}"));
+        let (mut num_entries, mut num_tokens) = (0, 0);
+        for entry in self.all() {
+            (num_entries, num_tokens) = (num_entries + 1, num_tokens + self.len(entry));
+            if self.len(entry) == 0 || self.len(entry) > self.span || self.drafted(entry) > self.len(entry) {
+                found(entry, "has a length out of its range");
+            }
+            if self.len(entry) < self.span && !self.children(entry).is_empty() {
+                found(entry, "is a tail with children");
+            }
+        }
+        for parent in self.roots.iter().copied().chain(self.all()) {
+            let children = self.children(parent);
+            let is_apart = |pair: &[u32]| {
+                let (a, b) = (self.tokens(pair[0]), self.tokens(pair[1]));
+                a < b && !b.starts_with(a)
+            };
+            if !children.windows(2).all(is_apart) {
+                found(parent, "has children out of order");
+            }
+            if children.iter().any(|&child| self.parent(child) != parent) {
+                found(parent, "has children of another entry");
+            }
+        }
+        if (num_entries, num_tokens) != (self.num_entries(), self.num_tokens) {
+            report.push(format!(
+                "the prefix index has {num_entries} entries of {num_tokens} tokens, it counts {} of {}",
+                self.num_entries(),
+                self.num_tokens
+            ));
+        }
+        report
+    }
+}

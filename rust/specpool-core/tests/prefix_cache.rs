@@ -1,0 +1,449 @@
+//! The prefix cache: random calls on a ledger whose pages' contents are kept beside it, and examples.
+//!
+//! The contents say for each slot which tokens its KV was computed from, so a row that begins with another row's pages
+//! must find there what it would have computed itself. A plain list of everything that was indexed says how long the
+//! hit must be.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use proptest::prelude::Rng;
+use proptest::test_runner::{RngAlgorithm, TestRng};
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Plan, Replay, Row, Shape, StepKind, StepState};
+
+const SALTS: [&[u8]; 2] = [b"", b"tenant"];
+
+fn group(name: &str, page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
+    Group { name: name.into(), page_size, num_pages, hosts_drafts: true, layout: Layout::Dense, window }
+}
+
+fn new_ledger(groups: Vec<Group>, num_rows: i64, overlap_depth: i64) -> Result<Ledger, Error> {
+    let mut config = LedgerConfig::new(groups, vec![Shape::eagle(2, 1, 3).unwrap()], num_rows, 60);
+    (config.overlap_depth, config.sessions, config.digest) = (overlap_depth, true, true);
+    Ledger::new(config)
+}
+
+/// Page sizes and windows.
+type Geometry = &'static [(i64, Option<i64>)];
+const GEOMETRIES: [Geometry; 9] = [
+    &[(1, None)],
+    &[(4, None)],
+    &[(16, None)],
+    &[(64, None)],
+    &[(2, None), (3, None)],
+    &[(8, None), (2, None)],
+    &[(4, None), (4, Some(6))],
+    &[(4, Some(5))],
+    &[(2, None), (8, Some(1)), (4, Some(9))],
+];
+
+/// What one slot holds: the tokens that its KV was computed from, as a hash, and whether draft KV is there.
+type Slot = (u64, bool);
+
+struct Known {
+    tokens: Vec<i32>,
+    salt: usize,
+    /// Tokens that the device has written, unresolved rounds included.
+    written: usize,
+    is_checked: bool,
+}
+
+struct World {
+    ledger: Ledger,
+    rng: TestRng,
+    slots: HashMap<(usize, i32, i64), Slot>,
+    rows: HashMap<i32, Known>,
+    plans: HashMap<u64, (Arc<Plan>, Vec<i32>)>,
+    /// Everything that was indexed, as long as nothing was given up.
+    indexed: Vec<(usize, Vec<i32>)>,
+    is_complete: bool,
+    texts: Vec<Vec<i32>>,
+    num_hits: usize,
+}
+
+fn hash_of(salt: usize, tokens: &[i32]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (salt, tokens).hash(&mut hasher);
+    hasher.finish()
+}
+
+fn common(a: &[i32], b: &[i32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+/// A claim may be refused for want of pages only if there are not enough free and cached ones.
+fn allow(error: &Error, available: &[usize]) {
+    match error {
+        Error::OutOfPages { group, need, .. } => assert!(*need > available[group.parse::<usize>().unwrap()]),
+        Error::Order(_) | Error::NotReady(_) | Error::DraftLag { .. } | Error::ContextEnd { .. } => {}
+        error => panic!("{error}"),
+    }
+}
+
+impl World {
+    fn new(geometry: Geometry, seed: u64) -> Self {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&seed.to_le_bytes());
+        let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
+        let (num_rows, overlap) = (4, rng.random_range(0..3));
+        let mut num_pages: Vec<i64> = vec![1; geometry.len()];
+        let of = |num_pages: &[i64]| {
+            let of_group = |(at, &(size, window)): (usize, &(i64, Option<i64>))| {
+                group(&at.to_string(), size, num_pages[at], window)
+            };
+            geometry.iter().enumerate().map(of_group).collect::<Vec<_>>()
+        };
+        for at in 0..geometry.len() {
+            let fits = |pages: i64| {
+                let mut alone = of(&num_pages)[at].clone();
+                alone.num_pages = pages;
+                new_ledger(vec![alone], num_rows, overlap).is_ok()
+            };
+            let least = (1..1_000).find(|&pages| fits(pages)).unwrap();
+            num_pages[at] = least + rng.random_range(0..=least);
+        }
+        let ledger = new_ledger(of(&num_pages), num_rows, overlap).unwrap();
+        let (slots, rows, plans) = (HashMap::new(), HashMap::new(), HashMap::new());
+        let (indexed, texts) = (Vec::new(), vec![Vec::new()]);
+        Self { ledger, rng, slots, rows, plans, indexed, is_complete: true, texts, num_hits: 0 }
+    }
+
+    fn some_row(&mut self) -> Option<i32> {
+        let mut rows: Vec<i32> = self.rows.keys().copied().collect();
+        rows.sort_unstable();
+        (!rows.is_empty()).then(|| rows[self.rng.random_range(0..rows.len())])
+    }
+
+    fn text(&mut self) -> Vec<i32> {
+        let from = self.rng.random_range(0..self.texts.len());
+        let mut text = self.texts[from].clone();
+        text.truncate(self.rng.random_range(0..=text.len()));
+        let len = self.rng.random_range(1..50_usize).max(text.len() + 1).min(50);
+        while text.len() < len {
+            text.push(self.rng.random_range(0..3));
+        }
+        if self.texts.len() < 12 {
+            self.texts.push(text.clone());
+        }
+        text
+    }
+
+    fn admit(&mut self) {
+        let (tokens, salt) = (self.text(), self.rng.random_range(0..2));
+        let needs_draft = self.rng.random_bool(0.3);
+        let limit = self.rng.random_bool(0.3).then(|| self.rng.random_range(0..=tokens.len() as i32));
+        let found = self.ledger.match_prefix(&tokens, SALTS[salt], limit, needs_draft).unwrap();
+        let before = self.available();
+        let row = match self.ledger.admit_cached(&tokens, SALTS[salt], limit, needs_draft, None) {
+            Ok(row) => row,
+            Err(Error::OutOfRows { .. }) => return,
+            Err(Error::OutOfPages { group, need, free, cached, .. }) => {
+                let group: usize = group.parse().unwrap();
+                assert!(need > free && before[group] < found.taken[group], "{group} {need} {free} {cached}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let at = row.at();
+        assert_eq!(self.ledger.resolved_len()[at], found.len);
+        let taken: Vec<_> = before.iter().zip(self.available()).map(|(before, after)| before - after).collect();
+        assert_eq!(taken, found.taken, "a match says what the admission takes");
+        let longest = self.indexed.iter().filter(|(other, _)| *other == salt);
+        let longest = longest.map(|(_, other)| common(other, &tokens)).max().unwrap_or(0);
+        let most = longest.min(limit.map_or(tokens.len() - 1, |limit| limit as usize)) as i32;
+        let has_windows = (0..self.ledger.num_groups()).any(|at| self.ledger.group_spec(at).unwrap().window.is_some());
+        if self.is_complete && !needs_draft && !has_windows {
+            assert_eq!(found.len, most, "complete");
+        }
+        if needs_draft {
+            assert_eq!(self.ledger.drafted_len()[at], found.len);
+        }
+        self.num_hits += usize::from(found.len > 0);
+        self.rows.insert(row.0, Known { tokens, salt, written: found.len as usize, is_checked: false });
+    }
+
+    fn available(&self) -> Vec<usize> {
+        let of = |at| self.ledger.free_pages(at).unwrap() + self.ledger.cached_pages(at).unwrap();
+        (0..self.ledger.num_groups()).map(of).collect()
+    }
+
+    fn extend(&mut self) {
+        let Some(row) = self.some_row() else { return };
+        let (len, resolved) = (self.rows[&row].tokens.len() as i32, self.ledger.resolved_len()[row as usize]);
+        if resolved >= len {
+            return;
+        }
+        let to = self.rng.random_range(resolved + 1..=len);
+        let writes_draft = self.rng.random_bool(0.8);
+        let available = self.available();
+        match self.ledger.prepare_extend(&[row], &[to], writes_draft) {
+            Ok(plan) => drop(self.plans.insert(plan.step, (plan, vec![]))),
+            Err(error) => allow(&error, &available),
+        }
+    }
+
+    fn decode(&mut self) {
+        let mut rows: Vec<i32> = self.rows.keys().copied().collect();
+        rows.sort_unstable();
+        rows.retain(|&row| self.ledger.has_root(Row(row)) && self.rows[&row].written < 55);
+        rows.truncate(self.rng.random_range(0..=rows.len()));
+        if rows.is_empty() {
+            return;
+        }
+        let writes_draft = self.rng.random_bool(0.8);
+        let available = self.available();
+        match self.ledger.prepare_decode(&rows, &vec![self.rng.random_range(0..2); rows.len()], writes_draft) {
+            Ok(plan) => drop(self.plans.insert(plan.step, (plan, vec![]))),
+            Err(error) => allow(&error, &available),
+        }
+    }
+
+    fn write(&mut self, row: i32, position: usize, slot: Slot) {
+        for at in 0..self.ledger.num_groups() {
+            let size = self.ledger.group_spec(at).unwrap().page_size;
+            let page = self.ledger.page_table(at).unwrap().row(Row(row))[position / size as usize];
+            self.slots.insert((at, page, position as i64 % size), slot);
+        }
+    }
+
+    /// Launches the oldest prepared step; the device does it at once.
+    fn launch(&mut self) {
+        let Some((step, ..)) = self.ledger.steps().find(|(.., state)| state.name() == "prepared") else { return };
+        if self.ledger.launch(step).is_err() {
+            return;
+        }
+        let (plan, _) = self.plans[&step].clone();
+        for copy in &plan.page_copies {
+            for at in 0..copy.tokens {
+                let group = copy.group as usize;
+                let slot = self.slots[&(group, copy.src, at.into())];
+                self.slots.insert((group, copy.dst, at.into()), slot);
+            }
+        }
+        let mut accept_lens = Vec::new();
+        for (lane, &row) in plan.rows.iter().enumerate() {
+            let known = &self.rows[&row];
+            let (mut tokens, salt, start) = (known.tokens.clone(), known.salt, known.written);
+            let mut end = plan.new_len[lane] as usize;
+            if plan.kind == StepKind::Decode {
+                let most = self.ledger.shapes()[plan.shapes[lane] as usize].max_accept_len() as usize;
+                let num = self.rng.random_range(1..=most);
+                accept_lens.push(num as i32);
+                let reserved =
+                    (0..self.ledger.num_groups()).map(|at| self.ledger.allocated_len(at).unwrap()[row as usize]);
+                let reserved = reserved.min().unwrap() as usize;
+                (start..reserved).for_each(|position| self.write(row, position, (u64::MAX, false)));
+                end = start + num;
+                tokens.truncate(tokens.len().max(start));
+                while tokens.len() < end {
+                    tokens.push(self.rng.random_range(0..3));
+                }
+            }
+            for position in start..end {
+                self.write(row, position, (hash_of(salt, &tokens[..=position]), plan.writes_draft));
+            }
+            let known = self.rows.get_mut(&row).unwrap();
+            (known.tokens, known.written, known.is_checked) = (tokens, end, true);
+        }
+        self.plans.get_mut(&step).unwrap().1 = accept_lens;
+    }
+
+    fn resolve(&mut self) {
+        let oldest =
+            self.ledger.steps().find(|(_, kind, state)| *kind == StepKind::Decode && state.name() == "launched");
+        if let Some((step, ..)) = oldest {
+            self.ledger.resolve(step, &self.plans[&step].1).unwrap();
+        }
+    }
+
+    fn complete(&mut self) {
+        let done = self.ledger.completed();
+        let waits = |&(step, _, state): &(u64, StepKind, StepState)| {
+            step > done && matches!(state.name(), "launched" | "resolved")
+        };
+        let oldest = self.ledger.steps().find(waits);
+        if let Some((step, ..)) = oldest {
+            self.ledger.complete(step).unwrap();
+        }
+    }
+
+    fn cancel(&mut self) {
+        let newest = self.ledger.steps().filter(|(.., state)| matches!(state.name(), "prepared" | "stale")).last();
+        if let Some((step, ..)) = newest {
+            self.ledger.cancel(step).unwrap();
+        }
+    }
+
+    fn index(&mut self) {
+        let Some(row) = self.some_row() else { return };
+        let (known, resolved) = (&self.rows[&row], self.ledger.resolved_len()[row as usize] as usize);
+        if resolved == 0 {
+            return;
+        }
+        let (tokens, salt) = (known.tokens[..resolved.min(known.tokens.len())].to_vec(), known.salt);
+        let len = if self.rng.random_bool(0.7) { tokens.len() } else { self.rng.random_range(1..=tokens.len()) };
+        let before = (self.ledger.state_hash(), self.ledger.digest());
+        match self.ledger.index(Row(row), &tokens[..len], SALTS[salt]) {
+            Ok(done) => {
+                assert!(done as usize <= len);
+                self.indexed.push((salt, tokens[..done as usize].to_vec()));
+            }
+            Err(Error::NotReady(_)) => assert_eq!((self.ledger.state_hash(), self.ledger.digest()), before),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn shorten(&mut self) {
+        let Some(row) = self.some_row() else { return };
+        let len = self.rng.random_range(0..=self.rows[&row].written as i32);
+        let before = self.ledger.index_size().1;
+        let cut = if self.rng.random_bool(0.5) {
+            self.ledger.trim(Row(row), len)
+        } else {
+            self.ledger.end_turn(Row(row), len)
+        };
+        if self.ledger.index_size().1 < before {
+            self.read_index(); // the row may write over tokens that were indexed
+        }
+        let known = self.rows.get_mut(&row).unwrap();
+        known.written = cut.unwrap() as usize;
+        // What follows is another text.
+        let keep = known.written;
+        known.tokens.truncate(keep);
+        let more = self.rng.random_range(1..6).min(58 - keep);
+        let new: Vec<i32> = (0..more).map(|_| self.rng.random_range(0..3)).collect();
+        self.rows.get_mut(&row).unwrap().tokens.extend(new);
+    }
+
+    /// Takes what the index has for what was indexed, because a cut made it forget.
+    fn read_index(&mut self) {
+        let mut path = Vec::new();
+        self.indexed.clear();
+        for entry in self.ledger.index_entries() {
+            path.truncate(entry.start);
+            path.extend_from_slice(entry.tokens);
+            let salt = SALTS.iter().position(|&salt| salt == entry.salt).unwrap();
+            self.indexed.push((salt, path.clone()));
+        }
+    }
+
+    fn end(&mut self) {
+        let Some(row) = self.some_row() else { return };
+        self.ledger.finish(Row(row)).unwrap();
+        self.rows.remove(&row);
+    }
+
+    fn fork(&mut self) {
+        let Some(row) = self.some_row() else { return };
+        if let Ok(child) = self.ledger.fork(Row(row), None) {
+            let parent = &self.rows[&row];
+            let (tokens, salt, written) = (parent.tokens.clone(), parent.salt, parent.written);
+            self.rows.insert(child.0, Known { tokens, salt, written, is_checked: false });
+        }
+    }
+
+    fn step(&mut self) {
+        let evictions = self.ledger.index_size().2;
+        if self.ledger.steps().any(|(.., state)| state == StepState::Stale) && self.rng.random_bool(0.5) {
+            self.cancel();
+        }
+        match self.rng.random_range(0..43) {
+            0..8 => self.admit(),
+            8..14 => self.extend(),
+            14..17 => self.decode(),
+            17..25 => self.launch(),
+            25..28 => self.resolve(),
+            28..31 => self.complete(),
+            31..35 => self.index(),
+            35 => self.shorten(),
+            36..40 => self.end(),
+            40 => self.fork(),
+            41 => self.cancel(),
+            _ if self.rng.random_bool(0.1) => {
+                let salt = self.rng.random_bool(0.5).then_some(SALTS[1]);
+                self.ledger.forget(salt).unwrap();
+                self.indexed.retain(|(of, _)| salt.is_some() && *of != 1);
+            }
+            _ => {}
+        }
+        self.is_complete &= self.ledger.index_size().2 == evictions;
+        self.check();
+    }
+
+    /// Every invariant of the ledger, and the contents of every row that no copy or extend still fills.
+    fn check(&self) {
+        self.ledger.check().unwrap();
+        for (&row, known) in self.rows.iter().filter(|(_, known)| known.is_checked) {
+            let drafted = self.ledger.drafted_len()[row as usize] as usize;
+            for at in 0..self.ledger.num_groups() {
+                let (size, window) = {
+                    let spec = self.ledger.group_spec(at).unwrap();
+                    (spec.page_size, spec.window.unwrap_or(1 << 20))
+                };
+                let table = self.ledger.page_table(at).unwrap().row(Row(row));
+                let first =
+                    (known.written as i64 - window + 1).max(self.ledger.evicted_len(at).unwrap()[row as usize].into());
+                for position in first.max(0) as usize..known.written {
+                    let page = table[position / size as usize];
+                    let (found, is_drafted) = self.slots[&(at, page, position as i64 % size)];
+                    assert_eq!(
+                        found,
+                        hash_of(known.salt, &known.tokens[..=position]),
+                        "row {row} group {at} at {position}"
+                    );
+                    assert!(is_drafted || position >= drafted, "row {row} group {at}: draft KV at {position}");
+                }
+            }
+        }
+    }
+}
+
+/// A replay of a recorded world ends in the same state.
+#[test]
+fn a_recorded_world_replays() {
+    for (at, geometry) in GEOMETRIES.iter().enumerate() {
+        let path = std::env::temp_dir().join(format!("specpool-world-{at}-{}.log", std::process::id()));
+        let mut world = World::new(geometry, 7_000 + at as u64);
+        world.ledger = Ledger::recorded(world.ledger.config(), &path, 1 << 30).unwrap();
+        let mut hashes = vec![];
+        for _ in 0..400 {
+            world.step();
+            hashes.push((world.ledger.digest(), world.ledger.state_hash()));
+        }
+        world.ledger.close().unwrap();
+        let mut replay = Replay::open(&path).unwrap();
+        let mut again = replay.ledger().unwrap();
+        let mut calls = 0;
+        while let Some(run) = replay.advance(&mut again).unwrap() {
+            calls += 1;
+            if let Some((_, hash)) = hashes.iter().find(|(digest, _)| *digest == again.digest()) {
+                assert_eq!(again.state_hash(), *hash, "geometry {at}, {run}");
+            }
+        }
+        assert!(calls > 100);
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
+fn runs(default: u64) -> u64 {
+    std::env::var("SPECPOOL_RUNS").map_or(default, |runs| runs.parse().unwrap())
+}
+
+#[test]
+fn a_hit_holds_the_kv_of_its_tokens_and_is_as_long_as_it_can_be() {
+    let (mut num_hits, mut num_evictions) = (0, 0);
+    for (at, geometry) in GEOMETRIES.iter().enumerate() {
+        for seed in 0..runs(12) {
+            let mut world = World::new(geometry, seed * 100 + at as u64);
+            for step in 0..600 {
+                let run = std::panic::AssertUnwindSafe(|| world.step());
+                let outcome = std::panic::catch_unwind(run);
+                assert!(outcome.is_ok(), "geometry {at}, seed {seed}, step {step}");
+            }
+            num_hits += world.num_hits;
+            num_evictions += world.ledger.index_size().2;
+        }
+    }
+    assert!(num_hits > 500 && num_evictions > 200, "{num_hits} hits, {num_evictions} evictions");
+}
