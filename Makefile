@@ -152,6 +152,7 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/specpool bench generate
 	$(BIN)/python -m benches host
 	$(BIN)/python -m benches session
+	$(BIN)/python -m benches prefix
 	$(BIN)/python -m benches adaptive
 
 bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results

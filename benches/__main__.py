@@ -300,6 +300,36 @@ def session(
     )
 
 
+@app.command("prefix")
+def prefix(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str, typer.Option(help="EAGLE head, whose KV is found too; none = the target's alone.")
+    ] = "specpool/tiny-eagle",
+    shape: ShapeText = None,
+    requests: Annotated[int, typer.Option(help="Requests of the common system prompt.")] = 64,
+    common: Annotated[int, typer.Option(help="Tokens of that prompt.")] = 600,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Tokens computed, time to first token and throughput, with the prefix cache and without."""
+    from benches.prefix import prefix as run
+
+    run(
+        target=target,
+        draft=draft,
+        shape=shape,
+        num_requests=requests,
+        common=common,
+        repeats=repeats,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
 @app.command("adaptive")
 def adaptive(
     batch: Annotated[

@@ -1,0 +1,288 @@
+"""`python -m benches prefix`: the prefix cache, beside a tree in plain Python and beside none."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specpool._core import Group, Ledger, Shape
+from specpool.arrays import Int32
+from specpool.assets import corpus
+from specpool.checks import check_int
+from specpool.cli.options import checks
+from specpool.cli.options.shapes import shape_of
+from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.errors import CorruptState
+from specpool.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specpool.engine.engine import Engine
+
+PAGE_SIZE = 64
+NUM_NEW = 32  # tokens that each request generates
+NUM_WAYS = 2  # without the cache, and with it
+
+
+class PlainTree:
+    """A radix tree of pages as engines write it in Python: a dict of children by page of tokens."""
+
+    def __init__(self) -> None:
+        self._root: dict[tuple[int, ...], Any] = {}
+        self._clock = 0
+
+    def insert(self, tokens: list[int], pages: list[int]) -> int:
+        """Add the tokens' whole pages; return how many tokens were there."""
+        node, found = self._root, 0
+        self._clock += 1
+        for at, page in zip(range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE), pages, strict=False):
+            key = tuple(tokens[at : at + PAGE_SIZE])
+            entry = node.get(key)
+            if entry is None:
+                entry = node[key] = [{}, page, self._clock]
+            else:
+                found, entry[2] = at + PAGE_SIZE, self._clock
+            node = entry[0]
+        return found
+
+    def match(self, tokens: list[int]) -> list[int]:
+        """Return the pages of the longest beginning."""
+        node, pages = self._root, []
+        for at in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
+            entry = node.get(tuple(tokens[at : at + PAGE_SIZE]))
+            if entry is None:
+                break
+            pages.append(entry[1])
+            node = entry[0]
+        return pages
+
+
+def _index(num_tokens: int, repeats: int) -> list[Result]:
+    """Microseconds to index and to match one text among others that begin alike."""
+    rng = np.random.default_rng(0)
+    group = Group("kv", page_size=PAGE_SIZE, num_pages=4 * num_tokens // PAGE_SIZE + 100)
+    ledger = Ledger([group], [Shape.none()], num_rows=4, max_context_len=num_tokens + 8)
+    tree = PlainTree()
+    texts = [rng.integers(0, 100_000, num_tokens, np.int32) for _ in range(3)]
+    for text in texts[1:]:
+        text[: num_tokens // 2] = texts[0][: num_tokens // 2]
+
+    def filled(text: Int32) -> int:
+        row = ledger.admit()
+        plan = ledger.prepare_extend([row], [len(text)])
+        ledger.launch(plan.step)
+        ledger.complete(plan.step)
+        return row
+
+    for text in texts[:2]:
+        row = filled(text)
+        ledger.index(row, text)
+        ledger.finish(row)
+        tree.insert(text.tolist(), list(range(num_tokens // PAGE_SIZE)))
+    # What an engine has at hand: here an array, there a list.
+    last, listed = texts[2], texts[2].tolist()
+    row, pages = filled(last), list(range(num_tokens // PAGE_SIZE))
+
+    def timed(call: Any, *arguments: Any) -> float:
+        start = time.perf_counter_ns()
+        call(*arguments)
+        return (time.perf_counter_ns() - start) / 1e3
+
+    def index() -> float:
+        return timed(ledger.index, row, last)
+
+    matched, plainly = interleaved(
+        [lambda: timed(ledger.match_prefix, last), lambda: timed(tree.match, listed)], repeats
+    )
+    ours, theirs = list[float](), list[float]()
+    for _ in range(repeats):
+        ledger.forget()
+        ours.append(index())
+        theirs.append(timed(PlainTree().insert, listed, pages))
+    name = f"{num_tokens:,} tokens"
+    num_entries = ledger.index_size[0]
+    reference = "a dict of children in Python"
+    index_us, plain_us = statistics.median(ours), statistics.median(theirs)
+    num_bytes = ledger.index_bytes() / num_entries
+    return [
+        Result(f"match, {name}", matched, "us", reference, plainly),
+        Result(f"index, {name}", index_us, "us", reference, plain_us),
+        Result(f"an entry, {name}", num_bytes, "bytes", "its tokens alone", 4 * PAGE_SIZE),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Rounds of requests; each round comes at once, when the one before has ended."""
+
+    name: str
+    rounds: list[list[list[int]]]
+
+
+def _traces(num_requests: int, common: int, most: int) -> list[Trace]:
+    """A common system prompt, chats over a few system prompts, and random texts."""
+    rng = random.Random(0)
+
+    def some(length: int) -> list[int]:
+        return [rng.randrange(32, 127) for _ in range(length)]
+
+    system = corpus.prompts(1, common)[0]
+    same = [[*system, *some(20)] for _ in range(num_requests)]
+    systems = [[*some(common // 2)] for _ in range(4)]
+    chats, rounds = [list(rng.choice(systems)) for _ in range(num_requests // 4)], []
+    for _ in range(4):
+        chats = [[*chat, *some(24)] for chat in chats]
+        rounds.append([list(chat) for chat in chats if len(chat) + NUM_NEW < most])
+        chats = [[*chat, *some(NUM_NEW)] for chat in chats]  # an answer, as the client tells it
+    random_texts = [some(common // 2) for _ in range(num_requests // 2)]
+    return [
+        Trace(f"{num_requests} requests with {common} common tokens", [same]),
+        Trace(f"{num_requests // 4} chats over 4 system prompts", rounds),
+        Trace("random texts", [random_texts]),
+    ]
+
+
+@dataclass(slots=True)
+class Ran:
+    """What one run of a trace took."""
+
+    seconds: float
+    computed: int
+    hits: int
+    first_token: float  # seconds to the first token, the mean of all but the first request
+    texts: list[list[int]]
+
+
+def _ran(engine: Engine, trace: Trace, num_new: int) -> Ran:
+    engine.forget_prefixes()
+    before = engine.stats().prefilled_token_ct
+    params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+    outputs, start = [], time.perf_counter()
+    for prompts in trace.rounds:
+        outputs += engine.generate(prompts, params, progress=False)
+    seconds = time.perf_counter() - start
+    later = [output.first_token_seconds or 0.0 for output in outputs[1:]]
+    return Ran(
+        seconds,
+        engine.stats().prefilled_token_ct - before,
+        sum(output.num_reused for output in outputs),
+        statistics.mean(later),
+        [output.token_ids for output in outputs],
+    )
+
+
+def _least(trace: Trace) -> int:
+    """Tokens that must be computed: those behind the longest beginning of any earlier prompt."""
+    seen: list[list[int]] = []
+    computed = 0
+    for prompt in (prompt for prompts in trace.rounds for prompt in prompts):
+        longest = 0
+        for other in seen:
+            pairs = zip(prompt, other, strict=False)
+            end = min(len(prompt), len(other))
+            longest = max(longest, next((i for i, (a, b) in enumerate(pairs) if a != b), end))
+        computed += len(prompt) - min(longest, len(prompt) - 1)
+        seen.append(prompt)
+    return computed
+
+
+def _case(engines: Sequence[Engine], trace: Trace, repeats: int) -> list[Result]:
+    """Run a trace without the cache and with it, in turn."""
+    prefills: list[list[float]] = [[], []]
+    runs: list[list[Ran]] = [[], []]
+    for _ in range(repeats + 1):  # the first one warms up
+        for at in range(NUM_WAYS):
+            prefills[at].append(_ran(engines[at], trace, 1).seconds)
+            runs[at].append(_ran(engines[at], trace, NUM_NEW))
+    off, on = (
+        Ran(
+            statistics.median(run.seconds for run in each[1:]),
+            each[-1].computed,
+            each[-1].hits,
+            statistics.median(run.first_token for run in each[1:]),
+            each[-1].texts,
+        )
+        for each in runs
+    )
+    if on.texts != off.texts:
+        raise CorruptState(f"{trace.name}: the texts with the cache differ from those without")
+    prefill_off, prefill_on = (statistics.median(each[1:]) for each in prefills)
+    num_tokens = NUM_NEW * len(on.texts)
+    without, name = "without the cache", trace.name
+    pairs = {
+        "prefills alone": (prefill_on * 1e3, "ms", prefill_off * 1e3),
+        "time to first token": (on.first_token * 1e3, "ms", off.first_token * 1e3),
+        "throughput": (num_tokens / on.seconds, "tokens/s", num_tokens / off.seconds),
+        "tokens computed": (on.computed, "tokens", off.computed),
+    }
+    least = Result(
+        f"{name}: tokens computed", on.computed, "tokens", "behind an earlier prompt", _least(trace)
+    )
+    return [
+        *(
+            Result(f"{name}: {what}", ours, unit, without, theirs)
+            for what, (ours, unit, theirs) in pairs.items()
+        ),
+        least,
+    ]
+
+
+def prefix(
+    *,
+    target: str,
+    draft: str | None,
+    shape: str | None,
+    num_requests: int,
+    common: int,
+    repeats: int,
+    threads: int,
+    json: bool,
+    plot: Path | None,
+) -> None:
+    """Measure, and print the results.
+
+    Raises:
+        ConfigError: an option cannot work.
+        CorruptState: a text with the cache differs from that without.
+    """
+    check_int("repeats", repeats, 1, 1 << 16)
+    check_int("requests", num_requests, 8, 1 << 16)
+    check_int("common", common, 8, 1 << 20)
+    checks.check_place(device="cpu", threads=threads)
+    if plot is not None:
+        check_plot(plot)
+    parsed, name = shape_of(shape), None if draft == "none" else draft
+    checks.check_engine_config(parsed, name, {})
+    checks.check_models(target, name)
+    checks.start_torch(threads)
+    from specpool.engine.engine import Engine
+
+    results = [each for num in (8_000, 100_000) for each in _index(num, 3 * repeats)]
+    engines = [
+        Engine.from_pretrained(
+            target,
+            draft=name,
+            shape=parsed,
+            dtype="float32",
+            max_batch=num_requests,
+            max_context_len=common + 20 + 8 * NUM_NEW,
+            prefix_cache=is_on,
+        )
+        for is_on in (False, True)
+    ]
+    try:
+        for trace in _traces(num_requests, common, engines[0].max_context_len):
+            results += _case(engines, trace, repeats)
+    finally:
+        for engine in engines:
+            engine.close()
+    where = machine("cpu", threads, ("torch", "transformers"))
+    report("bench prefix", where, results, json_only=json, plot=None)
+    if plot is not None:
+        draw("bench prefix", [each for each in results if each.unit == "ms"], plot)
