@@ -18,7 +18,7 @@ def test_the_json_has_what_is_computed_and_what_must_be(capsys):
     results = json.loads(out)["results"]
     of_common = [each for each in results if each["name"].startswith("8 requests")]
     off, least = [each for each in of_common if "computed" in each["name"]]
-    assert off["value"] == least["value"] < off["reference_value"] / 3
+    assert off["value"] == least["value"] < off["reference_value"] / 2
     assert off["reference_value"] == 8 * 80
     assert least["reference_value"] <= least["value"] <= least["reference_value"] + 8
     alike = next(each for each in results if each["name"] == "random texts: tokens computed")
@@ -44,7 +44,7 @@ def test_the_plain_tree_finds_whole_pages():
         (["--requests", "7"], "requests must be an integer in [8,"),
         (["--common", "0"], "common must be an integer in [8,"),
         (["--repeats", "0"], "repeats must be an integer in [1,"),
-        (["--shape", "3"], "3"),
+        (["--shape", "3x"], "3x"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_measured(capsys, options, why):
