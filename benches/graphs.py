@@ -1,7 +1,9 @@
 """A decode round of the embedded pair with its CUDA graph and without, on a CUDA device.
 
 A figure is the wall time of an engine's turn that consists of one round, until the results are on
-the host: the median of turns that both engines take in turn.
+the host: the median of turns that both engines take in turn. flashinfer's rounds are measured
+beside torch's where it is installed. Last comes the share of the time that the device idles between
+the rounds under overlap.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,12 +27,15 @@ from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.cli.results import Result, as_json, draw, interleaved, report
 from specpool.errors import SpecpoolError
+from specpool.scheduler.step import Step
 from specpool.shape_names import name_of
+from specpool.worker.results import PendingStep
 
 BATCHES = (1, 8)
 SHAPES = (Shape.none(), Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16))
 CONTEXT = 2048
 WARM_UP = 8  # turns: the prompts are among them
+IDLE_BATCH, MOST_IDLE = 32, 0.05  # the target: the device idles at most this share of the time
 
 
 def rounds_of(engine: Engine, batch: int) -> Callable[[], float]:
@@ -51,6 +60,49 @@ def rounds_of(engine: Engine, batch: int) -> Callable[[], float]:
 
     start()
     return once
+
+
+class Moment:
+    """A point in the device's time, for a device without CUDA events."""
+
+    def record(self) -> None:
+        """Take the time."""
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, later: Moment) -> float:
+        """Milliseconds to a later moment."""
+        return (later._at - self._at) * 1e3
+
+
+def idle_share(engine: Engine, batch: int, num_rounds: int) -> float:
+    """Return the share of the time that the device waits for the host between two rounds.
+
+    A round's first and last moments are recorded on the device's stream, so what the host does
+    while the device is busy does not count.
+    """
+    worker, moments = engine.core.worker, list[tuple[Any, Any]]()
+    run, is_cuda = worker.run, engine.target.device.type == "cuda"
+
+    def moment() -> Any:
+        event: Any = torch.cuda.Event
+        return event(enable_timing=True) if is_cuda else Moment()
+
+    def recorded(steps: list[Step]) -> list[PendingStep]:
+        first, last = moment(), moment()
+        first.record()
+        pending = run(steps)
+        last.record()
+        moments.append((first, last))
+        return pending
+
+    once = rounds_of(engine, batch)
+    with patch.object(worker, "run", recorded):
+        while len(moments) < num_rounds:
+            once()
+    if is_cuda:
+        torch.cuda.synchronize()
+    idle = sum(one[1].elapsed_time(other[0]) for one, other in pairwise(moments))
+    return float(max(idle, 0.0) / moments[0][0].elapsed_time(moments[-1][1]))
 
 
 def results(
@@ -87,6 +139,45 @@ def results(
                 graphs = on.stats().graphs
                 assert graphs is not None and graphs.replay_ct and not graphs.eager_ct
                 yield Result(f"graphs, {where}", graphs.num_bytes, "bytes", "KV", on.kv_bytes)
+                yield from _by_flashinfer(on, shape, where, repeats, stack)
+    yield _idle(device, min(repeats, 50), context)
+
+
+def _by_flashinfer(
+    torch_engine: Engine, shape: Shape, where: str, repeats: int, stack: contextlib.ExitStack
+) -> Iterator[Result]:
+    """Measure the same round by flashinfer's kernels, if they are there and can serve the model."""
+    config = replace(torch_engine.config, attention="flashinfer")
+    drafter = "specpool/tiny-eagle" if shape.num_steps else None
+    options = {each.name: getattr(config, each.name) for each in fields(config)}
+    device = torch_engine.target.device.type
+    try:
+        engine = Engine.from_pretrained(draft=drafter, device=device, **options)
+    except SpecpoolError as error:
+        print(f"flashinfer, {where}: {error}", file=sys.stderr)
+        return
+    runs = [
+        rounds_of(each, config.max_batch) for each in (stack.enter_context(engine), torch_engine)
+    ]
+    ours, by_torch = interleaved(runs, repeats)
+    yield Result(f"a round by flashinfer, {where}", ours, "us", "by torch", by_torch)
+
+
+def _idle(device: str, num_rounds: int, context: int) -> Result:
+    """Measure how long the device idles between rounds of a chain under overlap."""
+    shape = SHAPES[1]
+    with Engine.from_pretrained(
+        draft="specpool/tiny-eagle",
+        shape=shape,
+        device=device,
+        max_batch=IDLE_BATCH,
+        max_context_len=context,
+        overlap_depth=1,
+        prefix_cache=False,
+    ) as engine:
+        share = idle_share(engine, IDLE_BATCH, num_rounds)
+    name = f"device idle between rounds, {name_of(shape)}, batch {IDLE_BATCH}, overlap"
+    return Result(name, 100 * share, "%", "target", 100 * MOST_IDLE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 import cuda_host  # noqa: E402
 from benches import graphs as bench_graphs  # noqa: E402
 from graph_kit import graphs_run  # noqa: E402
-from specpool import Shape  # noqa: E402
+from specpool import Engine, Shape  # noqa: E402
 
 
 def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, capsys):
@@ -37,7 +38,23 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
         one, memory = found[f"a round, {where}"], found[f"graphs, {where}"]
         assert one["unit"] == "us" and one["value"] > 0 < one["reference_value"]
         assert memory["reference"] == "KV" and 0 < memory["value"] < memory["reference_value"]
-    assert len(found) == 8
+    idle = found["device idle between rounds, chain:3, batch 32, overlap"]
+    assert idle["unit"] == "%" and 0 <= idle["value"] < 100 and idle["reference_value"] == 5
+    assert len(found) == 9
+
+
+def test_the_device_idles_between_rounds_as_long_as_the_host_takes(monkeypatch):
+    """Law: what passes between the end of a round and the next round's beginning is idle time."""
+    with Engine.from_pretrained(max_context_len=256, max_batch=2, prefix_cache=False) as engine:
+        quick = bench_graphs.idle_share(engine, 2, 20)
+        schedule = engine.core.scheduler.schedule
+
+        def slow():
+            time.sleep(0.02)
+            return schedule()
+
+        monkeypatch.setattr(engine.core.scheduler, "schedule", slow)
+        assert bench_graphs.idle_share(engine, 2, 20) > max(quick, 0.5)
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
