@@ -97,6 +97,7 @@ ENGINE = [
     (["--num-pages", "9", "--kv-bytes", "1GiB"], "--num-pages and --kv-bytes both say"),
     (["--offload", "always"], "--offload says what goes to host memory: give --host-bytes too"),
     (["--attention", "flash"], "--attention must be one of auto, torch, flashinfer, got 'flash'"),
+    (["--attention", "flashinfer"], "pip install 'specpool[flashinfer]'; 'torch' works"),
     (["--graph-sizes", "1;2"], "--graph-sizes must be batch sizes with commas between"),
     (["--graph-sizes", "1,2"], "--graph-sizes [1, 2] need CUDA graphs: give --device cuda"),
     (["--headroom", "-1"], "--headroom must be an integer in [0, "),

@@ -155,6 +155,7 @@ def test_an_error_leaves_no_file(capsys, tmp_path, monkeypatch):
         (["--prompt-file", "/no/such"], "cannot read the prompt file /no/such"),
         (["--out", "/no/such/file.json"], "there is no folder /no/such"),
         (["--out", "/"], "cannot write /: it is a folder"),
+        (["--out", "/proc/adaptive.json"], "cannot write /proc/adaptive.json: "),
     ],
 )
 def test_a_bad_option_is_one_line(capsys, args, says):

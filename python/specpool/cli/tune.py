@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
@@ -243,6 +244,10 @@ def _check_out(path: Path, *, force: bool) -> None:
         raise ConfigError(f"cannot write {path}: it is a folder")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give --force to write over it")
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:

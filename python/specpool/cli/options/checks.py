@@ -5,6 +5,7 @@ Every command calls them before it imports torch, so that a typo is refused with
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,11 @@ def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping
     """
     config = EngineConfig(shape=shape, **options)
     check_choice("attention", config.attention, ATTENTION)
+    if config.attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "attention 'flashinfer' cannot be used: the package is not installed: "
+            "pip install 'specpool[flashinfer]'; 'torch' works"
+        )
     if config.adaptive is not None and shape is not None:
         raise ConfigError(
             "--adaptive chooses the shape of each round, --shape fixes it: leave one of them out"

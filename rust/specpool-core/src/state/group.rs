@@ -160,7 +160,9 @@ impl GroupState {
         let num_pages = spec.num_pages;
         let (needed, why) = least_pages(&spec, sizes, &reserves, row_width);
         if num_pages < needed {
-            return Err(refuse(format!("num_pages must be at least {needed}, {why}, got {num_pages}")));
+            return Err(refuse(format!(
+                "num_pages must be at least {needed}, {why}, got {num_pages}: raise it, or lower max_context_len"
+            )));
         }
         let limit = 1_i128 << 31;
         let topk = sizes.shapes.iter().map(|shape| shape.topk).max().unwrap_or(1);
