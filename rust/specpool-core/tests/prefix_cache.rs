@@ -4,13 +4,15 @@
 //! must find there what it would have computed itself. A plain list of everything that was indexed says how long the
 //! hit must be.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Plan, Replay, Row, Shape, StepKind, StepState};
+use specpool_core::{
+    Error, Group, Layout, Ledger, LedgerConfig, PageNames, Plan, Replay, Row, Shape, StepKind, StepState,
+};
 
 const SALTS: [&[u8]; 2] = [b"", b"tenant"];
 
@@ -446,4 +448,202 @@ fn a_hit_holds_the_kv_of_its_tokens_and_is_as_long_as_it_can_be() {
         }
     }
     assert!(num_hits > 500 && num_evictions > 200, "{num_hits} hits, {num_evictions} evictions");
+}
+
+/// One state of a small ledger, with the contents of its pages.
+#[derive(Clone)]
+struct Node {
+    ledger: Ledger,
+    slots: HashMap<(usize, i32, i64), Slot>,
+    /// Text and salt of each row.
+    rows: BTreeMap<i32, (usize, usize)>,
+}
+
+/// What can be done in a state. Rows are numbered from 1.
+#[derive(Debug, Clone, Copy)]
+enum Do {
+    Admit { text: usize, salt: usize, needs_draft: bool },
+    Extend { row: i32, by: i32, writes_draft: bool },
+    Complete,
+    Index { row: i32 },
+    Trim { row: i32 },
+    Fork { row: i32 },
+    Finish { row: i32 },
+    Forget,
+}
+
+/// Texts with beginnings of 0 to 4 tokens in common.
+const TEXTS: [[i32; 5]; 3] = [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 0, 0, 1]];
+
+impl Node {
+    fn new(geometry: Geometry, spare: i64) -> Self {
+        let ledger_with = |pages: &[i64]| {
+            let groups = geometry.iter().zip(pages).enumerate();
+            let groups = groups.map(|(at, (&(size, window), &pages))| group(&at.to_string(), size, pages, window));
+            let mut config = LedgerConfig::new(groups.collect(), vec![], 2, 6);
+            (config.overlap_depth, config.sessions) = (1, true);
+            Ledger::new(config)
+        };
+        let mut pages = vec![1; geometry.len()];
+        for at in 0..geometry.len() {
+            let mut other = vec![50; geometry.len()];
+            let fits = |pages: i64, other: &mut Vec<i64>| {
+                other[at] = pages;
+                ledger_with(other).is_ok()
+            };
+            pages[at] = (1..50).find(|&pages| fits(pages, &mut other)).unwrap() + spare;
+        }
+        Self { ledger: ledger_with(&pages).unwrap(), slots: HashMap::new(), rows: BTreeMap::new() }
+    }
+
+    fn choices(&self) -> Vec<Do> {
+        let mut all = vec![Do::Complete, Do::Forget];
+        for text in 0..TEXTS.len() {
+            all.extend([false, true].map(|needs_draft| Do::Admit { text, salt: 0, needs_draft }));
+        }
+        all.push(Do::Admit { text: 0, salt: 1, needs_draft: false });
+        for &row in self.rows.keys() {
+            let extends = [(1, true), (2, false), (3, true)];
+            all.extend(extends.map(|(by, writes_draft)| Do::Extend { row, by, writes_draft }));
+            all.extend([Do::Index { row }, Do::Trim { row }, Do::Fork { row }, Do::Finish { row }]);
+        }
+        all
+    }
+
+    /// Does it, unless the ledger refuses; whether it did.
+    fn act(&mut self, what: Do) -> bool {
+        let resolved = |node: &Self, row: i32| node.ledger.resolved_len()[row as usize];
+        match what {
+            Do::Admit { text, salt, needs_draft } => {
+                match self.ledger.admit_cached(&TEXTS[text], SALTS[salt], Some(4), needs_draft, None) {
+                    Ok(row) => drop(self.rows.insert(row.0, (text, salt))),
+                    Err(_) => return false,
+                }
+            }
+            Do::Extend { row, by, writes_draft } => {
+                let (from, to) = (resolved(self, row), (resolved(self, row) + by).min(5));
+                let Ok(plan) = self.ledger.prepare_extend(&[row], &[to], writes_draft) else { return false };
+                self.ledger.launch(plan.step).unwrap();
+                for copy in &plan.page_copies {
+                    for at in 0..copy.tokens.into() {
+                        let group = copy.group as usize;
+                        let slot = self.slots[&(group, copy.src, at)];
+                        self.slots.insert((group, copy.dst, at), slot);
+                    }
+                }
+                let (text, salt) = self.rows[&row];
+                for at in 0..self.ledger.num_groups() {
+                    let size = self.ledger.group_spec(at).unwrap().page_size;
+                    let table = self.ledger.page_table(at).unwrap().row(Row(row)).to_vec();
+                    for position in from..to {
+                        let page = table[position as usize / size as usize];
+                        let slot = (hash_of(salt, &TEXTS[text][..=position as usize]), writes_draft);
+                        self.slots.insert((at, page, i64::from(position) % size), slot);
+                    }
+                }
+            }
+            Do::Complete => {
+                let done = self.ledger.completed();
+                let oldest = self.ledger.steps().map(|(step, ..)| step).find(|&step| step > done);
+                let Some(step) = oldest else { return false };
+                self.ledger.complete(step).unwrap();
+            }
+            Do::Index { row } => {
+                let (text, salt) = self.rows[&row];
+                let len = resolved(self, row) as usize;
+                return self.ledger.index(Row(row), &TEXTS[text][..len], SALTS[salt]).is_ok();
+            }
+            Do::Trim { row } => {
+                if resolved(self, row) == 0 {
+                    return false;
+                }
+                self.ledger.trim(Row(row), resolved(self, row) - 1).unwrap();
+            }
+            Do::Fork { row } => match self.ledger.fork(Row(row), None) {
+                Ok(child) => drop(self.rows.insert(child.0, self.rows[&row])),
+                Err(_) => return false,
+            },
+            Do::Finish { row } => {
+                self.ledger.finish(Row(row)).unwrap();
+                self.rows.remove(&row);
+            }
+            Do::Forget => self.ledger.forget(None).unwrap(),
+        }
+        true
+    }
+
+    /// Every invariant, and the contents of the index: what a hit would give is what its tokens give.
+    fn check(&self) {
+        self.ledger.check().unwrap();
+        let mut path = Vec::new();
+        for entry in self.ledger.index_entries() {
+            path.truncate(entry.start);
+            path.extend_from_slice(entry.tokens);
+            let salt = SALTS.iter().position(|&salt| salt == entry.salt).unwrap();
+            for (at, pages) in entry.pages.iter().enumerate() {
+                let size = self.ledger.group_spec(at).unwrap().page_size as usize;
+                for offset in (0..entry.tokens.len()).filter(|offset| pages[offset / size] > 0) {
+                    let (found, is_drafted) = self.slots[&(at, pages[offset / size], (offset % size) as i64)];
+                    assert_eq!(
+                        found,
+                        hash_of(salt, &path[..=entry.start + offset]),
+                        "group {at}: {path:?} at {offset}"
+                    );
+                    assert!(is_drafted || offset >= entry.drafted, "group {at}: {path:?} draft KV at {offset}");
+                }
+            }
+        }
+    }
+
+    fn hash(&self) -> u64 {
+        let (mut hasher, mut names) = (DefaultHasher::new(), PageNames::default());
+        self.ledger.write_normal_form(&mut names, &mut |word| word.hash(&mut hasher));
+        self.ledger.write_normal_pages(&names, &mut |word| word.hash(&mut hasher));
+        self.rows.hash(&mut hasher);
+        for at in 0..self.ledger.num_groups() {
+            let size = self.ledger.group_spec(at).unwrap().page_size;
+            let mut named: Vec<_> = names.named(at).collect();
+            named.sort_unstable_by_key(|&(_, name)| name);
+            for (page, _) in named {
+                (0..size).for_each(|offset| self.slots.get(&(at, page, offset)).hash(&mut hasher));
+            }
+        }
+        hasher.finish()
+    }
+}
+
+/// Every state of small ledgers that few calls lead to, up to a number of states.
+#[test]
+fn every_state_of_small_ledgers_is_sound() {
+    let most: usize = std::env::var("SPECPOOL_STATES").map_or(3_000, |states| states.parse().unwrap());
+    const SMALL: [Geometry; 6] = [
+        &[(1, None)],
+        &[(2, None)],
+        &[(4, None)],
+        &[(2, None), (3, None)],
+        &[(2, None), (1, Some(2))],
+        &[(2, Some(3))],
+    ];
+    let (mut num_states, mut num_moves) = (0, 0);
+    for (geometry, spare) in SMALL.iter().flat_map(|geometry| [(geometry, 0), (geometry, 2)]) {
+        let first = Node::new(geometry, spare);
+        let mut seen = HashSet::from([first.hash()]);
+        let mut queue = VecDeque::from([first]);
+        while let Some(node) = queue.pop_front().filter(|_| seen.len() < most) {
+            for what in node.choices() {
+                let mut next = node.clone();
+                if !next.act(what) {
+                    continue;
+                }
+                num_moves += 1;
+                if seen.insert(next.hash()) {
+                    next.check();
+                    queue.push_back(next);
+                }
+            }
+        }
+        num_states += seen.len();
+    }
+    println!("{num_states} states, {num_moves} moves");
+    assert!(num_states > 10 * most);
 }
