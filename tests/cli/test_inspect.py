@@ -57,6 +57,33 @@ def drawn(path: Path, step: int | None = None) -> list[str]:
 # --- pictures
 
 
+def test_cached_pages_and_entries_are_drawn(capsys, tmp_path):
+    path = tmp_path / "log"
+    ledger = build(path)
+    row = ledger.admit("first")
+    plan = ledger.prepare_extend([row], [10])
+    ledger.launch(plan.step)
+    ledger.complete(plan.step)
+    ledger.index(row, list(range(10, 20)), b"tenant")
+    ledger.finish(row)
+    ledger.admit_cached([*range(10, 20), 5], b"tenant")
+    ledger.close()
+    code, out, err = call(capsys, "inspect", str(path))
+    assert (code, err) == (0, "")
+    size = ledger.groups[0].page_size
+    assert f"prefix index: {-(-10 // size)} entries of 10 tokens" in out
+    assert f"[{', '.join(map(str, range(10, 10 + min(size, 8))))}" in out
+    assert "from position 0, salt b'tenant'" in out and "more holders)" in out
+    code, out, err = call(capsys, "inspect", str(path), "--html", str(tmp_path / "page.html"))
+    assert code == 0
+    film = Film(path)
+    for _ in film.events():
+        pass
+    cached = [group.cached for group in film.picture().groups]
+    assert cached == [ledger.cached_pages(at) for at in range(len(cached))]
+    assert '"cached"' in (tmp_path / "page.html").read_text()
+
+
 def test_the_holey_row_of_the_readme(tmp_path):
     readme(tmp_path / "log")
     own = "p0 p1 p2 p3 p4 p5 p6 d0 d1 d2 d3 d4"
@@ -454,7 +481,7 @@ def test_the_frames_add_up_to_the_pictures(capsys, tmp_path):
         picture = film.picture()
         for at, change in enumerate(frame["groups"]):
             group = picture.groups[at]
-            assert change["counts"] == [group.free, group.fenced, group.reclaimable]
+            assert change["counts"] == [group.free, group.fenced, group.cached, group.reclaimable]
             for first, count, *record in change["pages"]:
                 pools[at].update(dict.fromkeys(range(first, first + count), record))
             for n in range(1, len(group.states)):

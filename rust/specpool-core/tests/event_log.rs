@@ -396,6 +396,14 @@ fn a_call_is_shown_as_it_would_be_written() {
         (Call::Fork { row: 5 }, "fork(5)", &[5], None),
         (Call::Abort { row: 5 }, "abort(5)", &[5], None),
         (Call::Restore, "restore()", &[], None),
+        (
+            Call::Index { row: 5, tokens: vec![7, 8].into(), salt: b"a\n".into() },
+            "index(5, [7, 8], salt=b\"a\\n\")",
+            &[5],
+            None,
+        ),
+        (Call::Forget { salt: Some(b"".into()) }, "forget(b\"\")", &[], None),
+        (Call::Forget { salt: None }, "forget()", &[], None),
     ];
     for (call, text, rows, step) in shown {
         assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));
@@ -440,9 +448,9 @@ fn a_small_log_takes_no_great_memory() {
     };
     assert!(log(4, Some(3), 3).is_ok());
     let error = log(1 << 20, Some(3), 4).unwrap_err();
-    assert!(error.contains("an array of 4 lanes, at most 3 fit"), "{error}");
+    assert!(error.contains("an array of 4 entries, at most 3 fit"), "{error}");
     let error = log(4, None, 5).unwrap_err();
-    assert!(error.contains("an array of 5 lanes, at most 4 fit"), "{error}");
+    assert!(error.contains("an array of 5 entries, at most 4 fit"), "{error}");
     for num_rows in [0, (1 << 24) + 1, i64::MAX] {
         let error = log(num_rows, None, 1).unwrap_err();
         assert!(error.contains("num_rows must be in [1, 16777216]"), "{error}");

@@ -323,8 +323,8 @@ fn a_recorded_run_replays_and_a_snapshot_brings_the_index_back() {
     }
     assert_eq!((again.state_hash(), again.digest()), (ledger.state_hash(), ledger.digest()));
     let has = |text: &str| assert!(shown.iter().any(|line| line.contains(text)), "{text}: {shown:?}");
-    has("index(1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, .. 30 in all], salt=b\"salt\") -> 30");
-    has(".. 19 in all], salt=b\"salt\", needs_draft=True) -> row 1");
+    has("index(1, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, .. 30 tokens], salt=b\"salt\") -> 30");
+    has(".. 19 tokens], salt=b\"salt\", needs_draft=True) -> row 1");
     has("forget(b\"other\")");
     std::fs::remove_file(&path).unwrap();
 }

@@ -17,7 +17,7 @@ from specpool._core import Event, Group, Ledger, Plan, Replay, Shape, draft_writ
 from specpool.errors import RecordError
 
 # Page states of `Ledger.ownership_map`.
-FREE, OWNED, SHARED, FENCED = range(4)
+FREE, OWNED, SHARED, FENCED, CACHED = range(5)
 
 SlotKind = Literal["evicted", "shared", "committed", "root", "draft", "hole", "verify", "reserved"]
 
@@ -65,6 +65,7 @@ class GroupPicture:
     holders: NDArray[np.int32]  # [n + 1]
     free: int
     fenced: int
+    cached: int
     reclaimable: int
 
 
@@ -240,6 +241,7 @@ def _group(ledger: Ledger, at: int) -> GroupPicture:
         holders,
         free=ledger.free_pages(at),
         fenced=ledger.fenced_pages(at),
+        cached=ledger.cached_pages(at),
         reclaimable=ledger.reclaimable_pages(at),
     )
 

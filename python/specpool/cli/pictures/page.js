@@ -2,19 +2,19 @@
 // The drawing of `specpool inspect --html`: the frames come from film_page.py, in the element #film.
 const film = JSON.parse(document.getElementById("film").textContent);
 const $ = id => document.getElementById(id);
-const FREE = 0, OWNED = 1, SHARED = 2, FENCED = 3;
-const STATES = ["free", "owned", "shared", "fenced"];
+const FREE = 0, OWNED = 1, SHARED = 2, FENCED = 3, CACHED = 4;
+const STATES = ["free", "owned", "shared", "fenced", "cached"];
 let at = 0, picked = film.picked, rootChoice = null, timer = null;
 let now = null;  // the state after frame `at`
 
 // --- the state: frames hold what changed, so going back means running again from the start
 function blank() {
-  return {at: -1, rows: new Map(), groups: film.groups.map(() => ({pages: new Map(), free: 0, fenced: 0, reclaimable: 0}))};
+  return {at: -1, rows: new Map(), groups: film.groups.map(() => ({pages: new Map(), free: 0, fenced: 0, cached: 0, reclaimable: 0}))};
 }
 const newRow = () => ({tag: "", resolved: 0, in_flight: 0, drafted: 0, epoch: 0, idle: false, rounds: [], allocated: [], protected: [], evicted: [], pages: film.groups.map(() => [])});
 function apply(state, frame) {
   frame.groups.forEach((group, g) => {
-    [state.groups[g].free, state.groups[g].fenced, state.groups[g].reclaimable] = group.counts;
+    [state.groups[g].free, state.groups[g].fenced, state.groups[g].cached, state.groups[g].reclaimable] = group.counts;
     for (const [first, count, ...record] of group.pages) {
       for (let page = first; page < first + count; page++) state.groups[g].pages.set(page, record);
     }
@@ -152,7 +152,7 @@ function drawPools() {
   $("pools").replaceChildren(...film.groups.map((group, g) => {
     const state = now.groups[g];
     const grid = el("div", {class: "grid" + (film.num_rows > 26 ? " wide" : "")});
-    const counts = [0, 0, 0, 0];
+    const counts = [0, 0, 0, 0, 0];
     for (let page = 1; page <= group.shown; page++) {
       const [kind, owner, holders] = state.pages.get(page) || [FREE, 0, 0];
       counts[kind] += 1;
@@ -163,8 +163,9 @@ function drawPools() {
         [OWNED]: `page ${page}: owned by ${who}`,
         [SHARED]: `page ${page}: shared, read-only, ${plural(holders, "holder")}`,
         [FENCED]: `page ${page}: fenced. Freed by ${who}, but a launched step may still touch it`,
+        [CACHED]: `page ${page}: cached. Computed by ${who}, held by the prefix cache alone`,
       }[kind];
-      const text = kind === SHARED ? (holders > 9 ? "*" : String(holders)) : kind === FENCED ? name(owner).toLowerCase() : kind === OWNED ? name(owner) : "";
+      const text = kind === SHARED ? (holders > 9 ? "*" : String(holders)) : kind === FENCED ? name(owner).toLowerCase() : kind === CACHED ? "+" : kind === OWNED ? name(owner) : "";
       grid.append(el("div", {class: "page " + STATES[kind], style, tip, "data-page": page, "data-group": g}, text));
     }
     const used = counts[OWNED] + counts[SHARED];
@@ -173,7 +174,7 @@ function drawPools() {
     return el("section", {},
       el("h2", {}, `Pool ${group.name}`, el("small", {}, `${plural(group.num_pages, "page")} of ${plural(group.page_size, "slot")}` +
         (group.window ? `, window of ${group.window}` : "") + (group.hosts_drafts ? `, hosts drafts, ${group.layout}` : ", no drafts"))),
-      el("div", {class: "counts"}, fact("in rows and prefixes", used), fact("shared", counts[SHARED]), fact("fenced", state.fenced), fact("free", state.free), fact("reclaimable", state.reclaimable)),
+      el("div", {class: "counts"}, fact("in rows and prefixes", used), fact("shared", counts[SHARED]), fact("fenced", state.fenced), fact("cached", state.cached), fact("free", state.free), fact("reclaimable", state.reclaimable)),
       grid, rest > 0 ? el("p", {class: "quiet"}, `${plural(rest, "more page")}: free throughout`) : "");
   }));
   document.querySelectorAll(".grid").forEach((grid, g) => { grid.scrollTop = scrolled[g] || 0; });
@@ -288,7 +289,7 @@ function drawLegend() {
   const cell = (kind, words, extra = "", style = "") => el("span", {}, el("div", {class: `cell k-${kind} ${extra}`}, el("s", {style}), extra.includes("v") ? el("u") : ""), words);
   const page = (kind, text, words) => el("span", {}, el("div", {class: "page " + kind, style: kind === "free" ? "" : `background-color:${kind === "shared" ? "var(--quiet)" : colour(1)}`}, text), words);
   $("legend").replaceChildren(
-    page("owned", "A", "page of row A"), page("fenced", "a", "fenced: freed by A, still in use on the device"), page("shared", "2", "shared by 2 holders"), page("free", "", "free"),
+    page("owned", "A", "page of row A"), page("fenced", "a", "fenced: freed by A, still in use on the device"), page("shared", "2", "shared by 2 holders"), page("cached", "+", "cached: held by the prefix cache alone"), page("free", "", "free"),
     cell("committed", "committed", "", `background-color:${colour(1)}`), cell("shared", "committed and shared", "", `background-color:${colour(1)}`), cell("committed", "partial tail of the prefix", "k-tail", `background-color:${colour(1)}`),
     cell("hole", "hole: copy of the tail"), cell("draft", "draft"), cell("reserved", "verify window", "v"), cell("reserved", "root", "root"), cell("reserved", "claimed by a round in flight", "", "background:var(--root)"),
     cell("reserved", "reserved"), cell("evicted", "given back, below the window"));

@@ -104,7 +104,10 @@ def _frames(
             "text": event.text if event else "an empty ledger",
             "digest": f"{event.digest:016x}" if event else "",
             "groups": [
-                {"counts": [group.free, group.fenced, group.reclaimable], "pages": pages}
+                {
+                    "counts": [group.free, group.fenced, group.cached, group.reclaimable],
+                    "pages": pages,
+                }
                 for group, pages in zip(picture.groups, pools, strict=True)
             ],
             "rows": _row_changes(before.rows if before else (), picture.rows),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from specpool._core import Group, Ledger
 from specpool.cli.pictures.film import (
+    CACHED,
     FENCED,
     FREE,
     OWNED,
@@ -49,7 +50,7 @@ STYLES = {
 }
 LEGEND = (
     "pools: A owned by row A, a fenced (freed by A, still in use on the device), 2 shared by two "
-    "holders (* ten or more), . free",
+    "holders (* ten or more), + cached (held by the prefix cache alone), . free",
     "slots: # or p3 committed (position 3), s committed on a shared page, o root claimed, d or d0 "
     "draft (of step 0), h or h3 hole: a copy of the prefix's tail, v or ~ verify window, "
     "- reserved, x given back below the window",
@@ -57,6 +58,7 @@ LEGEND = (
 )
 MAX_POOL_LINES = 24
 MAX_ROWS = 40
+MAX_ENTRIES, MAX_TOKENS = 20, 8  # of the prefix index, and of an entry
 # The most slots of a row that is drawn: a few bytes of a log can make a row of any length.
 MAX_DRAWN = 1 << 18
 # The most slots of a row whose slots have labels; a longer row has one mark per slot.
@@ -75,6 +77,7 @@ def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None)
     for at in range(len(ledger.groups)):
         _pool(console, ledger, picture, at)
     _rows(console, ledger, picture)
+    _entries(console, ledger)
     chosen = [one for one in picture.rows if one.row == row] if row else _most_telling(picture)
     if chosen:
         _slots(console, ledger, chosen[0])
@@ -105,7 +108,7 @@ def colour(row: int) -> str:
 
 def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
     group, pool = ledger.groups[at], picture.groups[at]
-    count = np.bincount(pool.states[1:], minlength=4)
+    count = np.bincount(pool.states[1:], minlength=5)
     window = f", window of {group.window}" if group.window is not None else ""
     drafts = f", hosts drafts, {group.layout}" if group.hosts_drafts else ""
     title = Text(f"\n{printable(group.name)}", "bold")
@@ -114,8 +117,8 @@ def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
     )
     console.print(title)
     console.print(
-        f"  {count[OWNED]} owned, {count[SHARED]} shared, {pool.fenced} fenced, {pool.free} free"
-        f", {pool.reclaimable} reclaimable"
+        f"  {count[OWNED]} owned, {count[SHARED]} shared, {pool.fenced} fenced"
+        f", {pool.cached} cached, {pool.free} free, {pool.reclaimable} reclaimable"
     )
     touched = np.flatnonzero(pool.states | pool.owners)
     last = int(touched[-1]) if touched.size else 0
@@ -144,6 +147,8 @@ def _page(state: int, owner: int, holders: int, width: int, num_rows: int) -> Te
     name = row_name(int(owner), num_rows) if owner else "?"
     if state == FREE:
         return Text(f"{'.':<{width}}", "dim")
+    if state == CACHED:
+        return Text(f"{'+':<{width}}", "italic")
     if state == SHARED:
         return Text(f"{holders if holders < 10 else '*'!s:<{width}}", "bold underline")
     style = colour(int(owner)) if owner else ""
@@ -182,6 +187,35 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
             console.print(line)
     if len(picture.rows) > MAX_ROWS:
         console.print(Text(f"  and {len(picture.rows) - MAX_ROWS} more rows: --row N", "dim"))
+
+
+def _entries(console: Console, ledger: Ledger) -> None:
+    """Print the entries of the prefix index: tokens, pages and holders."""
+    num_entries, num_tokens, _ = ledger.index_size
+    if not num_entries:
+        return
+    console.print(
+        Text("\nprefix index", "bold").append(
+            f": {num_entries} entries of {num_tokens} tokens", "not bold"
+        )
+    )
+    maps = [ledger.ownership_map(at)[2] for at in range(len(ledger.groups))]
+    for salt, start, tokens, drafted, pages in ledger.index_entries()[:MAX_ENTRIES]:
+        shown = ", ".join(map(str, tokens[:MAX_TOKENS].tolist()))
+        shown += f", .. {len(tokens)} tokens" if len(tokens) > MAX_TOKENS else ""
+        about = f"  [{shown}] from position {start}"
+        about += f", salt {salt!r}" if salt else ""
+        about += f", {drafted} with draft KV" if drafted < len(tokens) else ""
+        for group, own, holders in zip(ledger.groups, pages, maps, strict=True):
+            held = ", ".join(
+                f"{page} ({holders[page] - 1} more holders)" if holders[page] > 1 else str(page)
+                for page in own.tolist()
+                if page
+            )
+            about += f"; {printable(group.name)} {'pages ' + held if held else 'no page'}"
+        console.print(Text(about), soft_wrap=True)
+    if num_entries > MAX_ENTRIES:
+        console.print(Text(f"  and {num_entries - MAX_ENTRIES} more entries", "dim"))
 
 
 def _strip(cells: Sequence[Slot], page_size: int, row: int) -> Text:

@@ -335,12 +335,12 @@ fn salt(input: &mut Bytes<'_>) -> Decoded<Salt<'static>> {
 /// Lanes that are shown before a list is cut off.
 const MAX_SHOWN: usize = 16;
 
-fn list(values: &[i32]) -> String {
+fn list(values: &[i32], of: &str) -> String {
     if values.len() <= MAX_SHOWN {
         return format!("{values:?}");
     }
     let shown: Vec<String> = values[..MAX_SHOWN].iter().map(ToString::to_string).collect();
-    format!("[{}, .. {} in all]", shown.join(", "), values.len())
+    format!("[{}, .. {} {of}]", shown.join(", "), values.len())
 }
 
 impl std::fmt::Display for Call<'_> {
@@ -356,19 +356,21 @@ impl std::fmt::Display for Call<'_> {
             Self::ReleasePrefix { prefix } => write!(formatter, "{verb}({prefix})"),
             Self::PrepareExtend { rows, new_lens: values, writes_draft }
             | Self::PrepareDecode { rows, shapes: values, writes_draft } => {
-                write!(formatter, "{verb}({}, {}{})", list(rows), list(values), drafts(*writes_draft))
+                write!(formatter, "{verb}({}, {}{})", list(rows, "lanes"), list(values, "lanes"), drafts(*writes_draft))
             }
-            Self::Resolve { step, accept_lens } => write!(formatter, "{verb}({step}, {})", list(accept_lens)),
+            Self::Resolve { step, accept_lens } => write!(formatter, "{verb}({step}, {})", list(accept_lens, "lanes")),
             Self::Launch { step } | Self::Complete { step } | Self::Cancel { step } | Self::Abandon { step } => {
                 write!(formatter, "{verb}({step})")
             }
             Self::PinPrefix { row, len } | Self::Trim { row, len } | Self::EndTurn { row, len } => {
                 write!(formatter, "{verb}({row}, {len})")
             }
-            Self::Index { row, tokens, salt } => write!(formatter, "{verb}({row}, {}{})", list(tokens), Salted(salt)),
+            Self::Index { row, tokens, salt } => {
+                write!(formatter, "{verb}({row}, {}{})", list(tokens, "tokens"), Salted(salt))
+            }
             Self::AdmitCached { tokens, salt, needs_draft } => {
                 let needs = if *needs_draft { ", needs_draft=True" } else { "" };
-                write!(formatter, "admit_cached({}{}{needs})", list(tokens), Salted(salt))
+                write!(formatter, "admit_cached({}{}{needs})", list(tokens, "tokens"), Salted(salt))
             }
             Self::Forget { salt: Some(salt) } => write!(formatter, "{verb}(b\"{}\")", salt.escape_ascii()),
             Self::Fork { row } | Self::Retract { row } | Self::Finish { row } | Self::Abort { row } => {
