@@ -372,7 +372,7 @@ fn a_full_disk_refuses_a_new_log() {
 #[test]
 fn a_call_is_shown_as_it_would_be_written() {
     let lanes: Vec<i32> = (1..=17).collect();
-    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 12] = [
+    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 15] = [
         (Call::Admit { prefix: None }, "admit()", &[], None),
         (Call::Admit { prefix: Some((3, 7)) }, "admit(prefix=3, length=7)", &[], None),
         (Call::ReleasePrefix { prefix: 3 }, "release_prefix(3)", &[], None),

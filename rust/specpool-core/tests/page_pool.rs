@@ -137,7 +137,7 @@ fn the_map_says_who_touched_a_page_last_in_the_ledgers_words() {
 #[test]
 fn memory_is_stated_and_grows_with_the_pages_handed_out() {
     let mut pool = PagePool::new(5).unwrap();
-    assert_eq!((PagePool::bytes_per_page(), pool.num_mapped(), pool.num_pages()), (48, 1, 5));
+    assert_eq!((PagePool::bytes_per_page(), pool.num_mapped(), pool.num_pages()), (56, 1, 5));
     take(&mut pool, A);
     take(&mut pool, A);
     assert_eq!(pool.num_mapped(), 3);

@@ -132,7 +132,11 @@ impl Model {
             let its = |lane: &&super::Lane| {
                 lane.row == row && lane.life == state.life && (step.launched || lane.epoch == state.epoch)
             };
-            step.lanes.iter().find(its).map(|lane| i64::from(lane.lo))
+            step.lanes.iter().find(its).map(|lane| {
+                // A round that waits for its resolve writes behind all tokens that are resolved by now.
+                let waits = !step.is_extend && !step.resolved && lane.epoch == state.epoch;
+                i64::from(if waits { lane.lo.max(state.resolved) } else { lane.lo })
+            })
         };
         let incomplete = self.steps.iter().filter(|step| step.step > self.completed);
         let least = incomplete.filter_map(writes).min().unwrap_or(i64::MAX);
