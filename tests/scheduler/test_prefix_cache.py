@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from lossless import Comparison, Reference
 from recurrent_families import make_config, make_model
-from specpool import ConfigError, Engine, SamplingParams, Shape
+from specpool import ConfigError, Engine, Group, Ledger, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.config import EngineConfig
 from specpool.engine.output import RequestOutput
@@ -305,3 +306,73 @@ def test_bad_salts_are_refused(build: Build, options: dict[str, Any], says: str)
 def test_the_option_is_a_bool() -> None:
     with pytest.raises(ConfigError, match="prefix_cache must be True or False, got 1"):
         EngineConfig(prefix_cache=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("draft", [*HEADS, "ngram"])
+def test_scenario_39_tokens_past_a_stop_are_not_kept(build: Build, draft: str) -> None:
+    """Law: what a round accepts beyond the token that ends a request is no text."""
+    engine = build(draft, Shape.eagle(7, 1, 8), page_size=16)
+    (whole,) = engine.generate([SYSTEM], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    cut = False
+    for position in range(4, 40):
+        engine.forget_prefixes()
+        stop = whole.token_ids[position]
+        params = SamplingParams(max_new_tokens=60, stop_token_ids=(stop,), ignore_eos=True)
+        (output,) = engine.generate([SYSTEM], params)
+        length = len(SYSTEM) + len(output.token_ids)
+        entries = engine.ledger.index_entries()
+        kept = max(start + len(tokens) for _, start, tokens, _, _ in entries)
+        assert kept <= length
+        cut |= sum(output.accept_lens) > len(output.token_ids)
+        text = [*SYSTEM, *output.token_ids]
+        for _, start, tokens, _, _ in entries:
+            assert tokens.tolist() == text[start : start + len(tokens)]
+    assert cut, "no round went past a stop"
+
+
+def test_scenario_42_a_page_is_in_one_entry() -> None:
+    """Law: a page of any group is in the index once, so nobody gives it back twice."""
+    groups = [
+        Group("full", page_size=4, num_pages=30),
+        Group("window", page_size=4, num_pages=30, window=6),
+    ]
+    ledger = Ledger(groups, [Shape.none()], num_rows=4, max_context_len=40)
+    row = ledger.admit()
+    for length in (7, 13, 20):
+        plan = ledger.prepare_extend([row], [length])
+        ledger.launch(plan.step)
+        ledger.complete(plan.step)
+        assert ledger.index(row, list(range(length))) == length
+    assert ledger.index(row, list(range(20)), b"other") == 0
+    twin = ledger.fork(row)
+    assert ledger.index(twin, [*range(19), 99]) == 20
+    for group in range(2):
+        pages = [p for *_, own in ledger.index_entries() for p in own[group].tolist() if p]
+        assert len(pages) == len({*pages})
+    ledger.check()
+    ledger.finish(row), ledger.finish(twin)
+    ledger.forget()
+    assert [ledger.free_pages(group) for group in range(2)] == [30, 30]
+
+
+def test_scenario_20_a_tail_that_is_kept_and_written_on_keeps_its_bytes(build: Build) -> None:
+    """Law: drafts behind a kept text in the same page leave the text's own KV as it was."""
+    engine = build(HEADS[0], TREE, page_size=64)
+    stream = engine.stream([SYSTEM], SamplingParams(max_new_tokens=50, ignore_eos=True))
+    next(stream)
+    entry = engine.ledger.index_entries()[-1]
+    start, tokens, page = entry[1], entry[2], int(entry[4][0][0])
+    slots = [page * 64 + offset for offset in range(len(tokens))]
+    layers = range(len(engine.target.layer_kv))
+
+    def bytes_of() -> list[torch.Tensor]:
+        buffers = [
+            *(engine.cache.keys[i] for i in layers),
+            *(engine.cache.values[i] for i in layers),
+        ]
+        return [buffer[slots].clone() for buffer in buffers]
+
+    before = bytes_of()
+    assert start == 64 and len(tokens) < 64
+    for _ in stream:
+        assert all(torch.equal(a, b) for a, b in zip(before, bytes_of(), strict=True))
