@@ -599,6 +599,11 @@ class Ledger:
 
         Cost: O(1).
         """
+    def held_cells(self, group: int) -> int:
+        """Return the number of cells of the page table that hold a page, over all rows.
+
+        Cost: O(1).
+        """
     def shared_pages(self, group: int) -> int:
         """Return the number of shared pages: read-only, held by rows or pinned prefixes.
 

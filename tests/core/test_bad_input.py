@@ -61,6 +61,7 @@ VERBS: dict[str, tuple[Callable[[Busy], tuple], tuple[str, ...]]] = {
     "forget": (lambda b: (b"",), ("salt",)),
     "cached_pages": (lambda b: (0,), ("group",)),
     "shared_pages": (lambda b: (0,), ("group",)),
+    "held_cells": (lambda b: (0,), ("group",)),
     "prefix_len": (lambda b: (b.prefix,), ("prefix",)),
     "prepare_extend": (lambda b: ([b.ready], [12]), ("rows", "lengths")),
     "prepare_decode": (lambda b: ([b.ready], [1]), ("rows", "shapes")),

@@ -61,6 +61,7 @@ def test_every_verb_has_a_column():
         "match_prefix",
         "cached_pages",
         "shared_pages",
+        "held_cells",
         "index_bytes",
         "index_entries",
     }

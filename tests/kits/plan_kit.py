@@ -133,7 +133,9 @@ class Watched:
 class Server:
     """The real ledger and scheduler of a case, on the simulated device."""
 
-    def __init__(self, case: Case, max_batch: int | None = None) -> None:
+    def __init__(
+        self, case: Case, max_batch: int | None = None, *, prefix_cache: bool = False
+    ) -> None:
         sizes = self.sizes = case.sizes
         self.ledger = Watched(sizes.ledger())
         settings = Settings(
@@ -150,6 +152,7 @@ class Server:
                 keeps_draft_kv=sizes.keeps_draft_kv,
                 reads_tokens=case.reads_tokens,
                 headroom=case.headroom,
+                prefix_cache=prefix_cache,
             ),
         )
         self.peak = [0] * len(sizes.groups)  # pages held, most at once

@@ -47,9 +47,8 @@ def texts(target) -> list[list[int]]:
 
 
 def build(target: TargetModel, heads: dict[str, EagleHead], **options: Any) -> Engine:
-    config = EngineConfig(
-        shape=Shape.eagle(3, 1, 4), page_size=P, max_batch=3, max_context_len=128, **options
-    )
+    options = {"max_batch": 3, "max_context_len": 128, "prefix_cache": False, **options}
+    config = EngineConfig(shape=Shape.eagle(3, 1, 4), page_size=P, **options)
     return Engine(target, EagleDrafter(heads[HEADS[0]]), config=config)
 
 
@@ -199,6 +198,25 @@ def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name
         assert (states[held] == 1).all() and (owners[held] == row).all()
         assert stats.groups[0].quarantined_pages >= len(held)
         assert not set(held) & set(ledger.page_table(0)[first].tolist())
+    again = engine.generate(PROMPTS[:3], PARAMS)
+    assert [output.token_ids for output in again] == texts[:3]
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_stray_write_is_found_where_pages_are_shared_with_the_prefix_cache(
+    target, heads, texts, name, depth
+):
+    """Law: whatever the sharing hides of a row, the sums and counts still show that it is wrong."""
+    fault = BY_NAME[name]
+    options = {"busy_check": fault.level, "overlap_depth": depth, "prefix_cache": True}
+    run = Run(engine := build(target, heads, **options))
+    row, other, _ = run.rows
+    fault.plant(engine, row, other)
+    with pytest.raises(CorruptState, match="busy check: "):
+        engine.turn()
+    assert "error" in [output.finish_reason for output in run.finish()]
     again = engine.generate(PROMPTS[:3], PARAMS)
     assert [output.token_ids for output in again] == texts[:3]
 

@@ -43,7 +43,14 @@ class ShortLedger:
 
 @pytest.fixture
 def engine(build: Callable[..., Engine], overlap: int) -> Engine:
-    return build("ngram", Shape.eagle(2, 1, 3), max_batch=3, max_sessions=1, overlap_depth=overlap)
+    return build(
+        "ngram",
+        Shape.eagle(2, 1, 3),
+        max_batch=3,
+        max_sessions=1,
+        overlap_depth=overlap,
+        prefix_cache=False,
+    )
 
 
 @pytest.fixture(params=[0, 1], ids=["sync", "overlap"])

@@ -41,6 +41,50 @@ def admitted(case: Case, num_requests: int) -> int:
     return server.scheduler.num_running
 
 
+def admitted_on_a_common_text(case: Case, common: int, num_requests: int) -> int:
+    """The same, of requests whose first `common` tokens were computed before."""
+    server = Server(case, prefix_cache=True)
+    ledger, scheduler = server.ledger, server.scheduler
+    row, text = ledger.admit(), list(range(common))
+    chunk = case.sizes.max_chunk
+    for end in [*range(chunk, common, chunk), common]:
+        plan = ledger.prepare_extend([row], [end])
+        ledger.launch(plan.step)
+        ledger.complete(plan.step)
+        assert ledger.index(row, text[:end]) == end
+    ledger.finish(row)
+    asks = replace(case, prompt_len=case.num_tokens, max_len=case.sizes.max_context_len)
+    for number in range(num_requests):
+        request = asks.arrival(number + 1, 0.5).request()
+        request.tokens[:] = [*text, *[1000 + number] * (case.num_tokens - common)]
+        scheduler.submit(request)
+    scheduler.schedule()
+    # One alone gives the text up if there is no page to copy its end to.
+    alone = scheduler.num_running == 1
+    assert alone or all(request.shared_len == common for request in scheduler.running)
+    return scheduler.num_running
+
+
+def test_as_many_as_planned_are_admitted_on_a_common_text():
+    """Law: what the prefix cache is worth in requests at once is what the scheduler makes of it."""
+    num_more = 0
+    for seed in range(300):
+        case = Case.of(seed)
+        if case.num_tokens < 2 or any(group.window for group in case.sizes.groups):
+            continue
+        common = random.Random(seed).randint(1, case.num_tokens - 1)
+        fit = case.plan.at_once(case.num_tokens, case.shape, common=common)
+        n = fit.num_requests
+        found = admitted_on_a_common_text(case, common, n + 3)
+        # A partly filled page must stay until it is copied: one request may come a turn later.
+        is_copied = any(common % group.page_size for group in case.sizes.groups)
+        assert n - is_copied <= found <= n, (seed, common, fit)
+        alone = case.at_once().num_requests
+        assert n >= alone
+        num_more += n > alone
+    assert num_more > 20
+
+
 def grown(sizes: GroupSizes, names: list[str], pages: tuple[int, ...]) -> GroupSizes:
     """The same, with the pages of one more request in these groups."""
     groups = [
@@ -554,6 +598,11 @@ def test_numbers_need_no_torch():
             "--draft-layers goes with plain numbers; beside --target, give the head itself",
         ),
         ([*NUMBERS, "--output", "5"], "--output needs --prompt"),
+        ([*NUMBERS, "--common", "5"], "--common needs --prompt"),
+        (
+            [*NUMBERS, "--prompt", "9", "--common", "9"],
+            "--common must be an integer in [1, 8], got 9",
+        ),
         (
             [*NUMBERS, "--prompt", "5", "--output", "0"],
             "error: --output must be an integer in [1, 4091]",

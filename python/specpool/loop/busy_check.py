@@ -186,6 +186,11 @@ class BusyCheck:
             own[out_of_use] = 0
             held = int(own.sum()) // group.page_size + ledger.shared_pages(g)
             held += lost[g] + self._num_kept(g)
+            slots = ledger.allocated_len(g).astype(np.int64) - ledger.evicted_len(g)
+            num_cells = int(slots.sum()) // group.page_size
+            if not out_of_use and num_cells != ledger.held_cells(g):
+                text = f"group {group.name}: the rows' lengths are those of {num_cells} pages"
+                yield _Fault(f"{text}, the table has {ledger.held_cells(g)}", g)
             free, fenced = ledger.free_pages(g), ledger.fenced_pages(g)
             cached = ledger.cached_pages(g)
             if free + cached + fenced + held != group.num_pages:

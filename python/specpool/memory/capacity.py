@@ -52,20 +52,30 @@ class Capacity:
                 "row_width must be below 2^31"
             )
 
-    def at_once(self, num_tokens: int, shape: int = -1) -> Fit:
+    def at_once(self, num_tokens: int, shape: int = -1, *, common: int = 0) -> Fit:
         """Count the requests of `num_tokens` tokens that are admitted together to an empty pool.
 
         Args:
             num_tokens: tokens of each prompt, or of prompt and output so far.
             shape: index into the shapes; -1 = the last.
+            common: tokens that all of them begin with, whose KV the prefix cache has for all.
 
         Raises:
-            ConfigError: `num_tokens` is not in [1, max_context_len - 1].
+            ConfigError: `num_tokens` is not in [1, max_context_len - 1], or `common` is not below
+                it.
         """
         check_int("tokens", num_tokens, 1, self.sizes.max_context_len - 1)
+        check_int("common", common, 0, num_tokens - 1)
         lo, hi = num_tokens, self._admission_root(num_tokens)
         pages = row_pages(self.sizes, lo, hi, self._index(shape))
-        return self._fit(pages, step_pages(self.sizes))
+        # A row shares the whole pages below its window, and copies a partly filled one.
+        shared = [
+            0 if group.window is not None else common // group.page_size
+            for group in self.sizes.groups
+        ]
+        own = [n - whole for n, whole in zip(pages, shared, strict=True)]
+        aside = zip(step_pages(self.sizes), shared, strict=True)
+        return self._fit(own, [step + whole for step, whole in aside])
 
     def to_the_end(self, prompt_len: int, max_len: int, shape: int = -1) -> Fit:
         """Count the requests that run to their ends together without ever waiting for a page.

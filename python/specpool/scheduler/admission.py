@@ -87,10 +87,10 @@ class Admission:
         own = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
         lens = self._running.lens
         rows = np.flatnonzero(lens)
-        claimed = self._needs.of_all(lens[rows], self._running.shapes[rows]) + own + hit.taken
+        claimed = self._needs.of_all(lens[rows], self._running.shapes[rows]) + own + hit.cached
         for g in range(num_groups):
             free = ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
-            if own[g] + hit.taken[g] > free:
+            if own[g] + hit.cached[g] > free:
                 return False
             if ledger.shared_pages(g):
                 claimed[g] -= self._shared_twice(g, rows)

@@ -26,12 +26,12 @@ class Hit:
     Attributes:
         length: tokens with KV.
         shared: int64 [num_groups], pages that its row would share.
-        taken: int64 [num_groups], pages that its row would take from those to be handed out.
+        cached: int64 [num_groups], cached pages that its row would share or copy from.
     """
 
     length: int
     shared: Int64
-    taken: Int64
+    cached: Int64
 
 
 class PrefixCache:
@@ -56,7 +56,8 @@ class PrefixCache:
             length, shared, taken = self._ledger.match_prefix(
                 self._tokens_of(request), request.salt, needs_draft=self._needs_draft(request)
             )
-        return Hit(length, np.array(shared, np.int64), np.array(taken, np.int64))
+        copied = [length % group.page_size > 0 for group in self._ledger.groups]
+        return Hit(length, np.array(shared), np.array(taken) - np.array(copied))
 
     def admit(self, request: Request) -> tuple[int, int]:
         """Take a row with the KV that `match` found; return it and its number of tokens.

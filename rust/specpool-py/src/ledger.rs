@@ -471,6 +471,11 @@ impl Ledger {
         self.0.cached_pages(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.held_cells")]
+    fn held_cells(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.held_cells(self::group(group)?).map_err(to_py)
+    }
+
     #[doc = doc!("Ledger.shared_pages")]
     fn shared_pages(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.shared_pages(self::group(group)?).map_err(to_py)

@@ -159,6 +159,10 @@ def _check_lengths(question: Question, max_context_len: int) -> None:
         raise ConfigError("--output needs --prompt")
     if question.prompt is not None and question.output is not None:
         check_int("output", question.output, 1, max_context_len - question.prompt)
+    if question.common is not None:
+        if question.prompt is None:
+            raise ConfigError("--common needs --prompt")
+        check_int("common", question.common, 1, question.prompt - 1)
     for live in question.live or ():
         check_int("live", live, 1, max_context_len - 1)
 
@@ -208,15 +212,21 @@ def _fits(
     question: Question, asked: Capacity, max_context_len: int, shape: int
 ) -> list[tuple[str, Fit]]:
     """Answer the questions about requests of one shape."""
-    prompt, output = question.prompt, question.output
+    prompt, output, common = question.prompt, question.output, question.common
     fits = []
     if prompt is not None:
         fits.append((f"at once, prompts of {prompt}", asked.at_once(prompt, shape)))
+        if common:
+            text = f"at once, {common} of {prompt} in common"
+            fits.append((text, asked.at_once(prompt, shape, common=common)))
     if output is not None:
         assert prompt is not None
         if output > 1:
             half = prompt + output // 2
             fits.append((f"at once, half-way: live {half}", asked.at_once(half, shape)))
+            if common:
+                text = f"at once, half-way: {common} of {half} in common"
+                fits.append((text, asked.at_once(half, shape, common=common)))
         end = prompt + output
         fits.append((f"to the end, {prompt} + {output}", asked.to_the_end(prompt, end, shape)))
     for live in question.live or ():

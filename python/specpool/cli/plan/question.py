@@ -61,6 +61,10 @@ class Question:
     headroom: o.Headroom = HEADROOM
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
     output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None
+    common: Annotated[
+        int | None,
+        typer.Option(help="Tokens that all prompts begin with, for the prefix cache's worth."),
+    ] = None
     live: Annotated[
         list[int] | None, typer.Option(help="Tokens of a request so far; may be repeated.")
     ] = None

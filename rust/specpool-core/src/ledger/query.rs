@@ -98,6 +98,14 @@ impl Ledger {
         Ok(&self.group(group)?.table)
     }
 
+    /// Cells of the group's table that hold a page, over all rows. O(1).
+    ///
+    /// # Errors
+    /// As [`Ledger::group_spec`].
+    pub fn held_cells(&self, group: usize) -> Result<usize> {
+        Ok(self.group(group)?.table.num_held())
+    }
+
     /// Pages of the group that can be handed out now.
     ///
     /// # Errors
