@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64
 NUM_NEW = 32  # tokens that each request generates
-NUM_WAYS = 2  # without the cache, and with it
 
 
 class PlainTree:
@@ -197,7 +196,7 @@ def _case(engines: Sequence[Engine], trace: Trace, repeats: int) -> list[Result]
     prefills: list[list[float]] = [[], []]
     runs: list[list[Ran]] = [[], []]
     for _ in range(repeats + 1):  # the first one warms up
-        for at in range(NUM_WAYS):
+        for at in range(len(engines)):
             prefills[at].append(_ran(engines[at], trace, 1).seconds)
             runs[at].append(_ran(engines[at], trace, NUM_NEW))
     off, on = (

@@ -212,7 +212,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
 
     assert generated() == (reference.text(text[:50], 20), 50)
 
-    def insists(self: Admission, request: Any, hit: Any) -> tuple[int, int]:
+    def insists(self: Admission, request: Any) -> tuple[int, int]:
         """Start on the pinned text at any length."""
         for pin, length in self._pins.shared_with(request.tokens):
             return self._ledger.admit(prefix=pin.prefix, length=length), length
@@ -222,7 +222,7 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
     with pytest.raises(NotReady, match=r"the window below 49 needs the slots from 40 on, held are"):
         generated()
 
-    def believes(self: Admission, request: Any, hit: Any) -> tuple[int, int]:
+    def believes(self: Admission, request: Any) -> tuple[int, int]:
         """Pretend that a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
         for pin, _ in self._pins.shared_with(request.tokens):

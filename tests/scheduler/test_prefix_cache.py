@@ -206,6 +206,21 @@ def test_what_an_aborted_request_computed_is_kept(build: Build) -> None:
     assert output.num_reused == len(SYSTEM) - 1
 
 
+def test_a_rewound_session_finds_more_than_its_own_row_keeps(build: Build) -> None:
+    """Law: a row cannot be cut within a page that a fork shares; the prefix cache has the rest.
+
+    A pin of less changes nothing.
+    """
+    engine = build(None, page_size=16)
+    session = engine.open_session()
+    session.append(SYSTEM[:40], PARAMS).output()
+    fork, pin = session.fork(), engine.pin(SYSTEM[:16])
+    assert session.rewind(37) == 32
+    output = session.append([7, 8], PARAMS).output()
+    assert output.prompt_ids == [*SYSTEM[:37], 7, 8] and output.num_reused == 37
+    fork.close(), session.close(), engine.unpin(pin)
+
+
 def test_salts_share_nothing(build: Build) -> None:
     engine = build(HEADS[0], CHAIN)
 

@@ -71,7 +71,7 @@ class Admission:
                 return
             if self._running and not self._fits(request, hit):
                 return
-            place = self._own_row(request) or self._take_row(request, hit)
+            place = self._own_row(request) or self._take_row(request)
             if place is None:
                 return
             row, length = place
@@ -123,14 +123,14 @@ class Admission:
         self._conversations.give_up(place[0])
         return None
 
-    def _take_row(self, request: Request, hit: Hit) -> tuple[int, int] | None:
+    def _take_row(self, request: Request) -> tuple[int, int] | None:
         """Take a free row; return it and its number of tokens with KV, or None.
 
         The KV comes from the longest text in the prefix cache, or from a longer pin.
         """
         self._handles.take(request)
         pins = self._pins.shared_with(request.tokens) if request.handle is None else []
-        found = hit.length if request.handle is None else 0
+        found = self._prefix_cache.match(request).length if pins else 0
         while True:
             pins = [each for each in pins if each[1] > found]
             try:

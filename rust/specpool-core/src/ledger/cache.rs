@@ -7,7 +7,7 @@ use super::share::Start;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::log::event::Event;
-use crate::memory::{collected, gathered, with_room};
+use crate::memory::{collected, gathered, room, with_room};
 use crate::state::group::GroupState;
 use crate::state::prefix_index::{NONE, PrefixIndex};
 use crate::verb::Verb;
@@ -112,10 +112,8 @@ impl Ledger {
         let span = self.index.span();
         // The whole entries that are there already.
         let root = self.index.root(salt);
-        let (mut path, mut parent) = (Vec::new(), root);
-        let known = self.whole_entries(root, tokens)?;
-        path.extend(known);
-        parent = path.last().copied().unwrap_or(parent);
+        let path = self.whole_entries(root, tokens)?;
+        let mut parent = path.last().copied().unwrap_or(root);
         let rest = tokens.len() - path.len() * span;
         let mut lists = self.index.make_room(parent, rest.div_ceil(span))?;
         self.recorder.make_room(tokens.len() + salt.len(), None)?;
@@ -437,7 +435,7 @@ impl Ledger {
         if parent != NONE
             && let (_, Some((child, agree))) = self.index.nearest_child(parent, &tokens[len..limit])
         {
-            crate::memory::room(&mut path, 1, "the entries of a prefix")?;
+            room(&mut path, 1, "the entries of a prefix")?;
             path.push(child);
             len += agree;
         }
@@ -558,12 +556,15 @@ impl Ledger {
     pub fn index_entries(&self) -> impl Iterator<Item = Indexed<'_>> {
         let index = &self.index;
         index.salts().flat_map(move |(salt, root)| {
-            let entries = std::iter::successors(index.next(root), |&entry| index.next(entry));
-            entries.map(move |entry| {
-                let before = std::iter::successors(Some(index.parent(entry)), |&at| Some(index.parent(at)));
+            let (mut last, mut depth) = (root, 0);
+            index.below(root).map(move |entry| {
+                while last != index.parent(entry) {
+                    (last, depth) = (index.parent(last), depth - 1);
+                }
+                (last, depth) = (entry, depth + 1);
                 Indexed {
                     salt,
-                    start: before.take_while(|&at| at != root).count() * index.span(),
+                    start: (depth - 1) * index.span(),
                     tokens: index.tokens(entry),
                     drafted: index.drafted(entry),
                     pages: (0..self.groups.len()).map(|group| index.pages(entry, group)).collect(),

@@ -286,7 +286,7 @@ impl PrefixIndex {
     }
 
     /// The entry behind `entry` in an order in which parents come before their children; of a root, those of its salt.
-    pub(crate) fn next(&self, entry: u32) -> Option<u32> {
+    fn next(&self, entry: u32) -> Option<u32> {
         if let Some(&child) = self.children(entry).first() {
             return Some(child);
         }
@@ -302,16 +302,21 @@ impl PrefixIndex {
         None
     }
 
+    /// The entries below a root, parents before their children.
+    pub(crate) fn below(&self, root: u32) -> impl Iterator<Item = u32> + '_ {
+        std::iter::successors(self.next(root), |&entry| self.next(entry))
+    }
+
     /// Every entry, salt by salt, parents before their children.
     pub(crate) fn all(&self) -> impl Iterator<Item = u32> + '_ {
-        self.roots.iter().flat_map(|&root| std::iter::successors(self.next(root), |&entry| self.next(entry)))
+        self.roots.iter().flat_map(|&root| self.below(root))
     }
 
     /// Adds everything that decides what the index will do.
     pub(crate) fn hash(&self, digest: &mut Digest) {
         for (salt, root) in self.salts() {
             digest.bytes(salt);
-            for entry in std::iter::successors(self.next(root), |&entry| self.next(entry)) {
+            for entry in self.below(root) {
                 digest.ints(self.tokens(entry));
                 digest.word(self.drafted(entry) as u64);
                 digest.word(self.children(entry).len() as u64);
