@@ -85,7 +85,7 @@ def one_input(data: bytes) -> int:
                 if source.is_rare(4):
                     getattr(ledger, source.pick(METHODS))(*arguments(source))
                 else:
-                    apply(ledger, decode_op(ledger, source.take(OP_BYTES)))
+                    apply(ledger, decode_op(ledger, source.take(OP_BYTES), has_index=True))
                 accepted += 1
             except REFUSALS:
                 assert ledger.state_hash() == state, "a refused call has changed the ledger"

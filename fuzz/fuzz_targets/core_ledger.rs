@@ -14,7 +14,7 @@ const MOST_CALLS: usize = 100;
 fuzz_target!(|data: &[u8]| {
     let Some((seed, ops)) = data.split_first_chunk::<8>() else { return };
     let Ok(mut ledger) = Ledger::new(random_config(&mut Rng::new(u64::from_le_bytes(*seed)))) else { return };
-    let mut scene = Scene::of(&ledger);
+    let mut scene = Scene { has_index: true, ..Scene::default() };
     for code in ops.chunks(OP_BYTES).take(MOST_CALLS) {
         scene.read(&ledger);
         let state = ledger.state_hash();

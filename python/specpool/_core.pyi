@@ -1087,12 +1087,14 @@ class Replay:
                 too.
         """
 
-def decode_op(ledger: Ledger, code: bytes) -> tuple[str, dict[str, Any]]:
+def decode_op(
+    ledger: Ledger, code: bytes, *, has_index: bool = False
+) -> tuple[str, dict[str, Any]]:
     """Turn bytes into an operation on the ledger: a verb's name and its keyword arguments.
 
     It is for random tests. The same state and code give the same operation. Most operations can
     succeed; one in 16 has arbitrary arguments. Only the first `OP_BYTES` bytes of `code` count, and
-    missing ones are 0.
+    missing ones are 0. With `has_index`, the verbs of the prefix index are among the operations.
     """
 
 # --- Kernels ---

@@ -7,7 +7,7 @@ use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, Ste
 
 use crate::decode::{OP_BYTES, decode};
 use crate::device::{Fault, Plant};
-use crate::op::{Op, apply};
+use crate::op::{Given, Op, apply};
 use crate::scene::Scene;
 use crate::world::{Event, World};
 
@@ -117,6 +117,10 @@ pub struct Tally {
     pub refused: u64,
     /// Forwards that the device ran.
     pub forwards: u64,
+    /// Rows that began with tokens of the prefix index.
+    pub hits: u64,
+    /// Pages and entries that the index gave up to make room.
+    pub evictions: u64,
 }
 
 impl Tally {
@@ -163,7 +167,9 @@ impl Run {
             Some(_) => None,
             None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
         };
-        Ok(Self { world, ledger, scene: Scene::default(), tally: Tally::default(), is_thorough })
+        // The model knows nothing of the index; `tests/prefix_cache.rs` of the core has a device beside it.
+        let scene = Scene { has_index: ledger.is_some(), ..Scene::default() };
+        Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })
     }
 
     fn step(&mut self, bytes: &[u8], trace: Option<&mut Vec<Op>>) -> Result<(), Fault> {
@@ -189,7 +195,11 @@ impl Run {
             }
             let is_hashed = self.is_thorough || self.tally.refused.is_multiple_of(HASHED_REFUSALS);
             let before = is_hashed.then(|| ledger.state_hash());
-            if apply(ledger, &op).is_err() {
+            let done = apply(ledger, &op);
+            if let (Op::AdmitCached { .. }, Ok(Given::Row(row))) = (&op, &done) {
+                self.tally.hits += u64::from(ledger.resolved_len()[row.at()] > 0);
+            }
+            if done.is_err() {
                 self.tally.refused += 1;
                 if before.is_some_and(|before| before != ledger.state_hash()) {
                     return Err(format!("{op:?} was refused and changed the state"));
@@ -215,12 +225,16 @@ fn check_lengths(ledger: &Ledger, turn: u64) -> Result<(), Fault> {
     let (e, width) = (ledger.evicted_len(group).map_err(text)?[at], ledger.row_width(group).map_err(text)?);
     let spec = ledger.group_spec(group).map_err(text)?;
     let is_ordered = 0 <= p && p <= r && 0 <= e && e <= r && 0 <= k && r + k <= a && i64::from(a) <= width;
-    let is_whole = [a, p, e].iter().all(|&len| i64::from(len) % spec.page_size == 0);
-    let free = ledger.free_pages(group).map_err(text)? + ledger.fenced_pages(group).map_err(text)?;
+    // A row protects its indexed tokens to the last one.
+    let is_whole = [a, e].iter().all(|&len| i64::from(len) % spec.page_size == 0);
+    let unused = [ledger.free_pages(group), ledger.fenced_pages(group), ledger.cached_pages(group)];
+    let free: usize = unused.into_iter().sum::<specpool_core::Result<_>>().map_err(text)?;
     if is_ordered && is_whole && free as i64 <= spec.num_pages {
         return Ok(());
     }
-    Err(format!("row {at}, group {group}: r={r} k={k} a={a} p={p} e={e} width={width}, {free} pages free or fenced"))
+    Err(format!(
+        "row {at}, group {group}: r={r} k={k} a={a} p={p} e={e} width={width}, {free} pages free, fenced or cached"
+    ))
 }
 
 /// Makes the operation on the world as an engine could: what must have run on the device before it runs first. Returns
@@ -344,6 +358,7 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> Fault {
 fn finish(run: &mut Run) -> Result<(), Fault> {
     let text = |error: specpool_core::Error| error.to_string();
     let Some(ledger) = &mut run.ledger else { return Ok(()) };
+    run.tally.evictions = ledger.index_size().2;
     for row in 1..=ledger.num_rows() as i32 {
         if ledger.is_live(Row(row)) {
             ledger.finish(Row(row)).map_err(text)?;
@@ -352,6 +367,7 @@ fn finish(run: &mut Run) -> Result<(), Fault> {
     for prefix in ledger.prefixes().collect::<Vec<_>>() {
         ledger.release_prefix(prefix).map_err(text)?;
     }
+    ledger.forget(None).map_err(text)?;
     let steps: Vec<_> = ledger.steps().collect();
     for &(step, _, state) in steps.iter().rev() {
         match state {

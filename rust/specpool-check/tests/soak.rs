@@ -21,4 +21,5 @@ fn a_seed_decides_everything() {
     assert_ne!(tally.refused, run(&episode(8, None)).unwrap().refused);
     // Most operations can succeed, some are bad on purpose.
     assert!(tally.refused * 2 < tally.ops && tally.refused > 0, "{tally:?}");
+    assert!(tally.hits > 20 && tally.evictions > 20, "{tally:?}");
 }

@@ -71,6 +71,7 @@ fn scene_of(config: &LedgerConfig, model: &Model) -> Scene {
         overlap_depth: config.overlap_depth as i32,
         max_chunk: config.max_chunk.unwrap_or(config.max_context_len) as i32,
         max_batch: config.max_batch.unwrap_or(config.num_rows) as usize,
+        has_index: false,
         has_sessions: config.sessions || config.groups.iter().all(|group| group.window.is_none()),
         max_accept_lens: model.shapes.iter().map(|&(most, _)| most).collect(),
         rows: model.rows.iter().map(row).collect(),

@@ -3,6 +3,7 @@
 //! The contents say for each slot which tokens its KV was computed from, so a row that begins with another row's pages
 //! must find there what it would have computed itself. A plain list of everything that was indexed says how long the
 //! hit must be.
+#![allow(clippy::print_stdout, reason = "`make prove` and `make soak` show the counts")]
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -20,9 +21,10 @@ fn group(name: &str, page_size: i64, num_pages: i64, window: Option<i64>) -> Gro
     Group { name: name.into(), page_size, num_pages, hosts_drafts: true, layout: Layout::Dense, window }
 }
 
-fn new_ledger(groups: Vec<Group>, num_rows: i64, overlap_depth: i64) -> Result<Ledger, Error> {
+fn new_ledger(groups: Vec<Group>, num_rows: i64, overlap_depth: i64, page_fencing: bool) -> Result<Ledger, Error> {
     let mut config = LedgerConfig::new(groups, vec![Shape::eagle(2, 1, 3).unwrap()], num_rows, 60);
     (config.overlap_depth, config.sessions, config.digest) = (overlap_depth, true, true);
+    config.page_fencing = page_fencing;
     Ledger::new(config)
 }
 
@@ -42,6 +44,7 @@ const GEOMETRIES: [Geometry; 9] = [
 
 /// What one slot holds: the tokens that its KV was computed from, as a hash, and whether draft KV is there.
 type Slot = (u64, bool);
+const GARBAGE: Slot = (u64::MAX, false);
 
 struct Known {
     tokens: Vec<i32>,
@@ -49,6 +52,22 @@ struct Known {
     /// Tokens that the device has written, unresolved rounds included.
     written: usize,
     is_checked: bool,
+    /// The row's life, and a new number after each cut.
+    life: u64,
+}
+
+/// A step that the device has not run yet, with what it was launched with.
+struct Launched {
+    plan: Arc<Plan>,
+    lanes: Vec<LaunchedLane>,
+}
+
+struct LaunchedLane {
+    life: u64,
+    /// Per group: the row's cells.
+    table: Vec<Vec<i32>>,
+    /// Per group: the end of what the row has.
+    allocated: Vec<usize>,
 }
 
 struct World {
@@ -57,6 +76,12 @@ struct World {
     slots: HashMap<(usize, i32, i64), Slot>,
     rows: HashMap<i32, Known>,
     plans: HashMap<u64, (Arc<Plan>, Vec<i32>)>,
+    /// What the device has still to run, oldest first, and how long each life of a row is there.
+    launched: VecDeque<Launched>,
+    lens: HashMap<u64, usize>,
+    next_life: u64,
+    /// Text and salt of each pinned prefix.
+    pins: Vec<(u64, Vec<i32>, usize)>,
     /// Everything that was indexed, as long as nothing was given up.
     indexed: Vec<(usize, Vec<i32>)>,
     is_complete: bool,
@@ -74,6 +99,25 @@ fn common(a: &[i32], b: &[i32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
+/// Checks that every page of the index holds the KV of its tokens.
+fn check_index(ledger: &Ledger, slots: &HashMap<(usize, i32, i64), Slot>) {
+    let mut path = Vec::new();
+    for entry in ledger.index_entries() {
+        path.truncate(entry.start);
+        path.extend_from_slice(entry.tokens);
+        let salt = SALTS.iter().position(|&salt| salt == entry.salt).unwrap();
+        for (at, pages) in entry.pages.iter().enumerate() {
+            let size = ledger.group_spec(at).unwrap().page_size as usize;
+            for offset in (0..entry.tokens.len()).filter(|offset| pages[offset / size] > 0) {
+                let (found, is_drafted) = slots[&(at, pages[offset / size], (offset % size) as i64)];
+                let expected = hash_of(salt, &path[..=entry.start + offset]);
+                assert_eq!(found, expected, "group {at}: {path:?} at {offset}");
+                assert!(is_drafted || offset >= entry.drafted, "group {at}: {path:?} draft KV at {offset}");
+            }
+        }
+    }
+}
+
 /// A claim may be refused for want of pages only if there are not enough free and cached ones.
 fn allow(error: &Error, available: &[usize]) {
     match error {
@@ -88,7 +132,7 @@ impl World {
         let mut bytes = [0; 32];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
-        let (num_rows, overlap) = (4, rng.random_range(0..3));
+        let (num_rows, overlap, page_fencing) = (4, rng.random_range(0..3), rng.random_bool(0.7));
         let mut num_pages: Vec<i64> = vec![1; geometry.len()];
         let of = |num_pages: &[i64]| {
             let of_group = |(at, &(size, window)): (usize, &(i64, Option<i64>))| {
@@ -100,15 +144,43 @@ impl World {
             let fits = |pages: i64| {
                 let mut alone = of(&num_pages)[at].clone();
                 alone.num_pages = pages;
-                new_ledger(vec![alone], num_rows, overlap).is_ok()
+                new_ledger(vec![alone], num_rows, overlap, page_fencing).is_ok()
             };
             let least = (1..1_000).find(|&pages| fits(pages)).unwrap();
             num_pages[at] = least + rng.random_range(0..=least);
         }
-        let ledger = new_ledger(of(&num_pages), num_rows, overlap).unwrap();
+        let ledger = new_ledger(of(&num_pages), num_rows, overlap, page_fencing).unwrap();
         let (slots, rows, plans) = (HashMap::new(), HashMap::new(), HashMap::new());
         let (indexed, texts) = (Vec::new(), vec![Vec::new()]);
-        Self { ledger, rng, slots, rows, plans, indexed, is_complete: true, texts, num_hits: 0 }
+        let (launched, lens, next_life, pins) = (VecDeque::new(), HashMap::new(), 0, Vec::new());
+        let is_complete = true;
+        Self {
+            ledger,
+            rng,
+            slots,
+            rows,
+            plans,
+            launched,
+            lens,
+            next_life,
+            pins,
+            indexed,
+            is_complete,
+            texts,
+            num_hits: 0,
+        }
+    }
+
+    /// A new life of a row, with `len` tokens on the device.
+    fn live(&mut self, len: usize) -> u64 {
+        self.next_life += 1;
+        self.lens.insert(self.next_life, len);
+        self.next_life
+    }
+
+    fn seat(&mut self, row: Row, tokens: Vec<i32>, salt: usize, written: usize) {
+        let life = self.live(written);
+        self.rows.insert(row.0, Known { tokens, salt, written, is_checked: written == 0, life });
     }
 
     fn some_row(&mut self) -> Option<i32> {
@@ -162,7 +234,7 @@ impl World {
             assert_eq!(self.ledger.drafted_len()[at], found.len);
         }
         self.num_hits += usize::from(found.len > 0);
-        self.rows.insert(row.0, Known { tokens, salt, written: found.len as usize, is_checked: false });
+        self.seat(row, tokens, salt, found.len as usize);
     }
 
     fn available(&self) -> Vec<usize> {
@@ -201,60 +273,89 @@ impl World {
         }
     }
 
-    fn write(&mut self, row: i32, position: usize, slot: Slot) {
-        for at in 0..self.ledger.num_groups() {
-            let size = self.ledger.group_spec(at).unwrap().page_size;
-            let page = self.ledger.page_table(at).unwrap().row(Row(row))[position / size as usize];
-            self.slots.insert((at, page, position as i64 % size), slot);
-        }
-    }
-
-    /// Launches the oldest prepared step; the device does it at once.
+    /// Launches the oldest prepared step. The device does it later.
     fn launch(&mut self) {
         let Some((step, ..)) = self.ledger.steps().find(|(.., state)| state.name() == "prepared") else { return };
         if self.ledger.launch(step).is_err() {
             return;
         }
-        let (plan, _) = self.plans[&step].clone();
+        let plan = self.plans[&step].0.clone();
+        let lane = |&row: &i32| {
+            let groups = 0..self.ledger.num_groups();
+            let table = groups.clone().map(|at| self.ledger.page_table(at).unwrap().row(Row(row)).to_vec());
+            let allocated = groups.map(|at| self.ledger.allocated_len(at).unwrap()[row as usize] as usize);
+            LaunchedLane { life: self.rows[&row].life, table: table.collect(), allocated: allocated.collect() }
+        };
+        let lanes = plan.rows.iter().map(lane).collect();
+        self.launched.push_back(Launched { plan, lanes });
+    }
+
+    /// The device runs the oldest launched step. A step that fails leaves nothing in its slots.
+    fn run(&mut self, fails: bool) {
+        let Some(Launched { plan, lanes }) = self.launched.pop_front() else { return };
         for copy in &plan.page_copies {
             for at in 0..copy.tokens {
                 let group = copy.group as usize;
-                let slot = self.slots[&(group, copy.src, at.into())];
-                self.slots.insert((group, copy.dst, at.into()), slot);
+                let slot = self.slots.get(&(group, copy.src, at.into())).copied().unwrap_or(GARBAGE);
+                self.slots.insert((group, copy.dst, at.into()), if fails { GARBAGE } else { slot });
             }
         }
-        let mut accept_lens = Vec::new();
-        for (lane, &row) in plan.rows.iter().enumerate() {
-            let known = &self.rows[&row];
-            let (mut tokens, salt, start) = (known.tokens.clone(), known.salt, known.written);
-            let mut end = plan.new_len[lane] as usize;
-            if plan.kind == StepKind::Decode {
-                let most = self.ledger.shapes()[plan.shapes[lane] as usize].max_accept_len() as usize;
-                let num = self.rng.random_range(1..=most);
-                accept_lens.push(num as i32);
-                let reserved =
-                    (0..self.ledger.num_groups()).map(|at| self.ledger.allocated_len(at).unwrap()[row as usize]);
-                let reserved = reserved.min().unwrap() as usize;
-                (start..reserved).for_each(|position| self.write(row, position, (u64::MAX, false)));
-                end = start + num;
-                tokens.truncate(tokens.len().max(start));
-                while tokens.len() < end {
-                    tokens.push(self.rng.random_range(0..3));
+        for (at, lane) in lanes.iter().enumerate() {
+            let row = plan.rows[at];
+            let accept_len = match plan.kind {
+                StepKind::Extend => None,
+                StepKind::Decode => {
+                    let most = self.ledger.shapes()[plan.shapes[at] as usize].max_accept_len();
+                    Some(self.rng.random_range(1..=most as usize))
+                }
+            };
+            // Draws also for a row that is gone, which writes on without meaning.
+            let drawn: Vec<i32> = (0..accept_len.unwrap_or(0)).map(|_| self.rng.random_range(0..3)).collect();
+            let start = if accept_len.is_some() { self.lens[&lane.life] } else { plan.lo[at] as usize };
+            let end = accept_len.map_or(plan.new_len[at] as usize, |num| start + num);
+            for (group, table) in lane.table.iter().enumerate() {
+                let size = self.ledger.group_spec(group).unwrap().page_size as usize;
+                let most = if accept_len.is_some() { lane.allocated[group] } else { end };
+                for position in start..most {
+                    self.slots.insert((group, table[position / size], (position % size) as i64), GARBAGE);
                 }
             }
-            for position in start..end {
-                self.write(row, position, (hash_of(salt, &tokens[..=position]), plan.writes_draft));
+            self.lens.insert(lane.life, end);
+            if let Some(known) = self.rows.get_mut(&row).filter(|known| known.life == lane.life && !fails) {
+                if accept_len.is_some() {
+                    known.tokens.truncate(start);
+                    known.tokens.extend(&drawn);
+                }
+                for position in start..end {
+                    let slot = (hash_of(known.salt, &known.tokens[..=position]), plan.writes_draft);
+                    for (group, table) in lane.table.iter().enumerate() {
+                        let size = self.ledger.group_spec(group).unwrap().page_size as usize;
+                        self.slots.insert((group, table[position / size], (position % size) as i64), slot);
+                    }
+                }
+                (known.written, known.is_checked) = (end, true);
             }
-            let known = self.rows.get_mut(&row).unwrap();
-            (known.tokens, known.written, known.is_checked) = (tokens, end, true);
+            self.plans.get_mut(&plan.step).unwrap().1.extend(accept_len.map(|num| num as i32));
         }
-        self.plans.get_mut(&step).unwrap().1 = accept_lens;
+        if fails {
+            self.ledger.abandon(plan.step).unwrap();
+            let ledger = &self.ledger;
+            self.rows.retain(|&row, _| ledger.is_live(Row(row)));
+        }
+    }
+
+    /// The device runs everything up to the step.
+    fn run_up_to(&mut self, step: u64) {
+        while self.launched.front().is_some_and(|launched| launched.plan.step <= step) {
+            self.run(false);
+        }
     }
 
     fn resolve(&mut self) {
         let oldest =
             self.ledger.steps().find(|(_, kind, state)| *kind == StepKind::Decode && state.name() == "launched");
         if let Some((step, ..)) = oldest {
+            self.run_up_to(step);
             self.ledger.resolve(step, &self.plans[&step].1).unwrap();
         }
     }
@@ -266,6 +367,7 @@ impl World {
         };
         let oldest = self.ledger.steps().find(waits);
         if let Some((step, ..)) = oldest {
+            self.run_up_to(step);
             self.ledger.complete(step).unwrap();
         }
     }
@@ -308,14 +410,14 @@ impl World {
         if self.ledger.index_size().1 < before {
             self.read_index(); // the row may write over tokens that were indexed
         }
+        // What is on its way for the row writes on behind the cut. What follows is another text.
+        let (keep, more) = (cut.unwrap() as usize, self.rng.random_range(1..6));
+        let new: Vec<i32> = (keep..(keep + more).min(58)).map(|_| self.rng.random_range(0..3)).collect();
+        let life = self.live(keep);
         let known = self.rows.get_mut(&row).unwrap();
-        known.written = cut.unwrap() as usize;
-        // What follows is another text.
-        let keep = known.written;
+        (known.written, known.life) = (keep, life);
         known.tokens.truncate(keep);
-        let more = self.rng.random_range(1..6).min(58 - keep);
-        let new: Vec<i32> = (0..more).map(|_| self.rng.random_range(0..3)).collect();
-        self.rows.get_mut(&row).unwrap().tokens.extend(new);
+        known.tokens.extend(new);
     }
 
     /// Takes what the index has for what was indexed, because a cut made it forget.
@@ -340,8 +442,35 @@ impl World {
         let Some(row) = self.some_row() else { return };
         if let Ok(child) = self.ledger.fork(Row(row), None) {
             let parent = &self.rows[&row];
-            let (tokens, salt, written) = (parent.tokens.clone(), parent.salt, parent.written);
-            self.rows.insert(child.0, Known { tokens, salt, written, is_checked: false });
+            self.seat(child, parent.tokens.clone(), parent.salt, parent.written);
+        }
+    }
+
+    fn pin(&mut self) {
+        let Some(row) = self.some_row() else { return };
+        let len = self.rng.random_range(1..60);
+        if let Ok(prefix) = self.ledger.pin_prefix(Row(row), len) {
+            let (len, known) = (self.ledger.prefix_len(prefix).unwrap() as usize, &self.rows[&row]);
+            self.pins.push((prefix, known.tokens[..len].to_vec(), known.salt));
+        }
+    }
+
+    fn use_pin(&mut self) {
+        if self.pins.is_empty() {
+            return;
+        }
+        let at = self.rng.random_range(0..self.pins.len());
+        if self.pins.len() > 2 || self.rng.random_bool(0.4) {
+            let (prefix, ..) = self.pins.remove(at);
+            self.ledger.release_prefix(prefix).unwrap();
+            return;
+        }
+        let (prefix, tokens, salt) = self.pins[at].clone();
+        let len = self.rng.random_range(0..=tokens.len());
+        if let Ok(row) = self.ledger.admit_on(prefix, Some(len as i32), None) {
+            let mut text = tokens[..len].to_vec();
+            text.extend((0..3).map(|_| self.rng.random_range(0..3)));
+            self.seat(row, text, salt, len);
         }
     }
 
@@ -350,7 +479,7 @@ impl World {
         if self.ledger.steps().any(|(.., state)| state == StepState::Stale) && self.rng.random_bool(0.5) {
             self.cancel();
         }
-        match self.rng.random_range(0..43) {
+        match self.rng.random_range(0..49) {
             0..8 => self.admit(),
             8..14 => self.extend(),
             14..17 => self.decode(),
@@ -362,6 +491,10 @@ impl World {
             36..40 => self.end(),
             40 => self.fork(),
             41 => self.cancel(),
+            42..46 => self.run(false),
+            46 if self.rng.random_bool(0.2) => self.run(true),
+            47 => self.pin(),
+            48 => self.use_pin(),
             _ if self.rng.random_bool(0.1) => {
                 let salt = self.rng.random_bool(0.5).then_some(SALTS[1]);
                 self.ledger.forget(salt).unwrap();
@@ -373,9 +506,10 @@ impl World {
         self.check();
     }
 
-    /// Every invariant of the ledger, and the contents of every row that no copy or extend still fills.
+    /// Every invariant of the ledger, the contents of the index, and those of every row that no copy still fills.
     fn check(&self) {
         self.ledger.check().unwrap();
+        check_index(&self.ledger, &self.slots);
         for (&row, known) in self.rows.iter().filter(|(_, known)| known.is_checked) {
             let drafted = self.ledger.drafted_len()[row as usize] as usize;
             for at in 0..self.ledger.num_groups() {
@@ -447,6 +581,8 @@ fn a_hit_holds_the_kv_of_its_tokens_and_is_as_long_as_it_can_be() {
             num_evictions += world.ledger.index_size().2;
         }
     }
+    let num_steps = runs(12) * 600 * GEOMETRIES.len() as u64;
+    println!("{num_steps} random calls, {num_hits} hits, {num_evictions} evictions");
     assert!(num_hits > 500 && num_evictions > 200, "{num_hits} hits, {num_evictions} evictions");
 }
 
@@ -575,24 +711,7 @@ impl Node {
     /// Every invariant, and the contents of the index: what a hit would give is what its tokens give.
     fn check(&self) {
         self.ledger.check().unwrap();
-        let mut path = Vec::new();
-        for entry in self.ledger.index_entries() {
-            path.truncate(entry.start);
-            path.extend_from_slice(entry.tokens);
-            let salt = SALTS.iter().position(|&salt| salt == entry.salt).unwrap();
-            for (at, pages) in entry.pages.iter().enumerate() {
-                let size = self.ledger.group_spec(at).unwrap().page_size as usize;
-                for offset in (0..entry.tokens.len()).filter(|offset| pages[offset / size] > 0) {
-                    let (found, is_drafted) = self.slots[&(at, pages[offset / size], (offset % size) as i64)];
-                    assert_eq!(
-                        found,
-                        hash_of(salt, &path[..=entry.start + offset]),
-                        "group {at}: {path:?} at {offset}"
-                    );
-                    assert!(is_drafted || offset >= entry.drafted, "group {at}: {path:?} draft KV at {offset}");
-                }
-            }
-        }
+        check_index(&self.ledger, &self.slots);
     }
 
     fn hash(&self) -> u64 {
@@ -640,5 +759,6 @@ fn every_state_of_small_ledgers_is_sound() {
         }
         num_states += seen.len();
     }
+    println!("{num_states} states of ledgers with an index, {num_moves} calls");
     assert!(num_states > 10 * most && num_moves > num_states, "{num_states} states, {num_moves} moves");
 }

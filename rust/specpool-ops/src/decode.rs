@@ -64,9 +64,13 @@ enum Choice {
     GiveBack,
     TakeDelta,
     AckDelta,
+    Index,
+    AdmitCached,
+    Forget,
 }
 
-const CHOICES: [Choice; 17] = [
+/// The last three are only for scenes with an index.
+const CHOICES: [Choice; 20] = [
     Choice::Admit,
     Choice::AdmitOn,
     Choice::Fork,
@@ -84,6 +88,9 @@ const CHOICES: [Choice; 17] = [
     Choice::GiveBack,
     Choice::TakeDelta,
     Choice::AckDelta,
+    Choice::Index,
+    Choice::AdmitCached,
+    Choice::Forget,
 ];
 
 /// The operation that `bytes` mean in this scene.
@@ -91,7 +98,8 @@ const CHOICES: [Choice; 17] = [
 pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
     let mut bytes = Bytes(bytes);
     if bytes.next() >= 240 {
-        let choice = CHOICES[bytes.below(CHOICES.len())];
+        let num_choices = if scene.has_index { CHOICES.len() } else { CHOICES.len() - 3 };
+        let choice = CHOICES[bytes.below(num_choices)];
         return anything(choice, &mut bytes, scene);
     }
     let able = Able::of(scene);
@@ -163,6 +171,9 @@ impl<'a> Able<'a> {
             Choice::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
             Choice::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
             Choice::TakeDelta | Choice::AckDelta => given(3, !scene.steps.is_empty()),
+            Choice::Index => given(8, scene.has_index && self.live.iter().any(|&row| scene.resolved(row) > 0)),
+            Choice::AdmitCached => given(10, scene.has_index && has_row),
+            Choice::Forget => usize::from(scene.has_index),
         }
     }
 
@@ -237,8 +248,32 @@ impl<'a> Able<'a> {
             Choice::GiveBack => give_back(row(bytes), bytes),
             Choice::TakeDelta => Op::TakeDelta { step: any_step(bytes, scene) },
             Choice::AckDelta => Op::AckDelta { step: any_step(bytes, scene) },
+            Choice::Index => {
+                let row = row(bytes);
+                let len = scene.resolved(row) - if bytes.is_rare(5) { bytes.below(9) as i32 } else { 0 };
+                // Usually one text for a row, so that what it indexes goes on.
+                let of = if bytes.is_rare(4) { bytes.next() } else { row as u8 };
+                Op::Index { row, tokens: text(of, len), salt: salt(bytes) }
+            }
+            Choice::AdmitCached => {
+                let len = 1 + bytes.below(scene.max_context_len as usize) as i32;
+                let (tokens, salt) = (text(bytes.next(), len), salt(bytes));
+                let limit = bytes.is_rare(4).then(|| bytes.below(len as usize + 1) as i32);
+                Op::AdmitCached { tokens, salt, limit, needs_draft: bytes.is_rare(5) }
+            }
+            Choice::Forget => Op::Forget { salt: bytes.is_rare(8).then(|| salt(bytes)) },
         }
     }
+}
+
+/// `len` tokens of one of eight texts, which part after 0 to 14 tokens.
+fn text(of: u8, len: i32) -> Vec<i32> {
+    let of = i32::from(of % 8);
+    (0..len).map(|at| if at < 2 * of { at % 3 } else { of }).collect()
+}
+
+fn salt(bytes: &mut Bytes) -> Vec<u8> {
+    if bytes.is_rare(3) { vec![1] } else { Vec::new() }
 }
 
 fn give_back(row: i32, bytes: &mut Bytes) -> Op {
@@ -310,5 +345,17 @@ fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
         Choice::GiveBack => give_back(row(bytes), bytes),
         Choice::TakeDelta => Op::TakeDelta { step: step(bytes) },
         Choice::AckDelta => Op::AckDelta { step: step(bytes) },
+        Choice::Index => {
+            let (row, num_tokens) = (row(bytes), bytes.below(scene.max_context_len as usize + 2) as i32);
+            let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) };
+            Op::Index { row, tokens: text(bytes.next(), num_tokens), salt }
+        }
+        Choice::AdmitCached => {
+            let num_tokens = bytes.below(2 * scene.max_context_len as usize) as i32;
+            let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) };
+            let limit = bytes.is_rare(8).then(|| len(bytes));
+            Op::AdmitCached { tokens: text(bytes.next(), num_tokens), salt, limit, needs_draft: bytes.is_rare(8) }
+        }
+        Choice::Forget => Op::Forget { salt: bytes.is_rare(8).then(|| vec![9; 40 * bytes.below(9)]) },
     }
 }

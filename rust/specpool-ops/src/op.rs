@@ -28,6 +28,9 @@ pub enum Op {
     Abort { row: i32 },
     TakeDelta { step: u64 },
     AckDelta { step: u64 },
+    Index { row: i32, tokens: Vec<i32>, salt: Vec<u8> },
+    AdmitCached { tokens: Vec<i32>, salt: Vec<u8>, limit: Option<i32>, needs_draft: bool },
+    Forget { salt: Option<Vec<u8>> },
 }
 
 /// What a verb gave.
@@ -39,7 +42,7 @@ pub enum Given {
     Row(Row),
     /// A new prefix.
     Prefix(u64),
-    /// A new `resolved_len`, tokens.
+    /// A new `resolved_len`, or tokens that the index knows.
     Len(i32),
     /// A plan.
     Plan(Arc<Plan>),
@@ -77,5 +80,10 @@ pub fn apply(ledger: &mut Ledger, op: &Op) -> Result<Given> {
         Op::Abort { row } => ledger.abort(Row(*row)).map(done),
         Op::TakeDelta { step } => ledger.take_delta(*step).map(Given::Delta),
         Op::AckDelta { step } => ledger.ack_delta(*step).map(done),
+        Op::Index { row, tokens, salt } => ledger.index(Row(*row), tokens, salt).map(Given::Len),
+        Op::AdmitCached { tokens, salt, limit, needs_draft } => {
+            ledger.admit_cached(tokens, salt, *limit, *needs_draft, None).map(Given::Row)
+        }
+        Op::Forget { salt } => ledger.forget(salt.as_deref()).map(done),
     }
 }

@@ -45,6 +45,8 @@ pub struct Scene {
     pub max_batch: usize,
     /// Whether `end_turn` can succeed.
     pub has_sessions: bool,
+    /// Whether the verbs of the prefix index are among the operations. Reading a ledger leaves it as it is.
+    pub has_index: bool,
     /// Per shape: A.
     pub max_accept_lens: Vec<i32>,
     /// `[num_rows + 1]`; row 0 is never live.

@@ -2,7 +2,7 @@
 //! the verbs have in Python.
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 use specpool_core::Verb;
 use specpool_ops::decode::decode;
 use specpool_ops::op::Op;
@@ -12,9 +12,17 @@ use crate::ledger::Ledger;
 
 #[doc = doc!("decode_op")]
 #[pyfunction]
-pub fn decode_op<'py>(py: Python<'py>, ledger: &Ledger, code: &[u8]) -> PyResult<(&'static str, Bound<'py, PyDict>)> {
+#[pyo3(signature = (ledger, code, *, has_index=false))]
+pub fn decode_op<'py>(
+    py: Python<'py>,
+    ledger: &Ledger,
+    code: &[u8],
+    has_index: bool,
+) -> PyResult<(&'static str, Bound<'py, PyDict>)> {
     let arguments = PyDict::new(py);
-    let verb = match decode(code, &Scene::of(&ledger.0)) {
+    let mut scene = Scene { has_index, ..Scene::default() };
+    scene.read(&ledger.0);
+    let verb = match decode(code, &scene) {
         Op::Admit => Verb::Admit,
         Op::AdmitOn { prefix, len } => {
             arguments.set_item("prefix", prefix)?;
@@ -54,6 +62,22 @@ pub fn decode_op<'py>(py: Python<'py>, ledger: &Ledger, code: &[u8]) -> PyResult
         Op::Abort { row } => of_row(&arguments, Verb::Abort, row)?,
         Op::TakeDelta { step } => of_step(&arguments, Verb::TakeDelta, step)?,
         Op::AckDelta { step } => of_step(&arguments, Verb::AckDelta, step)?,
+        Op::Index { row, tokens, salt } => {
+            arguments.set_item("tokens", tokens)?;
+            arguments.set_item("salt", PyBytes::new(py, &salt))?;
+            of_row(&arguments, Verb::Index, row)?
+        }
+        Op::AdmitCached { tokens, salt, limit, needs_draft } => {
+            arguments.set_item("tokens", tokens)?;
+            arguments.set_item("salt", PyBytes::new(py, &salt))?;
+            arguments.set_item("limit", limit)?;
+            arguments.set_item("needs_draft", needs_draft)?;
+            return Ok(("admit_cached", arguments));
+        }
+        Op::Forget { salt } => {
+            arguments.set_item("salt", salt.map(|salt| PyBytes::new(py, &salt)))?;
+            Verb::Forget
+        }
     };
     Ok((verb.name(), arguments))
 }

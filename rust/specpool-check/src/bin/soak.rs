@@ -89,6 +89,8 @@ fn main() -> ExitCode {
                             total.0.ops += tally.ops;
                             total.0.refused += tally.refused;
                             total.0.forwards += tally.forwards;
+                            total.0.hits += tally.hits;
+                            total.0.evictions += tally.evictions;
                             total.1 += if episode.has_device { tally.ops } else { 0 };
                         }
                         Err(failure) => {
@@ -105,12 +107,14 @@ fn main() -> ExitCode {
     let seconds = started.elapsed().as_secs_f64();
     println!(
         "{} operations on {} configurations in {seconds:.0} s, {:.2} million a second; {} refused; {with_device} beside \
-         the model and the device, which ran {} forwards; seed {}",
+         the model and the device, which ran {} forwards; {} hits of the prefix index, {} evictions; seed {}",
         tally.ops,
         next.load(Ordering::Relaxed),
         tally.millions() / seconds,
         tally.refused,
         tally.forwards,
+        tally.hits,
+        tally.evictions,
         options.seed
     );
     let is_found = is_broken.load(Ordering::Relaxed);

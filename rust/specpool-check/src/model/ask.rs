@@ -25,6 +25,9 @@ pub(crate) fn ask(model: &mut Model, op: &Op) -> Outcome {
         Op::Retract { row } | Op::Finish { row } | Op::Abort { row } => model.give_back(*row),
         Op::TakeDelta { step } => model.take_delta(*step),
         Op::AckDelta { step } => model.ack_delta(*step),
+        Op::Index { .. } | Op::AdmitCached { .. } | Op::Forget { .. } => {
+            Err(Refusal::Never("the model has no index".into()))
+        }
     }
 }
 
