@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 
 import numpy as np
 
+from specpool.errors import OutOfPages, SpecpoolError
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
+from specpool.scheduler.prefix_cache import PrefixCache
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
@@ -439,6 +442,66 @@ def overlook_a_cap(patch):
     )
 
 
+def lose_the_last_page_of_a_hit(patch):
+    def admit_cached(self, tokens, salt, tag, *, needs_draft=False):
+        found, *_ = self._ledger.match_prefix(tokens, salt, needs_draft=needs_draft)
+        P = self._ledger.groups[0].page_size
+        limit = max(found - 1, 0) // P * P
+        return self._ledger.admit_cached(tokens, salt, tag, limit=limit, needs_draft=needs_draft)
+
+    lie(patch, admit_cached=admit_cached)
+
+
+def share_texts_across_salts(patch):
+    def index(self, row, tokens, salt):
+        return self._ledger.index(row, tokens)
+
+    def admit_cached(self, tokens, salt, tag, *, needs_draft=False):
+        return self._ledger.admit_cached(tokens, b"", tag, needs_draft=needs_draft)
+
+    lie(patch, index=index, admit_cached=admit_cached)
+
+
+def take_a_hit_without_draft_kv(patch):
+    patch.setattr(PrefixCache, "_needs_draft", lambda self, request: False)
+
+
+def index_the_text_of_another_row(patch):
+    texts = []
+
+    def index(self, row, tokens, salt):
+        texts.append(tokens)
+        other = next((text for text in texts if len(text) >= len(tokens)), tokens)
+        return self._ledger.index(row, other[: len(tokens)], salt)
+
+    lie(patch, index=index)
+
+
+def keep_a_row_for_the_index(patch):
+    index = PrefixCache.index
+
+    def fork(self, request, end=None):
+        index(self, request, end)
+        if request.indexed_len > 4 and end is None and self._ledger.num_free_rows > 1:
+            with contextlib.suppress(SpecpoolError):
+                self._ledger.fork(request.row)
+
+    patch.setattr(PrefixCache, "index", fork)
+
+
+def retract_before_texts_give_way(patch):
+    def prepare(self, rows, *arguments, **named):
+        plan = self._ledger.prepare_decode(rows, *arguments, **named)
+        before = self._ledger.index_size[2]
+        if before > self._evictions:
+            self._evictions = before
+            self._ledger.cancel(plan.step)
+            raise OutOfPages("none", self._ledger.groups[0].name, 1, 0, 0, 0, 0)
+        return plan
+
+    lie(patch, prepare_decode=prepare, _evictions=0)
+
+
 PLANTS = {
     write_no_draft_kv_in_plain_rounds: "DraftLag|draft KV",
     run_what_was_chosen_before: "runs with shape",
@@ -481,4 +544,10 @@ PLANTS = {
     keep_the_text_behind_a_stop_string: "alone it would after .* by stop",
     search_in_dropped_tokens: "alone it would after .* by length|IndexError",
     let_go_of_a_window_too_early: "position .* has no page",
+    lose_the_last_page_of_a_hit: "is prefilled from .* on, it shares",
+    share_texts_across_salts: "is prefilled from .* on, it shares",
+    take_a_hit_without_draft_kv: "is prefilled from .* on, it shares|position .* slot .* holds",
+    index_the_text_of_another_row: "position .* slot .* holds|is prefilled from .* on, it shares",
+    keep_a_row_for_the_index: "is held by|leak|pages free",
+    retract_before_texts_give_way: "is retracted, though|kv_exhausted",
 }

@@ -92,6 +92,8 @@ class Admission:
             free = ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
             if own[g] + hit.cached[g] > free:
                 return False
+            if not self._room.in_flight:  # then only copies that wait for a step fence pages
+                claimed[g] += ledger.fenced_pages(g)
             if ledger.shared_pages(g):
                 claimed[g] -= self._shared_twice(g, rows)
         return bool((claimed <= self._needs.num_pages).all())
@@ -148,8 +150,8 @@ class Admission:
             except OutOfPages as shortage:
                 if self._room.reclaim(shortage):
                     continue
-                if self._running or self._room.in_flight or request.skips_cache:
-                    return None
+                if self._running or self._room.in_flight or self._pins or request.skips_cache:
+                    return None  # others give pages back, or a pin gives way
                 request.skips_cache = True  # the pages that it would share are all there are
                 pins, found = [], 0
             except OutOfMemory as shortage:

@@ -18,7 +18,8 @@ from specpool.text.stream import TextStream
 STOP = 1 << 20
 # The number of places in the table of words at which a text may begin.
 _NUM_STARTS = (1 << 16) - (1 << 12)
-_WORDS = 2 * np.random.default_rng(0).integers(0, STOP, 1 << 16).tolist()
+# No two are equal, so two texts are equal as far as they have the same origins.
+_WORDS = (2 * np.random.default_rng(0).permutation(STOP)[: 1 << 16] + 1).tolist()
 _LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16)), 2)
 
 
@@ -34,6 +35,7 @@ class Arrival:
     abort_after: int | None = None  # turns from its arrival to its abort
     shape: int = 0
     priority: int = 0
+    salt: str = ""
     accept_rate: float = 0.0  # probability that a draft is right if those before it are
     jump: tuple[int, float] | None = None  # (position, the accept rate from there on)
     adapts: bool = False  # names no shape: the controller chooses
@@ -82,7 +84,7 @@ class Arrival:
             index=0,
             prompt_len=self.prompt_len,
             tokens=Text(self).tokens[: self.prompt_len],
-            params=SamplingParams(),
+            params=SamplingParams(cache_salt=self.salt),
             shape=Shape.none(),  # not used; `shape_index` is
             shape_index=self.shape,
             max_len=self.max_len,

@@ -14,6 +14,7 @@ from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.sim.arrivals import Arrival
 from specpool.sim.device import BrokenLaw
+from specpool.sim.indexed import Indexed
 from specpool.sim.source import Scenario
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
@@ -42,11 +43,13 @@ class Laws:
     candidates: Sequence[Shape]
     talks: Talks
     pins: Pins
+    indexed: Indexed
     watches: dict[int, Watch]
     tally: Tally
     note: Callable[[str], None]
     _admissions: int = field(default=0, init=False)
     _begins_anew: Request | None = field(default=None, init=False)
+    _num_released: int = field(default=0, init=False)  # rows in this turn
     _idle_turns: int = field(default=0, init=False)  # since the last new token or end of a request
 
     def __post_init__(self) -> None:
@@ -79,12 +82,7 @@ class Laws:
                 waiting = [w for w in waiting if w.arrival.request_id not in forks]
             admitted.sort(key=lambda watch: watch.order)
             for watch in admitted:
-                tokens = watch.request.tokens
-                starts = {shared_len(tokens, pins) for pins in (pinned, self.pins.kept)}
-                found = self.talks.start(watch)
-                if watch.request.handle is not None:
-                    found = (0,)
-                self.admit(watch, tuple(starts) if found is None else found, turn)
+                self.admit(watch, self._starts(watch, pinned), turn)
             self.note(f"admitted: {[w.arrival.request_id for w in admitted]}")
             first = min(waiting, key=lambda watch: watch.order, default=None)
             if first is not None and first.order < admitted[-1].order:
@@ -94,6 +92,27 @@ class Laws:
                 )
         if self.scheduler.num_running > self.scenario.settings.max_batch:
             raise BrokenLaw(f"{self.scheduler.num_running} requests run at once")
+
+    def _starts(self, watch: Watch, pinned: list[Pinned]) -> Sequence[int]:
+        """Return how many tokens with KV a request may have found when it was admitted."""
+        request, known_len = watch.request, 0
+        if request.handle is not None:
+            return (0,)
+        if not request.skips_cache:
+            needs_draft = self.scenario.settings.keeps_draft_kv and bool(request.shape_index)
+            known_len = self.indexed.known_len(
+                request.tokens, request.salt, needs_draft=needs_draft
+            )
+        own = self.talks.start(watch, known_len)
+        if own is not None:
+            return own
+        starts = {shared_len(request.tokens, pins) for pins in (pinned, self.pins.kept)}
+        if known_len:
+            starts = {max(start, known_len) for start in starts}
+            has_window = self.scenario.settings.window is not None
+            if has_window or self.indexed.has_changed:  # some of it may be gone
+                return range(max(starts) + 1)
+        return tuple(starts)
 
     def check_drop(self, pinned: list[Pinned], *, is_flying: bool) -> None:
         """Check that dropped pins were the oldest, and that nothing was in flight."""
@@ -138,6 +157,9 @@ class Laws:
 
     def check_need(self, victim: Request, *, is_flying: bool) -> None:
         """Check that a retraction was needed: nothing in flight, and no room for the next step."""
+        self._num_released += 1  # in this turn
+        if self._num_released > 8 + 2 * len(self.watches):
+            raise BrokenLaw(f"livelock: {self._num_released} rows are given back in one turn")
         if victim.finish_reason is not None or not self.check:
             return
         # A request that runs alone may be short of pages because of those that it shares.
@@ -158,7 +180,7 @@ class Laws:
             end = first.prefilled_len + min(left, self.scenario.settings.prefill_tokens)
             held = np.array([ledger.allocated_len(g)[first.row] for g in range(len(self._P))])
             need = -(-np.maximum(end - held, 0) // self._P)
-        free = [ledger.free_pages(g) for g in range(len(self._P))]
+        free = [ledger.free_pages(g) + ledger.cached_pages(g) for g in range(len(self._P))]
         reclaimable = np.array([ledger.reclaimable_pages(g) for g in range(len(self._P))])
         # The row that a turn has taken stays idle in the ledger until its first step.
         is_taken = ledger.idle[[r.row for r in running]].any()
@@ -247,6 +269,7 @@ class Laws:
     def check_turn(self) -> None:
         """Check, after a turn, that requests make progress and that the sums hold."""
         self._check_progress()
+        self._num_released = 0
         self.talks.check()
         if self.check >= 2:
             self.ledger.check()
@@ -285,13 +308,19 @@ class Laws:
             held = int(self.ledger.allocated_len(g)[rows].sum()) // int(self._P[g])
             if settings.windows[g] is not None:  # checkpoints are held outside the table
                 held = self._num_held(g, rows)
-            elif self.tally.forks or self.tally.pins or self.tally.session_forks:
-                held = self.pins.num_held(g, rows)
+            elif (
+                self.indexed.is_on
+                or self.tally.forks
+                or self.tally.pins
+                or self.tally.session_forks
+            ):
+                held = self.pins.num_held(g, rows, self.indexed.pages(g))
             free, fenced = self.ledger.free_pages(g), self.ledger.fenced_pages(g)
-            if free + fenced + held != num_pages:
+            cached = self.ledger.cached_pages(g)
+            if free + fenced + cached + held != num_pages:
                 raise BrokenLaw(
-                    f"group {g}: {free} pages free, {fenced} fenced, {held} held by running "
-                    f"requests, {num_pages} in all"
+                    f"group {g}: {free} pages free, {fenced} fenced, {cached} cached, {held} held "
+                    f"by running requests, {num_pages} in all"
                 )
 
     def _check_ended(self, watch: Watch) -> None:
@@ -326,7 +355,8 @@ class Laws:
     def check_empty(self, when: str) -> None:
         """Check that no page is held or fenced, except for pins."""
         ledger = self.ledger
-        free = tuple(ledger.free_pages(g) for g in range(len(self._P)))
+        groups = range(len(self._P))
+        free = tuple(ledger.free_pages(g) + ledger.cached_pages(g) for g in groups)
         idle = self.talks.idle_rows
         if self.pins.kept or idle:
             free = tuple(n + self._num_held(g, idle) for g, n in enumerate(free))
@@ -342,9 +372,12 @@ class Laws:
     def _num_held(self, g: int, rows: list[int]) -> int:
         """Count the pages of pins and rows; in window groups checkpoints may keep more."""
         window = self.scenario.settings.windows[g]
+        indexed = self.indexed.pages(g)
         if window is None:
-            return self.pins.num_held(g, rows)
-        held = int((self.ledger.ownership_map(g)[2][1:] > 0).sum())
+            return self.pins.num_held(g, rows, indexed)
+        holders = self.ledger.ownership_map(g)[2].copy()
+        holders[indexed] -= 1
+        held = int((holders[1:] > 0).sum())
         pages = self.ledger.page_table(g)[rows]
         in_table = len(np.unique(pages[pages > 0]))
         most = in_table + len(rows) * (-(-(window - 1) // int(self._P[g])) + 1)

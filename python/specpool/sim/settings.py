@@ -25,6 +25,8 @@ class Settings:
     overlap_depth: int = 0
     page_fencing: bool = True
     max_batch: int = 4
+    prefix_cache: bool = False
+    forgets: float = 0.0  # the share of turns in which the index gives up a salt's texts, or all
     max_sessions: int = 0
     session_pages: int | None = None
     host_pages: tuple[int, ...] = ()  # of each group; () = there is no host tier

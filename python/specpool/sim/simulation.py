@@ -16,6 +16,7 @@ from specpool.scheduler.step import Step
 from specpool.sim.arrivals import Arrival, Text
 from specpool.sim.controllers import simulated_controller
 from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
+from specpool.sim.indexed import Indexed
 from specpool.sim.laws import Laws
 from specpool.sim.source import Scenario
 from specpool.sim.talks import Talks
@@ -59,6 +60,7 @@ class Simulation:
             self._ledger,
             SchedulerConfig(
                 max_batch=settings.max_batch,
+                prefix_cache=settings.prefix_cache,
                 prefill_tokens=settings.prefill_tokens,
                 keeps_draft_kv=settings.keeps_draft_kv,
                 reads_tokens=settings.reads_tokens,
@@ -76,12 +78,14 @@ class Simulation:
         self.tally = Tally(scenarios=1)
         self._turn = 0
         self._flying: deque[_Flying] = deque()
+        self._indexed = Indexed(self._ledger, is_on=settings.prefix_cache)
         self._to_come = deque(arrival for arrival in scenario.arrivals if not arrival.session)
         self._talks = Talks(
             [arrival for arrival in scenario.arrivals if arrival.session],
             self._ledger,
             self._scheduler.conversations,
             settings,
+            self._indexed,
         )
         self._faults = {fault.step: fault.kind for fault in scenario.faults}
         self._watches: dict[int, Watch] = {}  # by request id, for those that have not ended
@@ -96,6 +100,7 @@ class Simulation:
             candidates=() if controller is None else controller.candidates,
             talks=self._talks,
             pins=self._pins,
+            indexed=self._indexed,
             watches=self._watches,
             tally=self.tally,
             note=self._note,
@@ -160,6 +165,9 @@ class Simulation:
             arrival = pinned.watch.arrival
             if arrival.unpin_after is not None and self._turn > arrival.turn + arrival.unpin_after:
                 self._unpin(pinned)
+        forgets = self.scenario.settings.forgets
+        if forgets and self._rng.random() < forgets:
+            self._scheduler.prefix_cache.forget(self._rng.choice([None, b"", b"a"]))
         for watch in self._watches.values():
             after = watch.arrival.abort_after
             if after is not None and self._turn > watch.came_at + after:
@@ -195,6 +203,8 @@ class Simulation:
         num_retracted = self._scheduler.num_retracted
         before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
         self._talks.look()
+        if self._scheduler.num_waiting:
+            self._indexed.look()
         steps = self._scheduler.schedule()
         self.tally.switches = self._scheduler.round_shapes.switch_ct
         pinned = self._pins.look()
@@ -330,6 +340,9 @@ class Simulation:
         self._laws.check_turn()
 
     def _check_end(self) -> None:
+        if (texts := self._scheduler.prefix_cache.stats()) is not None:
+            self.tally.reused += texts.hit_ct
+            self.tally.evictions += texts.eviction_ct
         self.tally.dropped_sessions += self._scheduler.conversations.drop_ct
         if self._host is not None:
             stats = self._host.stats()

@@ -2,7 +2,7 @@
 
 A request's text and the number of correct drafts at each root depend on its arrival and the
 position alone, not on the requests beside it. Samples share one prompt, and a request may begin
-with a pinned text.
+with a pinned text, or with some of an earlier request's prompt and output.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
     faults = tuple(Fault(step, rng.choice(kinds)) for step in steps)
     if not talks_only:
         arrivals = _share(random.Random(~seed), settings, arrivals)
+    alike = random.Random(seed ^ 0xCAC4E)
+    if alike.random() < 0.6:
+        settings = replace(settings, prefix_cache=True, forgets=alike.choice([0.0, 0.0, 0.02]))
+        arrivals = _begin_alike(alike, settings, arrivals)
     talks = random.Random(seed ^ 0x5E55)
     if talks.random() < 0.5 or talks_only:
         settings = replace(
@@ -158,6 +162,27 @@ def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> l
     return shared
 
 
+def _begin_alike(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> list[Arrival]:
+    """Return the requests, many of which begin as an earlier one; some have salts."""
+    share, num_salts = rng.choice([0.3, 0.8, 1.0]), rng.choice([1, 1, 2, 3])
+    if rng.random() < 0.2:  # nothing is shared but what samples and pins share
+        return arrivals
+    firsts = {arrival.sample_of for arrival in arrivals}
+    alike: list[Arrival] = []
+    seen: list[Arrival] = []  # few, so that many requests begin with the same text
+    for arrival in arrivals:
+        is_free = not (arrival.is_pin or arrival.sample_of or arrival.request_id in firsts)
+        if is_free and not arrival.origins:
+            if seen and rng.random() < share:
+                arrival = _begin_with(rng, rng.choice(seen), arrival, settings, has_output=True)
+            salt = rng.choice(["", "a", "b"][:num_salts])
+            arrival = replace(arrival, salt=salt)
+            if len(seen) < 6 or rng.random() < 0.2:
+                seen = [*seen[-5:], arrival]
+        alike.append(arrival)
+    return alike
+
+
 def _talk(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
     """Return the requests, some or all of them as turns of sessions."""
     share, num_sessions = rng.choice([0.5, 1.0, 1.0]), rng.choice([1, 4, 12])
@@ -197,12 +222,26 @@ def _talk(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
     return [by_id[a.request_id] if a.request_id in used else a for a in turned]
 
 
-def _begin_with(rng: random.Random, pin: Arrival, arrival: Arrival, settings: Settings) -> Arrival:
-    """Return the request with a prompt that begins with some or all of the pinned prompt."""
+def _begin_with(
+    rng: random.Random,
+    other: Arrival,
+    arrival: Arrival,
+    settings: Settings,
+    *,
+    has_output: bool = False,
+) -> Arrival:
+    """Return the request with a prompt that begins with some or all of another one's prompt.
+
+    With `has_output`, the other one's output counts as part of its prompt.
+    """
     own_len = min(arrival.prompt_len, settings.max_context_len - 1)
-    shared_len = rng.choice([pin.prompt_len, pin.prompt_len, rng.randint(1, pin.prompt_len)])
+    text_len = other.prompt_len
+    if has_output:
+        ends = other.max_len if other.stop_at is None else min(other.stop_at, other.max_len)
+        text_len = min(ends, settings.max_context_len - 1)
+    shared_len = rng.choice([text_len, text_len, rng.randint(1, text_len)])
     prompt_len = rng.choice([shared_len, min(shared_len + own_len, settings.max_context_len - 1)])
-    origins = tuple((n, min(end, shared_len)) for n, end in pin.origins)
+    origins = tuple((n, min(end, shared_len)) for n, end in other.origins)
     num_new = arrival.max_len - arrival.prompt_len
     max_len = min(prompt_len + num_new, settings.max_context_len)
     return replace(
@@ -210,7 +249,7 @@ def _begin_with(rng: random.Random, pin: Arrival, arrival: Arrival, settings: Se
         prompt_len=prompt_len,
         max_len=max_len,
         stop_at=None if arrival.stop_at is None else rng.randint(prompt_len, max_len + 4),
-        origins=(*origins, (pin.request_id, shared_len)),
+        origins=(*origins, (other.request_id, shared_len)),
     )
 
 

@@ -11,6 +11,7 @@ from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.rows.conversations import Conversations
 from specpool.sim.arrivals import STOP, Arrival
 from specpool.sim.device import BrokenLaw
+from specpool.sim.indexed import Indexed
 from specpool.sim.settings import Settings
 from specpool.sim.watch import Tally, Watch
 
@@ -51,8 +52,10 @@ class Talks:
         ledger: Ledger,
         conversations: Conversations,
         settings: Settings,
+        indexed: Indexed,
     ) -> None:
         self._ledger, self._conversations, self._settings = ledger, conversations, settings
+        self._indexed = indexed
         self._talks: dict[int, Talk] = {}  # by session number
         for arrival in arrivals:
             talk = self._talks.setdefault(arrival.session, Talk(deque(), arrival.turn))
@@ -126,13 +129,16 @@ class Talks:
                 found = min(found, int(self._ledger.drafted_len[row]))
             self._before[number] = conversation.drop_ct, self._cut_to(row, found)
 
-    def start(self, watch: Watch) -> Sequence[int] | None:
-        """Return the numbers of tokens with KV that a turn may find on its row; None = unknown."""
+    def start(self, watch: Watch, known_len: int) -> Sequence[int] | None:
+        """Return the numbers of tokens with KV that a turn may find on its row.
+
+        None = unknown, or the prefix index has more: `known_len` tokens.
+        """
         for number, talk in self._talks.items():
             if talk.watch is watch and number in self._before:
                 drop_ct, found = self._before[number]
                 assert talk.conversation is not None
-                if talk.conversation.drop_ct == drop_ct:
+                if talk.conversation.drop_ct == drop_ct and known_len <= found:
                     if self._settings.window is not None:  # the row may keep less than `found`
                         return range(found + 1)
                     talk.start, talk.drop_ct = found, drop_ct
@@ -169,8 +175,11 @@ class Talks:
             return length
         shorter = length
         for g, P in enumerate(self._settings.page_sizes):
-            if shorter < self._ledger.protected_len(g)[row]:
-                shorter -= shorter % P
+            if shorter % P and shorter < self._ledger.protected_len(g)[row]:
+                page = self._ledger.page_table(g)[row, shorter // P]
+                is_indexed = page in self._indexed.pages(g)
+                if not is_indexed or self._ledger.ownership_map(g)[2][page] != 2:
+                    shorter -= shorter % P
         return length if shorter == length else self._cut_to(row, shorter)
 
     def _kept_len(self, conversation: Conversation) -> int:

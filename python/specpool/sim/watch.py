@@ -38,6 +38,8 @@ class Tally:
     offloads: int = 0  # of requests' and sessions' KV, to the host
     reloads: int = 0
     failed_copies: int = 0
+    reused: int = 0  # tokens that admitted requests found in the prefix index
+    evictions: int = 0  # entries and pages that the index gave up to make room
 
     def add(self, other: Tally) -> None:
         """Add the counts of another simulation."""
@@ -108,18 +110,23 @@ class Pins:
             self.kept = [pinned for pinned in before if pinned.pin.prefix in prefixes]
         return before
 
-    def num_held(self, g: int, rows: Sequence[int]) -> int:
-        """Count the pages of rows and pins; check each page's number of holders in the ledger."""
+    def num_held(self, g: int, rows: Sequence[int], indexed: Ints) -> int:
+        """Count the pages of rows and pins; check each page's number of holders in the ledger.
+
+        `indexed` are the pages that the prefix index holds besides.
+        """
         table: npt.NDArray[np.int32] = self._ledger.page_table(g)
         pages = np.concatenate([table[rows].ravel(), *(pinned.pages[g] for pinned in self.kept)])
         counts = np.bincount(pages, minlength=self._ledger.groups[g].num_pages + 1)
         _, _, holders = self._ledger.ownership_map(g)
-        (wrong,) = (counts[1:] != holders[1:]).nonzero()
+        all_counts = counts.copy()
+        all_counts[indexed] += 1
+        (wrong,) = (all_counts[1:] != holders[1:]).nonzero()
         if len(wrong):
             page = int(wrong[0]) + 1
             raise BrokenLaw(
-                f"page {page} of group {g} is held by {counts[page]} rows and pins, the ledger "
-                f"says by {holders[page]}"
+                f"page {page} of group {g} is held by {all_counts[page]} rows, pins and texts, the "
+                f"ledger says by {holders[page]}"
             )
         return int((counts[1:] > 0).sum())
 

@@ -118,6 +118,20 @@ fn check_index(ledger: &Ledger, slots: &HashMap<(usize, i32, i64), Slot>) {
     }
 }
 
+/// How many of the tokens the entries know, one path of entries after the other.
+fn known_len(ledger: &Ledger, tokens: &[i32], salt: &[u8], needs_draft: bool) -> usize {
+    let (mut path, mut has_draft, mut best) = (Vec::new(), Vec::new(), 0);
+    for entry in ledger.index_entries().filter(|entry| entry.salt == salt) {
+        path.truncate(entry.start);
+        has_draft.truncate(entry.start);
+        path.extend_from_slice(entry.tokens);
+        has_draft.extend((0..entry.tokens.len()).map(|at| at < entry.drafted));
+        let drafted = has_draft.iter().take_while(|&&has| has).count();
+        best = best.max(common(&path, tokens).min(if needs_draft { drafted } else { path.len() }));
+    }
+    best
+}
+
 /// A claim may be refused for want of pages only if there are not enough free and cached ones.
 fn allow(error: &Error, available: &[usize]) {
     match error {
@@ -208,6 +222,7 @@ impl World {
         let needs_draft = self.rng.random_bool(0.3);
         let limit = self.rng.random_bool(0.3).then(|| self.rng.random_range(0..=tokens.len() as i32));
         let found = self.ledger.match_prefix(&tokens, SALTS[salt], limit, needs_draft).unwrap();
+        let known = known_len(&self.ledger, &tokens, SALTS[salt], needs_draft) as i32;
         let before = self.available();
         let row = match self.ledger.admit_cached(&tokens, SALTS[salt], limit, needs_draft, None) {
             Ok(row) => row,
@@ -232,6 +247,9 @@ impl World {
         }
         if needs_draft {
             assert_eq!(self.ledger.drafted_len()[at], found.len);
+        }
+        if !has_windows {
+            assert_eq!(found.len, known.min(limit.unwrap_or(tokens.len() as i32 - 1)), "as long as the entries allow");
         }
         self.num_hits += usize::from(found.len > 0);
         self.seat(row, tokens, salt, found.len as usize);

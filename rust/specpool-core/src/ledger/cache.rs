@@ -441,8 +441,20 @@ impl Ledger {
         }
         let drafts = |&entry: &u32| self.index.drafted(entry) == self.index.len(entry);
         let all_drafted = path.iter().take_while(|entry| drafts(entry)).count();
-        let partly = path.get(all_drafted).map_or(0, |&entry| self.index.drafted(entry));
-        let drafted = (all_drafted * self.index.span() + partly).min(len);
+        let behind = all_drafted * self.index.span();
+        let mut drafted = len;
+        if all_drafted < path.len() {
+            let partly = self.index.drafted(path[all_drafted]);
+            drafted = (behind + partly).min(len);
+            // Another text may agree with fewer tokens, and have draft KV of more.
+            let before = if all_drafted == 0 { root } else { path[all_drafted - 1] };
+            let nearest = self.index.nearest_drafted(before, &tokens[behind..limit]);
+            if let Some((other, num)) = nearest.filter(|&(_, num)| needs_draft && behind + num > drafted) {
+                path.truncate(all_drafted);
+                path.push(other);
+                drafted = behind + num;
+            }
+        }
         let mut hit = Hit { path, len: if needs_draft { drafted } else { len } as i32, drafted: drafted as i32 };
         while let Some(shorter) = self.next_shorter(&hit) {
             hit.len = shorter;

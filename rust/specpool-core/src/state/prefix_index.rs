@@ -179,6 +179,27 @@ impl PrefixIndex {
         (place, nearest.max_by_key(|&(_, agree)| agree))
     }
 
+    /// The child that knows the draft KV of most of `tokens`, and of how many; nothing if none knows any.
+    pub(crate) fn nearest_drafted(&self, parent: u32, tokens: &[i32]) -> Option<(u32, usize)> {
+        let children = self.children(parent);
+        let place = children.partition_point(|&child| self.tokens(child) < tokens);
+        let (before, after) = children.split_at(place);
+        let mut best = None;
+        // The further away, the fewer tokens agree.
+        for side in [&mut before.iter().rev() as &mut dyn Iterator<Item = &u32>, &mut after.iter()] {
+            for &child in side {
+                let (agree, most) = (common(self.tokens(child), tokens), best.map_or(0, |(_, most)| most));
+                if agree <= most {
+                    break;
+                }
+                if self.drafted(child).min(agree) > most {
+                    best = Some((child, self.drafted(child).min(agree)));
+                }
+            }
+        }
+        best
+    }
+
     /// Takes the memory for `num` more entries, each behind the one before, under `parent` (or under a new root), and
     /// for giving all entries up. Returns their lists of children.
     pub(crate) fn make_room(&mut self, parent: u32, num: usize) -> Result<Vec<Vec<u32>>> {
