@@ -21,7 +21,8 @@ from specpool.cli.options import checks
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.errors import ConfigError, CorruptState
-from specpool.memory.host.tier import Handle, HostTier
+from specpool.memory.host.handle import Handle
+from specpool.memory.host.tier import HostTier
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.step import Step

@@ -96,8 +96,8 @@ class EngineConfig:
             rows. A window group has the pages of `max_batch` windows and one prefill step, at most
             `num_pages`.
         kv_bytes: bytes for the KV buffers; None = half of the free memory.
-        host_bytes: bytes of host memory for the KV of retracted requests and idle sessions; 0 =
-            none, so their KV is computed again.
+        host_bytes: bytes of host memory for the KV of retracted requests, idle sessions and the
+            prefix cache's texts; 0 = none, so their KV is computed again.
         offload: which of them go to the host: `cost` = if the copies there and back take less time
             than a prefill, `always` = all that fit, `never` = none.
         adaptive: chooses a shape for each round of the requests that name none: `ema` = SGLang's

@@ -78,6 +78,7 @@ PREFIX_GAUGES = {
 }
 PREFIX_COUNTERS = {
     "hit_ct": ("prefix_hit_tokens", "Tokens of admitted requests whose KV was found."),
+    "host_ct": ("prefix_host_tokens", "Tokens of admitted requests whose KV was on the host."),
     "miss_ct": ("prefix_miss_tokens", "Tokens of admitted requests whose KV was not found."),
     "eviction_ct": ("prefix_evictions", "Entries and pages given up to make room."),
 }

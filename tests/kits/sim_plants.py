@@ -9,6 +9,8 @@ import heapq
 import numpy as np
 
 from specpool.errors import OutOfPages, SpecpoolError
+from specpool.memory.host.texts import HostTexts
+from specpool.memory.host.tier import HostTier
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefix_cache import PrefixCache
@@ -502,6 +504,25 @@ def retract_before_texts_give_way(patch):
     lie(patch, prepare_decode=prepare, _evictions=0)
 
 
+def know_a_block_by_its_own_tokens_alone(patch):
+    def keys(self, tokens, salt):
+        for end in range(self.block_len, len(tokens) + 1, self.block_len):
+            yield salt + bytes(tokens[end - self.block_len : end] % 2)
+
+    patch.setattr(HostTexts, "keys", keys)
+
+
+def give_blocks_away_that_a_reload_uses(patch):
+    def lend(self, *arguments, **named):
+        handle = lend_text(self, *arguments, **named)
+        for block in handle.blocks if handle else ():
+            block.users = 0
+        return handle
+
+    lend_text = HostTier.lend
+    patch.setattr(HostTier, "lend", lend)
+
+
 PLANTS = {
     write_no_draft_kv_in_plain_rounds: "DraftLag|draft KV",
     run_what_was_chosen_before: "runs with shape",
@@ -549,5 +570,7 @@ PLANTS = {
     take_a_hit_without_draft_kv: "is prefilled from .* on, it shares|position .* slot .* holds",
     index_the_text_of_another_row: "position .* slot .* holds|is prefilled from .* on, it shares",
     keep_a_row_for_the_index: "is held by|leak|pages free",
+    know_a_block_by_its_own_tokens_alone: "position .* slot .* holds",
+    give_blocks_away_that_a_reload_uses: "host page|position .* holds|IndexError|KeyError",
     retract_before_texts_give_way: "is retracted, though|kv_exhausted",
 }

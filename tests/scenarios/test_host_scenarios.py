@@ -11,6 +11,7 @@ import pytest
 from host_kit import World, groups
 from specpool import ConfigError, NotReady
 from specpool.memory.host.copies import HostMemory
+from specpool.memory.host.texts import HostTexts
 from specpool.memory.host.tier import HostTier
 
 
@@ -191,8 +192,8 @@ def test_scenario_46_groups_of_two_page_sizes_are_counted_in_their_own_pages(
     else:
         ample = 1 - short
         monkeypatch.setattr(
-            HostTier,
-            "_fits",
+            HostTexts,
+            "make_room",
             lambda self, num_pages: num_pages[ample] <= self._pages[ample].num_free,
         )
         world.offload(row)

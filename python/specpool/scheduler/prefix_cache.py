@@ -13,6 +13,7 @@ from specpool.errors import SpecpoolError
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.prefix_stats import PrefixStats
 from specpool.scheduler.requests.request import Request
+from specpool.scheduler.rows.host_handles import HostHandles
 from specpool.scheduler.rows.running import Running
 
 # A request waits for another one's prefill if that saves it more than this many tokens.
@@ -37,10 +38,20 @@ class Hit:
 class PrefixCache:
     """The part of the scheduler that keeps texts in the ledger's index, and finds them."""
 
-    def __init__(self, ledger: Ledger, config: SchedulerConfig, running: Running) -> None:
-        """Start with no text; `running` are the requests whose prefill may be waited for."""
+    def __init__(
+        self, ledger: Ledger, config: SchedulerConfig, running: Running, handles: HostHandles
+    ) -> None:
+        """Start with no text.
+
+        Args:
+            ledger: has the index.
+            config: says whether texts are kept, and whether there is draft KV.
+            running: the requests whose prefill may be waited for.
+            handles: keeps texts on the host, and brings them back.
+        """
         self._ledger, self._config, self._running = ledger, config, running
-        self._hit_ct = self._miss_ct = 0
+        self._handles = handles
+        self._hit_ct = self._host_ct = self._miss_ct = 0
         self._looked_up: tuple[int, Int32] = (0, np.zeros(0, np.int32))
 
     @property
@@ -70,16 +81,22 @@ class PrefixCache:
         tag = str(request.request_id)
         if not self._may_use(request):
             return self._ledger.admit(tag), 0
-        row = self._ledger.admit_cached(
-            self._tokens_of(request), request.salt, tag, needs_draft=self._needs_draft(request)
-        )
-        return row, int(self._ledger.resolved_len[row])
+        tokens, needs_draft = self._tokens_of(request), self._needs_draft(request)
+        row = self._ledger.admit_cached(tokens, request.salt, tag, needs_draft=needs_draft)
+        length = int(self._ledger.resolved_len[row])
+        self._handles.lend(request, tokens, length, needs_draft=needs_draft)
+        return row, length
 
     def count(self, request: Request, length: int) -> None:
         """Count the tokens that an admitted request found, and those that it did not."""
-        if self.is_on:
-            self._hit_ct += length
-            self._miss_ct += len(request.tokens) - length
+        if not self.is_on:
+            return
+        handle, from_host = request.handle, 0
+        if handle is not None and handle.blocks:
+            from_host = handle.length - length
+        self._hit_ct += length
+        self._host_ct += from_host
+        self._miss_ct += len(request.tokens) - length - from_host
 
     def is_coming(self, request: Request, length: int) -> bool:
         """Return whether a running prefill computes more of the request's first tokens.
@@ -113,9 +130,17 @@ class PrefixCache:
             self._ledger.index(request.row, tokens, request.salt)
             request.indexed_len = num_tokens
 
+    def leave(self, request: Request) -> None:
+        """Keep the text of a request that is about to lose its row; also on the host if it ends."""
+        self.index(request)
+        if self.is_on and request.row and request.finish_reason is not None:
+            if not request.tainted:
+                self._handles.save_text(request)
+
     def forget(self, salt: bytes | None = None) -> None:
         """Drop all texts, or those of one salt."""
         self._ledger.forget(salt)
+        self._handles.forget_texts(salt)
         for request in self._running:
             if salt in (None, request.salt):
                 request.indexed_len = 0
@@ -127,6 +152,7 @@ class PrefixCache:
         num_entries, num_tokens, eviction_ct = self._ledger.index_size
         return PrefixStats(
             hit_ct=self._hit_ct,
+            host_ct=self._host_ct,
             miss_ct=self._miss_ct,
             num_entries=num_entries,
             num_tokens=num_tokens,

@@ -11,6 +11,7 @@ class PrefixStats:
 
     Attributes:
         hit_ct: tokens of admitted requests whose KV was found.
+        host_ct: tokens of admitted requests whose KV was found on the host.
         miss_ct: tokens of admitted requests whose KV was not found.
         num_entries: entries of the index: pieces of text of up to the least common multiple of the
             page sizes.
@@ -21,6 +22,7 @@ class PrefixStats:
     """
 
     hit_ct: int
+    host_ct: int
     miss_ct: int
     num_entries: int
     num_tokens: int

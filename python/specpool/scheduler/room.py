@@ -76,6 +76,7 @@ class Room:
     def requeue(self, request: Request) -> None:
         """Queue a request again whose row is gone; it keeps its tokens."""
         self._running.leave(request)
+        self._rows.return_lent(request)
         request.post()
         request.num_retractions += 1
         self.num_retracted += 1

@@ -92,10 +92,10 @@ class Scheduler:
         self._running = running
         self.pins = Pins(ledger)
         self.handles = HostHandles(host, keeps_draft_kv=config.keeps_draft_kv)
-        self.prefix_cache = PrefixCache(ledger, config, running)
+        self.prefix_cache = PrefixCache(ledger, config, running, self.handles)
 
         def leave(request: Request) -> None:
-            self.prefix_cache.index(request)
+            self.prefix_cache.leave(request)
             before_release(request)
 
         self.rows = Rows(ledger, self.handles, leave)
@@ -408,9 +408,12 @@ class Scheduler:
 
     def _come_back(self, request: Request, length: int) -> None:
         """Note that a reload has brought back `length` tokens; after the last, prefill the rest."""
-        if request.handle is not None and length == request.handle.length:
+        handle = request.handle
+        if handle is not None and length == handle.length:
             request.handle = None
-            self._running.go_on(request, self.conversations.start(request, request.row))
+            is_text = bool(handle.blocks)  # all of it is of use
+            kept_len = length if is_text else self.conversations.start(request, request.row)
+            self._running.go_on(request, kept_len)
             if request.prefilled_len == request.prefill_len - 1:  # no prefill will fork them
                 self._waiting.part(request)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
-from specpool.memory.host.tier import Moves
+from specpool.memory.host.handle import Moves
 from specpool.scheduler.step import Step, StepResult
 from specpool.sim.arrivals import Text
 from specpool.sim.settings import Settings

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from specpool._core import Shape
 from specpool.errors import StalePlan
-from specpool.memory.host.tier import Handle, HostTier
+from specpool.memory.host.handle import Handle
+from specpool.memory.host.tier import HostTier
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
@@ -18,6 +19,7 @@ from specpool.sim.controllers import simulated_controller
 from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
 from specpool.sim.indexed import Indexed
 from specpool.sim.laws import Laws
+from specpool.sim.settings import Settings
 from specpool.sim.source import Scenario
 from specpool.sim.talks import Talks
 from specpool.sim.watch import Pinned, Pins, Tally, Watch
@@ -58,16 +60,7 @@ class Simulation:
         controller = simulated_controller(settings, scenario.seed)
         self._scheduler = Scheduler(
             self._ledger,
-            SchedulerConfig(
-                max_batch=settings.max_batch,
-                prefix_cache=settings.prefix_cache,
-                prefill_tokens=settings.prefill_tokens,
-                keeps_draft_kv=settings.keeps_draft_kv,
-                reads_tokens=settings.reads_tokens,
-                headroom=settings.headroom,
-                max_idle=settings.max_sessions,
-                idle_pages=settings.session_pages,
-            ),
+            _scheduler_config(settings),
             host=self._host,
             controller=controller,
             before_release=lambda victim: self._laws.check_need(
@@ -342,6 +335,7 @@ class Simulation:
     def _check_end(self) -> None:
         if (texts := self._scheduler.prefix_cache.stats()) is not None:
             self.tally.reused += texts.hit_ct
+            self.tally.from_host += texts.host_ct
             self.tally.evictions += texts.eviction_ct
         self.tally.dropped_sessions += self._scheduler.conversations.drop_ct
         if self._host is not None:
@@ -364,3 +358,16 @@ class Simulation:
     def _note(self, event: str) -> None:
         if self._keeps_trace:
             self.trace.append(f"turn {self._turn}: {event}")
+
+
+def _scheduler_config(settings: Settings) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_batch=settings.max_batch,
+        prefix_cache=settings.prefix_cache,
+        prefill_tokens=settings.prefill_tokens,
+        keeps_draft_kv=settings.keeps_draft_kv,
+        reads_tokens=settings.reads_tokens,
+        headroom=settings.headroom,
+        max_idle=settings.max_sessions,
+        idle_pages=settings.session_pages,
+    )

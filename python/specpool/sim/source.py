@@ -79,10 +79,7 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
     faults = tuple(Fault(step, rng.choice(kinds)) for step in steps)
     if not talks_only:
         arrivals = _share(random.Random(~seed), settings, arrivals)
-    alike = random.Random(seed ^ 0xCAC4E)
-    if alike.random() < 0.6:
-        settings = replace(settings, prefix_cache=True, forgets=alike.choice([0.0, 0.0, 0.02]))
-        arrivals = _begin_alike(alike, settings, arrivals)
+    settings, arrivals = _begin_alike(random.Random(seed ^ 0xCAC4E), settings, arrivals)
     talks = random.Random(seed ^ 0x5E55)
     if talks.random() < 0.5 or talks_only:
         settings = replace(
@@ -162,11 +159,16 @@ def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> l
     return shared
 
 
-def _begin_alike(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> list[Arrival]:
-    """Return the requests, many of which begin as an earlier one; some have salts."""
+def _begin_alike(
+    rng: random.Random, settings: Settings, arrivals: list[Arrival]
+) -> tuple[Settings, list[Arrival]]:
+    """Return both, mostly with a prefix cache: many requests then begin as an earlier one."""
+    if rng.random() >= 0.6:
+        return settings, arrivals
+    settings = replace(settings, prefix_cache=True, forgets=rng.choice([0.0, 0.0, 0.02]))
     share, num_salts = rng.choice([0.3, 0.8, 1.0]), rng.choice([1, 1, 2, 3])
     if rng.random() < 0.2:  # nothing is shared but what samples and pins share
-        return arrivals
+        return settings, arrivals
     firsts = {arrival.sample_of for arrival in arrivals}
     alike: list[Arrival] = []
     seen: list[Arrival] = []  # few, so that many requests begin with the same text
@@ -180,7 +182,7 @@ def _begin_alike(rng: random.Random, settings: Settings, arrivals: list[Arrival]
             if len(seen) < 6 or rng.random() < 0.2:
                 seen = [*seen[-5:], arrival]
         alike.append(arrival)
-    return alike
+    return settings, alike
 
 
 def _talk(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:

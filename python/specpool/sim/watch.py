@@ -39,6 +39,7 @@ class Tally:
     reloads: int = 0
     failed_copies: int = 0
     reused: int = 0  # tokens that admitted requests found in the prefix index
+    from_host: int = 0  # tokens of texts that came back from the host
     evictions: int = 0  # entries and pages that the index gave up to make room
 
     def add(self, other: Tally) -> None:

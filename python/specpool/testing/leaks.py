@@ -13,9 +13,8 @@ import pytest
 
 from specpool import Ledger
 
-# The most pages that a report names.
 _AT_REST = (0, 4)  # free and cached, as `Ledger.ownership_map` numbers them
-_MAX_PAGES = 8
+_MAX_PAGES = 8  # the most that a report names
 
 
 def assert_no_page_leaked(ledger: Ledger, *, kept_prefixes: Iterable[int] = ()) -> None:

@@ -21,8 +21,8 @@ from specpool.errors import ConfigError
 from specpool.kernels.transfer import upload
 from specpool.kernels.twin_moves import PageBlocked
 from specpool.memory.host.copy_cost import CopyCost
+from specpool.memory.host.handle import Moves
 from specpool.memory.host.pages import Pages
-from specpool.memory.host.tier import Moves
 from specpool.memory.kv_cache import KVCache
 from specpool.memory.pools import free_bytes
 

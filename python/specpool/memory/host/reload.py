@@ -6,7 +6,8 @@ from contextlib import suppress
 
 from specpool.errors import NotReady
 from specpool.memory.host.copies import _synchronize
-from specpool.memory.host.tier import Handle, HostTier
+from specpool.memory.host.handle import Handle
+from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
 
 

@@ -1,72 +1,25 @@
-"""`HostTier`: keeps the KV of retracted requests and idle sessions on the host (docs/host.md).
+"""`HostTier`: keeps KV of retracted requests, idle sessions and texts on the host (docs/host.md).
 
 A request's KV is either in a row of the ledger or held by a `Handle`; it is in both only while the
-steps of a reload run. A handle holds target and draft KV, with pages in every group. `Copies`
+steps of a reload run. A handle holds target and draft KV, with pages in every group. Texts are
+kept in blocks (`texts.py`), from which a handle is lent. `Copies`
 copies the pages. `copies.py` copies real memory; the simulator has a stand-in whose copies fail at
 random.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
+from specpool.arrays import Int32
 from specpool.config import Offload
 from specpool.errors import CorruptState, OrderError, OutOfPages, ShapeError
+from specpool.memory.host.handle import Copies, Handle, Moves
 from specpool.memory.host.pages import HostPages, Pages
-
-#: For each group: device pages, and as many host pages.
-Moves = Sequence[tuple[npt.NDArray[np.int32], Pages]]
-
-
-class Copies(Protocol):
-    """The part that copies pages to the host and back, in the order of the forwards.
-
-    Attributes:
-        num_pages: host pages of each group.
-        page_bytes: bytes of a page of each group.
-    """
-
-    num_pages: list[int]
-    page_bytes: list[int]
-
-    def save(self, moves: Moves) -> None:
-        """Copy pages of the device to host pages."""
-
-    def load(self, moves: Moves) -> None:
-        """Copy host pages to pages of the device."""
-
-    def seconds(self, num_pages: Sequence[int]) -> float:
-        """Estimate the seconds to copy `num_pages` of each group to the host and back."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Handle:
-    """The KV of one row on the host; valid until it is dropped, trimmed or reloaded.
-
-    Attributes:
-        number: the handle's number, from 1.
-        tag: the tag of the row that it came from.
-        length: tokens; the `resolved_len` of the row after a reload.
-        drafted_len: positions below it have valid draft KV.
-        last_start: the earliest start of a reload's last extend. An extend from there evicts all
-            pages that are not on the host.
-        columns: for each group, the first column of the page table that is held.
-        pages: for each group, the host pages from that column on.
-    """
-
-    number: int
-    tag: str | None
-    length: int
-    drafted_len: int
-    last_start: int
-    columns: tuple[int, ...]
-    pages: tuple[Pages, ...]
+from specpool.memory.host.texts import HostTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +46,9 @@ class HostStats:
         unfit_ct: rows that were not offloaded because a trim has left less of a window than a
             reload needs.
         failed_ct: copies that failed, in either direction.
+        text_tokens: tokens of texts whose KV is kept for later requests.
+        lent_ct: texts that began to come back for a request.
+        text_eviction_ct: blocks of texts that gave way to others.
     """
 
     groups: tuple[HostPoolStats, ...]
@@ -103,6 +59,9 @@ class HostStats:
     full_ct: int
     unfit_ct: int
     failed_ct: int
+    text_tokens: int
+    lent_ct: int
+    text_eviction_ct: int
 
 
 class HostTier:
@@ -110,6 +69,7 @@ class HostTier:
 
     Attributes:
         ledger: the ledger of the rows.
+        texts: the texts that are kept for later requests. They give way to rows.
     """
 
     def __init__(self, ledger: Ledger, copies: Copies, *, policy: Offload = "cost") -> None:
@@ -117,12 +77,13 @@ class HostTier:
         self.ledger = ledger
         self._copies, self._policy = copies, policy
         self._pages = [HostPages(n) for n in copies.num_pages]
+        self._numbers = itertools.count(1)  # of handles and blocks
+        self.texts = HostTexts(ledger, copies, self._pages, self._numbers, self._is_worth)
         self._sizes = [group.page_size for group in ledger.groups]
         self._windows = [group.window for group in ledger.groups]
         self._handles: dict[int, Handle] = {}
-        self._num_handles = 0
         self._offload_ct = self._reload_ct = self._drop_ct = 0
-        self._full_ct = self._unfit_ct = self._failed_ct = 0
+        self._full_ct = self._unfit_ct = self._failed_ct = self._lent_ct = 0
 
     def offload(self, row: int) -> Handle | None:
         """Offload a quiet row: copy its KV to host pages and retract it.
@@ -143,10 +104,10 @@ class HostTier:
         if last_start >= length:
             self._unfit_ct += length > 0
             return None
-        if not self._fits(num_pages):
+        if not self.texts.make_room(num_pages):
             self._full_ct += 1
             return None
-        number = self._num_handles + 1
+        number = next(self._numbers)
         handle = Handle(
             number,
             self.ledger.tag(row),
@@ -156,7 +117,7 @@ class HostTier:
             columns,
             tuple(g.take(n, number) for g, n in zip(self._pages, num_pages, strict=True)),
         )
-        self._handles[number], self._num_handles = handle, number
+        self._handles[number] = handle
         try:
             try:
                 self._copies.save(self._moves(handle, row, 0, length))
@@ -169,6 +130,30 @@ class HostTier:
             self._give_back(handle)
             raise
         self._offload_ct += 1
+        return handle
+
+    def lend(
+        self, tokens: Int32, salt: bytes, start: int, token_seconds: float, *, needs_draft: bool
+    ) -> Handle | None:
+        """Return a handle for a row that has `start` tokens of a text of which more is here.
+
+        The handle brings back all that is here but the last token of `tokens`, whose forward has to
+        run. Drop it if it is not reloaded. The text stays here.
+
+        Args:
+            tokens: the row's tokens to be, [n].
+            salt: the salt of the text.
+            start: tokens with KV in the row.
+            token_seconds: seconds of prefill per token.
+            needs_draft: whether only blocks with draft KV are of use.
+
+        Returns:
+            None if nothing more is here, or if the copies do not pay.
+        """
+        handle = self.texts.lend(tokens, salt, start, token_seconds, needs_draft=needs_draft)
+        if handle is not None:
+            self._handles[handle.number] = handle
+            self._lent_ct += 1
         return handle
 
     def next_extend(self, handle: Handle, start: int) -> tuple[int, bool]:
@@ -212,6 +197,7 @@ class HostTier:
         except BaseException:
             self._failed_ct += 1
             for handle in handles:
+                self.texts.discard(handle.blocks)  # else the next request would try it again
                 self._give_back(handle)
             raise
         for handle, end in zip(handles, lanes[2], strict=True):
@@ -260,8 +246,9 @@ class HostTier:
             ShapeError: `length` is not in [0, handle.length].
         """
         self._check(handle)
-        if not 0 <= length <= handle.length:
-            raise ShapeError(f"length must be in [0, {handle.length}], got {length}")
+        if not 0 <= length <= handle.length or handle.blocks:
+            lent = " and no lent handle" if handle.blocks else ""
+            raise ShapeError(f"length must be in [0, {handle.length}]{lent}, got {length}")
         if length == handle.length:
             return handle
         if handle.last_start >= length:
@@ -300,10 +287,8 @@ class HostTier:
             row: the row that will be retracted.
             token_seconds: seconds of prefill per token.
         """
-        if self._policy != "cost":
-            return self._policy == "always"
-        seconds = self._copies.seconds(self._held(row)[1])
-        return seconds < int(self.ledger.resolved_len[row]) * token_seconds
+        num_tokens = int(self.ledger.resolved_len[row])
+        return self._is_worth(self._held(row)[1], num_tokens, token_seconds)
 
     def holds(self, handle: Handle) -> bool:
         """Return whether the handle is valid: not dropped, trimmed or reloaded."""
@@ -329,11 +314,14 @@ class HostTier:
             self._drop_ct,
             self._full_ct,
             self._unfit_ct,
-            self._failed_ct,
+            self._failed_ct + self.texts.failed_ct,
+            len(self.texts) * self.texts.block_len,
+            self._lent_ct,
+            self.texts.eviction_ct,
         )
 
     def check(self) -> None:
-        """Check that every host page is free or held by exactly one handle.
+        """Check that every host page is free, or held by exactly one handle or block of a text.
 
         Raises:
             CorruptState: the message has one line for each broken invariant.
@@ -348,20 +336,24 @@ class HostTier:
     def recover(self, kept: Sequence[Handle]) -> list[Handle]:
         """Keep only these handles, after Ctrl-C at any point; return those that are valid."""
         self._handles = {h.number: h for h in kept if self._handles.get(h.number) is h}
+        self.texts.recover([handle.blocks for handle in self.handles])
         for g, pages in enumerate(self._pages):
             pages.reset(self._held_pages(g))
         return self.handles
 
     def close(self) -> None:
-        """Drop all handles. A second call does nothing."""
+        """Drop all handles and texts. A second call does nothing."""
         for handle in self.handles:
             self.drop(handle)
+        self.texts.forget()
 
     # --- helpers --------------------------------------------------------------------------------
 
     def _held_pages(self, group: int) -> dict[int, Pages]:
-        """Return handle number -> its pages of a group."""
-        return {number: handle.pages[group] for number, handle in self._handles.items()}
+        """Return number of a handle or a block -> its pages of a group."""
+        handles = [handle for handle in self._handles.values() if not handle.blocks]
+        own = {handle.number: handle.pages[group] for handle in handles}
+        return own | self.texts.held(group)
 
     def _held(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return, for each group, the row's first column with a page and its number of pages."""
@@ -382,9 +374,11 @@ class HostTier:
                 starts.append(evicted + window - 1)
         return max(starts)
 
-    def _fits(self, num_pages: Sequence[int]) -> bool:
-        """Return whether every group has `num_pages` free host pages."""
-        return all(n <= g.num_free for n, g in zip(num_pages, self._pages, strict=True))
+    def _is_worth(self, num_pages: Sequence[int], num_tokens: int, token_seconds: float) -> bool:
+        """Return whether to copy these pages, as the policy says, or if a prefill takes longer."""
+        if self._policy != "cost":
+            return self._policy == "always"
+        return self._copies.seconds(num_pages) < num_tokens * token_seconds
 
     def _moves(self, handle: Handle, row: int, start: int, end: int) -> Moves:
         """Return, per group, the row's pages of slots `[start, end)` and their host pages."""
@@ -403,6 +397,10 @@ class HostTier:
             )
 
     def _give_back(self, handle: Handle) -> None:
-        if self._handles.pop(handle.number, None) is not None:
+        if self._handles.pop(handle.number, None) is None:
+            return
+        if handle.blocks:
+            self.texts.release(handle.blocks)
+        else:
             for pool, pages in zip(self._pages, handle.pages, strict=True):
                 pool.give_back(pages)

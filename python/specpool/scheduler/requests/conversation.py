@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specpool.memory.host.tier import Handle
+    from specpool.memory.host.handle import Handle
 
 Message = Mapping[str, Any]
 

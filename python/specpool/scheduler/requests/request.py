@@ -13,7 +13,7 @@ from specpool.scheduler.requests.latency import Times
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
-    from specpool.memory.host.tier import Handle
+    from specpool.memory.host.handle import Handle
     from specpool.scheduler.pins import Pin
     from specpool.scheduler.requests.conversation import Conversation, Message, Said
 

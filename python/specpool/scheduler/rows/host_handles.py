@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
+import numpy as np
+
+from specpool.arrays import Int32
 from specpool.errors import NotReady
-from specpool.memory.host.tier import Handle, HostTier
+from specpool.memory.host.handle import Handle
+from specpool.memory.host.tier import HostTier
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
 
@@ -42,8 +46,35 @@ class HostHandles:
             drafted_len = handle.drafted_len if self._keeps_draft_kv else handle.length
             request.handle = self._host.trim(handle, request.useful_len(handle.length, drafted_len))
 
+    def save_text(self, request: Request) -> None:
+        """Keep the KV of a request's text on the host, as far as it is indexed, if that pays."""
+        if self._host is not None and request.indexed_len:
+            tokens = np.array(request.tokens[: request.indexed_len], np.int32)
+            self._host.texts.save(request.row, tokens, request.salt, self.token_seconds)
+
+    def lend(self, request: Request, tokens: Int32, start: int, *, needs_draft: bool) -> None:
+        """Let a request that has `start` tokens with KV bring back what the host has of the rest.
+
+        `tokens` are its tokens. With siblings it gets none: they are forked behind a prefill.
+        """
+        if self._host is not None and not request.siblings:
+            request.handle = self._host.lend(
+                tokens, request.salt, start, self.token_seconds, needs_draft=needs_draft
+            )
+
+    def forget_texts(self, salt: bytes | None = None) -> None:
+        """Drop the texts on the host, or those of one salt."""
+        if self._host is not None:
+            self._host.texts.forget(salt)
+
+    def return_lent(self, request: Request) -> None:
+        """Drop a handle that was lent to a request for the row that it loses."""
+        if request.handle is not None and request.handle.blocks:
+            self.drop(request)
+
     def return_handle(self, request: Request) -> None:
         """Give a request's handle back to its conversation, or drop it if there is none."""
+        self.return_lent(request)
         handle, conversation = request.handle, request.conversation
         if conversation is None:
             self.drop(request)

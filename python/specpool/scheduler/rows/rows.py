@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from specpool._core import Ledger, Plan
 from specpool.errors import SpecpoolError
-from specpool.memory.host.tier import Handle
+from specpool.memory.host.handle import Handle
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.rows.host_handles import HostHandles
 
@@ -43,6 +43,10 @@ class Rows:
     def retract(self, row: int) -> None:
         """Give back a row whose request or conversation may come back."""
         self._ledger.retract(row)
+
+    def return_lent(self, request: Request) -> None:
+        """Drop what the host has lent a request for the row that it has lost."""
+        self._handles.return_lent(request)
 
     def release(self, row: int) -> Handle | None:
         """Give back a row; move its KV to the host first if that pays.
