@@ -19,7 +19,7 @@ STOP = 1 << 20
 # The number of places in the table of words at which a text may begin.
 _NUM_STARTS = (1 << 16) - (1 << 12)
 # No two are equal, so two texts are equal as far as they have the same origins.
-_WORDS = (2 * np.random.default_rng(0).permutation(STOP)[: 1 << 16] + 1).tolist()
+_WORDS = 2 * np.random.default_rng(0).permutation(STOP)[: 1 << 16].tolist()  # twice the list
 _LOG_DICE = np.tile(np.log(np.random.default_rng(1).uniform(1e-9, 1.0, 1 << 16)), 2)
 
 
