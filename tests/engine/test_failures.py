@@ -499,6 +499,35 @@ def test_a_failed_prefill_makes_the_round_behind_it_stale(target, texts):
     assert cancelled
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stale_step_takes_the_steps_behind_it_along(target, texts, depth, mixed):
+    """They are prepared anew in the next turn, because only the newest step can be undone."""
+    config = EngineConfig(overlap_depth=depth, max_context_len=128, max_batch=3, mixed_chunks=mixed)
+    engine = Engine(target, config=config)
+    scheduler, outputs = engine.core.scheduler, dict[int, Any]()
+    launch, aborted = scheduler.launch, []
+
+    def launch_behind_an_abort(step):
+        if not step.is_decode and scheduler.num_running == 2:  # a round is prepared behind it
+            aborted.append(step)
+            scheduler.abort(step.requests[0])
+        launch(step)
+
+    engine.submit(PROMPTS[0], PARAMS, on_item=outputs.__setitem__)
+    for _ in range(3):
+        engine.turn()
+    scheduler.launch = launch_behind_an_abort  # type: ignore[method-assign]
+    engine.submit(PROMPTS[1], PARAMS, on_item=outputs.__setitem__)
+    while engine.turn():
+        pass
+    first, second = (outputs[n] for n in sorted(outputs))
+    assert len(aborted) == 1
+    assert first.token_ids == texts[0] and first.error is None
+    assert second.finish_reason == "abort"
+    assert_no_page_leaked(engine)
+
+
 @pytest.mark.parametrize("number", [3, 6])
 def test_what_came_before_a_failed_round_is_not_lost(target, texts, number):
     """Results that are on their way when a later forward fails are taken over first."""

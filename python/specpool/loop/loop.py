@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -193,8 +193,9 @@ class Loop:
         forwards = [step for step in steps if step.handles is None]
         together = len(forwards) > 1 and self._mixed_chunks
         groups = [forwards] if together else [[step] for step in forwards]
-        for group in [*([step] for step in reloads), *groups]:
-            self._launch(group)
+        behind = deque([*([step] for step in reloads), *groups])
+        while behind:
+            self._launch(behind.popleft(), behind)
         last = self._turns - (self._overlap_depth if steps else 1)
         while self._flying and self._flying[0].turn <= last:
             self._take_over(self._flying.popleft())
@@ -214,21 +215,27 @@ class Loop:
         if error is not None:
             raise error
 
-    def _launch(self, steps: list[Step]) -> None:
-        """Enqueue the forward of one step, or of a prefill and a round side by side."""
+    def _launch(self, steps: list[Step], behind: deque[list[Step]]) -> None:
+        """Enqueue the forward of one step, or of a prefill and a round side by side.
+
+        If a step cannot be launched, it is undone, with those `behind` it, which are then gone.
+        """
         for group, num_pages in enumerate(self._num_pages):
             available = self._ledger.free_pages(group) + self._ledger.cached_pages(group)
             used = num_pages - available
             self.peak_pages[group] = max(self.peak_pages[group], used)
-        launched = []
+        launched = list[Step]()
         for step in steps:
             try:
                 self.scheduler.launch(step)
             except StalePlan:  # an earlier forward of this turn failed and released one of its rows
-                self._num_lost += 1
-                self.scheduler.cancel(step)
-            else:
-                launched.append(step)
+                lost = [*steps[len(launched) :], *chain(*behind)]
+                self._num_lost += len(lost)
+                for each in reversed(lost):
+                    self.scheduler.cancel(each)
+                behind.clear()
+                break
+            launched.append(step)
         if not launched:
             return
         started, pending = time.perf_counter(), list[PendingStep | None]()

@@ -122,8 +122,9 @@ class Simulation:
         try:
             self._come_and_go()
             steps = self._schedule()
-            for step in steps:
-                self._launch(step)
+            behind = deque(steps)
+            while behind:
+                self._launch(behind.popleft(), behind)
             depth = self.scenario.settings.overlap_depth if steps else 1
             if steps and self.scenario.settings.is_late:
                 depth += self._rng.randint(-1, 1)  # results come early or late
@@ -212,13 +213,15 @@ class Simulation:
             self._laws.check_admission(pinned, self._turn)
         return steps
 
-    def _launch(self, step: Step) -> None:
+    def _launch(self, step: Step, behind: deque[Step]) -> None:
         number = step.plan.step
         try:
             self._scheduler.launch(step)
         except StalePlan:
             self._note(f"step {number} is stale")
-            self._scheduler.cancel(step)
+            for each in reversed([step, *behind]):
+                self._scheduler.cancel(each)
+            behind.clear()
             return
         self._note(
             f"step {number}: {step.plan.kind} of "
