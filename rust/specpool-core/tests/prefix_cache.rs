@@ -102,9 +102,13 @@ fn common(a: &[i32], b: &[i32]) -> usize {
 /// Checks that every page of the index holds the KV of its tokens.
 fn check_index(ledger: &Ledger, slots: &HashMap<(usize, i32, i64), Slot>) {
     let mut path = Vec::new();
+    let mut starts = ledger.index_entries().map(|entry| entry.start).skip(1);
     for entry in ledger.index_entries() {
         path.truncate(entry.start);
         path.extend_from_slice(entry.tokens);
+        let has_more = starts.next().is_some_and(|start| start > entry.start);
+        let has_page = entry.pages.iter().any(|pages| pages.iter().any(|&page| page > 0));
+        assert!(has_more || has_page, "an entry without pages leads nowhere: {path:?}");
         let salt = SALTS.iter().position(|&salt| salt == entry.salt).unwrap();
         for (at, pages) in entry.pages.iter().enumerate() {
             let size = ledger.group_spec(at).unwrap().page_size as usize;
@@ -241,7 +245,7 @@ impl World {
         let longest = self.indexed.iter().filter(|(other, _)| *other == salt);
         let longest = longest.map(|(_, other)| common(other, &tokens)).max().unwrap_or(0);
         let most = longest.min(limit.map_or(tokens.len() - 1, |limit| limit as usize)) as i32;
-        let has_windows = (0..self.ledger.num_groups()).any(|at| self.ledger.group_spec(at).unwrap().window.is_some());
+        let has_windows = self.has_windows();
         if self.is_complete && !needs_draft && !has_windows {
             assert_eq!(found.len, most, "complete");
         }
@@ -253,6 +257,10 @@ impl World {
         }
         self.num_hits += usize::from(found.len > 0);
         self.seat(row, tokens, salt, found.len as usize);
+    }
+
+    fn has_windows(&self) -> bool {
+        (0..self.ledger.num_groups()).any(|at| self.ledger.group_spec(at).unwrap().window.is_some())
     }
 
     fn available(&self) -> Vec<usize> {
@@ -409,6 +417,8 @@ impl World {
         match self.ledger.index(Row(row), &tokens[..len], SALTS[salt]) {
             Ok(done) => {
                 assert!(done as usize <= len);
+                let known = known_len(&self.ledger, &tokens[..done as usize], SALTS[salt], false);
+                assert!(known == done as usize || self.has_windows(), "{known} of {done} tokens are known");
                 self.indexed.push((salt, tokens[..done as usize].to_vec()));
             }
             Err(Error::NotReady(_)) => assert_eq!((self.ledger.state_hash(), self.ledger.digest()), before),

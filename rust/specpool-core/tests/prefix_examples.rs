@@ -67,6 +67,49 @@ fn what_was_used_least_recently_goes_first_and_the_end_of_a_text_before_its_begi
 }
 
 #[test]
+fn a_text_that_is_computed_again_is_used_again() {
+    let mut ledger = ledger(vec![group(4, 15, None)]);
+    for first in [100, 200, 100] {
+        kept(&mut ledger, &tokens(first, 14), b"");
+    }
+    assert_eq!((ledger.free_pages(0), ledger.cached_pages(0)), (Ok(7), Ok(8)), "a text is kept once");
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 40, true);
+    assert_eq!([100, 200].map(|first| hit(&ledger, &tokens(first, 14), b"")), [14, 4]);
+}
+
+#[test]
+fn shared_pages_are_those_of_rows_that_the_index_holds_too() {
+    let mut ledger = ledger(vec![group(4, 15, None)]);
+    let row = computed(&mut ledger, &tokens(100, 10), b"");
+    let other = ledger.admit_cached(&tokens(100, 10), b"", None, false, None).unwrap();
+    extend(&mut ledger, other, 16, true);
+    assert_eq!((ledger.shared_pages(0), ledger.cached_pages(0)), (Ok(3), Ok(0)));
+    ledger.finish(row).unwrap();
+    assert_eq!((ledger.shared_pages(0), ledger.cached_pages(0)), (Ok(2), Ok(1)));
+    ledger.finish(other).unwrap();
+    assert_eq!((ledger.shared_pages(0), ledger.cached_pages(0)), (Ok(0), Ok(3)));
+}
+
+#[test]
+fn the_bytes_of_the_index_are_those_of_its_numbers() {
+    let mut config = config(vec![group(64, 1_100, None)]);
+    config.max_context_len = 256;
+    let mut ledger = Ledger::new(config).unwrap();
+    let empty = ledger.index_bytes();
+    for first in 0..250 {
+        kept(&mut ledger, &tokens(1_000 * first, 256), b"");
+    }
+    let (num_entries, num_tokens, _) = ledger.index_size();
+    assert_eq!((num_entries, num_tokens), (1_000, 64_000));
+    // Tokens, a page, a record of 40 to 100 bytes and the list of children; a store has up to twice what it needs.
+    let least = 1_000 * (64 * 4 + 4 + 40);
+    let bytes = ledger.index_bytes() - empty;
+    assert!((least..5 * least / 2).contains(&bytes), "{empty} empty, {bytes} for {least} at least");
+    assert!(empty < 100, "{empty}");
+}
+
+#[test]
 fn a_beginning_that_others_continue_outlives_its_own_page() {
     // A second row computes the beginning itself and continues it, so it holds only the end of the kept text.
     let mut ledger = ledger(vec![group(4, 15, None)]);

@@ -134,6 +134,7 @@ impl Ledger {
             let piece = &tokens[len..tokens.len().min(len + span)];
             let entry = match self.next_step(parent, piece) {
                 Step::Known(entry, _) => {
+                    self.touch(entry);
                     own_end = if self.refresh(row, entry, len, piece.len()) { len + piece.len() } else { own_end };
                     entry
                 }
