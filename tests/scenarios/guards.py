@@ -180,6 +180,13 @@ GUARDS = [
         "let lags = |at: usize| (drafted[at] > resolved[at]) & (undrafted[at] > 0);",
     ),
     guard(
+        20,
+        "a cut makes the index forget what is written over",
+        "ledger/cache.rs::shorten_index",
+        "self.shorten(entry, len as usize - start, verb);",
+        "let _ = (entry, start, verb);",
+    ),
+    guard(
         23,
         "a row waits for its fence",
         "ledger/release.rs::drop_row",
@@ -245,6 +252,20 @@ GUARDS = [
         "            let _ = first.min(evict_to);\n",
     ),
     guard(
+        39,
+        "no more tokens are indexed than are resolved",
+        "ledger/cache.rs::check_index",
+        "if tokens.is_empty() || tokens.len() > resolved as usize {",
+        "if tokens.is_empty() {",
+    ),
+    guard(
+        39,
+        "no tokens are indexed that a step in flight writes",
+        "ledger/cache.rs::check_index",
+        "(from as usize) < tokens.len()",
+        "from < 0",
+    ),
+    guard(
         40,
         "an evicted page leaves the table and e rises",
         "state/group.rs::evict",
@@ -265,6 +286,13 @@ GUARDS = [
         "state/page_pool.rs::settle",
         "            (true, false) => self.fenced.push(page),\n",
         "            (true, false) => self.fenced.push(Page(self.map.len() as i32 - 1)),\n",
+    ),
+    guard(
+        42,
+        "a page that another entry holds is not indexed",
+        "ledger/cache.rs::can_hold",
+        "page => [NONE, entry].contains(&group.pool.entry_of(page)),",
+        "_ => entry < u32::MAX,",
     ),
     guard(
         48,

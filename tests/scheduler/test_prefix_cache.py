@@ -12,7 +12,7 @@ import torch
 
 from lossless import Comparison, Reference
 from recurrent_families import make_config, make_model
-from specpool import ConfigError, Engine, Group, Ledger, SamplingParams, Shape
+from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.config import EngineConfig
 from specpool.engine.output import RequestOutput
@@ -343,29 +343,6 @@ def test_scenario_39_tokens_past_a_stop_are_not_kept(build: Build, draft: str) -
         for _, start, tokens, _, _ in entries:
             assert tokens.tolist() == text[start : start + len(tokens)]
     assert cut or draft == "ngram", "no round went past a stop"
-
-
-def test_scenario_42_a_page_is_in_one_entry() -> None:
-    """Law: a page of any group is in the index once, so nobody gives it back twice."""
-    pools = {"page_size": 4, "num_pages": 30}
-    groups = [Group("full", **pools), Group("window", window=6, **pools)]
-    ledger = Ledger(groups, [Shape.none()], num_rows=4, max_context_len=40)
-    row = ledger.admit()
-    for length in (7, 13, 20):
-        plan = ledger.prepare_extend([row], [length])
-        ledger.launch(plan.step)
-        ledger.complete(plan.step)
-        assert ledger.index(row, list(range(length))) == length
-    assert ledger.index(row, list(range(20)), b"other") == 0
-    twin = ledger.fork(row)
-    assert ledger.index(twin, [*range(19), 99]) == 16  # its last page is in another entry
-    for group in range(2):
-        pages = [p for *_, own in ledger.index_entries() for p in own[group].tolist() if p]
-        assert len(pages) == len({*pages})
-    ledger.check()
-    ledger.finish(row), ledger.finish(twin)
-    ledger.forget()
-    assert [ledger.free_pages(group) for group in range(2)] == [30, 30]
 
 
 def test_scenario_20_a_tail_that_is_kept_and_written_on_keeps_its_bytes(build: Build) -> None:
