@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,15 @@ def _traces(num_requests: int, common: int, most: int) -> list[Trace]:
     ]
 
 
+def _more_than_a_pool(num_requests: int, common: int) -> Trace:
+    """Texts in turn, twice, of which the device's pool holds few."""
+    rng = random.Random(1)
+    num_texts = max(num_requests // 4, 8)
+    texts = [[rng.randrange(32, 127) for _ in range(common)] for _ in range(num_texts)]
+    name = f"{len(texts)} texts of {common} tokens in turn, twice, in a pool for few of them"
+    return Trace(name, [[text] for text in (*texts, *texts)])
+
+
 @dataclass(slots=True)
 class Ran:
     """What one run of a trace took."""
@@ -191,8 +200,8 @@ def _least(trace: Trace) -> int:
     return computed
 
 
-def _case(engines: Sequence[Engine], trace: Trace, repeats: int) -> list[Result]:
-    """Run a trace without the cache and with it, in turn."""
+def _case(engines: Sequence[Engine], trace: Trace, repeats: int, without: str) -> list[Result]:
+    """Run a trace on the engine without something and on the one with it, in turn."""
     prefills: list[list[float]] = [[], []]
     runs: list[list[Ran]] = [[], []]
     for _ in range(repeats + 1):  # the first one warms up
@@ -210,10 +219,10 @@ def _case(engines: Sequence[Engine], trace: Trace, repeats: int) -> list[Result]
         for each in runs
     )
     if on.texts != off.texts:
-        raise CorruptState(f"{trace.name}: the texts with the cache differ from those without")
+        raise CorruptState(f"{trace.name}: the texts differ from those {without}")
     prefill_off, prefill_on = (statistics.median(each[1:]) for each in prefills)
     num_tokens = NUM_NEW * len(on.texts)
-    without, name = "without the cache", trace.name
+    name = trace.name
     pairs = {
         "prefills alone": (prefill_on * 1e3, "ms", prefill_off * 1e3),
         "time to first token": (on.first_token * 1e3, "ms", off.first_token * 1e3),
@@ -262,25 +271,35 @@ def prefix(
     checks.start_torch(threads)
     from specpool.engine.engine import Engine
 
-    results = [each for num in (8_000, 100_000) for each in _index(num, 3 * repeats)]
-    engines = [
-        Engine.from_pretrained(
+    most = common + 20 + 8 * NUM_NEW
+
+    def engine(**options: Any) -> Engine:
+        return Engine.from_pretrained(
             target,
             draft=name,
             shape=parsed,
             dtype="float32",
-            max_batch=num_requests,
-            max_context_len=common + 20 + 8 * NUM_NEW,
-            prefix_cache=is_on,
+            max_context_len=most,
+            **options,
         )
-        for is_on in (False, True)
-    ]
-    try:
-        for trace in _traces(num_requests, common, engines[0].max_context_len):
-            results += _case(engines, trace, repeats)
-    finally:
-        for engine in engines:
-            engine.close()
+
+    def cases(
+        of: Sequence[dict[str, Any]], traces: Sequence[Trace], without: str
+    ) -> Iterator[Result]:
+        engines = [engine(**options) for options in of]
+        try:
+            for trace in traces:
+                yield from _case(engines, trace, repeats, without)
+        finally:
+            for each in engines:
+                each.close()
+
+    results = [each for num in (8_000, 100_000) for each in _index(num, 3 * repeats)]
+    on_and_off = [{"max_batch": num_requests, "prefix_cache": is_on} for is_on in (False, True)]
+    results += cases(on_and_off, _traces(num_requests, common, most), "without the cache")
+    pool = {"max_batch": 4, "page_size": 16, "num_pages": most // 16 + 4 + 2 * (common // 16)}
+    tiers = [{**pool, "host_bytes": num_bytes} for num_bytes in (0, 1 << 30)]
+    results += cases(tiers, [_more_than_a_pool(num_requests, common)], "without the host tier")
     where = machine("cpu", threads, ("torch", "transformers"))
     report("bench prefix", where, results, json_only=json, plot=None)
     if plot is not None:

@@ -23,6 +23,8 @@ def test_the_json_has_what_is_computed_and_what_must_be(capsys):
     assert least["reference_value"] <= least["value"] <= least["reference_value"] + 8
     alike = next(each for each in results if each["name"] == "random texts: tokens computed")
     assert alike["value"] <= alike["reference_value"]
+    host = next(each for each in results if "pool for few of them: tokens" in each["name"])
+    assert host["value"] < host["reference_value"] <= 16 * 60
 
 
 def test_the_least_is_what_lies_behind_the_longest_beginning():
