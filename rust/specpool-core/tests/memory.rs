@@ -251,6 +251,49 @@ fn a_recorded_ledger_without_memory_keeps_its_log() {
     assert_eq!(again.digest(), world.ledger.digest());
 }
 
+/// Everything that grows with a text is taken before the first change, and giving up needs nothing.
+#[test]
+fn an_index_without_memory_changes_nothing() {
+    let group =
+        |name: &str, page_size| Group { name: name.into(), page_size, num_pages: 9_000, ..groups().swap_remove(0) };
+    let mut config = LedgerConfig::new(vec![group("one", 1), group("three", 3)], vec![], 4, 3_000);
+    (config.overlap_depth, config.sessions, config.digest) = (0, true, true);
+    let mut ledger = Ledger::new(config).unwrap();
+    let computed = |ledger: &mut Ledger, len: i32| {
+        let row = ledger.admit(None).unwrap();
+        let step = ledger.prepare_extend(&[row.0], &[len], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+        row
+    };
+    let mut num_blocks = 0;
+    // A text, one that parts from it in its middle, the same under another salt, and many short ones.
+    let text = |of: i32| (0..2_000).map(|at| if at < 1_000 { at } else { of }).collect::<Vec<i32>>();
+    let texts = [(text(1), &b""[..]), (text(2), b""), (text(1), &[7; 256])];
+    let short = (0..400).map(|of| (vec![9_000 + of, 1], &b""[..]));
+    for (tokens, salt) in texts.iter().cloned().chain(short) {
+        let row = computed(&mut ledger, tokens.len() as i32);
+        let (known, blocks) = refused_in_turn("index", &mut ledger, seen, |ledger| ledger.index(row, &tokens, salt));
+        assert_eq!(known, tokens.len() as i32);
+        num_blocks += blocks;
+        with(0, || ledger.finish(row)).unwrap();
+    }
+    assert!(num_blocks > 10, "{num_blocks} blocks");
+    let tokens = text(2);
+    let (found, _) =
+        refused_in_turn("match_prefix", &mut ledger, seen, |ledger| ledger.match_prefix(&tokens, b"", None, false));
+    assert_eq!(found.len, 1_999);
+    let (row, blocks) = refused_in_turn("admit_cached", &mut ledger, seen, |ledger| {
+        ledger.admit_cached(&tokens, b"", None, false, None)
+    });
+    assert!(blocks > 0 && ledger.resolved_len()[row.at()] == 1_999);
+    with(0, || ledger.trim(row, 1_500)).unwrap();
+    with(0, || ledger.finish(row)).unwrap();
+    with(0, || ledger.forget(None)).unwrap();
+    ledger.check().unwrap();
+    assert_eq!(ledger.free_pages(0), Ok(9_000));
+}
+
 #[test]
 fn a_ledger_without_memory_is_not_built() {
     let (ledger, blocks) = refused_in_turn("new", &mut (), |()| (), |()| Ledger::new(config()));

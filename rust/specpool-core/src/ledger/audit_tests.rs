@@ -199,3 +199,65 @@ fn a_foreign_page_is_never_given_back() {
     }
     assert_eq!(before, format!("{ledger:?}"));
 }
+
+/// Two texts that part at their 9th token, on pages of 4, and a third one under a salt.
+fn indexed() -> Ledger {
+    let group = Group {
+        name: "kv".into(),
+        page_size: 4,
+        num_pages: 40,
+        hosts_drafts: true,
+        layout: Layout::Dense,
+        window: None,
+    };
+    let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![], 4, 40)).unwrap();
+    for (last, salt) in [(8, &b""[..]), (9, b""), (8, b"tenant")] {
+        let row = ledger.admit(None).unwrap();
+        let step = ledger.prepare_extend(&[row.0], &[10], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+        ledger.index(row, &[0, 1, 2, 3, 4, 5, 6, 7, last, last], salt).unwrap();
+        ledger.finish(row).unwrap();
+    }
+    ledger.check().unwrap();
+    ledger
+}
+
+#[test]
+fn every_planted_fault_of_the_index_is_reported_and_changes_the_hash() {
+    type Fault = fn(&mut Ledger, &[u32]);
+    // Entries: two whole ones and two tails behind the second; then those of the salt.
+    let faults: [(&str, Fault); 7] = [
+        ("has a length out of its range", |ledger, at| ledger.index.set_drafted(at[0], 5)),
+        ("has a length out of its range", |ledger, at| ledger.index.shorten(at[2], 0)),
+        ("is a tail with children", |ledger, at| ledger.index.shorten(at[1], 3)),
+        ("has children out of order", |ledger, at| ledger.index.grow(at[3], &[8, 8, 8])),
+        ("lacks a page of group kv", |ledger, at| ledger.index.set_page(at[2], 0, 0, Page(0))),
+        ("of group kv, of entry", |ledger, at| {
+            let page = ledger.index.pages(at[1], 0)[0];
+            ledger.index.set_page(at[0], 0, 0, Page(page));
+        }),
+        ("holders and 0 copies, the pool counts", |ledger, at| ledger.index.remove(at[3])),
+    ];
+    for (expected, plant) in faults {
+        let mut ledger = indexed();
+        let entries: Vec<u32> = ledger.index.all().collect();
+        assert_eq!(entries.len(), 7);
+        let before = ledger.state_hash();
+        plant(&mut ledger, &entries);
+        assert_ne!(ledger.state_hash(), before, "{expected}");
+        let found = report(&ledger);
+        assert!(found.contains(expected), "{expected:?} is not in {found}");
+    }
+}
+
+/// Which page is given up next is part of the state.
+#[test]
+fn the_order_of_cached_pages_is_hashed() {
+    let (mut ledger, other) = (indexed(), indexed());
+    assert_eq!(ledger.state_hash(), other.state_hash());
+    let oldest = ledger.groups[0].pool.oldest_cached().unwrap();
+    ledger.groups[0].pool.touch(oldest);
+    ledger.check().unwrap();
+    assert_ne!(ledger.state_hash(), other.state_hash());
+}
