@@ -137,3 +137,29 @@ def test_a_turn_finds_its_session_s_text_on_the_host(build: Build) -> None:
     run(engine, PROMPTS[1:])
     again = session.append(PROMPTS[0][:60], four).output()
     assert again.num_reused == 59 and again.token_ids == said.token_ids
+
+
+def test_a_request_that_loses_its_row_gives_back_what_it_was_lent(build: Build) -> None:
+    """Law: a lent handle is for one row; the next row asks anew."""
+    engine = build(None, None, **TIGHT, prefill_tokens=16)
+    first = run(engine, PROMPTS[:2])
+    engine.ledger.forget()  # on the host the texts stay
+    told: dict[int, RequestOutput] = {}
+    for prompt in PROMPTS[:2]:
+        engine.submit(prompt, PARAMS, on_item=told.__setitem__)
+    engine.turn()
+    scheduler, host = engine.core.scheduler, engine.core.host
+    assert host is not None
+    assert [bool(request.handle and request.handle.blocks) for request in scheduler.requests()] == [
+        True,
+        True,
+    ]
+    engine.core.loop.drain()
+    scheduler._room.make()  # as if a step found no pages
+    (waiting,) = (request for request in scheduler.requests() if not request.row)
+    assert waiting.handle is None and host.stats().num_handles == 1
+    while engine.turn():
+        pass
+    assert [told[n].token_ids for n in sorted(told)] == [output.token_ids for output in first]
+    assert host.stats().num_handles == 0 and host.stats().lent_ct >= 2
+    host.check()
