@@ -92,7 +92,7 @@ class PrefixCache:
         if not self.is_on:
             return
         handle, from_host = request.handle, 0
-        if handle is not None and handle.blocks:
+        if handle is not None and handle.is_lent:
             from_host = handle.length - length
         self._hit_ct += length
         self._host_ct += from_host
@@ -133,9 +133,9 @@ class PrefixCache:
     def leave(self, request: Request) -> None:
         """Keep the text of a request that is about to lose its row; also on the host if it ends."""
         self.index(request)
-        if self.is_on and request.row and request.finish_reason is not None:
-            if not request.tainted:
-                self._handles.save_text(request)
+        has_ended = request.finish_reason is not None
+        if self.is_on and request.row and has_ended and not request.tainted:
+            self._handles.save_text(request)
 
     def forget(self, salt: bytes | None = None) -> None:
         """Drop all texts, or those of one salt."""

@@ -411,9 +411,9 @@ class Scheduler:
         handle = request.handle
         if handle is not None and length == handle.length:
             request.handle = None
-            is_text = bool(handle.blocks)  # all of it is of use
-            kept_len = length if is_text else self.conversations.start(request, request.row)
-            self._running.go_on(request, kept_len)
+            if not handle.is_lent:  # of a text, all is of use
+                length = self.conversations.start(request, request.row)
+            self._running.go_on(request, length)
             if request.prefilled_len == request.prefill_len - 1:  # no prefill will fork them
                 self._waiting.part(request)
 

@@ -96,7 +96,7 @@ class Laws:
     def _starts(self, watch: Watch, pinned: list[Pinned]) -> Sequence[int]:
         """Return how many tokens with KV a request may have found when it was admitted."""
         request, known_len = watch.request, 0
-        if request.handle is not None and not request.handle.blocks:
+        if request.handle is not None and not request.handle.is_lent:
             return (0,)
         if not request.skips_cache:
             needs_draft = self.scenario.settings.keeps_draft_kv and bool(request.shape_index)

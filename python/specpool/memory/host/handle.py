@@ -81,3 +81,8 @@ class Handle:
     columns: tuple[int, ...]
     pages: tuple[Pages, ...]
     blocks: tuple[Block, ...] = ()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it brings back a text, whose pages stay on the host."""
+        return bool(self.blocks)

@@ -100,7 +100,7 @@ class HostTexts:
         num_tokens = len(missing) * self.block_len
         if not self._is_worth(self._pages_of(len(missing)), num_tokens, token_seconds):
             return 0
-        while missing and not self.make_room(self._pages_of(len(missing)), keys):
+        while not self.make_room(self._pages_of(len(missing)), keys):
             missing.pop()
         if not missing:
             return 0

@@ -246,8 +246,8 @@ class HostTier:
             ShapeError: `length` is not in [0, handle.length].
         """
         self._check(handle)
-        if not 0 <= length <= handle.length or handle.blocks:
-            lent = " and no lent handle" if handle.blocks else ""
+        if not 0 <= length <= handle.length or handle.is_lent:
+            lent = " and no lent handle" if handle.is_lent else ""
             raise ShapeError(f"length must be in [0, {handle.length}]{lent}, got {length}")
         if length == handle.length:
             return handle
@@ -351,7 +351,7 @@ class HostTier:
 
     def _held_pages(self, group: int) -> dict[int, Pages]:
         """Return number of a handle or a block -> its pages of a group."""
-        handles = [handle for handle in self._handles.values() if not handle.blocks]
+        handles = [handle for handle in self._handles.values() if not handle.is_lent]
         own = {handle.number: handle.pages[group] for handle in handles}
         return own | self.texts.held(group)
 
@@ -399,7 +399,7 @@ class HostTier:
     def _give_back(self, handle: Handle) -> None:
         if self._handles.pop(handle.number, None) is None:
             return
-        if handle.blocks:
+        if handle.is_lent:
             self.texts.release(handle.blocks)
         else:
             for pool, pages in zip(self._pages, handle.pages, strict=True):

@@ -69,7 +69,7 @@ class HostHandles:
 
     def return_lent(self, request: Request) -> None:
         """Drop a handle that was lent to a request for the row that it loses."""
-        if request.handle is not None and request.handle.blocks:
+        if request.handle is not None and request.handle.is_lent:
             self.drop(request)
 
     def return_handle(self, request: Request) -> None:

@@ -449,8 +449,10 @@ impl Ledger {
             drafted = (behind + partly).min(len);
             // Another text may agree with fewer tokens, and have draft KV of more.
             let before = if all_drafted == 0 { root } else { path[all_drafted - 1] };
-            let nearest = self.index.nearest_drafted(before, &tokens[behind..limit]);
-            if let Some((other, num)) = nearest.filter(|&(_, num)| needs_draft && behind + num > drafted) {
+            if needs_draft
+                && let Some((other, num)) = self.index.nearest_drafted(before, &tokens[behind..limit])
+                && behind + num > drafted
+            {
                 path.truncate(all_drafted);
                 path.push(other);
                 drafted = behind + num;
