@@ -70,7 +70,7 @@ def put_the_retracted_behind(patch):
 
 def retract_the_first(patch):
     def make_room(self):
-        victim = self._running.requests[0]
+        victim = next(iter(self._running))
         if len(self._running) > 1:
             self._rows.before_release(victim)
             self._rows.retract(victim.row)
@@ -209,7 +209,7 @@ def leave_a_row_out(patch):
 
     def unfair(self, *chosen):
         running = self._running
-        row = running.requests[-1].row if running else 0
+        row = list(running)[-1].row if running else 0
         kept, running.limits[row] = running.limits[row], 0
         step = decode(self, *chosen)
         running.limits[row] = kept

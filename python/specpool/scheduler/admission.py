@@ -13,7 +13,7 @@ from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
-from specpool.scheduler.prefix_cache import Hit, PrefixCache
+from specpool.scheduler.prefix_cache import PrefixCache
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
@@ -64,13 +64,18 @@ class Admission:
 
     def admit(self) -> None:
         """Admit waiting requests in order, while the pages for every row's next round fit."""
+        claimed = None
         while self._waiting and len(self._running) < self._config.max_batch:
             request = self._waiting.first
             hit = self._prefix_cache.match(request)
             if self._prefix_cache.is_coming(request, hit.length):
                 return
-            if self._running and not self._fits(request, hit):
-                return
+            if self._running:
+                new = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
+                new = new + hit.cached
+                claimed = new + (self._claimed() if claimed is None else claimed)
+                if not self._has_room(new) or (claimed > self._needs.num_pages).any():
+                    return
             place = self._own_row(request) or self._take_row(request)
             if place is None:
                 return
@@ -80,23 +85,28 @@ class Admission:
             self._waiting.remove(request)
             if length == len(request.tokens) - 1:  # no prefill will fork its siblings
                 self._waiting.part(request)
+            if length or request.conversation is not None:  # which pages are shared has changed
+                claimed = None
 
-    def _fits(self, request: Request, hit: Hit) -> bool:
-        """Return whether the request's pages fit now, and beside every running row's next round."""
-        ledger, num_groups = self._ledger, len(self._ledger.groups)
-        own = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
-        lens = self._running.lens
+    def _has_room(self, new: Int64) -> bool:
+        """Return whether so many pages, int64 [num_groups], can be had now."""
+        ledger = self._ledger
+        return all(
+            num_pages <= ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
+            for g, num_pages in enumerate(new.tolist())
+        )
+
+    def _claimed(self) -> Int64:
+        """Return the pages of all running rows' next rounds, int64 [num_groups]. O(rows)."""
+        ledger, lens = self._ledger, self._running.lens
         rows = np.flatnonzero(lens)
-        claimed = self._needs.of_all(lens[rows], self._running.shapes[rows]) + own + hit.cached
-        for g in range(num_groups):
-            free = ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
-            if own[g] + hit.cached[g] > free:
-                return False
+        claimed = self._needs.of_all(lens[rows], self._running.shapes[rows]).astype(np.int64)
+        for g in range(len(ledger.groups)):
             if not self._room.in_flight:  # then only copies that wait for a step fence pages
                 claimed[g] += ledger.fenced_pages(g)
             if ledger.shared_pages(g):
                 claimed[g] -= self._shared_twice(g, rows)
-        return bool((claimed <= self._needs.num_pages).all())
+        return claimed
 
     def _shared_twice(self, g: int, rows: Int64) -> int:
         """Return how many pages of these running rows a sum over the rows counts too often.
@@ -106,12 +116,12 @@ class Admission:
         ledger, size = self._ledger, self._ledger.groups[g].page_size
         evicted = ledger.evicted_len(g) // size
         shared = np.maximum(-(-ledger.protected_len(g) // size) - evicted, 0)
-        own = np.maximum(ledger.allocated_len(g) // size - evicted - shared, 0)
         # Idle rows give their pages back when they are needed. A turn that has not prepared its
         # first step is still counted as idle; then it is not known whose the pages are.
-        num_idle = 0
-        if not ledger.idle[rows].any():
-            num_idle = max(ledger.reclaimable_pages(g) - int(own[ledger.idle].sum()), 0)
+        num_idle, reclaimable = 0, ledger.reclaimable_pages(g)
+        if reclaimable and not ledger.idle[rows].any():
+            own = np.maximum(ledger.allocated_len(g) // size - evicted - shared, 0)
+            num_idle = max(reclaimable - int(own[ledger.idle].sum()), 0)
         return int(shared[rows].sum()) - (ledger.shared_pages(g) - num_idle)
 
     def _own_row(self, request: Request) -> tuple[int, int] | None:

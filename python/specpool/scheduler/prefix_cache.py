@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specpool._core import Ledger
-from specpool.arrays import Int32, Int64
+from specpool.arrays import Int64
 from specpool.errors import SpecpoolError
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.prefix_stats import PrefixStats
@@ -52,7 +52,8 @@ class PrefixCache:
         self._ledger, self._config, self._running = ledger, config, running
         self._handles = handles
         self._hit_ct = self._host_ct = self._miss_ct = 0
-        self._looked_up: tuple[int, Int32] = (0, np.zeros(0, np.int32))
+        zeros = np.zeros(len(ledger.groups), np.int64)
+        self._nothing = Hit(0, zeros, zeros)
 
     @property
     def is_on(self) -> bool:
@@ -61,12 +62,13 @@ class PrefixCache:
 
     def match(self, request: Request) -> Hit:
         """Return what a waiting request would find, if it needs a new row."""
-        none = [0] * len(self._ledger.groups)
-        length, shared, taken = 0, none, none
-        if self._may_use(request):
-            length, shared, taken = self._ledger.match_prefix(
-                self._tokens_of(request), request.salt, needs_draft=self._needs_draft(request)
-            )
+        if not self._may_use(request):
+            return self._nothing
+        length, shared, taken = self._ledger.match_prefix(
+            request.token_array(), request.salt, needs_draft=self._needs_draft(request)
+        )
+        if not length:
+            return self._nothing
         copied = [length % group.page_size > 0 for group in self._ledger.groups]
         return Hit(length, np.array(shared), np.array(taken) - np.array(copied))
 
@@ -81,7 +83,7 @@ class PrefixCache:
         tag = str(request.request_id)
         if not self._may_use(request):
             return self._ledger.admit(tag), 0
-        tokens, needs_draft = self._tokens_of(request), self._needs_draft(request)
+        tokens, needs_draft = request.token_array(), self._needs_draft(request)
         row = self._ledger.admit_cached(tokens, request.salt, tag, needs_draft=needs_draft)
         length = int(self._ledger.resolved_len[row])
         self._handles.lend(request, tokens, length, needs_draft=needs_draft)
@@ -125,7 +127,7 @@ class PrefixCache:
         num_tokens = num_tokens if end is None else min(num_tokens, end)
         if num_tokens <= request.indexed_len:
             return
-        tokens = np.array(request.tokens[:num_tokens], np.int32)
+        tokens = request.token_array()[:num_tokens]
         with contextlib.suppress(SpecpoolError):  # then it is just not kept
             self._ledger.index(request.row, tokens, request.salt)
             request.indexed_len = num_tokens
@@ -170,11 +172,3 @@ class PrefixCache:
 
     def _needs_draft(self, request: Request) -> bool:
         return self._config.keeps_draft_kv and bool(request.shape_index)
-
-    def _tokens_of(self, request: Request) -> Int32:
-        """Return the request's tokens as an array; the request at the queue's head asks often."""
-        number, tokens = self._looked_up
-        if number != request.request_id or len(tokens) != len(request.tokens):
-            tokens = np.array(request.tokens, np.int32)
-            self._looked_up = request.request_id, tokens
-        return tokens

@@ -57,7 +57,8 @@ class Room:
         if self._pins:
             self._pins.drop_oldest()
             return
-        victim = min(reversed(self._running.requests), key=lambda request: request.priority)
+        newest_first = reversed(self._running.requests.values())
+        victim = min(newest_first, key=lambda request: request.priority)
         is_alone = len(self._running) == 1
         if is_alone and not victim.shared_len:
             needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()

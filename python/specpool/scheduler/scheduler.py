@@ -126,7 +126,7 @@ class Scheduler:
         Raises:
             ConfigError: the request, or another with its number, has been submitted already.
         """
-        is_known = any(r.request_id == request.request_id for r in self._running)
+        is_known = request.request_id in self._running.requests
         if request.finish_reason or is_known or self._waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
         for sample in (request, *request.siblings):

@@ -6,7 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from specpool._core import Shape
+from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import common_len
 from specpool.scheduler.requests.latency import Times
@@ -82,11 +85,20 @@ class Request:
     times: Times = field(default_factory=Times)
     # The request adds itself, by number, when it loses its row or ends: it may have news.
     mailbox: dict[int, Request] | None = None
+    _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
     def post(self) -> None:
         """Put the request into its mailbox: it does not run any more, but may have news."""
         if self.mailbox is not None:
             self.mailbox[self.request_id] = self
+
+    def token_array(self) -> Int32:
+        """Return `tokens` as int32 [len(tokens)]; a later call converts only the new ones."""
+        num_tokens, known = len(self.tokens), self._token_array
+        if len(known) < num_tokens:
+            new = np.array(self.tokens[len(known) :], np.int32)
+            self._token_array = known = np.concatenate((known, new))
+        return known[:num_tokens]
 
     def useful_len(self, kept_len: int, drafted_len: int) -> int:
         """Return how many of the request's tokens need no prefill on a row that has KV.

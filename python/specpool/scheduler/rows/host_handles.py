@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-import numpy as np
-
 from specpool.arrays import Int32
 from specpool.errors import NotReady
 from specpool.memory.host.handle import Handle
@@ -49,7 +47,7 @@ class HostHandles:
     def save_text(self, request: Request) -> None:
         """Keep the KV of a request's text on the host, as far as it is indexed, if that pays."""
         if self._host is not None and request.indexed_len:
-            tokens = np.array(request.tokens[: request.indexed_len], np.int32)
+            tokens = request.token_array()[: request.indexed_len]
             self._host.texts.save(request.row, tokens, request.salt, self.token_seconds)
 
     def lend(self, request: Request, tokens: Int32, start: int, *, needs_draft: bool) -> None:

@@ -17,7 +17,7 @@ class Running:
     """The requests that have a row. Only `start`, `leave` and `remove` change which they are.
 
     Attributes:
-        requests: all of them, in the order of admission.
+        requests: number -> request, in the order of admission.
         prefilling: row -> request, for requests that cannot decode yet, in the order of admission.
         by_row: object [num_rows + 1], the request of each row, or None.
         lens: int32 [num_rows + 1], tokens that the host knows; 0 = the row is free.
@@ -31,7 +31,7 @@ class Running:
         self._ledger, self._round_shapes = ledger, round_shapes
         self._reads_tokens = reads_tokens
         self._num_admitted = 0
-        self.requests: list[Request] = []
+        self.requests: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}
         num_rows = ledger.num_rows + 1
         self.by_row = np.full(num_rows, None, object)
@@ -45,10 +45,10 @@ class Running:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
+        return iter(self.requests.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request in self.requests
+        return self.requests.get(request.request_id) is request
 
     def start(self, request: Request, row: int, prefilled_len: int) -> None:
         """Add a request with a row that has KV of its first `prefilled_len` tokens."""
@@ -66,7 +66,7 @@ class Running:
         self._round_shapes.admit(row, shapes, self._num_admitted)
         self.prefilling[row] = request
         self._num_admitted += 1
-        self.requests.append(request)
+        self.requests[request.request_id] = request
 
     def go_on(self, request: Request, prefilled_len: int) -> None:
         """Prefill the rest of a request whose KV has come back from the host."""
@@ -115,7 +115,7 @@ class Running:
 
     def remove(self, request: Request) -> None:
         """Drop a request that has left its row."""
-        self.requests.remove(request)
+        del self.requests[request.request_id]
 
     def clear_rows(self) -> None:
         """Forget every row: all have been given back."""
