@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specpool._core import Group, Ledger, Plan, Shape, Snapshot, __version__
+from specpool._core import BlockPool, Group, Ledger, Plan, Shape, Snapshot, __version__
 from specpool.config import EngineConfig
 from specpool.errors import (
     CheckpointError,
@@ -49,6 +49,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "BlockPool",
     "CheckpointError",
     "Chunk",
     "Comparison",

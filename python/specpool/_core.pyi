@@ -16,6 +16,7 @@ OP_BYTES: int  # The most bytes that `decode_op` reads.
 __all__ = [
     "KERNEL_FILES",
     "OP_BYTES",
+    "BlockPool",
     "Event",
     "Finding",
     "Group",
@@ -309,6 +310,220 @@ class Plan:
         this order, before the step's forward.
         """
     def __len__(self) -> int: ...
+
+@final
+class BlockPool:
+    """Blocks without rows: for an engine that keeps its own rows and lengths.
+
+    A block is a page of `block_size` tokens. It is free; held, once or more; cached: held by
+    nobody, its content known; or fenced: dropped, but a step may still touch it. Cached blocks are
+    given up when free ones do not suffice: first the one that was used least recently, and before
+    it what continues it.
+
+    A call that raises has changed nothing. Block ids are int32. Where blocks or tokens are taken,
+    a NumPy array of int32 or int64, a CPU tensor, or a list will do; an int32 array is fastest.
+
+    Examples:
+        >>> from specpool import BlockPool
+        >>> pool = BlockPool(8, 4)  # 8 blocks of 4 tokens
+        >>> prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+        >>> blocks = pool.take(3, tag="request-1")
+        >>> pool.put(prompt, blocks)  # its KV is computed: two blocks are whole
+        array([0, 1], dtype=int32)
+        >>> pool.drop(blocks)
+        >>> pool.num_free, pool.num_cached
+        (6, 2)
+        >>> hit = pool.match(prompt)  # another request with the same prompt
+        >>> new = pool.take(1, hold=hit, tag="request-2")
+        >>> hit.tolist(), new.tolist()
+        ([0, 1], [2])
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        *,
+        first_id: int = 0,
+        caching: bool = True,
+        fencing: bool = False,
+    ) -> BlockPool:
+        """Create a pool of free blocks.
+
+        Args:
+            num_blocks: blocks in all.
+            block_size: tokens of a block.
+            first_id: id of the first block: 0, or 1 if the engine keeps block 0 for padding.
+            caching: whether `put` keeps what blocks hold. Without it `match` finds nothing.
+            fencing: whether `drop` may name a step that still touches the blocks.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+        """
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+    @property
+    def first_id(self) -> int:
+        """Id of the first block: 0 or 1."""
+    @property
+    def caching(self) -> bool:
+        """Whether `put` keeps what blocks hold."""
+    @property
+    def fencing(self) -> bool:
+        """Whether `drop` may name a step that still touches the blocks."""
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing and can be taken. O(1)."""
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content is known; they can be taken too. O(1)."""
+    @property
+    def num_fenced(self) -> int:
+        """Blocks that were dropped and that a step may still touch. O(1)."""
+    @property
+    def index_size(self) -> tuple[int, int]:
+        """Blocks whose content is known, and how many were given up to make room. O(1)."""
+    def index_bytes(self) -> int:
+        """Return how many bytes the index takes in memory. O(num_blocks)."""
+    def fits(self, count: int, hold: _IntArray | None = None) -> bool:
+        """Return whether `take(count, hold)` would find enough blocks.
+
+        Cost: O(len(hold)).
+
+        Raises:
+            ShapeError, PageStateError: as `take`, for a wrong `hold`.
+        """
+    def take(self, count: int, hold: _IntArray | None = None, tag: str | None = None) -> _I32:
+        """Take `count` blocks and hold those of `hold` once more: all of it or nothing.
+
+        `hold` are blocks that the request shares: a hit of `match`, or another request's blocks.
+        If free blocks do not suffice, cached ones are given up.
+
+        Args:
+            count: how many new blocks.
+            hold: ids of held or cached blocks.
+            tag: the request's name in errors and records.
+
+        Returns:
+            ids of the new blocks, int32 [count].
+
+        Cost: O(count + len(hold)).
+
+        Raises:
+            ShapeError: `count` is negative; the pool has no such block.
+            PageStateError: a block of `hold` is neither held nor cached.
+            OutOfPages: `count` is more than free and cached blocks, those of `hold` not counted.
+            OutOfMemory: the machine has no memory for it.
+        """
+    def drop(self, blocks: _IntArray, after: int | None = None) -> None:
+        """Let go of each block once; a block may be named as often as it is held.
+
+        A block that nobody holds any more is free, or cached if its content is known. The last
+        block of a call is given up first, because it is the end of a text.
+
+        Args:
+            blocks: their ids, in the order of the text.
+            after: number of the last step that may still touch them; `complete` ends the wait.
+
+        Cost: O(len(blocks)).
+
+        Raises:
+            ShapeError: the pool has no such block; `after` is given, but `fencing` is off.
+            PageStateError: a block is held less often than it is named. The message has its id, its
+                last tag and its last verb.
+        """
+    def match(self, tokens: _IntArray, salt: bytes = b"", *, limit: int | None = None) -> _I32:
+        """Return the blocks of the longest known beginning of `tokens`, int32 [n].
+
+        They are whole blocks, of at most `limit` tokens (by default all). An engine that needs the
+        last token's forward passes `limit=len(tokens) - 1`. It changes nothing: pass the blocks to
+        `take` as `hold`.
+
+        Cost: O(len(tokens)).
+
+        Raises:
+            ShapeError: `limit` is not in 0..=len(tokens); the salt has over 256 bytes.
+        """
+    def put(self, tokens: _IntArray, blocks: _IntArray, start: int = 0, salt: bytes = b"") -> _I32:
+        """Note what blocks hold, once their KV is computed; `match` finds it from now on.
+
+        `blocks[i]` holds `tokens[i * block_size : (i + 1) * block_size]`. A last piece of fewer
+        tokens is left out. The caller holds the blocks, and must not write them again.
+
+        Args:
+            tokens: the text from its beginning.
+            blocks: blocks of the text from its beginning.
+            start: how many of the blocks were noted before, or come from `match`.
+            salt: texts of different salts never meet.
+
+        Returns:
+            for each whole block from `start` on the one that is known for these tokens, int32 [n]:
+            the same, or another that was first.
+
+        Cost: O(len(tokens)). If the block before `start` is known, the tokens before it are not
+        read.
+
+        Raises:
+            ShapeError: there are fewer blocks than the tokens fill; `start` is behind them; the
+                salt has over 256 bytes; the pool has no such block.
+            PageStateError: a block is not held, is named twice, or is known to hold other tokens.
+            OutOfMemory: the machine has no memory for it.
+        """
+    def forget(self, salt: bytes | None = None) -> None:
+        """Forget what blocks hold, of one salt or of all. Blocks that are held stay held.
+
+        Cost: O(blocks forgotten).
+
+        Raises:
+            ShapeError: the salt has over 256 bytes.
+        """
+    def complete(self, step: int) -> None:
+        """Note that all steps up to `step` are complete: blocks dropped after them can be taken.
+
+        Cost: O(num_fenced).
+
+        Raises:
+            ShapeError: `fencing` is off.
+            OrderError: a later step is complete already.
+        """
+    def refs(self, block: int) -> int:
+        """Return how often a block is held. O(1).
+
+        Raises:
+            ShapeError: the pool has no such block.
+        """
+    def record_of(self, block: int) -> tuple[str, int, str | None, int, str]:
+        """Return a block's state, how often it is held, its last tag, its fence and its last verb.
+
+        The state is free, owned (held once, content not known), shared, fenced or cached. The fence
+        is the latest step that `drop` named since it was taken, or 0.
+
+        Cost: O(1).
+
+        Raises:
+            ShapeError: the pool has no such block.
+        """
+    def taken(self) -> _I32:
+        """Return the blocks that cannot be taken: held or fenced, ascending, int32 [n].
+
+        At the end of a run it is empty, or blocks have leaked.
+
+        Cost: O(num_blocks).
+        """
+    def state_hash(self) -> int:
+        """Return a hash of everything that decides what the pool will do. O(num_blocks)."""
+    def audit(self) -> list[str]:
+        """Return every broken rule of the pool itself, with the numbers. O(num_blocks)."""
+    def check(self) -> None:
+        """Check every rule of the pool itself. O(num_blocks).
+
+        Raises:
+            CorruptState: a rule is broken.
+        """
 
 @final
 class Finding:

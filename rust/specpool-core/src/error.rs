@@ -1,6 +1,8 @@
 //! Every error of the crate, one variant per kind (docs/contract.md, Errors). A refused call changes nothing, and each
 //! message states the numbers.
 
+use crate::verb::Verb;
+
 /// The `Result` of the crate's fallible calls.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -74,6 +76,22 @@ pub enum Error {
         state: String,
         /// Its owner, with the embedder's tag if there is one.
         owner: String,
+    },
+    /// A block of a [`BlockPool`](crate::BlockPool) is not in the state that the call needs.
+    #[error("{verb} of block {block}: {why}; it is {state}, last tag {tag}, last verb {last_verb}")]
+    BlockState {
+        /// What was asked for.
+        verb: String,
+        /// The block.
+        block: i32,
+        /// Why it was refused.
+        why: String,
+        /// Its state.
+        state: String,
+        /// The tag of the take that gave it last.
+        tag: String,
+        /// The verb that touched it last.
+        last_verb: Verb,
     },
     /// A step was prepared with a row that has been released since.
     #[error("step {step} is stale: row {row} was at epoch {planned} when prepared, is at {now}")]

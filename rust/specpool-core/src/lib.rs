@@ -3,6 +3,7 @@
 //! Layers point one way. Every module may use `error`, `ids`, `verb`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows, prefix_index -> ledger -> audit`;
+//! - the block pool, for engines with rows of their own: `page_pool, prefix_index -> block_pool`;
 //! - the record of its calls: `codec -> event, call`,
 //!   `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
@@ -12,6 +13,7 @@
 //! examples of their own. `cargo run --example scheduler` is a whole continuous-batching loop on a fake device.
 #![forbid(unsafe_code)]
 
+pub mod block_pool;
 mod check;
 pub mod digest;
 pub mod error;
@@ -27,6 +29,7 @@ pub mod state;
 pub mod tree;
 pub mod verb;
 
+pub use block_pool::{BlockPool, BlockPoolConfig, BlockRecord};
 pub use digest::Digest;
 pub use error::{Error, Result};
 pub use ids::{Page, Row};

@@ -1,8 +1,9 @@
-//! The ledger's verbs and their names, in one place: errors, logs, page records and the binding use these names.
+//! The verbs of ledger and block pool and their names, in one place: errors, logs, page records and the binding use
+//! these names.
 
-/// A method of the ledger that changes it.
+/// A method of the ledger, or of a block pool, that changes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[allow(missing_docs, reason = "the names are the ledger's methods")]
+#[allow(missing_docs, reason = "the names are the methods")]
 pub enum Verb {
     /// No verb yet: the record of a page that was never handed out.
     #[default]
@@ -30,10 +31,13 @@ pub enum Verb {
     Restore,
     Index,
     Forget,
+    Take,
+    Drop,
+    Put,
 }
 
 impl Verb {
-    /// The verb's name in the ledger.
+    /// The verb's name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -60,6 +64,9 @@ impl Verb {
             Self::Restore => "restore",
             Self::Index => "index",
             Self::Forget => "forget",
+            Self::Take => "take",
+            Self::Drop => "drop",
+            Self::Put => "put",
         }
     }
 }

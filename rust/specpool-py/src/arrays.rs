@@ -4,6 +4,8 @@
 //! take an [`Input`] or [`Output`] only with the exact dtype, number of dimensions and C order, so that nothing is
 //! copied or converted unnoticed.
 
+use std::borrow::Cow;
+
 use numpy::ndarray::{ArrayView1, ArrayView2, Dim, Dimension, IntoDimension};
 use numpy::npyffi::flags::{NPY_ARRAY_ALIGNED, NPY_ARRAY_WRITEABLE};
 use numpy::npyffi::{self, _PyArray_GET_ITEM_DATA, npy_intp};
@@ -14,7 +16,7 @@ use numpy::{
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PySequence, PyString};
+use pyo3::types::{PyBytes, PyList, PySequence, PyString, PyTuple};
 use specpool_core::{Error, Page, Row, check_salt, memory};
 
 use crate::errors::{config_error, shape_error, to_py};
@@ -207,7 +209,17 @@ fn narrowed(name: &str, numbers: &[i64]) -> PyResult<Vec<i32>> {
     Ok(narrow)
 }
 
-/// `int32 [n]` from a `NumPy` array of int32 or int64, or a sequence of ints; anything else is a `ShapeError`.
+/// The `NumPy` array of a CPU tensor; nothing if the value is none.
+fn tensor<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() || !value.hasattr("__array__")? {
+        return Ok(None);
+    }
+    // A tensor of a device refuses.
+    value.call_method0("__array__").map(Some)
+}
+
+/// `int32 [n]` from a `NumPy` array or CPU tensor of int32 or int64, or a sequence of ints; anything else is a
+/// `ShapeError`.
 pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     if let Ok(array) = value.cast::<PyArray1<i32>>() {
         return elements(name, array);
@@ -222,15 +234,34 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
             array.dtype().str()?
         )));
     }
+    let refuse = |error| {
+        refused(error, value, |shown| shape_error(format!("{name} must be an array or a list of ints, got {shown}")))
+    };
+    if let Some(array) = tensor(value).map_err(refuse)?
+        && array.is_instance_of::<PyUntypedArray>()
+    {
+        return int_array(name, &array);
+    }
     if let Ok(len) = value.len() {
         expect_lanes(name, len)?;
     }
     match value.extract::<List<i64>>() {
         Ok(numbers) => narrowed(name, &numbers.0),
-        Err(error) => Err(refused(error, value, |shown| {
-            shape_error(format!("{name} must be an array or a list of ints, got {shown}"))
-        })),
+        Err(error) => Err(refuse(error)),
     }
+}
+
+/// As [`int_array`], but an array that can be read as it lies is not copied.
+pub fn ints<'a>(name: &str, value: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [i32]>> {
+    let Ok(array) = value.cast::<PyArray1<i32>>() else { return int_array(name, value).map(Cow::Owned) };
+    // SAFETY: as in `elements`.
+    let is_aligned = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags } & NPY_ARRAY_ALIGNED != 0;
+    if !is_aligned || !array.is_c_contiguous() {
+        return elements(name, array).map(Cow::Owned);
+    }
+    expect_lanes(name, array.len())?;
+    // SAFETY: as in `elements`, and contiguous. The argument lives longer than the call.
+    Ok(Cow::Borrowed(unsafe { std::slice::from_raw_parts(array.data(), array.len()) }))
 }
 
 /// An array that is only read.

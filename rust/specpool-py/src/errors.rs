@@ -35,6 +35,7 @@ pub fn to_py(error: Error) -> PyErr {
         Error::RowOverflow { group, row, need, width } => py::RowOverflow::new_err((text, group, row, need, width)),
         Error::ContextEnd { rows, .. } => py::ContextEnd::new_err((text, rows)),
         Error::PageState { page, state, owner, .. } => py::PageStateError::new_err((text, page, state, owner)),
+        Error::BlockState { block, state, tag, .. } => py::PageStateError::new_err((text, block, state, tag)),
         Error::StalePlan { step, row, .. } => py::StalePlan::new_err((text, step, row)),
         Error::Order(_) => py::OrderError::new_err(text),
         Error::NotReady(_) => py::NotReady::new_err(text),

@@ -9,6 +9,7 @@ include!(concat!(env!("OUT_DIR"), "/docs.rs"));
 
 mod arrays;
 mod attention;
+mod block_pool;
 mod decode;
 mod errors;
 mod finding;
@@ -30,6 +31,8 @@ mod tree;
 mod _core {
     #[pymodule_export]
     use super::attention::attend_pages;
+    #[pymodule_export]
+    use super::block_pool::BlockPool;
     #[pymodule_export]
     use super::decode::decode_op;
     #[pymodule_export]

@@ -244,7 +244,7 @@ impl Ledger {
                     pool.unindex(was, completed, Verb::Index);
                 }
                 if page != Page::SINK {
-                    pool.index(page, entry);
+                    pool.index(page, entry, Verb::Index);
                 }
                 self.index.set_page(entry, at, column, page);
             }
@@ -269,7 +269,7 @@ impl Ledger {
                 let pool = &mut self.groups[at].pool;
                 let is_missing = was == Page::SINK && page != Page::SINK;
                 if has_all && is_missing && pool.entry_of(page) == NONE {
-                    pool.index(page, entry);
+                    pool.index(page, entry, Verb::Index);
                     self.index.set_page(entry, at, column, page);
                     is_own = true;
                 }

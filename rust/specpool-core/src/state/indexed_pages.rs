@@ -86,13 +86,13 @@ impl PagePool {
         self.line(page).state == PageState::Cached
     }
 
-    /// Adds the prefix index as a holder of a page that a row holds and that is not indexed.
-    pub(crate) fn index(&mut self, page: Page, entry: u32) {
+    /// Adds the prefix index as a holder of a page that is held and that is not indexed.
+    pub(crate) fn index(&mut self, page: Page, entry: u32, verb: Verb) {
         self.set_shared(page);
         self.change(page, |line| {
             line.holders += 1;
             line.entry = entry;
-            line.last_verb = Verb::Index;
+            line.last_verb = verb;
         });
     }
 

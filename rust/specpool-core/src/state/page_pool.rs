@@ -232,7 +232,7 @@ impl PagePool {
         self.map.get(page.at()).copied().unwrap_or_default()
     }
 
-    pub(super) fn seen(&self, page: Page) -> PageRecord {
+    pub(crate) fn seen(&self, page: Page) -> PageRecord {
         let Line { birth_step, fence, owner, holders, state, last_verb, .. } = self.line(page);
         PageRecord { page, state, owner: Row(owner), holders, birth_step, fence, last_verb }
     }

@@ -1,0 +1,334 @@
+//! The verbs: `take`, `drop`, `put`, `forget`, `complete`. A refused call changes nothing.
+
+use std::sync::Arc;
+
+use super::{BlockPool, OWNER};
+use crate::error::{Error, Result};
+use crate::ids::Page;
+use crate::ledger::check_salt;
+use crate::memory::{collected, room, text, with_room};
+use crate::state::page_pool::PageState;
+use crate::state::prefix_index::NONE;
+use crate::verb::Verb;
+
+impl BlockPool {
+    /// Takes `count` blocks, which are returned, and holds those of `hold` once more (a hit of
+    /// [`match_prefix`](Self::match_prefix), or blocks of another request that are shared). Both or neither. If free
+    /// blocks do not suffice, cached ones are given up. `tag` names the request in errors and audits. O(blocks).
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (no such block), [`Error::BlockState`] (a block of `hold` that
+    /// nobody holds and that is not cached), [`Error::OutOfPages`], [`Error::OutOfMemory`].
+    pub fn take(&mut self, count: usize, hold: &[i32], tag: Option<&str>) -> Result<Vec<i32>> {
+        let (free, cached) = (self.num_free(), self.num_cached() - self.num_cached_of("take", hold)?);
+        if count > free + cached {
+            let fenced = self.num_fenced();
+            let group = "blocks".into();
+            return Err(Error::OutOfPages { group, need: count, free, cached, fenced, reclaimable: 0 });
+        }
+        let mut blocks = with_room(count, "the blocks of a take")?;
+        let tag: Option<Arc<str>> = tag.map(|tag| text(tag, "a tag").map(Arc::from)).transpose()?;
+        self.pool.make_room(count)?;
+        let most = self.pool.num_mapped() + count;
+        let num_marks = self.marks.len();
+        room(&mut self.marks, most.saturating_sub(num_marks), "the marks of blocks")?;
+        let keeps_tags = tag.is_some() || !self.tags.is_empty();
+        if keeps_tags {
+            let num_tags = self.tags.len();
+            room(&mut self.tags, most.saturating_sub(num_tags), "the tags of blocks")?;
+        }
+
+        // Nothing is refused from here on.
+        for &block in hold {
+            let page = Page(block - self.id(Page::SINK));
+            let _ = self.pool.share(page, Verb::Take);
+        }
+        self.evict(count);
+        for _ in 0..count {
+            let Some(page) = self.pool.take(OWNER, 0, Verb::Take) else { break };
+            blocks.push(self.id(page));
+            if keeps_tags {
+                if self.tags.len() <= page.at() {
+                    self.tags.resize(page.at() + 1, None);
+                }
+                self.tags[page.at()].clone_from(&tag);
+            }
+        }
+        let num_mapped = self.pool.num_mapped();
+        self.marks.resize(num_mapped, 0);
+        Ok(blocks)
+    }
+
+    /// How many different cached blocks are among `hold`, which must be held, cached, or fenced with known content.
+    pub(super) fn num_cached_of(&mut self, verb: &str, hold: &[i32]) -> Result<usize> {
+        let (mut num_cached, mut outcome) = (0, Ok(()));
+        let mut num_seen = 0;
+        for &block in hold {
+            outcome = self.page(verb, block).and_then(|page| {
+                let line = self.line(page);
+                if line.refs == 0 && !line.is_indexed {
+                    return Err(self.refusal(verb, page, "nobody holds it and it is not cached"));
+                }
+                let is_cached = line.state == PageState::Cached;
+                self.marks[page.at()] += 1;
+                num_cached += usize::from(is_cached && self.marks[page.at()] == 1);
+                Ok(())
+            });
+            if outcome.is_err() {
+                break;
+            }
+            num_seen += 1;
+        }
+        self.unmark(&hold[..num_seen]);
+        outcome.map(|()| num_cached)
+    }
+
+    fn unmark(&mut self, blocks: &[i32]) {
+        for &block in blocks {
+            let page = block - self.id(Page::SINK);
+            self.marks[page as usize] = 0;
+        }
+    }
+
+    fn refusal(&self, verb: &str, page: Page, why: &str) -> Error {
+        let (verb, why) = (verb.into(), why.into());
+        let line = self.line(page);
+        let state = line.state.to_string();
+        let tag = line.tag.map_or_else(|| "none".into(), |tag| format!("{tag:?}"));
+        Error::BlockState { verb, block: line.block, why, state, tag, last_verb: line.last_verb }
+    }
+
+    /// Gives up cached blocks until `need` are free: the least recently used first, and what continues it before.
+    fn evict(&mut self, need: usize) {
+        while self.pool.num_free() < need {
+            let Some(page) = self.pool.oldest_cached() else { return };
+            self.num_evictions += 1;
+            self.drop_entry(self.index.leaf_below(self.pool.entry_of(page)), Verb::Take);
+        }
+    }
+
+    /// Makes the index forget an entry that nothing continues, and the root of its salt if it was the last.
+    fn drop_entry(&mut self, entry: u32, verb: Verb) {
+        let (page, parent) = (self.page_of(entry), self.index.parent(entry));
+        self.pool.unindex(page, self.completed, verb);
+        self.index.remove(entry);
+        if self.index.parent(parent) == NONE && self.index.children(parent).is_empty() {
+            self.index.remove(parent);
+        }
+    }
+
+    /// Lets go of each block once. A block that nobody holds any more is free, or cached if its content is known. The
+    /// last block of a call is given up first, because it is the end of a text. A block may be named as often as it is
+    /// held. `after` is the last step that may still touch the blocks: they can be taken again once it is
+    /// [complete](Self::complete). O(blocks); with a fence, `complete` looks at each fenced block.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (`after` without fencing; no such block),
+    /// [`Error::BlockState`] (a block that is not held, or named more often than it is held).
+    pub fn drop(&mut self, blocks: &[i32], after: Option<u64>) -> Result<()> {
+        if let Some(step) = after.filter(|_| !self.config.fencing) {
+            return Err(Error::Shape(format!("drop after step {step}: the pool was built without fencing")));
+        }
+        self.check_drop(blocks)?;
+        for &block in blocks.iter().rev() {
+            let page = Page(block - self.id(Page::SINK));
+            let _ = self.pool.release(page, OWNER, after.unwrap_or(0), self.completed, Verb::Drop);
+        }
+        Ok(())
+    }
+
+    fn check_drop(&mut self, blocks: &[i32]) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut num_seen = 0;
+        for &block in blocks {
+            outcome = self.page("drop", block).and_then(|page| {
+                let refs = self.line(page).refs;
+                if self.marks.get(page.at()).is_none_or(|&named| named >= refs) {
+                    let why = match refs {
+                        0 => "nobody holds it".into(),
+                        _ => format!("it is named more often than the {refs} times that it is held"),
+                    };
+                    return Err(self.refusal("drop", page, &why));
+                }
+                self.marks[page.at()] += 1;
+                Ok(())
+            });
+            if outcome.is_err() {
+                break;
+            }
+            num_seen += 1;
+        }
+        self.unmark(&blocks[..num_seen]);
+        outcome
+    }
+
+    /// Notes what blocks hold: `blocks[i]` has the KV of the i-th `block_size` of `tokens`, under the salt. Blocks
+    /// before `start` were noted by an earlier call, or come from a match. A last piece of fewer tokens is left out.
+    /// The caller must hold the blocks, and must not write them again. Returns, for each whole block from `start` on,
+    /// the block that the index has for these tokens: the same one, or another that was first. O(tokens).
+    ///
+    /// # Errors
+    /// As [`put_behind`](Self::put_behind).
+    pub fn put(&mut self, tokens: &[i32], blocks: &[i32], start: usize, salt: &[u8]) -> Result<Vec<i32>> {
+        self.put_behind(0, tokens, blocks, start, salt)
+    }
+
+    /// As [`put`](Self::put), of a text whose first `skipped` blocks of tokens are left out, because the index knows
+    /// them: `tokens` are those of `blocks[skipped..]`. O(tokens given), and O(blocks) for the check of the salt.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (fewer blocks than the tokens fill, `start` behind them,
+    /// `skipped` behind `start`, a salt of more than 256 bytes, no such block), [`Error::BlockState`] (a block that is
+    /// not held; one whose content the index knows as something else; one named twice; `skipped` blocks that the index
+    /// does not know under this salt), [`Error::OutOfMemory`].
+    pub fn put_behind(
+        &mut self,
+        skipped: usize,
+        tokens: &[i32],
+        blocks: &[i32],
+        start: usize,
+        salt: &[u8],
+    ) -> Result<Vec<i32>> {
+        let size = self.block_size();
+        let whole = skipped + tokens.len() / size;
+        if whole > blocks.len() || start > blocks.len() || skipped > start {
+            return Err(Error::Shape(format!(
+                "put of {} tokens behind {skipped} blocks, from block {start} on: they fill {whole} blocks, {} are given",
+                tokens.len(),
+                blocks.len()
+            )));
+        }
+        check_salt(salt)?;
+        let mut canonical = with_room(whole.saturating_sub(start), "the blocks of a put")?;
+        if !self.config.caching {
+            canonical.extend_from_slice(&blocks[start.min(whole)..whole]);
+            return Ok(canonical);
+        }
+        let root = self.index.root(salt);
+        let mut parent = if skipped > 0 { self.entry_at(blocks[skipped - 1], root)? } else { root };
+        let mut pieces = tokens.chunks_exact(size);
+        let mut at = skipped;
+        let mut known = with_room(pieces.len(), "the entries of a put")?;
+        while let Some(entry) = pieces.clone().next().and_then(|piece| self.child(parent, piece)) {
+            pieces.next();
+            self.check_put(blocks[at], entry, at >= start)?;
+            if at >= start {
+                canonical.push(self.id(self.page_of(entry)));
+            }
+            known.push(entry);
+            (parent, at) = (entry, at + 1);
+        }
+        self.check_new(&blocks[at..whole])?;
+        if at < whole {
+            let mut lists = self.index.make_room(parent, whole - at)?;
+            let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
+
+            // Nothing is refused from here on.
+            if parent == NONE {
+                parent = self.index.add_root(kept_salt, lists.pop().unwrap_or_default());
+            }
+            for (&block, piece) in blocks[at..whole].iter().zip(pieces) {
+                let (place, _) = self.index.nearest_child(parent, piece);
+                let entry = self.index.add(parent, place, piece, lists.pop().unwrap_or_default());
+                let page = Page(block - self.id(Page::SINK));
+                self.pool.index(page, entry, Verb::Put);
+                self.index.set_page(entry, 0, 0, page);
+                parent = entry;
+            }
+            canonical.extend_from_slice(&blocks[at.max(start).min(whole)..whole]);
+        }
+        for &entry in known.iter().rev() {
+            self.pool.touch(self.page_of(entry));
+        }
+        Ok(canonical)
+    }
+
+    /// The entry of a block that ends the part of a text that the index knows under the root.
+    fn entry_at(&self, block: i32, root: u32) -> Result<u32> {
+        let page = self.page("put", block)?;
+        let entry = self.pool.entry_of(page);
+        let mut top = entry;
+        while self.index.parent(top) != NONE {
+            top = self.index.parent(top);
+        }
+        if entry != NONE && top == root {
+            return Ok(entry);
+        }
+        Err(self.refusal("put behind", page, "it is not known under this salt"))
+    }
+
+    /// Checks a block of tokens that the index knows as `entry`. It must be held if it is new.
+    fn check_put(&self, block: i32, entry: u32, is_new: bool) -> Result<()> {
+        let page = self.page("put", block)?;
+        if ![NONE, entry].contains(&self.pool.entry_of(page)) {
+            return Err(self.refusal("put", page, "it is known to hold other tokens"));
+        }
+        if is_new && self.line(page).refs == 0 {
+            return Err(self.refusal("put", page, "nobody holds it"));
+        }
+        Ok(())
+    }
+
+    /// Checks blocks that the index is to know: held, not known yet, all different.
+    fn check_new(&mut self, blocks: &[i32]) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut num_seen = 0;
+        for &block in blocks {
+            outcome = self.page("put", block).and_then(|page| {
+                let line = self.line(page);
+                let why = match () {
+                    () if line.refs == 0 => "nobody holds it",
+                    () if line.is_indexed => "it is known to hold other tokens",
+                    () if self.marks[page.at()] > 0 => "it is named twice",
+                    () => "",
+                };
+                if !why.is_empty() {
+                    return Err(self.refusal("put", page, why));
+                }
+                self.marks[page.at()] += 1;
+                Ok(())
+            });
+            if outcome.is_err() {
+                break;
+            }
+            num_seen += 1;
+        }
+        self.unmark(&blocks[..num_seen]);
+        outcome
+    }
+
+    /// Makes the index forget what it knows under the salt, or everything. Blocks that are held stay held.
+    /// O(blocks forgotten).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a salt of more than 256 bytes.
+    pub fn forget(&mut self, salt: Option<&[u8]>) -> Result<()> {
+        salt.map_or(Ok(()), check_salt)?;
+        loop {
+            let root = match salt {
+                Some(salt) => self.index.root(salt),
+                None => self.index.salts().next().map_or(NONE, |(_, root)| root),
+            };
+            if root == NONE {
+                return Ok(());
+            }
+            self.drop_entry(self.index.leaf_below(root), Verb::Forget);
+        }
+    }
+
+    /// Notes that every step up to `step` is complete: blocks dropped after them can be taken again. O(fenced blocks).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] without fencing; [`Error::Order`] for a step before one that is complete already.
+    pub fn complete(&mut self, step: u64) -> Result<()> {
+        if !self.config.fencing {
+            return Err(Error::Shape(format!("complete of step {step}: the pool was built without fencing")));
+        }
+        if step < self.completed {
+            return Err(Error::Order(format!("complete of step {step}: step {} is complete already", self.completed)));
+        }
+        self.completed = step;
+        self.pool.complete(step);
+        Ok(())
+    }
+}

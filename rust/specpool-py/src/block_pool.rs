@@ -1,0 +1,249 @@
+//! `BlockPool` for Python.
+
+#![allow(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use specpool_core::{BlockPoolConfig, Error, Result as CoreResult};
+
+use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step};
+use crate::errors::to_py;
+
+#[doc = doc!("BlockPool")]
+#[pyclass(module = "specpool._core")]
+pub struct BlockPool(specpool_core::BlockPool, bool);
+
+type Ints<'py> = Bound<'py, PyArray1<i32>>;
+/// state, holders, tag, fence, last verb of one block.
+type Line = (String, u32, Option<String>, u64, &'static str);
+
+impl BlockPool {
+    /// Runs a verb; a panic in it becomes `CorruptState`, as in the ledger.
+    fn change<T>(&mut self, verb: impl FnOnce(&mut specpool_core::BlockPool) -> CoreResult<T>) -> PyResult<T> {
+        if self.1 {
+            return Err(to_py(Error::Corrupt("a verb before this one panicked: the pool cannot be used".into())));
+        }
+        let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| verb(&mut self.0))) else {
+            self.1 = true;
+            let why = "the verb panicked and may be half done (the panic is on stderr): the pool cannot be used";
+            return Err(to_py(Error::Corrupt(why.into())));
+        };
+        outcome.map_err(to_py)
+    }
+
+    fn size(&self) -> usize {
+        self.0.config().block_size as usize
+    }
+}
+
+#[pymethods]
+impl BlockPool {
+    #[new]
+    #[pyo3(signature = (num_blocks, block_size, *, first_id=ConfigInt(0), caching=true, fencing=false),
+        text_signature = "(num_blocks, block_size, *, first_id=0, caching=True, fencing=False)")]
+    fn new(
+        num_blocks: ConfigInt,
+        block_size: ConfigInt,
+        first_id: ConfigInt,
+        caching: bool,
+        fencing: bool,
+    ) -> PyResult<Self> {
+        let config = BlockPoolConfig {
+            first_id: first_id.0,
+            caching,
+            fencing,
+            ..BlockPoolConfig::new(num_blocks.0, block_size.0)
+        };
+        specpool_core::BlockPool::new(config).map(|pool| Self(pool, false)).map_err(to_py)
+    }
+
+    #[doc = doc!("BlockPool.num_blocks")]
+    #[getter]
+    fn num_blocks(&self) -> i64 {
+        self.0.config().num_blocks
+    }
+
+    #[doc = doc!("BlockPool.block_size")]
+    #[getter]
+    fn block_size(&self) -> i64 {
+        self.0.config().block_size
+    }
+
+    #[doc = doc!("BlockPool.first_id")]
+    #[getter]
+    fn first_id(&self) -> i64 {
+        self.0.config().first_id
+    }
+
+    #[doc = doc!("BlockPool.caching")]
+    #[getter]
+    fn caching(&self) -> bool {
+        self.0.config().caching
+    }
+
+    #[doc = doc!("BlockPool.fencing")]
+    #[getter]
+    fn fencing(&self) -> bool {
+        self.0.config().fencing
+    }
+
+    #[doc = doc!("BlockPool.num_free")]
+    #[getter]
+    fn num_free(&self) -> usize {
+        self.0.num_free()
+    }
+
+    #[doc = doc!("BlockPool.num_cached")]
+    #[getter]
+    fn num_cached(&self) -> usize {
+        self.0.num_cached()
+    }
+
+    #[doc = doc!("BlockPool.num_fenced")]
+    #[getter]
+    fn num_fenced(&self) -> usize {
+        self.0.num_fenced()
+    }
+
+    #[doc = doc!("BlockPool.index_size")]
+    #[getter]
+    fn index_size(&self) -> (usize, u64) {
+        self.0.index_size()
+    }
+
+    #[doc = doc!("BlockPool.index_bytes")]
+    fn index_bytes(&self) -> usize {
+        self.0.index_bytes()
+    }
+
+    #[doc = doc!("BlockPool.fits")]
+    #[pyo3(signature = (count, hold=None))]
+    fn fits(&mut self, count: ShapeInt, hold: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
+        let (count, hold) = (at_least("count", count, 0)?, blocks("hold", hold)?);
+        self.0.fits(count, &hold).map_err(to_py)
+    }
+
+    #[doc = doc!("BlockPool.take")]
+    #[pyo3(signature = (count, hold=None, tag=None))]
+    fn take<'py>(
+        &mut self,
+        py: Python<'py>,
+        count: ShapeInt,
+        hold: Option<&Bound<'_, PyAny>>,
+        tag: Option<&str>,
+    ) -> PyResult<Ints<'py>> {
+        let (count, hold) = (at_least("count", count, 0)?, blocks("hold", hold)?);
+        copied(py, &self.change(|pool| pool.take(count, &hold, tag))?)
+    }
+
+    #[doc = doc!("BlockPool.drop")]
+    #[pyo3(signature = (blocks, after=None))]
+    fn drop(&mut self, blocks: &Bound<'_, PyAny>, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let (blocks, after) = (ints("blocks", blocks)?, after.map(step).transpose()?);
+        self.change(|pool| pool.drop(&blocks, after))
+    }
+
+    #[doc = doc!("BlockPool.match")]
+    #[pyo3(signature = (tokens, salt=Salt::default(), *, limit=None), text_signature = "($self, tokens, salt=b'', *, limit=None)")]
+    fn r#match<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'_, PyAny>,
+        salt: Salt,
+        limit: Option<ShapeInt>,
+    ) -> PyResult<Ints<'py>> {
+        let tokens = ints("tokens", tokens)?;
+        let limit = limit.map(|limit| at_least("limit", limit, 0)).transpose()?;
+        copied(py, &self.0.match_prefix(&tokens, &salt.0, limit).map_err(to_py)?)
+    }
+
+    #[doc = doc!("BlockPool.put")]
+    #[pyo3(signature = (tokens, blocks, start=ShapeInt(0), salt=Salt::default()),
+        text_signature = "($self, tokens, blocks, start=0, salt=b'')")]
+    fn put<'py>(
+        &mut self,
+        py: Python<'py>,
+        tokens: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        start: ShapeInt,
+        salt: Salt,
+    ) -> PyResult<Ints<'py>> {
+        let (blocks, start) = (ints("blocks", blocks)?, at_least("start", start, 0)?);
+        // If the index knows the block before the new ones, the tokens before it need no look.
+        let known = start.checked_sub(2).and_then(|at| blocks.get(at)).copied();
+        let skipped = match known {
+            Some(block) if self.0.is_indexed(block).map_err(to_py)? => start - 1,
+            _ => 0,
+        };
+        let num_tokens = skipped * self.size();
+        let tokens = if num_tokens > 0 && tokens.len()? >= num_tokens {
+            tokens.get_item(pyo3::types::PySlice::new(py, num_tokens as isize, isize::MAX, 1))?
+        } else {
+            tokens.clone()
+        };
+        let tokens = ints("tokens", &tokens)?;
+        copied(py, &self.change(|pool| pool.put_behind(skipped, &tokens, &blocks, start, &salt.0))?)
+    }
+
+    #[doc = doc!("BlockPool.forget")]
+    #[pyo3(signature = (salt=None))]
+    fn forget(&mut self, salt: Option<Salt>) -> PyResult<()> {
+        self.change(|pool| pool.forget(salt.as_ref().map(|salt| &salt.0[..])))
+    }
+
+    #[doc = doc!("BlockPool.complete")]
+    fn complete(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
+        let step = self::step(step)?;
+        self.change(|pool| pool.complete(step))
+    }
+
+    #[doc = doc!("BlockPool.refs")]
+    fn refs(&self, block: &Bound<'_, PyAny>) -> PyResult<u32> {
+        self.0.refs(int32("block", block)?).map_err(to_py)
+    }
+
+    #[doc = doc!("BlockPool.record_of")]
+    fn record_of(&self, block: &Bound<'_, PyAny>) -> PyResult<Line> {
+        let line = self.0.record_of(int32("block", block)?).map_err(to_py)?;
+        Ok((line.state.to_string(), line.refs, line.tag.map(ToOwned::to_owned), line.fence, line.last_verb.name()))
+    }
+
+    #[doc = doc!("BlockPool.taken")]
+    fn taken<'py>(&self, py: Python<'py>) -> PyResult<Ints<'py>> {
+        copied(py, &self.0.taken().map_err(to_py)?)
+    }
+
+    #[doc = doc!("BlockPool.state_hash")]
+    fn state_hash(&self) -> u64 {
+        self.0.state_hash()
+    }
+
+    #[doc = doc!("BlockPool.audit")]
+    fn audit(&self) -> PyResult<Vec<String>> {
+        self.0.audit().map_err(to_py)
+    }
+
+    #[doc = doc!("BlockPool.check")]
+    fn check(&self) -> PyResult<()> {
+        self.0.check().map_err(to_py)
+    }
+
+    fn __repr__(&self) -> String {
+        let config = self.0.config();
+        format!(
+            "<BlockPool of {} blocks of {} tokens: {} free, {} cached, {} fenced>",
+            config.num_blocks,
+            config.block_size,
+            self.0.num_free(),
+            self.0.num_cached(),
+            self.0.num_fenced()
+        )
+    }
+}
+
+/// The blocks of an optional argument.
+fn blocks(name: &str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
+    value.map_or(Ok(Vec::new()), |value| int_array(name, value))
+}
