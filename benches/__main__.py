@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -298,6 +299,21 @@ def session(
         json=json,
         plot=plot,
     )
+
+
+@app.command("embed")
+def embed(
+    nano_vllm: Annotated[
+        Path | None, typer.Option(help="A checkout of nano-vllm, whose manager is measured too.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 7,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """`BlockPool` under other engines, beside their own block managers."""
+    from benches.embed import embed as run
+
+    run(nano_vllm=nano_vllm, repeats=repeats, json=json, plot=plot)
 
 
 @app.command("prefix")

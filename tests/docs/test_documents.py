@@ -81,7 +81,7 @@ def needs_of(block: str) -> str | None:
 def test_every_block_names_its_language(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text))
-    assert {name for name, _ in FENCE.findall(text)} <= {"python", "sh", "json", "text"}
+    assert {name for name, _ in FENCE.findall(text)} <= {"python", "sh", "json", "text", "diff"}
 
 
 @pytest.mark.parametrize("document", having("python"))

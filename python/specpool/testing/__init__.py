@@ -3,6 +3,7 @@
 Needs `pip install 'specpool[testing]'`; `docs/testing.md` shows how the parts fit together.
 """
 
+from specpool.testing.blocks import BlockDevice, BlockMachine, BlockScheduler
 from specpool.testing.device import DeviceFault, FakeDevice
 from specpool.testing.leaks import assert_no_page_leaked, no_page_leaks
 from specpool.testing.machine import LedgerMachine, Scheduler
@@ -19,6 +20,9 @@ from specpool.testing.strategies import (
 
 __all__ = [
     "OP_BYTES",
+    "BlockDevice",
+    "BlockMachine",
+    "BlockScheduler",
     "DeviceFault",
     "FakeDevice",
     "LedgerConfig",

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from specpool import Ledger
+from specpool import BlockPool, Ledger
 
 _AT_REST = (0, 4)  # free and cached, as `Ledger.ownership_map` numbers them
 _MAX_PAGES = 8  # the most that a report names
 
 
-def assert_no_page_leaked(ledger: Ledger, *, kept_prefixes: Iterable[int] = ()) -> None:
-    """Check that every page is free, every row is back, and the audit agrees.
+def assert_no_page_leaked(ledger: Ledger | BlockPool, *, kept_prefixes: Iterable[int] = ()) -> None:
+    """Check that every page is free or cached, every row is back, and the audit agrees.
 
     Args:
-        ledger: a ledger with nothing left to do.
+        ledger: a ledger, or a block pool, with nothing left to do.
         kept_prefixes: pinned prefixes that are kept on purpose, as a prefix cache does. Their pages
             do not count as leaked.
 
@@ -31,7 +31,10 @@ def assert_no_page_leaked(ledger: Ledger, *, kept_prefixes: Iterable[int] = ()) 
             left; and kept prefixes that are gone.
         CorruptState: the audit found a broken invariant.
     """
-    report = still_out(ledger, kept_prefixes)
+    if isinstance(ledger, BlockPool):
+        report = _blocks_in_use(ledger)
+    else:
+        report = still_out(ledger, kept_prefixes)
     if report:
         raise AssertionError("pages leaked:\n  " + "\n  ".join(report))
     ledger.check()
@@ -74,6 +77,18 @@ def _pages_in_use(ledger: Ledger, group: int) -> list[str]:
         lines.append(f"  page {page}: {state}, {who}, taken by step {birth_step}, last {last_verb}")
     if len(pages) > _MAX_PAGES:
         lines.append(f"  and {len(pages) - _MAX_PAGES} more")
+    return lines
+
+
+def _blocks_in_use(pool: BlockPool) -> list[str]:
+    blocks = pool.taken().tolist()
+    lines = [f"{len(blocks)} of {pool.num_blocks} blocks are not free"] if blocks else []
+    for block in blocks[:_MAX_PAGES]:
+        state, refs, tag, fence, last_verb = pool.record_of(block)
+        who = f"fenced behind step {fence}" if state == "fenced" else f"held {refs} times"
+        lines.append(f"  block {block}: {who}, last tag {tag!r}, last verb {last_verb}")
+    if len(blocks) > _MAX_PAGES:
+        lines.append(f"  and {len(blocks) - _MAX_PAGES} more")
     return lines
 
 
