@@ -258,9 +258,6 @@ impl BlockPool {
 
     /// The entry behind `parent` with exactly these tokens.
     fn child(&self, parent: u32, piece: &[i32]) -> Option<u32> {
-        if parent == NONE {
-            return None;
-        }
         let (_, nearest) = self.index.nearest_child(parent, piece);
         nearest.filter(|&(_, agree)| agree == piece.len()).map(|(entry, _)| entry)
     }

@@ -1,6 +1,6 @@
 //! The prefix cache by example: what is kept, what goes first, and what is refused.
 
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Replay, Row, Shape};
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageNames, PageState, Replay, Row, Shape};
 
 fn group(page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
     let name = format!("{page_size} {}", window.unwrap_or(0));
@@ -370,4 +370,113 @@ fn a_recorded_run_replays_and_a_snapshot_brings_the_index_back() {
     has(".. 19 tokens], salt=b\"salt\", needs_draft=True) -> row 1");
     has("forget(b\"other\")");
     std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn an_entry_of_many_pages_may_be_shorter_than_their_common_multiple() {
+    // No row has 12 tokens, so an entry takes 10: three pages of 4 and two of 6.
+    let mut ledger =
+        Ledger::new(LedgerConfig { max_context_len: 10, ..config(vec![group(4, 9, None), group(6, 9, None)]) })
+            .unwrap();
+    let text = tokens(0, 10);
+    kept(&mut ledger, &text, b"");
+    assert_eq!((ledger.index_size().0, ledger.cached_pages(0), ledger.cached_pages(1)), (1, Ok(3), Ok(2)));
+    let pages: Vec<Vec<i32>> =
+        ledger.index_entries().next().unwrap().pages.iter().map(|pages| pages.to_vec()).collect();
+    let row = ledger.admit_cached(&text, b"", Some(10), false, None).unwrap();
+    for (at, pages) in pages.iter().enumerate() {
+        let held = ledger.page_table(at).unwrap().row(row);
+        assert_eq!(held[..pages.len() - 1], pages[..pages.len() - 1]); // the last one is copied
+    }
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_page_that_is_known_as_another_text_is_not_known_twice() {
+    let mut ledger = ledger(vec![group(16, 30, None)]);
+    let row = computed(&mut ledger, &tokens(0, 7), b"a");
+    kept(&mut ledger, &tokens(0, 5), b"b");
+    assert_eq!(ledger.index(row, &tokens(0, 7), b"b"), Ok(0)); // a longer text than the one of 5, on a page of "a"
+    assert_eq!([hit(&ledger, &tokens(0, 7), b"a"), hit(&ledger, &tokens(0, 7), b"b")], [7, 5]);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_longer_tail_keeps_the_pages_that_its_row_has_given_up_below_a_window() {
+    let mut ledger = ledger(vec![group(16, 30, None), group(4, 30, Some(4))]);
+    let (row, text) = (ledger.admit(None).unwrap(), tokens(0, 14));
+    extend(&mut ledger, row, 6, true);
+    ledger.index(row, &text[..6], b"").unwrap();
+    let window = |ledger: &Ledger| ledger.index_entries().next().unwrap().pages[1].to_vec();
+    let before = window(&ledger);
+    assert!(before[0] > 0 && before[1] > 0);
+    extend(&mut ledger, row, 14, true);
+    extend(&mut ledger, row, 15, true); // the window has left the first two pages
+    assert_eq!(ledger.index(row, &text, b""), Ok(14));
+    let after = window(&ledger);
+    assert_eq!((after[0], after[1]), (before[0], 0)); // the second one lacks the tokens behind the sixth
+    assert!(after[2] > 0 && after[3] > 0);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_window_that_was_given_up_comes_back_when_the_text_is_computed_again() {
+    let mut ledger = ledger(vec![group(4, 40, None), group(4, 12, Some(6))]);
+    kept(&mut ledger, &tokens(0, 12), b"");
+    let other = ledger.admit(None).unwrap();
+    extend(&mut ledger, other, 38, true);
+    ledger.finish(other).unwrap();
+    assert_eq!(hit(&ledger, &tokens(0, 12), b""), 8);
+    kept(&mut ledger, &tokens(0, 12), b"");
+    assert_eq!((hit(&ledger, &tokens(0, 12), b""), ledger.index_size().0), (12, 3));
+}
+
+#[test]
+fn a_row_that_computed_a_known_text_keeps_pages_that_it_may_write() {
+    let mut ledger = ledger(vec![group(4, 40, None)]);
+    kept(&mut ledger, &tokens(0, 12), b"");
+    let row = computed(&mut ledger, &tokens(0, 12), b"");
+    assert_eq!(ledger.protected_len(0).unwrap()[row.at()], 0);
+    assert_eq!(ledger.trim(row, 5), Ok(5));
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_hit_that_needs_draft_kv_ends_within_an_entry_and_may_follow_another_text() {
+    let mut ledger = ledger(vec![group(4, 60, None)]);
+    // Of these 12 tokens the first 6 have draft KV.
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 6, true);
+    extend(&mut ledger, row, 12, false);
+    ledger.index(row, &tokens(0, 12), b"").unwrap();
+    let with_draft =
+        |ledger: &Ledger, text: &[i32]| ledger.match_prefix(text, b"", Some(text.len() as i32), true).unwrap().len;
+    assert_eq!((hit(&ledger, &tokens(0, 12), b""), with_draft(&ledger, &tokens(0, 12))), (12, 6));
+    let hit = ledger.admit_cached(&tokens(0, 12), b"", Some(12), false, None).unwrap();
+    assert_eq!(ledger.drafted_len()[hit.at()], 6);
+    // Another text parts from it at the eighth token, and has draft KV of all.
+    kept(&mut ledger, &[&tokens(0, 7)[..], &[70, 71]].concat(), b"");
+    assert_eq!(with_draft(&ledger, &tokens(0, 12)), 7);
+    let short = ledger.admit_cached(&tokens(0, 12), b"", Some(12), true, None).unwrap();
+    assert_eq!((ledger.resolved_len()[short.at()], ledger.drafted_len()[short.at()]), (7, 7));
+    ledger.check().unwrap();
+}
+
+#[test]
+fn normal_forms_differ_in_what_goes_first() {
+    let forms = [[100, 200], [200, 100]].map(|order| {
+        let mut ledger = ledger(vec![group(4, 15, None)]);
+        for first in [100, 200] {
+            kept(&mut ledger, &tokens(first, 4), b"");
+        }
+        for first in order {
+            let row = ledger.admit_cached(&tokens(first, 4), b"", Some(4), false, None).unwrap();
+            ledger.finish(row).unwrap();
+        }
+        let (mut names, mut words) = (PageNames::default(), Vec::new());
+        ledger.write_normal_form(&mut names, &mut |word| words.push(word));
+        ledger.write_normal_pages(&mut names, &mut |word| words.push(word));
+        words
+    });
+    assert_ne!(forms[0], forms[1]);
 }

@@ -54,10 +54,9 @@ struct Hit {
 
 impl Hit {
     /// The page of a column in the group; page 0 if it was given up.
-    fn page(&self, index: &PrefixIndex, group: usize, page_size: i64, column: usize) -> Page {
-        let per_span = (index.span() as i64 / page_size).max(1) as usize;
-        let at = (column / per_span).min(self.path.len() - 1);
-        Page(index.pages(self.path[at], group)[column - at * per_span])
+    fn page(&self, index: &PrefixIndex, group: usize, column: usize) -> Page {
+        let per_span = index.columns(group, index.span());
+        Page(index.pages(self.path[column / per_span], group)[column % per_span])
     }
 }
 
@@ -114,8 +113,7 @@ impl Ledger {
         let root = self.index.root(salt);
         let path = self.whole_entries(root, tokens)?;
         let mut parent = path.last().copied().unwrap_or(root);
-        let rest = tokens.len() - path.len() * span;
-        let mut lists = self.index.make_room(parent, rest.div_ceil(span))?;
+        let mut lists = self.index.make_room(parent, tokens.chunks(span).skip(path.len()).len())?;
         self.recorder.make_room(tokens.len() + salt.len(), None)?;
         let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
 
@@ -193,7 +191,7 @@ impl Ledger {
         let mut parent = root;
         let known = tokens.chunks_exact(span).map_while(|piece| {
             match self.next_step(parent, piece) {
-                Step::Known(entry, true) if parent != NONE => parent = entry,
+                Step::Known(entry, true) => parent = entry,
                 _ => return None,
             }
             Some(parent)
@@ -283,16 +281,15 @@ impl Ledger {
     fn protect(&mut self, row: Row, end: usize) {
         for group in &mut self.groups {
             let protected = &mut group.protected[row.at()];
-            let from = *protected as usize / group.page_size as usize;
             *protected = (*protected).max(end as i32);
             let to = end.div_ceil(group.page_size as usize);
             let held = group.held_columns(row);
-            for column in from.max(held.start)..to.min(held.end) {
+            for column in held.start..to.min(held.end) {
                 group.pool.freeze(Page(group.table.row(row)[column]));
             }
             for at in 0..group.kept(row).len() {
                 let kept = group.kept(row)[at];
-                if (from..to).contains(&(kept.column as usize)) {
+                if (kept.column as usize) < to {
                     group.pool.freeze(kept.page);
                 }
             }
@@ -433,9 +430,7 @@ impl Ledger {
         let mut path = self.whole_entries(root, &tokens[..limit])?;
         let mut len = path.len() * self.index.span();
         let parent = path.last().copied().unwrap_or(root);
-        if parent != NONE
-            && let (_, Some((child, agree))) = self.index.nearest_child(parent, &tokens[len..limit])
-        {
+        if let (_, Some((child, agree))) = self.index.nearest_child(parent, &tokens[len..limit]) {
             room(&mut path, 1, "the entries of a prefix")?;
             path.push(child);
             len += agree;
@@ -445,17 +440,17 @@ impl Ledger {
         let behind = all_drafted * self.index.span();
         let mut drafted = len;
         if all_drafted < path.len() {
-            let partly = self.index.drafted(path[all_drafted]);
-            drafted = (behind + partly).min(len);
-            // Another text may agree with fewer tokens, and have draft KV of more.
-            let before = if all_drafted == 0 { root } else { path[all_drafted - 1] };
-            if needs_draft
-                && let Some((other, num)) = self.index.nearest_drafted(before, &tokens[behind..limit])
-                && behind + num > drafted
-            {
+            if needs_draft {
+                // Another text may agree with fewer tokens, and have draft KV of more.
                 path.truncate(all_drafted);
-                path.push(other);
-                drafted = behind + num;
+                let before = path.last().copied().unwrap_or(root);
+                drafted = behind;
+                if let Some((nearest, num)) = self.index.nearest_drafted(before, &tokens[behind..limit]) {
+                    path.push(nearest);
+                    drafted += num;
+                }
+            } else {
+                drafted = (behind + self.index.drafted(path[all_drafted])).min(len);
             }
         }
         let mut hit = Hit { path, len: if needs_draft { drafted } else { len } as i32, drafted: drafted as i32 };
@@ -470,7 +465,7 @@ impl Ledger {
     fn next_shorter(&self, hit: &Hit) -> Option<i32> {
         let shorter = |(at, group): (usize, &GroupState)| {
             group.spec.window?;
-            let is_missing = |&column: &usize| hit.page(&self.index, at, group.page_size, column) == Page::SINK;
+            let is_missing = |&column: &usize| hit.page(&self.index, at, column) == Page::SINK;
             let missing = group.window_columns(hit.len).rev().find(is_missing)?;
             Some((missing as i64 * group.page_size) as i32)
         };
@@ -481,7 +476,7 @@ impl Ledger {
     fn starts(&self, hit: &Hit) -> Result<Vec<Start>> {
         let mut starts = with_room(self.groups.len(), "a row")?;
         for (at, group) in self.groups.iter().enumerate() {
-            let page = |column: usize| hit.page(&self.index, at, group.page_size, column);
+            let page = |column: usize| hit.page(&self.index, at, column);
             starts.push(Self::start(group.page_size, group.evict_to(hit.len), hit.len, page)?);
         }
         Ok(starts)

@@ -49,8 +49,7 @@ impl PageList {
 
     /// The pages, first to last.
     pub(super) fn pages<'a>(&self, map: &'a [Line]) -> impl Iterator<Item = Page> + 'a {
-        let listed = |page: i32| Some(Page(page)).filter(|page| page.0 > 0);
-        std::iter::successors(listed(self.first), move |page| listed(map[page.at()].behind)).take(self.len)
+        std::iter::successors(Some(Page(self.first)), |page| Some(Page(map[page.at()].behind))).take(self.len)
     }
 }
 
@@ -125,7 +124,7 @@ impl PagePool {
         let line = self.line(page);
         match line.state {
             PageState::Cached => self.cached.remove(&mut self.map, page),
-            PageState::Fenced if line.entry > 0 => self.waiting.remove(&mut self.map, page),
+            PageState::Fenced => self.waiting.remove(&mut self.map, page),
             _ => {}
         }
     }
