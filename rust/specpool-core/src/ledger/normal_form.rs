@@ -136,17 +136,15 @@ impl Ledger {
                 self.index.pages(entry, at).iter().for_each(|&page| word(names.name(at, page)));
             }
         }
-        if !self.index.is_empty() {
-            for (at, group) in groups.iter().enumerate() {
-                group.pool.listed_pages().for_each(|page| word(names.name(at, page.0)));
-                word(u64::MAX);
+        for (at, group) in groups.iter().enumerate() {
+            group.pool.listed_pages().for_each(|page| word(names.name(at, page.0)));
+            word(u64::MAX);
+        }
+        for (salt, root) in self.index.salts() {
+            for &byte in salt {
+                word(byte.into());
             }
-            for (salt, root) in self.index.salts() {
-                for &byte in salt {
-                    word(byte.into());
-                }
-                word(self.index.children(root).len() as u64);
-            }
+            word(self.index.children(root).len() as u64);
         }
     }
 

@@ -46,6 +46,10 @@ pub(crate) struct PrefixIndex {
     num_tokens: usize,
 }
 
+fn bytes_of<T>(values: &Vec<T>) -> usize {
+    values.capacity() * size_of::<T>()
+}
+
 /// How many tokens two slices begin with in common.
 fn common(a: &[i32], b: &[i32]) -> usize {
     let len = a.len().min(b.len());
@@ -96,13 +100,9 @@ impl PrefixIndex {
 
     /// Bytes that the index takes, O(entries).
     pub(crate) fn num_bytes(&self) -> usize {
-        let lists: usize = self.entries.iter().map(|entry| entry.children.capacity() * size_of::<u32>()).sum();
-        let numbers = self.tokens.capacity() + self.pages.capacity() + self.unused.capacity() + self.roots.capacity();
-        self.entries.capacity() * size_of::<Entry>() + numbers * size_of::<i32>() + lists
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.roots.is_empty()
+        let lists = self.entries.iter().map(|entry| bytes_of(&entry.children)).sum();
+        let stores = [bytes_of(&self.entries), bytes_of(&self.tokens), bytes_of(&self.pages)];
+        stores.into_iter().chain([lists, bytes_of(&self.unused), bytes_of(&self.roots)]).sum()
     }
 
     /// Tokens of an entry.
