@@ -64,6 +64,10 @@ pub struct BlockRecord<'a> {
     pub last_verb: Verb,
 }
 
+/// The name of a request.
+#[derive(Debug)]
+struct Tag(Box<str>);
+
 /// Blocks, who holds them, and what they hold.
 ///
 /// A block is *free*, *held* (once or more), *cached* (held by nobody, its content known) or *fenced* (dropped, but a
@@ -94,7 +98,7 @@ pub struct BlockPool {
     index: PrefixIndex,
     config: BlockPoolConfig,
     /// The tag of each block's last `take`; as long as the blocks that were handed out, once there was a tag.
-    tags: Vec<Option<Arc<str>>>,
+    tags: Vec<Option<Arc<Tag>>>,
     /// Zeros; counts how often a call names each block.
     marks: Vec<u32>,
     completed: u64,
@@ -201,7 +205,7 @@ impl BlockPool {
             state: seen.state,
             refs: seen.holders.saturating_sub(is_indexed.into()),
             is_indexed,
-            tag: self.tags.get(page.at()).and_then(Option::as_deref),
+            tag: self.tags.get(page.at()).and_then(Option::as_ref).map(|tag| &*tag.0),
             fence: seen.fence,
             last_verb: seen.last_verb,
         }

@@ -6,6 +6,7 @@
 
 use std::alloc::{GlobalAlloc, Layout as Block, System};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 
 use specpool_core::forward::attention::{Lane, Layer, Scratch, attend};
 use specpool_core::forward::draft_cells::{Drafts, advance_ancestors};
@@ -15,7 +16,7 @@ use specpool_core::forward::slots::{TableView, check_moves, compact_moves, page_
 use specpool_core::tree::build::{Candidates, Tree, build_tree};
 use specpool_core::tree::sample::{SampleParams, sample_margins, sample_tokens};
 use specpool_core::tree::verify::verify_tree;
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape};
+use specpool_core::{BlockPool, BlockPoolConfig, Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape};
 
 /// Blocks up to this size are messages, nodes and the like: they are never refused.
 const SMALL: usize = 512;
@@ -136,12 +137,12 @@ fn seen(ledger: &Ledger) -> Seen {
 /// A ledger, and how many refusals each of its verbs took.
 struct World {
     ledger: Ledger,
-    refusals: std::collections::BTreeMap<&'static str, usize>,
+    refusals: BTreeMap<&'static str, usize>,
 }
 
 impl World {
     fn new(ledger: Ledger) -> Self {
-        Self { ledger, refusals: std::collections::BTreeMap::new() }
+        Self { ledger, refusals: BTreeMap::new() }
     }
 
     /// Calls a verb that may be refused, and is refused at each of its blocks.
@@ -295,6 +296,35 @@ fn an_index_without_memory_changes_nothing() {
     with(0, || ledger.forget(None)).unwrap();
     ledger.check().unwrap();
     assert_eq!(ledger.free_pages(0), Ok(9_000));
+}
+
+/// The same for a pool of blocks: what takes is refused at each of its blocks, what gives back needs none.
+#[test]
+fn a_block_pool_without_memory_changes_nothing() {
+    let mut pool = BlockPool::new(BlockPoolConfig { fencing: true, ..BlockPoolConfig::new(20_000, 2) }).unwrap();
+    let hash = |pool: &BlockPool| (pool.state_hash(), pool.num_free());
+    let mut num_refusals = BTreeMap::new();
+    for (at, salt) in (0..6).zip([&b""[..], &[7; 256]].into_iter().cycle()) {
+        let tokens: Vec<i32> = (0..4_000).map(|place| if place < 1_000 { place } else { at }).collect();
+        let tag = "t".repeat(600);
+        let take = |pool: &mut BlockPool| pool.take(2_000, &[], Some(&tag));
+        let (blocks, refusals) = refused_in_turn("take", &mut pool, hash, take);
+        *num_refusals.entry("take").or_insert(0) += refusals;
+        let put = |pool: &mut BlockPool| pool.put(&tokens, &blocks, 0, salt);
+        let (known, refusals) = refused_in_turn("put", &mut pool, hash, put);
+        *num_refusals.entry("put").or_insert(0) += refusals;
+        assert_eq!(known.len(), 2_000);
+        let find = |pool: &mut BlockPool| pool.match_prefix(&tokens, salt, None);
+        let (hit, refusals) = refused_in_turn("match", &mut pool, hash, find);
+        *num_refusals.entry("match").or_insert(0) += refusals;
+        assert_eq!(hit, known);
+        with(0, || pool.drop(&blocks, Some(at as u64))).unwrap();
+    }
+    assert!(num_refusals.values().all(|&refusals| refusals > 0), "{num_refusals:?}");
+    with(0, || pool.complete(9)).unwrap();
+    with(0, || pool.forget(None)).unwrap();
+    pool.check().unwrap();
+    assert_eq!(pool.num_free(), 20_000);
 }
 
 #[test]

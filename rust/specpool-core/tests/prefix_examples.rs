@@ -475,7 +475,7 @@ fn normal_forms_differ_in_what_goes_first() {
         }
         let (mut names, mut words) = (PageNames::default(), Vec::new());
         ledger.write_normal_form(&mut names, &mut |word| words.push(word));
-        ledger.write_normal_pages(&mut names, &mut |word| words.push(word));
+        ledger.write_normal_pages(&names, &mut |word| words.push(word));
         words
     });
     assert_ne!(forms[0], forms[1]);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{BlockPool, OWNER};
+use super::{BlockPool, OWNER, Tag};
 use crate::error::{Error, Result};
 use crate::ids::Page;
 use crate::ledger::check_salt;
@@ -27,7 +27,7 @@ impl BlockPool {
             return Err(Error::OutOfPages { group, need: count, free, cached, fenced, reclaimable: 0 });
         }
         let mut blocks = with_room(count, "the blocks of a take")?;
-        let tag: Option<Arc<str>> = tag.map(|tag| text(tag, "a tag").map(Arc::from)).transpose()?;
+        let tag = tag.map(|tag| text(tag, "a tag").map(|tag| Arc::new(Tag(tag)))).transpose()?;
         self.pool.make_room(count)?;
         let most = self.pool.num_mapped() + count;
         let num_marks = self.marks.len();

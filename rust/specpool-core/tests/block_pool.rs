@@ -1,0 +1,299 @@
+//! Laws of `BlockPool`: random calls beside a plain pool, and by example. (`tests/core/test_block_pool.py` has the
+//! oracle that predicts every id.)
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+use specpool_core::{BlockPool, BlockPoolConfig, Error, PageState, Verb};
+
+const SALTS: [&[u8]; 2] = [b"", b"a"];
+
+/// What the pool promises, without saying which block is given.
+#[derive(Default)]
+struct Plain {
+    refs: BTreeMap<i32, u32>,
+    /// Salt and tokens from the start -> block.
+    known: BTreeMap<(usize, Vec<i32>), i32>,
+    /// Blocks that nobody holds, and the step that may still touch them.
+    fenced: BTreeMap<i32, u64>,
+    fences: BTreeMap<i32, u64>,
+    completed: u64,
+}
+
+impl Plain {
+    fn is_known(&self, block: i32) -> bool {
+        self.known.values().any(|&other| other == block)
+    }
+
+    fn cached(&self) -> BTreeSet<i32> {
+        let is_cached = |block: &i32| !self.refs.contains_key(block) && !self.fenced.contains_key(block);
+        self.known.values().copied().filter(is_cached).collect()
+    }
+
+    fn hit(&self, tokens: &[i32], salt: usize, size: usize) -> Vec<i32> {
+        let ends = (1..=tokens.len() / size).map(|num| num * size);
+        ends.map_while(|end| self.known.get(&(salt, tokens[..end].to_vec())).copied()).collect()
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Do {
+    Come { text: Vec<i32>, same: usize, salt: usize, held: usize },
+    Note { request: usize, end: usize },
+    Go { request: usize, is_fenced: bool },
+    Forget { salt: Option<usize> },
+    Complete { lag: u64 },
+}
+
+fn act() -> impl Strategy<Value = Do> {
+    prop_oneof![
+        4 => (prop::collection::vec(0..3, 0..14), 0..14_usize, 0..2_usize, 0..9_usize)
+            .prop_map(|(text, same, salt, held)| Do::Come { text, same, salt, held }),
+        4 => (0..9_usize, 0..14_usize).prop_map(|(request, end)| Do::Note { request, end }),
+        3 => (0..9_usize, any::<bool>()).prop_map(|(request, is_fenced)| Do::Go { request, is_fenced }),
+        1 => prop::option::of(0..2_usize).prop_map(|salt| Do::Forget { salt }),
+        2 => (0..3_u64).prop_map(|lag| Do::Complete { lag }),
+    ]
+}
+
+struct World {
+    pool: BlockPool,
+    plain: Plain,
+    size: usize,
+    /// Tokens, blocks, salt of each request.
+    requests: Vec<(Vec<i32>, Vec<i32>, usize)>,
+    step: u64,
+}
+
+impl World {
+    fn new(num_blocks: i64, size: usize, first_id: i64) -> Self {
+        let config = BlockPoolConfig { first_id, fencing: true, ..BlockPoolConfig::new(num_blocks, size as i64) };
+        let pool = BlockPool::new(config).unwrap();
+        Self { pool, plain: Plain::default(), size, requests: Vec::new(), step: 0 }
+    }
+
+    fn act(&mut self, what: Do) {
+        match what {
+            Do::Come { text, same, salt, held } => self.come(text, same, salt, held),
+            Do::Note { request, end } if request < self.requests.len() => self.note(request, end),
+            Do::Go { request, is_fenced } if request < self.requests.len() => self.go(request, is_fenced),
+            Do::Forget { salt } => {
+                self.pool.forget(salt.map(|salt| SALTS[salt])).unwrap();
+                self.plain.known.retain(|(of, _), _| salt.is_some_and(|salt| salt != *of));
+            }
+            Do::Complete { lag } => {
+                let step = self.step.saturating_sub(lag).max(self.plain.completed);
+                self.pool.complete(step).unwrap();
+                self.plain.completed = step;
+                self.plain.fenced.retain(|_, &mut fence| fence > step);
+            }
+            _ => {}
+        }
+        self.check();
+    }
+
+    fn come(&mut self, text: Vec<i32>, same: usize, salt: usize, held: usize) {
+        let mut tokens = vec![0; same.min(text.len())];
+        tokens.extend_from_slice(&text[tokens.len()..]);
+        let hit = self.pool.match_prefix(&tokens, SALTS[salt], None).unwrap();
+        assert_eq!(hit, self.plain.hit(&tokens, salt, self.size));
+        let hold = &hit[..hit.len().min(held)];
+        let count = tokens.len().div_ceil(self.size) - hold.len();
+        let cached = self.plain.cached();
+        let room = self.pool.num_free() + cached.len() - hold.iter().filter(|block| cached.contains(block)).count();
+        assert_eq!(self.pool.fits(count, hold), Ok(count <= room));
+        let before = self.pool.state_hash();
+        let new = match self.pool.take(count, hold, Some("one")) {
+            Err(Error::OutOfPages { need, free, cached, .. }) => {
+                assert!(need == count && count > room && free + cached == room);
+                assert_eq!(self.pool.state_hash(), before);
+                return;
+            }
+            new => new.unwrap(),
+        };
+        assert!(count <= room && new.len() == count);
+        for &block in hold {
+            *self.plain.refs.entry(block).or_default() += 1;
+            self.plain.fenced.remove(&block);
+        }
+        for &block in &new {
+            assert!(!self.plain.refs.contains_key(&block) && !self.plain.fenced.contains_key(&block));
+            self.plain.refs.insert(block, 1);
+            self.plain.fences.insert(block, 0);
+        }
+        self.forget_evicted(&new);
+        self.requests.push((tokens, [hold, &new].concat(), salt));
+    }
+
+    /// Drops what the pool gave up: the blocks taken anew, and texts behind them. What is left is still found.
+    fn forget_evicted(&mut self, new: &[i32]) {
+        let size = self.size;
+        let keys: Vec<_> = self.plain.known.keys().cloned().collect();
+        for (salt, text) in keys {
+            let hit = self.pool.match_prefix(&text, SALTS[salt], None).unwrap();
+            if hit.len() < text.len() / size {
+                let block = self.plain.known.remove(&(salt, text)).unwrap();
+                // A block that is held was given up only because it continues one that is not.
+                assert!(new.contains(&block) || self.plain.refs.contains_key(&block) || self.pool.num_free() > 0);
+            }
+        }
+    }
+
+    fn note(&mut self, request: usize, end: usize) {
+        let (tokens, blocks, salt) = self.requests[request].clone();
+        let tokens = &tokens[..end.min(tokens.len())];
+        let known = self.plain.hit(tokens, salt, self.size);
+        let clashes = |(at, &block): (usize, &i32)| self.plain.is_known(block) && known.get(at) != Some(&block);
+        let whole = tokens.len() / self.size;
+        let before = self.pool.state_hash();
+        let given = self.pool.put(tokens, &blocks, 0, SALTS[salt]);
+        if blocks[..whole].iter().enumerate().any(clashes) {
+            assert!(matches!(given, Err(Error::BlockState { .. })));
+            assert_eq!(self.pool.state_hash(), before);
+            return;
+        }
+        for (at, &block) in blocks[..whole].iter().enumerate().skip(known.len()) {
+            self.plain.known.insert((salt, tokens[..(at + 1) * self.size].to_vec()), block);
+        }
+        assert_eq!(given.unwrap(), self.plain.hit(tokens, salt, self.size));
+    }
+
+    fn go(&mut self, request: usize, is_fenced: bool) {
+        let (_, blocks, _) = self.requests.swap_remove(request);
+        self.step += 1;
+        let after = is_fenced.then_some(self.step);
+        self.pool.drop(&blocks, after).unwrap();
+        for block in blocks {
+            let fence = self.plain.fences.entry(block).or_default();
+            *fence = (*fence).max(after.unwrap_or(0));
+            let fence = *fence;
+            let refs = self.plain.refs.get_mut(&block).unwrap();
+            *refs -= 1;
+            if *refs == 0 {
+                self.plain.refs.remove(&block);
+                if fence > self.plain.completed {
+                    self.plain.fenced.insert(block, fence);
+                }
+            }
+        }
+    }
+
+    fn check(&mut self) {
+        self.pool.check().unwrap();
+        let (pool, plain) = (&self.pool, &self.plain);
+        let cached = plain.cached();
+        assert_eq!((pool.num_cached(), pool.num_fenced()), (cached.len(), plain.fenced.len()));
+        assert_eq!(pool.index_size().0, plain.known.len());
+        let held = plain.refs.len();
+        assert_eq!(pool.num_free() + cached.len() + plain.fenced.len() + held, pool.config().num_blocks as usize);
+        let taken: BTreeSet<i32> = plain.refs.keys().chain(plain.fenced.keys()).copied().collect();
+        assert_eq!(pool.taken().unwrap(), taken.into_iter().collect::<Vec<_>>());
+        for (&block, &refs) in &plain.refs {
+            assert_eq!((pool.refs(block), pool.is_indexed(block)), (Ok(refs), Ok(plain.is_known(block))));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, max_shrink_iters: 2_000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_calls_keep_every_law(
+        num_blocks in 1..14_i64, size in 1..4_usize, first_id in 0..2_i64, acts in prop::collection::vec(act(), 1..60)
+    ) {
+        let mut world = World::new(num_blocks, size, first_id);
+        for what in acts {
+            world.act(what);
+        }
+        while !world.requests.is_empty() {
+            world.act(Do::Go { request: 0, is_fenced: false });
+        }
+        world.act(Do::Complete { lag: 0 });
+        prop_assert_eq!(world.pool.taken(), Ok(vec![]));
+    }
+}
+
+fn pool(num_blocks: i64, block_size: i64) -> BlockPool {
+    BlockPool::new(BlockPoolConfig::new(num_blocks, block_size)).unwrap()
+}
+
+#[test]
+fn what_was_used_least_recently_goes_first_and_the_end_of_a_text_before_its_beginning() {
+    let mut pool = pool(6, 2);
+    let texts = [[1, 2, 3, 4], [5, 6, 7, 8]];
+    for text in texts {
+        let blocks = pool.take(2, &[], None).unwrap();
+        pool.put(&text, &blocks, 0, b"").unwrap();
+        pool.drop(&blocks, None).unwrap();
+    }
+    // The first text is put once more: now the second one is the oldest.
+    let again = pool.take(2, &[], None).unwrap();
+    assert_eq!(pool.put(&texts[0], &again, 0, b""), Ok(vec![0, 1]));
+    assert_eq!(pool.put(&texts[0], &again, 1, b""), Ok(vec![1]));
+    let found = |pool: &BlockPool| texts.map(|text| pool.match_prefix(&text, b"", None).unwrap().len());
+    let sizes = [[2, 1], [2, 0], [1, 0], [0, 0]].map(|expected| {
+        pool.take(1, &[], None).unwrap();
+        (found(&pool), expected)
+    });
+    for (found, expected) in sizes {
+        assert_eq!(found, expected);
+    }
+    assert_eq!(pool.index_size(), (0, 4));
+    assert!(pool.index_bytes() > 0);
+    assert!(matches!(pool.take(1, &[], None), Err(Error::OutOfPages { need: 1, free: 0, cached: 0, .. })));
+}
+
+#[test]
+fn a_text_goes_on_behind_blocks_that_are_not_read_again() {
+    let mut pool = pool(8, 2);
+    let blocks = pool.take(3, &[], None).unwrap();
+    pool.put(&[1, 2, 3, 4], &blocks, 0, b"s").unwrap();
+    assert_eq!(pool.put_behind(1, &[3, 4, 5, 6], &blocks, 2, b"s"), Ok(vec![2]));
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4, 5, 6, 7], b"s", Some(5)), Ok(vec![0, 1]));
+    assert_eq!(pool.match_prefix(&[1, 2, 3, 4, 5, 6, 7], b"s", None), Ok(vec![0, 1, 2]));
+    let wrong = pool.put_behind(1, &[3, 4], &blocks, 2, b"other").unwrap_err();
+    assert!(wrong.to_string().starts_with("put behind of block 0: it is not known under this salt"), "{wrong}");
+    let wrong = pool.put_behind(3, &[3, 4], &blocks, 2, b"s").unwrap_err();
+    assert!(wrong.to_string().contains("behind 3 blocks, from block 2 on"), "{wrong}");
+    pool.check().unwrap();
+}
+
+#[test]
+fn a_record_says_who_had_a_block() {
+    let mut pool = BlockPool::new(BlockPoolConfig { fencing: true, ..BlockPoolConfig::new(4, 2) }).unwrap();
+    let first = pool.take(1, &[], None).unwrap();
+    let second = pool.take(1, &[], Some("request-7")).unwrap();
+    pool.drop(&first, Some(3)).unwrap();
+    let record = pool.record_of(0).unwrap();
+    assert_eq!((record.state, record.refs, record.tag, record.fence), (PageState::Fenced, 0, None, 3));
+    let record = pool.record_of(second[0]).unwrap();
+    assert_eq!((record.state, record.tag, record.last_verb), (PageState::Owned, Some("request-7"), Verb::Take));
+    pool.complete(3).unwrap();
+    assert_eq!((pool.completed(), pool.num_free()), (3, 3));
+    assert_eq!(pool.complete(2), Err(Error::Order("complete of step 2: step 3 is complete already".into())));
+    // The next taker has no tag.
+    assert_eq!(pool.take(1, &[], None), Ok(vec![0]));
+    assert_eq!(pool.record_of(0).unwrap().tag, None);
+    let twice = pool.drop(&[1, 1], None).unwrap_err();
+    let says = "drop of block 1: it is named more often than the 1 times that it is held; it is owned, last tag \
+                \"request-7\", last verb take";
+    assert_eq!(twice.to_string(), says);
+    assert_eq!(pool.refs(1), Ok(1));
+    pool.drop(&[0, 1], None).unwrap();
+    assert!(pool.drop(&[1], None).unwrap_err().to_string().contains("nobody holds it"));
+}
+
+#[test]
+fn states_that_differ_have_different_hashes() {
+    let taken = |blocks: &[i32], text: &[i32]| {
+        let mut pool = pool(4, 1);
+        pool.take(2, &[], None).unwrap();
+        pool.put(text, &[0, 1], 0, b"").unwrap();
+        pool.drop(blocks, None).unwrap();
+        pool.state_hash()
+    };
+    let hashes = [taken(&[], &[]), taken(&[0], &[]), taken(&[1], &[]), taken(&[], &[1]), taken(&[], &[2])];
+    for (at, hash) in hashes.iter().enumerate() {
+        assert!(!hashes[..at].contains(hash), "{at}");
+    }
+}
