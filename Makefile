@@ -133,7 +133,7 @@ fuzz: $(VENV)/.dev ## hostile calls and logs, FUZZ_SECONDS of each target (SEED=
 	$(BIN)/python fuzz/run.py $$target --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED),); done
 
 # Without debug information a mutant builds in a third of the time. A failing property need not be shrunk.
-MUTATED := 'state/*' ledger 'ledger/*'
+MUTATED := 'state/*' ledger 'ledger/*' block_pool 'block_pool/*'
 mutants: ## mutation tests of the ledger (an hour or two; cargo install cargo-mutants first; FILE=rust/... for one file)
 	CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_TEST_DEBUG=0 PROPTEST_MAX_SHRINK_ITERS=0 \
 	cargo mutants -p specpool-core $(if $(FILE),-f '$(FILE)',$(foreach f,$(MUTATED),-f rust/specpool-core/src/$(f).rs)) \

@@ -74,7 +74,7 @@ impl World {
 
     fn act(&mut self, what: Do) {
         match what {
-            Do::Come { text, same, salt, held } => self.come(text, same, salt, held),
+            Do::Come { text, same, salt, held } => self.come(&text, same, salt, held),
             Do::Note { request, end } if request < self.requests.len() => self.note(request, end),
             Do::Go { request, is_fenced } if request < self.requests.len() => self.go(request, is_fenced),
             Do::Forget { salt } => {
@@ -92,7 +92,7 @@ impl World {
         self.check();
     }
 
-    fn come(&mut self, text: Vec<i32>, same: usize, salt: usize, held: usize) {
+    fn come(&mut self, text: &[i32], same: usize, salt: usize, held: usize) {
         let mut tokens = vec![0; same.min(text.len())];
         tokens.extend_from_slice(&text[tokens.len()..]);
         let hit = self.pool.match_prefix(&tokens, SALTS[salt], None).unwrap();
