@@ -354,6 +354,11 @@ def refused() -> dict[str, Case]:
         ),
         "str salt": (lambda pool: pool.forget("x"), ShapeError, "a salt must be bytes"),
         "back": (lambda pool: pool.complete(1), OrderError, "step 2 is complete already"),
+        "no tokens": (
+            lambda pool: pool.put(None, [1, 2, 2], 2),
+            ShapeError,
+            "tokens must be an array or a list of ints, got None",
+        ),
         "no block": (lambda pool: pool.refs(9), ShapeError, "record of block 9"),
     }
 

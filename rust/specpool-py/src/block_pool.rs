@@ -178,7 +178,7 @@ impl BlockPool {
             _ => 0,
         };
         let num_tokens = skipped * self.size();
-        let tokens = if num_tokens > 0 && tokens.len()? >= num_tokens {
+        let tokens = if num_tokens > 0 && tokens.len().unwrap_or(0) >= num_tokens {
             tokens.get_item(pyo3::types::PySlice::new(py, num_tokens as isize, isize::MAX, 1))?
         } else {
             tokens.clone()
