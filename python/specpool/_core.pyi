@@ -347,6 +347,9 @@ class BlockPool:
         first_id: int = 0,
         caching: bool = True,
         fencing: bool = False,
+        digest: bool = False,
+        record: str | PathLike[str] | None = None,
+        record_limit: int = 1 << 30,
     ) -> BlockPool:
         """Create a pool of free blocks.
 
@@ -356,10 +359,37 @@ class BlockPool:
             first_id: id of the first block: 0, or 1 if the engine keeps block 0 for padding.
             caching: whether `put` keeps what blocks hold. Without it `match` finds nothing.
             fencing: whether `drop` may name a step that still touches the blocks.
+            digest: whether a digest of the calls is kept, for ranks to compare.
+            record: a file for the event log; see `replay`. The digest is kept then.
+            record_limit: most bytes of the log. At the limit it ends, and the pool goes on.
 
         Raises:
             ConfigError: a setting is out of its range.
+            RecordError: the file cannot be written.
         """
+    @staticmethod
+    def replay(path: str | PathLike[str]) -> tuple[BlockPool, int, str]:
+        """Run an event log again.
+
+        Returns:
+            the pool in its last state; how many calls that took; and how the log ends: closed,
+            limit or open (its writer still runs, or died).
+
+        Cost: that of the calls.
+
+        Raises:
+            RecordError: the file is no log of a pool, is damaged, or the replay does something
+                else than the pool did. The message has the call, its place and both digests.
+        """
+    def close(self) -> None:
+        """Write the log out, and refuse every verb from now on; queries stay.
+
+        Raises:
+            RecordError: the log cannot be written; another call tries again.
+        """
+    @property
+    def digest(self) -> int | None:
+        """Hash of all calls that changed the pool and of the blocks that they gave, if kept."""
     @property
     def num_blocks(self) -> int:
         """Blocks in all."""

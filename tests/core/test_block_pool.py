@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specpool import BlockPool, ConfigError, OrderError, OutOfPages, PageStateError, ShapeError
+from specpool import (
+    BlockPool,
+    ConfigError,
+    OrderError,
+    OutOfPages,
+    PageStateError,
+    RecordError,
+    ShapeError,
+)
+from specpool._core import Replay
 
 Text = tuple[int, ...]
 
@@ -291,6 +301,41 @@ def test_a_later_put_does_not_read_the_tokens_before_it() -> None:
     pool.put([1, 2, 3, 4], blocks)
     assert pool.put(["never", "read", 3, 4, 5, 6], blocks, 2).tolist() == [blocks[2]]
     assert pool.match([1, 2, 3, 4, 5, 6, 7]).tolist() == blocks[:3].tolist()
+
+
+def test_a_recorded_run_replays(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.log"
+    pool = BlockPool(8, 2, fencing=True, record=path)
+    blocks = pool.take(3, tag="a")
+    pool.put([1, 2, 3, 4], blocks)
+    pool.drop(blocks, after=1)
+    pool.complete(1)
+    pool.close()
+    with pytest.raises(OrderError, match="the pool is closed"):
+        pool.take(1)
+    again, num_calls, end = BlockPool.replay(path)
+    assert (num_calls, end) == (4, "closed")
+    assert (again.digest, again.state_hash()) == (pool.digest, pool.state_hash())
+    assert again.record_of(1)[2] == "a"
+    with pytest.raises(RecordError, match=r"it is the log of a BlockPool: BlockPool\.replay reads"):
+        Replay(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RecordError, match=r"event 4 at byte .*truncated"):
+        BlockPool.replay(path)
+    with pytest.raises(RecordError, match="cannot write the event log"):
+        BlockPool(8, 2, record=tmp_path / "no" / "folder")
+    with pytest.raises(ConfigError, match="record_limit must be 0 or more, got -1"):
+        BlockPool(8, 2, record=path, record_limit=-1)
+
+
+def test_ranks_can_compare_one_number() -> None:
+    pools = [BlockPool(8, 2, digest=True) for _ in range(3)]
+    for pool in pools:
+        pool.take(2)
+    assert pools[0].digest == pools[1].digest
+    pools[2].drop([0])
+    assert pools[2].digest != pools[0].digest
+    assert BlockPool(8, 2).digest is None
 
 
 Case = tuple[Callable[[BlockPool], object], type[Exception], str]

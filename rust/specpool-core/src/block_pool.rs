@@ -3,8 +3,9 @@
 //! A *block* is a page of `block_size` tokens. The pool is the ledger's page pool, and the index is its prefix index, of
 //! whole entries only: one block each. There are no rows, no steps and no context length.
 //!
-//! Files: this one builds a pool and answers questions; `verbs` changes it.
+//! Files: this one builds a pool and answers questions; `verbs` changes it; `log` records that.
 
+mod log;
 mod verbs;
 
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::ledger::check_salt;
+use crate::log::recorder::Recorder;
 use crate::memory::with_room;
 use crate::state::page_pool::{PagePool, PageState};
 use crate::state::prefix_index::{NONE, PrefixIndex};
@@ -24,6 +26,7 @@ const OWNER: Row = Row(0);
 
 /// What a [`BlockPool`] is built from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools, reason = "each switches one thing")]
 pub struct BlockPoolConfig {
     /// Blocks in all.
     pub num_blocks: i64,
@@ -35,13 +38,15 @@ pub struct BlockPoolConfig {
     pub caching: bool,
     /// Whether `drop` may name a step that still touches the blocks.
     pub fencing: bool,
+    /// Whether a digest of the calls is kept.
+    pub digest: bool,
 }
 
 impl BlockPoolConfig {
     /// A pool with caching, whose first block is 0.
     #[must_use]
     pub fn new(num_blocks: i64, block_size: i64) -> Self {
-        Self { num_blocks, block_size, first_id: 0, caching: true, fencing: false }
+        Self { num_blocks, block_size, first_id: 0, caching: true, fencing: false, digest: false }
     }
 }
 
@@ -103,6 +108,8 @@ pub struct BlockPool {
     marks: Vec<u32>,
     completed: u64,
     num_evictions: u64,
+    recorder: Recorder,
+    is_closed: bool,
 }
 
 impl BlockPool {
@@ -122,6 +129,8 @@ impl BlockPool {
             marks: Vec::new(),
             completed: 0,
             num_evictions: 0,
+            recorder: Recorder::new(config.digest),
+            is_closed: false,
         })
     }
 

@@ -28,6 +28,7 @@ use crate::check::in_range;
 use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::event::Event;
+use crate::log::recorder::Recorder;
 use crate::memory::with_room;
 use crate::shape::Shape;
 use crate::state::config::{LedgerConfig, MAX_ROWS};
@@ -41,7 +42,6 @@ use crate::state::step::Steps;
 pub(crate) use cache::MAX_SALT;
 pub use cache::{Indexed, PrefixMatch, check_salt};
 pub use normal_form::PageNames;
-use record::Recorder;
 pub use snapshot::Snapshot;
 
 /// Pages, rows and lengths, and the rules between them.

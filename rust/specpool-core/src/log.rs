@@ -5,3 +5,4 @@ pub(crate) mod codec;
 pub mod event;
 pub mod event_log;
 pub(crate) mod log_header;
+pub(crate) mod recorder;

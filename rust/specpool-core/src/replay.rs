@@ -1,4 +1,5 @@
 //! Reads a log back, and runs it again on a fresh ledger.
 
+pub(crate) mod frames;
 pub mod log_reader;
 pub mod run;

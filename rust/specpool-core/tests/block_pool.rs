@@ -4,7 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use specpool_core::{BlockPool, BlockPoolConfig, Error, PageState, Verb};
+use specpool_core::{
+    BlockPool, BlockPoolConfig, Error, Group, Layout, Ledger, LedgerConfig, LogEnd, PageState, Replay, Verb,
+};
 
 const SALTS: [&[u8]; 2] = [b"", b"a"];
 
@@ -281,6 +283,82 @@ fn a_record_says_who_had_a_block() {
     assert_eq!(pool.refs(1), Ok(1));
     pool.drop(&[0, 1], None).unwrap();
     assert!(pool.drop(&[1], None).unwrap_err().to_string().contains("nobody holds it"));
+}
+
+#[test]
+fn a_recorded_run_replays_and_a_damaged_one_says_where() {
+    let path = std::env::temp_dir().join(format!("specpool-blocks-{}.log", std::process::id()));
+    let config = BlockPoolConfig { fencing: true, first_id: 1, ..BlockPoolConfig::new(6, 2) };
+    let mut pool = BlockPool::recorded(config, &path, 1 << 20).unwrap();
+    let mut twin = BlockPool::new(BlockPoolConfig { digest: true, ..config }).unwrap();
+    let text: Vec<i32> = (0..8).collect();
+    let mut digests = vec![];
+    for pool in [&mut pool, &mut twin] {
+        let blocks = pool.take(4, &[], Some("one")).unwrap();
+        pool.put(&text, &blocks, 0, b"salt").unwrap();
+        pool.put_behind(1, &text[2..], &blocks, 2, b"salt").unwrap();
+        pool.drop(&blocks, Some(1)).unwrap();
+        assert!(pool.take(9, &[], None).is_err()); // leaves no trace
+        pool.complete(1).unwrap();
+        pool.take(1, &blocks[..1], None).unwrap();
+        pool.forget(Some(b"salt")).unwrap();
+        pool.forget(None).unwrap();
+        pool.drop(&blocks[..1], None).unwrap();
+        digests.push((pool.digest().unwrap(), pool.state_hash()));
+    }
+    assert_eq!(digests[0], digests[1]);
+    pool.close().unwrap();
+    pool.close().unwrap();
+    assert_eq!(pool.take(1, &[], None), Err(Error::Order("the pool is closed".into())));
+    assert_eq!(pool.num_free(), 5);
+    let (again, num_calls, end) = BlockPool::replay(&path).unwrap();
+    assert_eq!((again.digest().unwrap(), again.state_hash()), digests[0]);
+    assert_eq!((num_calls, end), (9, LogEnd::Closed));
+    assert_eq!(again.record_of(2).unwrap().tag, Some("one"));
+
+    let bytes = std::fs::read(&path).unwrap();
+    let replayed = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        BlockPool::replay(&path).map(|(_, num_calls, end)| (num_calls, end)).map_err(|error| error.to_string())
+    };
+    for at in 0..bytes.len() {
+        let mut damaged = bytes.clone();
+        damaged[at] ^= 0x10;
+        let why = replayed(&damaged).unwrap_err();
+        assert!(why.contains("at byte "), "{why}");
+    }
+    let ends: Vec<_> = (0..bytes.len()).filter_map(|len| replayed(&bytes[..len]).ok()).collect();
+    assert_eq!(ends, (0..=9).map(|num_calls| (num_calls, LogEnd::Open)).collect::<Vec<_>>());
+    // The other kind of log, both ways.
+    let group = Group {
+        name: "kv".into(),
+        page_size: 2,
+        num_pages: 4,
+        hosts_drafts: false,
+        layout: Layout::Dense,
+        window: None,
+    };
+    let config = LedgerConfig::new(vec![group], vec![], 2, 8);
+    Ledger::recorded(config, &path, 1 << 20).unwrap().close().unwrap();
+    let why = BlockPool::replay(&path).map(drop).unwrap_err().to_string();
+    assert!(why.ends_with("it is the log of a Ledger: specpool replay reads it"), "{why}");
+    std::fs::write(&path, &bytes).unwrap();
+    let why = Replay::open(&path).map(drop).unwrap_err().to_string();
+    assert!(why.ends_with("it is the log of a BlockPool: BlockPool.replay reads it"), "{why}");
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn another_order_has_another_digest() {
+    let digests = [[1, 2], [2, 1]].map(|counts| {
+        let mut pool = BlockPool::new(BlockPoolConfig { digest: true, ..BlockPoolConfig::new(4, 1) }).unwrap();
+        for count in counts {
+            pool.take(count, &[], None).unwrap();
+        }
+        pool.digest()
+    });
+    assert_ne!(digests[0], digests[1]);
+    assert_eq!(pool(4, 1).digest(), None);
 }
 
 #[test]

@@ -301,7 +301,8 @@ fn an_index_without_memory_changes_nothing() {
 /// The same for a pool of blocks: what takes is refused at each of its blocks, what gives back needs none.
 #[test]
 fn a_block_pool_without_memory_changes_nothing() {
-    let mut pool = BlockPool::new(BlockPoolConfig { fencing: true, ..BlockPoolConfig::new(20_000, 2) }).unwrap();
+    let config = BlockPoolConfig { fencing: true, digest: true, ..BlockPoolConfig::new(20_000, 2) };
+    let mut pool = BlockPool::new(config).unwrap();
     let hash = |pool: &BlockPool| (pool.state_hash(), pool.num_free());
     let mut num_refusals = BTreeMap::new();
     for (at, salt) in (0..6).zip([&b""[..], &[7; 256]].into_iter().cycle()) {

@@ -3,13 +3,14 @@
 #![allow(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use specpool_core::{BlockPoolConfig, Error, Result as CoreResult};
 
 use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step};
-use crate::errors::to_py;
+use crate::errors::{config_error, to_py};
 
 #[doc = doc!("BlockPool")]
 #[pyclass(module = "specpool._core")]
@@ -41,22 +42,52 @@ impl BlockPool {
 #[pymethods]
 impl BlockPool {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, first_id=ConfigInt(0), caching=true, fencing=false),
-        text_signature = "(num_blocks, block_size, *, first_id=0, caching=True, fencing=False)")]
+    #[pyo3(signature = (num_blocks, block_size, *, first_id=ConfigInt(0), caching=true, fencing=false, digest=false,
+        record=None, record_limit=ConfigInt(1 << 30)),
+        text_signature = "(num_blocks, block_size, *, first_id=0, caching=True, fencing=False, digest=False, \
+        record=None, record_limit=1073741824)")]
+    #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a configuration, all by keyword")]
     fn new(
         num_blocks: ConfigInt,
         block_size: ConfigInt,
         first_id: ConfigInt,
         caching: bool,
         fencing: bool,
+        digest: bool,
+        record: Option<PathBuf>,
+        record_limit: ConfigInt,
     ) -> PyResult<Self> {
         let config = BlockPoolConfig {
             first_id: first_id.0,
             caching,
             fencing,
+            digest,
             ..BlockPoolConfig::new(num_blocks.0, block_size.0)
         };
-        specpool_core::BlockPool::new(config).map(|pool| Self(pool, false)).map_err(to_py)
+        let Some(path) = record else {
+            return specpool_core::BlockPool::new(config).map(|pool| Self(pool, false)).map_err(to_py);
+        };
+        let limit = u64::try_from(record_limit.0)
+            .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
+        specpool_core::BlockPool::recorded(config, &path, limit).map(|pool| Self(pool, false)).map_err(to_py)
+    }
+
+    #[doc = doc!("BlockPool.replay")]
+    #[staticmethod]
+    fn replay(path: PathBuf) -> PyResult<(Self, u64, &'static str)> {
+        let (pool, num_calls, end) = specpool_core::BlockPool::replay(&path).map_err(to_py)?;
+        Ok((Self(pool, false), num_calls, end.name()))
+    }
+
+    #[doc = doc!("BlockPool.digest")]
+    #[getter]
+    fn digest(&self) -> Option<u64> {
+        self.0.digest()
+    }
+
+    #[doc = doc!("BlockPool.close")]
+    fn close(&mut self) -> PyResult<()> {
+        self.0.close().map_err(to_py)
     }
 
     #[doc = doc!("BlockPool.num_blocks")]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::log::BlockCall;
 use super::{BlockPool, OWNER, Tag};
 use crate::error::{Error, Result};
 use crate::ids::Page;
@@ -20,6 +21,7 @@ impl BlockPool {
     /// In this order, changing nothing: [`Error::Shape`] (no such block), [`Error::BlockState`] (a block of `hold` that
     /// nobody holds and that is not cached), [`Error::OutOfPages`], [`Error::OutOfMemory`].
     pub fn take(&mut self, count: usize, hold: &[i32], tag: Option<&str>) -> Result<Vec<i32>> {
+        self.gate()?;
         let (free, cached) = (self.num_free(), self.num_cached() - self.num_cached_of("take", hold)?);
         if count > free + cached {
             let fenced = self.num_fenced();
@@ -27,12 +29,13 @@ impl BlockPool {
             return Err(Error::OutOfPages { group, need: count, free, cached, fenced, reclaimable: 0 });
         }
         let mut blocks = with_room(count, "the blocks of a take")?;
-        let tag = tag.map(|tag| text(tag, "a tag").map(|tag| Arc::new(Tag(tag)))).transpose()?;
+        self.recorder.make_room(hold.len(), tag)?;
+        let kept_tag = tag.map(|tag| text(tag, "a tag").map(|tag| Arc::new(Tag(tag)))).transpose()?;
         self.pool.make_room(count)?;
         let most = self.pool.num_mapped() + count;
         let num_marks = self.marks.len();
         room(&mut self.marks, most.saturating_sub(num_marks), "the marks of blocks")?;
-        let keeps_tags = tag.is_some() || !self.tags.is_empty();
+        let keeps_tags = kept_tag.is_some() || !self.tags.is_empty();
         if keeps_tags {
             let num_tags = self.tags.len();
             room(&mut self.tags, most.saturating_sub(num_tags), "the tags of blocks")?;
@@ -51,11 +54,12 @@ impl BlockPool {
                 if self.tags.len() <= page.at() {
                     self.tags.resize(page.at() + 1, None);
                 }
-                self.tags[page.at()].clone_from(&tag);
+                self.tags[page.at()].clone_from(&kept_tag);
             }
         }
         let num_mapped = self.pool.num_mapped();
         self.marks.resize(num_mapped, 0);
+        self.note(&BlockCall::Take { count, hold: hold.into() }, &blocks, tag);
         Ok(blocks)
     }
 
@@ -126,14 +130,17 @@ impl BlockPool {
     /// In this order, changing nothing: [`Error::Shape`] (`after` without fencing; no such block),
     /// [`Error::BlockState`] (a block that is not held, or named more often than it is held).
     pub fn drop(&mut self, blocks: &[i32], after: Option<u64>) -> Result<()> {
+        self.gate()?;
         if let Some(step) = after.filter(|_| !self.config.fencing) {
             return Err(Error::Shape(format!("drop after step {step}: the pool was built without fencing")));
         }
         self.check_drop(blocks)?;
+        self.recorder.make_room(blocks.len(), None)?;
         for &block in blocks.iter().rev() {
             let page = Page(block - self.id(Page::SINK));
             let _ = self.pool.release(page, OWNER, after.unwrap_or(0), self.completed, Verb::Drop);
         }
+        self.note(&BlockCall::Drop { blocks: blocks.into(), after }, &[], None);
         Ok(())
     }
 
@@ -189,6 +196,7 @@ impl BlockPool {
         start: usize,
         salt: &[u8],
     ) -> Result<Vec<i32>> {
+        self.gate()?;
         let size = self.block_size();
         let whole = skipped + tokens.len() / size;
         if whole > blocks.len() || start > blocks.len() || skipped > start {
@@ -219,6 +227,7 @@ impl BlockPool {
             (parent, at) = (entry, at + 1);
         }
         self.check_new(&blocks[at..whole])?;
+        self.recorder.make_room(tokens.len() + blocks.len() + salt.len(), None)?;
         if at < whole {
             let mut lists = self.index.make_room(parent, whole - at)?;
             let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
@@ -240,6 +249,8 @@ impl BlockPool {
         for &entry in known.iter().rev() {
             self.pool.touch(self.page_of(entry));
         }
+        let (tokens, blocks, salt) = (tokens.into(), blocks.into(), salt.into());
+        self.note(&BlockCall::Put { skipped, tokens, blocks, start, salt }, &canonical, None);
         Ok(canonical)
     }
 
@@ -303,17 +314,21 @@ impl BlockPool {
     /// # Errors
     /// [`Error::Shape`] for a salt of more than 256 bytes.
     pub fn forget(&mut self, salt: Option<&[u8]>) -> Result<()> {
+        self.gate()?;
         salt.map_or(Ok(()), check_salt)?;
+        self.recorder.make_room(salt.map_or(0, <[u8]>::len), None)?;
         loop {
             let root = match salt {
                 Some(salt) => self.index.root(salt),
                 None => self.index.salts().next().map_or(NONE, |(_, root)| root),
             };
             if root == NONE {
-                return Ok(());
+                break;
             }
             self.drop_entry(self.index.leaf_below(root), Verb::Forget);
         }
+        self.note(&BlockCall::Forget { salt: salt.map(Into::into) }, &[], None);
+        Ok(())
     }
 
     /// Notes that every step up to `step` is complete: blocks dropped after them can be taken again. O(fenced blocks).
@@ -321,14 +336,17 @@ impl BlockPool {
     /// # Errors
     /// [`Error::Shape`] without fencing; [`Error::Order`] for a step before one that is complete already.
     pub fn complete(&mut self, step: u64) -> Result<()> {
+        self.gate()?;
         if !self.config.fencing {
             return Err(Error::Shape(format!("complete of step {step}: the pool was built without fencing")));
         }
         if step < self.completed {
             return Err(Error::Order(format!("complete of step {step}: step {} is complete already", self.completed)));
         }
+        self.recorder.make_room(0, None)?;
         self.completed = step;
         self.pool.complete(step);
+        self.note(&BlockCall::Complete { step }, &[], None);
         Ok(())
     }
 }

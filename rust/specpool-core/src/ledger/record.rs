@@ -1,7 +1,6 @@
 //! What a ledger remembers of its verbs: the running digest, and the event log if it is recorded.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use super::Ledger;
 use super::prepare::each_growing_lane;
@@ -12,55 +11,8 @@ use crate::log::call::Call;
 use crate::log::codec::{put_text, put_varint};
 use crate::log::event::Event;
 use crate::log::event_log::EventLog;
-use crate::memory::room;
 use crate::state::config::LedgerConfig;
 use crate::state::step::Plan;
-
-/// Bytes for which there is always room: a call without arrays, and its frame in the log.
-const SMALL: usize = 256;
-
-/// The digest and the log of one ledger. A clone has the digest and no log.
-#[derive(Debug)]
-pub(super) struct Recorder {
-    /// The hash over every state-changing call that succeeded, if it is kept.
-    pub(super) digest: Option<Digest>,
-    log: Option<EventLog>,
-    /// Kept for its memory: the call that is being noted, and its aside.
-    bytes: Vec<u8>,
-    aside: Vec<u8>,
-}
-
-impl Recorder {
-    pub(super) fn new(keeps_digest: bool) -> Self {
-        let small = || if keeps_digest { Vec::with_capacity(SMALL) } else { Vec::new() };
-        Self { digest: keeps_digest.then(Digest::new), log: None, bytes: small(), aside: small() }
-    }
-
-    /// Takes the memory to note a call with two arrays of `lanes` numbers and a tag, so that noting it cannot be
-    /// refused later.
-    pub(super) fn make_room(&mut self, lanes: usize, tag: Option<&str>) -> Result<()> {
-        if self.digest.is_none() {
-            return Ok(());
-        }
-        let (call, aside) = (SMALL / 2 + 2 * lanes * size_of::<i32>(), SMALL / 2 + tag.map_or(0, str::len));
-        self.bytes.clear();
-        self.aside.clear();
-        room(&mut self.bytes, call, "the note of a call")?;
-        room(&mut self.aside, aside, "the note of a tag")?;
-        self.log.as_mut().map_or(Ok(()), |log| log.make_room_for(call + aside))
-    }
-
-    /// A number that tells logs apart; `None` if nothing is recorded.
-    pub(super) fn log_identity(&self) -> Option<&Arc<()>> {
-        self.log.as_ref().map(EventLog::identity)
-    }
-}
-
-impl Clone for Recorder {
-    fn clone(&self) -> Self {
-        Self { digest: self.digest, ..Self::new(self.digest.is_some()) }
-    }
-}
 
 impl Ledger {
     /// Builds an empty ledger that records every state-changing call in the event log `path`, of at most `limit`
@@ -104,10 +56,7 @@ impl Ledger {
     /// again.
     pub fn close(&mut self) -> Result<()> {
         self.closed = true;
-        match &mut self.recorder {
-            Recorder { log: Some(log), digest: Some(digest), .. } => log.finish(*digest),
-            _ => Ok(()),
-        }
+        self.recorder.close()
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
@@ -118,7 +67,7 @@ impl Ledger {
     /// record.
     pub(super) fn gate(&mut self) -> Result<()> {
         self.check_open()?;
-        self.recorder.log.as_mut().map_or(Ok(()), EventLog::make_room)
+        self.recorder.flush_if_full()
     }
 
     /// Notes a state-changing verb that succeeded.

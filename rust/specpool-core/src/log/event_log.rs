@@ -56,7 +56,11 @@ impl EventLog {
     /// [`Error::Record`] when the file cannot be written, another ledger is writing it, or `limit` bytes are too few
     /// for the header.
     pub fn create(path: &Path, config: &LedgerConfig, limit: u64) -> Result<Self> {
-        let header = log_header::encode(config);
+        Self::with_header(path, log_header::encode(config), limit)
+    }
+
+    /// As [`create`](Self::create), of a log that begins with these bytes.
+    pub(crate) fn with_header(path: &Path, mut header: Vec<u8>, limit: u64) -> Result<Self> {
         let least = header.len() as u64 + LAST_LEN;
         if limit < least {
             return Err(Error::Record(format!(
@@ -65,7 +69,6 @@ impl EventLog {
         }
         let file = create_locked(path)
             .map_err(|error| Error::Record(format!("cannot write the event log {}: {error}", path.display())))?;
-        let mut header = header;
         room(&mut header, FLUSH_AT + 2 * SMALL, "an event log")?;
         let mut log = Self {
             file,

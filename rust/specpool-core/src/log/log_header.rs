@@ -11,15 +11,22 @@ use crate::state::sizing::Policy;
 
 /// The first bytes of a file. Some of them do not survive a transfer as text, which shows the damage.
 pub(crate) const MAGIC: [u8; 8] = *b"\x89SPLOG\r\n";
+/// Those of the log of a block pool.
+pub(crate) const BLOCK_MAGIC: [u8; 8] = *b"\x89SPBLK\r\n";
 /// The format that this version writes and reads.
 pub(crate) const VERSION: u64 = 1;
 
 /// `[magic][version][length][body][checksum]`.
 pub(crate) fn encode(config: &LedgerConfig) -> Vec<u8> {
+    head(MAGIC, |body| put_config(body, config))
+}
+
+/// The head of a log whose configuration `put` writes.
+pub(crate) fn head(magic: [u8; 8], put: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
     let mut body = Vec::new();
     put_text(&mut body, env!("CARGO_PKG_VERSION"));
-    put_config(&mut body, config);
-    let mut header = MAGIC.to_vec();
+    put(&mut body);
+    let mut header = magic.to_vec();
     put_varint(&mut header, VERSION);
     put_varint(&mut header, body.len() as u64);
     header.extend_from_slice(&body);
@@ -76,7 +83,7 @@ fn put_config(out: &mut Vec<u8>, config: &LedgerConfig) {
     }
 }
 
-fn setting(input: &mut Bytes<'_>) -> Decoded<i64> {
+pub(crate) fn setting(input: &mut Bytes<'_>) -> Decoded<i64> {
     let value = input.varint()?;
     i64::try_from(value).map_err(|_| format!("a setting of {value} is out of range"))
 }
