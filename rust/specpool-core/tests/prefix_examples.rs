@@ -480,3 +480,30 @@ fn normal_forms_differ_in_what_goes_first() {
     });
     assert_ne!(forms[0], forms[1]);
 }
+
+#[test]
+fn of_many_texts_that_part_early_the_hit_follows_the_one_with_most_draft_kv() {
+    let target = tokens(1, 8);
+    let text = |agree: usize, next: i32| [&target[..agree], &[next; 8][agree..]].concat();
+    // How much each agrees with the target, whether it comes before or behind it, and how much of it is drafted.
+    let siblings = [(6, 0, 0), (6, 99, 1), (5, 0, 8), (4, 99, 8), (3, 0, 2), (2, 99, 8), (1, 0, 8)];
+    for drop in 0..siblings.len() {
+        let mut ledger = ledger(vec![group(8, 40, None)]);
+        let mut most = 0;
+        for &(agree, next, drafted) in siblings.iter().skip(drop) {
+            let row = ledger.admit(None).unwrap();
+            if drafted > 0 {
+                extend(&mut ledger, row, drafted, true);
+            }
+            if drafted < 8 {
+                extend(&mut ledger, row, 8, false);
+            }
+            assert_eq!(ledger.index(row, &text(agree, next), b""), Ok(8));
+            ledger.finish(row).unwrap();
+            most = most.max(drafted.min(agree as i32));
+        }
+        assert_eq!(ledger.match_prefix(&target, b"", Some(8), true).unwrap().len, most, "{drop}");
+        assert_eq!(hit(&ledger, &target, b""), siblings[drop].0 as i32);
+        ledger.check().unwrap();
+    }
+}

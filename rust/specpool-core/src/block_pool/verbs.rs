@@ -229,16 +229,16 @@ impl BlockPool {
         self.check_new(&blocks[at..whole])?;
         self.recorder.make_room(tokens.len() + blocks.len() + salt.len(), None)?;
         if at < whole {
-            let mut lists = self.index.make_room(parent, whole - at)?;
+            self.index.make_room(parent, whole - at)?;
             let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
 
             // Nothing is refused from here on.
             if parent == NONE {
-                parent = self.index.add_root(kept_salt, lists.pop().unwrap_or_default());
+                parent = self.index.add_root(kept_salt);
             }
             for (&block, piece) in blocks[at..whole].iter().zip(pieces) {
                 let (place, _) = self.index.nearest_child(parent, piece);
-                let entry = self.index.add(parent, place, piece, lists.pop().unwrap_or_default());
+                let entry = self.index.add(parent, place, piece);
                 let page = Page(block - self.id(Page::SINK));
                 self.pool.index(page, entry, Verb::Put);
                 self.index.set_page(entry, 0, 0, page);

@@ -113,7 +113,7 @@ impl Ledger {
         let root = self.index.root(salt);
         let path = self.whole_entries(root, tokens)?;
         let mut parent = path.last().copied().unwrap_or(root);
-        let mut lists = self.index.make_room(parent, tokens.chunks(span).skip(path.len()).len())?;
+        self.index.make_room(parent, tokens.chunks(span).skip(path.len()).len())?;
         self.recorder.make_room(tokens.len() + salt.len(), None)?;
         let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
 
@@ -126,7 +126,7 @@ impl Ledger {
         }
         let mut len = path.len() * span;
         if parent == NONE {
-            parent = self.index.add_root(kept_salt, lists.pop().unwrap_or_default());
+            parent = self.index.add_root(kept_salt);
         }
         while len < tokens.len() {
             let piece = &tokens[len..tokens.len().min(len + span)];
@@ -144,7 +144,7 @@ impl Ledger {
                     entry
                 }
                 Step::Add(place) if self.can_hold(row, NONE, len, piece.len()) => {
-                    let entry = self.index.add(parent, place, piece, lists.pop().unwrap_or_default());
+                    let entry = self.index.add(parent, place, piece);
                     self.take_pages(row, entry, len, 0);
                     own_end = len + piece.len();
                     entry

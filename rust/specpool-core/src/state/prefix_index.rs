@@ -162,19 +162,18 @@ impl PrefixIndex {
         self.place_of_root(salt).map_or(NONE, |place| self.roots[place])
     }
 
-    /// The child that agrees with most of `tokens`, and how many; nothing if none agrees with one. Otherwise, or if the
-    /// child does not begin with `tokens` or they with it, a new child belongs at the place that is returned.
+    /// The child that agrees with most of `tokens`, and with how many; nothing if there is no child. If it does not
+    /// begin with `tokens`, nor they with it, a new child belongs at the place that is returned.
     pub(crate) fn nearest_child(&self, parent: u32, tokens: &[i32]) -> (usize, Option<(u32, usize)>) {
         let children = self.children(parent);
         if let &[only] = children {
             let agree = common(self.tokens(only), tokens);
-            let is_before = agree < self.len(only) && agree < tokens.len() && self.tokens(only)[agree] < tokens[agree];
-            return (usize::from(is_before), Some((only, agree)).filter(|_| agree > 0));
+            return (usize::from(self.tokens(only)[agree..] < tokens[agree..]), Some((only, agree)));
         }
         let place = children.partition_point(|&child| self.tokens(child) < tokens);
         let nearest = [place.checked_sub(1), Some(place)].into_iter().flatten().filter_map(|at| {
             let &child = children.get(at)?;
-            Some((child, common(self.tokens(child), tokens))).filter(|&(_, agree)| agree > 0)
+            Some((child, common(self.tokens(child), tokens)))
         });
         (place, nearest.max_by_key(|&(_, agree)| agree))
     }
@@ -201,8 +200,8 @@ impl PrefixIndex {
     }
 
     /// Takes the memory for `num` more entries, each behind the one before, under `parent` (or under a new root), and
-    /// for giving all entries up. Returns their lists of children.
-    pub(crate) fn make_room(&mut self, parent: u32, num: usize) -> Result<Vec<Vec<u32>>> {
+    /// for giving all entries up.
+    pub(crate) fn make_room(&mut self, parent: u32, num: usize) -> Result<()> {
         let what = "the prefix index";
         let fresh = (num + 1).saturating_sub(self.unused.len());
         room(&mut self.entries, fresh, what)?;
@@ -215,11 +214,7 @@ impl PrefixIndex {
         if parent != NONE {
             room(&mut self.entries[parent as usize].children, 1, what)?;
         }
-        let mut lists = with_room(num + 1, what)?;
-        for _ in 0..=num {
-            lists.push(with_room(1, what)?);
-        }
-        Ok(lists)
+        Ok(())
     }
 
     fn take(&mut self) -> u32 {
@@ -233,18 +228,18 @@ impl PrefixIndex {
     }
 
     /// Adds the root of a salt that has none.
-    pub(crate) fn add_root(&mut self, salt: Box<[u8]>, children: Vec<u32>) -> u32 {
+    pub(crate) fn add_root(&mut self, salt: Box<[u8]>) -> u32 {
         let place = self.place_of_root(&salt).unwrap_or_else(|place| place);
         let root = self.take();
-        self.entries[root as usize] = Entry { salt, children, ..Entry::default() };
+        self.entries[root as usize] = Entry { salt, ..Entry::default() };
         self.roots.insert(place, root);
         root
     }
 
     /// Adds an entry without pages as the child at `place`, from [`nearest_child`](Self::nearest_child).
-    pub(crate) fn add(&mut self, parent: u32, place: usize, tokens: &[i32], children: Vec<u32>) -> u32 {
+    pub(crate) fn add(&mut self, parent: u32, place: usize, tokens: &[i32]) -> u32 {
         let entry = self.take();
-        self.entries[entry as usize] = Entry { parent, children, ..Entry::default() };
+        self.entries[entry as usize] = Entry { parent, ..Entry::default() };
         self.entries[parent as usize].children.insert(place, entry);
         self.grow(entry, tokens);
         entry
