@@ -387,6 +387,8 @@ class BlockPool:
         Raises:
             RecordError: the log cannot be written; another call tries again.
         """
+    def __enter__(self) -> BlockPool: ...
+    def __exit__(self, *_error: object) -> None: ...
     @property
     def digest(self) -> int | None:
         """Hash of all calls that changed the pool and of the blocks that they gave, if kept."""

@@ -305,12 +305,11 @@ def test_a_later_put_does_not_read_the_tokens_before_it() -> None:
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
     path = tmp_path / "blocks.log"
-    pool = BlockPool(8, 2, fencing=True, record=path)
-    blocks = pool.take(3, tag="a")
-    pool.put([1, 2, 3, 4], blocks)
-    pool.drop(blocks, after=1)
-    pool.complete(1)
-    pool.close()
+    with BlockPool(8, 2, fencing=True, record=path) as pool:
+        blocks = pool.take(3, tag="a")
+        pool.put([1, 2, 3, 4], blocks)
+        pool.drop(blocks, after=1)
+        pool.complete(1)
     with pytest.raises(OrderError, match="the pool is closed"):
         pool.take(1)
     again, num_calls, end = BlockPool.replay(path)

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
+use pyo3::types::{PySlice, PyTuple};
 use specpool_core::{BlockPoolConfig, Error, Result as CoreResult};
 
 use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step};
@@ -88,6 +89,15 @@ impl BlockPool {
     #[doc = doc!("BlockPool.close")]
     fn close(&mut self) -> PyResult<()> {
         self.0.close().map_err(to_py)
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&mut self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close()
     }
 
     #[doc = doc!("BlockPool.num_blocks")]
@@ -210,7 +220,7 @@ impl BlockPool {
         };
         let num_tokens = skipped * self.size();
         let tokens = if num_tokens > 0 && tokens.len().unwrap_or(0) >= num_tokens {
-            tokens.get_item(pyo3::types::PySlice::new(py, num_tokens as isize, isize::MAX, 1))?
+            tokens.get_item(PySlice::new(py, num_tokens as isize, isize::MAX, 1))?
         } else {
             tokens.clone()
         };
