@@ -507,3 +507,18 @@ fn of_many_texts_that_part_early_the_hit_follows_the_one_with_most_draft_kv() {
         ledger.check().unwrap();
     }
 }
+
+#[test]
+fn pages_kept_for_a_rewind_are_read_only_up_to_the_indexed_tokens() {
+    let mut ledger = ledger(vec![group(4, 40, None), group(4, 40, Some(6))]);
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 10, true);
+    ledger.end_turn(row, 10).unwrap();
+    let before = ledger.page_table(1).unwrap().row(row)[..3].to_vec();
+    extend(&mut ledger, row, 24, true); // the window has left the pages that the checkpoint keeps
+    extend(&mut ledger, row, 25, true);
+    assert_eq!(ledger.index(row, &tokens(0, 8), b""), Ok(8));
+    let states = [1, 2].map(|column| ledger.page_record(1, Page(before[column])).unwrap().state);
+    assert_eq!(states, [PageState::Shared, PageState::Owned]);
+    ledger.check().unwrap();
+}
