@@ -250,13 +250,13 @@ fn a_text_goes_on_behind_blocks_that_are_not_read_again() {
     let mut pool = pool(8, 2);
     let blocks = pool.take(3, &[], None).unwrap();
     pool.put(&[1, 2, 3, 4], &blocks, 0, b"s").unwrap();
-    assert_eq!(pool.put_behind(1, &[3, 4, 5, 6], &blocks, 2, b"s"), Ok(vec![2]));
+    assert_eq!(pool.put_behind(Some(0), &[3, 4, 5, 6], &blocks[1..], 1, b"s"), Ok(vec![2]));
     assert_eq!(pool.match_prefix(&[1, 2, 3, 4, 5, 6, 7], b"s", Some(5)), Ok(vec![0, 1]));
     assert_eq!(pool.match_prefix(&[1, 2, 3, 4, 5, 6, 7], b"s", None), Ok(vec![0, 1, 2]));
-    let wrong = pool.put_behind(1, &[3, 4], &blocks, 2, b"other").unwrap_err();
+    let wrong = pool.put_behind(Some(0), &[3, 4], &blocks[1..], 1, b"other").unwrap_err();
     assert!(wrong.to_string().starts_with("put behind of block 0: it is not known under this salt"), "{wrong}");
-    let wrong = pool.put_behind(3, &[3, 4], &blocks, 2, b"s").unwrap_err();
-    assert!(wrong.to_string().contains("behind 3 blocks, from block 2 on"), "{wrong}");
+    let wrong = pool.put_behind(Some(0), &[3, 4], &[], 0, b"s").unwrap_err();
+    assert!(wrong.to_string().contains("from block 0 on: they fill 1 blocks, 0 are given"), "{wrong}");
     pool.check().unwrap();
 }
 
@@ -296,7 +296,7 @@ fn a_recorded_run_replays_and_a_damaged_one_says_where() {
     for pool in [&mut pool, &mut twin] {
         let blocks = pool.take(4, &[], Some("one")).unwrap();
         pool.put(&text, &blocks, 0, b"salt").unwrap();
-        pool.put_behind(1, &text[2..], &blocks, 2, b"salt").unwrap();
+        pool.put_behind(Some(blocks[0]), &text[2..], &blocks[1..], 1, b"salt").unwrap();
         pool.drop(&blocks, Some(1)).unwrap();
         assert!(pool.take(9, &[], None).is_err()); // leaves no trace
         pool.complete(1).unwrap();

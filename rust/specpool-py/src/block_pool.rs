@@ -206,26 +206,28 @@ impl BlockPool {
     fn put<'py>(
         &mut self,
         py: Python<'py>,
-        tokens: &Bound<'_, PyAny>,
-        blocks: &Bound<'_, PyAny>,
+        tokens: &Bound<'py, PyAny>,
+        blocks: &Bound<'py, PyAny>,
         start: ShapeInt,
         salt: Salt,
     ) -> PyResult<Ints<'py>> {
-        let (blocks, start) = (ints("blocks", blocks)?, at_least("start", start, 0)?);
-        // If the index knows the block before the new ones, the tokens before it need no look.
-        let known = start.checked_sub(2).and_then(|at| blocks.get(at)).copied();
-        let skipped = match known {
-            Some(block) if self.0.is_indexed(block).map_err(to_py)? => start - 1,
-            _ => 0,
-        };
-        let num_tokens = skipped * self.size();
-        let tokens = if num_tokens > 0 && tokens.len().unwrap_or(0) >= num_tokens {
-            tokens.get_item(PySlice::new(py, num_tokens as isize, isize::MAX, 1))?
-        } else {
-            tokens.clone()
-        };
-        let tokens = ints("tokens", &tokens)?;
-        copied(py, &self.change(|pool| pool.put_behind(skipped, &tokens, &blocks, start, &salt.0))?)
+        let start = at_least("start", start, 0)?;
+        // If the index knows the block two before the new ones, what lies before it needs no look.
+        if start >= 2
+            && tokens.len().unwrap_or(0) >= start * self.size()
+            && blocks.len().unwrap_or(0) >= start
+            && let Ok(anchor) = blocks.get_item(start - 2)?.extract::<i32>()
+            && self.0.is_indexed(anchor).unwrap_or(false)
+        {
+            let behind = |values: &Bound<'py, PyAny>, from: usize| {
+                values.get_item(PySlice::new(py, from as isize, isize::MAX, 1))
+            };
+            let (tokens, blocks) = (behind(tokens, (start - 1) * self.size())?, behind(blocks, start - 1)?);
+            let (tokens, blocks) = (ints("tokens", &tokens)?, ints("blocks", &blocks)?);
+            return copied(py, &self.change(|pool| pool.put_behind(Some(anchor), &tokens, &blocks, 1, &salt.0))?);
+        }
+        let (tokens, blocks) = (ints("tokens", tokens)?, ints("blocks", blocks)?);
+        copied(py, &self.change(|pool| pool.put(&tokens, &blocks, start, &salt.0))?)
     }
 
     #[doc = doc!("BlockPool.forget")]

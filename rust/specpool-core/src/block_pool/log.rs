@@ -18,7 +18,7 @@ use crate::replay::log_reader::LogEnd;
 pub(super) enum BlockCall<'a> {
     Take { count: usize, hold: Ints<'a> },
     Drop { blocks: Ints<'a>, after: Option<u64> },
-    Put { skipped: usize, tokens: Ints<'a>, blocks: Ints<'a>, start: usize, salt: Salt<'a> },
+    Put { anchor: Option<i32>, tokens: Ints<'a>, blocks: Ints<'a>, start: usize, salt: Salt<'a> },
     Forget { salt: Option<Salt<'a>> },
     Complete { step: u64 },
 }
@@ -48,21 +48,23 @@ impl BlockCall<'_> {
                     put_varint(out, step);
                 }
             }
-            Self::Put { skipped, tokens, blocks, start, salt } => {
-                out.push(4);
-                put_varint(out, *skipped as u64);
+            Self::Put { anchor, tokens, blocks, start, salt } => {
+                out.push(4 + u8::from(anchor.is_some()));
+                if let Some(block) = *anchor {
+                    put_int(out, block);
+                }
                 put_ints(out, tokens);
                 put_ints(out, blocks);
                 put_varint(out, *start as u64);
                 put_bytes(out, salt);
             }
             Self::Forget { salt: Some(salt) } => {
-                out.push(5);
+                out.push(6);
                 put_bytes(out, salt);
             }
-            Self::Forget { salt: None } => out.push(6),
+            Self::Forget { salt: None } => out.push(7),
             Self::Complete { step } => {
-                out.push(7);
+                out.push(8);
                 put_varint(out, *step);
             }
         }
@@ -79,16 +81,16 @@ impl BlockCall<'_> {
             1 => BlockCall::Take { count: size(input.varint()?)?, hold: input.ints(most)? },
             2 => BlockCall::Drop { blocks: input.ints(most)?, after: None },
             3 => BlockCall::Drop { blocks: input.ints(most)?, after: Some(input.varint()?) },
-            4 => BlockCall::Put {
-                skipped: size(input.varint()?)?,
+            4 | 5 => BlockCall::Put {
+                anchor: if kind == 5 { Some(input.int()?) } else { None },
                 tokens: input.ints(most)?,
                 blocks: input.ints(most)?,
                 start: size(input.varint()?)?,
                 salt: input.bytes(MAX_SALT).map(Cow::Owned)?,
             },
-            5 => BlockCall::Forget { salt: Some(input.bytes(MAX_SALT).map(Cow::Owned)?) },
-            6 => BlockCall::Forget { salt: None },
-            7 => BlockCall::Complete { step: input.varint()? },
+            6 => BlockCall::Forget { salt: Some(input.bytes(MAX_SALT).map(Cow::Owned)?) },
+            7 => BlockCall::Forget { salt: None },
+            8 => BlockCall::Complete { step: input.varint()? },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
         let has_tag = kind == 1 && !input.rest().is_empty();
@@ -172,8 +174,8 @@ impl BlockPool {
         match call {
             BlockCall::Take { count, hold } => self.take(*count, hold, tag).map(drop),
             BlockCall::Drop { blocks, after } => self.drop(blocks, *after),
-            BlockCall::Put { skipped, tokens, blocks, start, salt } => {
-                self.put_behind(*skipped, tokens, blocks, *start, salt).map(drop)
+            BlockCall::Put { anchor, tokens, blocks, start, salt } => {
+                self.put_behind(*anchor, tokens, blocks, *start, salt).map(drop)
             }
             BlockCall::Forget { salt } => self.forget(salt.as_deref()),
             BlockCall::Complete { step } => self.complete(*step),

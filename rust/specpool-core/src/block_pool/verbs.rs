@@ -177,20 +177,20 @@ impl BlockPool {
     /// # Errors
     /// As [`put_behind`](Self::put_behind).
     pub fn put(&mut self, tokens: &[i32], blocks: &[i32], start: usize, salt: &[u8]) -> Result<Vec<i32>> {
-        self.put_behind(0, tokens, blocks, start, salt)
+        self.put_behind(None, tokens, blocks, start, salt)
     }
 
-    /// As [`put`](Self::put), of a text whose first `skipped` blocks of tokens are left out, because the index knows
-    /// them: `tokens` are those of `blocks[skipped..]`. O(tokens given), and O(blocks) for the check of the salt.
+    /// As [`put`](Self::put), of the part of a text that lies behind the block `anchor`, which the index knows: tokens,
+    /// blocks and `start` count from there. O(tokens), and O(blocks before it) for the check of the salt.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (fewer blocks than the tokens fill, `start` behind them,
-    /// `skipped` behind `start`, a salt of more than 256 bytes, no such block), [`Error::BlockState`] (a block that is
-    /// not held; one whose content the index knows as something else; one named twice; `skipped` blocks that the index
-    /// does not know under this salt), [`Error::OutOfMemory`].
+    /// a salt of more than 256 bytes, no such block), [`Error::BlockState`] (a block that is not held; one whose content
+    /// the index knows as something else; one named twice; an anchor that the index does not know under this salt),
+    /// [`Error::OutOfMemory`].
     pub fn put_behind(
         &mut self,
-        skipped: usize,
+        anchor: Option<i32>,
         tokens: &[i32],
         blocks: &[i32],
         start: usize,
@@ -198,10 +198,10 @@ impl BlockPool {
     ) -> Result<Vec<i32>> {
         self.gate()?;
         let size = self.block_size();
-        let whole = skipped + tokens.len() / size;
-        if whole > blocks.len() || start > blocks.len() || skipped > start {
+        let whole = tokens.len() / size;
+        if whole > blocks.len() || start > blocks.len() {
             return Err(Error::Shape(format!(
-                "put of {} tokens behind {skipped} blocks, from block {start} on: they fill {whole} blocks, {} are given",
+                "put of {} tokens from block {start} on: they fill {whole} blocks, {} are given",
                 tokens.len(),
                 blocks.len()
             )));
@@ -213,9 +213,9 @@ impl BlockPool {
             return Ok(canonical);
         }
         let root = self.index.root(salt);
-        let mut parent = if skipped > 0 { self.entry_at(blocks[skipped - 1], root)? } else { root };
+        let mut parent = anchor.map_or(Ok(root), |block| self.entry_at(block, root))?;
         let mut pieces = tokens.chunks_exact(size);
-        let mut at = skipped;
+        let mut at = 0;
         let mut known = with_room(pieces.len(), "the entries of a put")?;
         while let Some(entry) = pieces.clone().next().and_then(|piece| self.child(parent, piece)) {
             pieces.next();
@@ -250,7 +250,7 @@ impl BlockPool {
             self.pool.touch(self.page_of(entry));
         }
         let (tokens, blocks, salt) = (tokens.into(), blocks.into(), salt.into());
-        self.note(&BlockCall::Put { skipped, tokens, blocks, start, salt }, &canonical, None);
+        self.note(&BlockCall::Put { anchor, tokens, blocks, start, salt }, &canonical, None);
         Ok(canonical)
     }
 
