@@ -486,7 +486,7 @@ fn of_many_texts_that_part_early_the_hit_follows_the_one_with_most_draft_kv() {
     let target = tokens(1, 8);
     let text = |agree: usize, next: i32| [&target[..agree], &[next; 8][agree..]].concat();
     // How much each agrees with the target, whether it comes before or behind it, and how much of it is drafted.
-    let siblings = [(6, 0, 0), (6, 99, 1), (5, 0, 8), (4, 99, 8), (3, 0, 2), (3, 1, 8), (2, 99, 8), (1, 0, 8)];
+    let siblings = [(6, 0, 0), (6, 99, 1), (5, 0, 8), (4, 99, 8), (3, 0, 8), (3, 1, 2), (2, 99, 8), (1, 0, 8)];
     for drop in 0..siblings.len() {
         let mut ledger = ledger(vec![group(8, 40, None)]);
         let mut most = 0;
