@@ -62,7 +62,7 @@ impl LogReader {
     /// Opens a file and reads its head.
     ///
     /// # Errors
-    /// [`Error::Record`](crate::Error::Record) when the file cannot be read, is no event log, is of another version,
+    /// [`Error::Record`] when the file cannot be read, is no event log, is of another version,
     /// truncated or damaged.
     pub fn open(path: &Path) -> Result<Self> {
         Frames::open(path).and_then(Self::new)
@@ -110,7 +110,7 @@ impl LogReader {
     /// Returns the next call, or `None` at the end.
     ///
     /// # Errors
-    /// [`Error::Record`](crate::Error::Record) when the file is truncated or damaged there, with the offset. Every
+    /// [`Error::Record`] when the file is truncated or damaged there, with the offset. Every
     /// later call returns the same error.
     pub fn next_record(&mut self) -> Result<Option<Record>> {
         let max_lanes = self.config.max_batch.map_or(self.config.num_rows, |most| most.min(self.config.num_rows));
