@@ -3,7 +3,8 @@
 Needs `pip install 'specpool[testing]'`; `docs/testing.md` shows how the parts fit together.
 """
 
-from specpool.testing.blocks import BlockDevice, BlockMachine, BlockScheduler
+from specpool.testing.block_device import BlockDevice
+from specpool.testing.block_machine import BlockMachine, BlockScheduler
 from specpool.testing.device import DeviceFault, FakeDevice
 from specpool.testing.leaks import assert_no_page_leaked, no_page_leaks
 from specpool.testing.machine import LedgerMachine, Scheduler

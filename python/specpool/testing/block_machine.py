@@ -1,72 +1,18 @@
-"""`BlockDevice` and `BlockMachine`: test a scheduler that keeps its own rows on a `BlockPool`."""
+"""`BlockMachine`: a Hypothesis state machine that tests a scheduler with blocks of its own."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specpool import BlockPool
-from specpool.arrays import Int64
-from specpool.testing.device import DeviceFault
+from specpool.testing.block_device import VOCABULARY, BlockDevice
 from specpool.testing.leaks import assert_no_page_leaked
 
 _MOST_BLOCKS = 8  # of a text with its new tokens
-_VOCABULARY = 7  # few tokens, so that texts begin alike and part again
-
-
-class BlockDevice:
-    """Runs forwards on blocks whose cells record which text they were written for.
-
-    KV depends on all tokens before it. So a cell records a hash of the text up to its token, and a
-    forward that reads a block of another text, or one that was written over, is found at once.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, first_id: int = 0) -> None:
-        """Create a device with nothing written.
-
-        Args:
-            num_blocks: blocks of the pool.
-            block_size: tokens of a block.
-            first_id: id of the first block.
-        """
-        self._block_size, self._first_id = block_size, first_id
-        self._cells: Int64 = np.zeros((num_blocks, block_size), np.int64)  # 0 = never written
-
-    def forward(self, tokens: Sequence[int], blocks: Sequence[int], start: int) -> int:
-        """Compute the KV of `tokens[start:]`, reading all before them; return the next token.
-
-        Args:
-            tokens: the text from its beginning; its last token's forward gives the next token.
-            blocks: the blocks of the text, in its order; those behind it are not looked at.
-            start: how many tokens have KV already.
-
-        Returns:
-            the next token: equal texts have equal ones.
-
-        Raises:
-            DeviceFault: a position has no block; or a block that is read holds another text.
-        """
-        known = 1
-        for position, token in enumerate(tokens):
-            known = hash((known, token)) | 1
-            column, offset = divmod(position, self._block_size)
-            if column >= len(blocks):
-                raise DeviceFault(f"position {position} has no block: the text has {len(blocks)}")
-            cell = self._cells[blocks[column] - self._first_id]
-            if position >= start:
-                cell[offset] = known
-            elif cell[offset] != known:
-                what = "another text" if cell[offset] else "nothing"
-                raise DeviceFault(
-                    f"a forward of {len(tokens)} tokens reads position {position} in block "
-                    f"{blocks[column]}, which holds {what} there"
-                )
-        return known // 2 % _VOCABULARY
 
 
 class BlockScheduler(Protocol):
@@ -125,7 +71,7 @@ class BlockMachine(RuleBasedStateMachine):
         most = self.most_tokens - 1
         known = data.draw(st.sampled_from([[], *self.texts]), label="begins as")
         kept = data.draw(st.integers(0, min(len(known), most)), label="kept")
-        new = st.lists(st.integers(0, _VOCABULARY - 1), min_size=not kept, max_size=most - kept)
+        new = st.lists(st.integers(0, VOCABULARY - 1), min_size=not kept, max_size=most - kept)
         tokens = [*known[:kept], *data.draw(new, label="new tokens")]
         max_new_tokens = data.draw(st.integers(1, self.most_tokens - len(tokens)), label="max_new")
         self.texts.append(tokens)
