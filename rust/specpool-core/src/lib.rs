@@ -3,9 +3,9 @@
 //! Layers point one way. Every module may use `error`, `ids`, `verb`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows, prefix_index -> ledger -> audit`;
-//! - the block pool, for engines with rows of their own: `page_pool, prefix_index -> block_pool`;
+//! - the block pool, for engines with rows of their own: `page_pool, prefix_index, recorder, frames -> block_pool`;
 //! - the record of its calls: `codec -> event, call`,
-//!   `config -> log_header -> event_log -> ledger -> log_reader -> replay`;
+//!   `config -> log_header -> event_log -> recorder -> ledger`, `event_log -> frames -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
 //!

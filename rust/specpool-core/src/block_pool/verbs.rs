@@ -43,7 +43,7 @@ impl BlockPool {
 
         // Nothing is refused from here on.
         for &block in hold {
-            let page = Page(block - self.id(Page::SINK));
+            let page = self.page_of_block(block);
             let _ = self.pool.share(page, Verb::Take);
         }
         self.evict(count);
@@ -65,33 +65,44 @@ impl BlockPool {
 
     /// How many different cached blocks are among `hold`, which must be held, cached, or fenced with known content.
     pub(super) fn num_cached_of(&mut self, verb: &str, hold: &[i32]) -> Result<usize> {
-        let (mut num_cached, mut outcome) = (0, Ok(()));
-        let mut num_seen = 0;
-        for &block in hold {
-            outcome = self.page(verb, block).and_then(|page| {
-                let line = self.line(page);
-                if line.refs == 0 && !line.is_indexed {
-                    return Err(self.refusal(verb, page, "nobody holds it and it is not cached"));
-                }
-                let is_cached = line.state == PageState::Cached;
-                self.marks[page.at()] += 1;
-                num_cached += usize::from(is_cached && self.marks[page.at()] == 1);
-                Ok(())
-            });
-            if outcome.is_err() {
-                break;
+        let mut num_cached = 0;
+        self.check_each(verb, hold, |pool, page, num_named| {
+            let line = pool.line(page);
+            if line.refs == 0 && !line.is_indexed {
+                return Err(pool.refusal(verb, page, "nobody holds it and it is not cached"));
             }
-            num_seen += 1;
-        }
-        self.unmark(&hold[..num_seen]);
-        outcome.map(|()| num_cached)
+            num_cached += usize::from(line.state == PageState::Cached && num_named == 0);
+            Ok(())
+        })?;
+        Ok(num_cached)
     }
 
-    fn unmark(&mut self, blocks: &[i32]) {
-        for &block in blocks {
-            let page = block - self.id(Page::SINK);
-            self.marks[page as usize] = 0;
+    /// Checks each block in turn. `check` also gets how often the call has named the block before; it refuses those
+    /// that were never handed out.
+    fn check_each(
+        &mut self,
+        verb: &str,
+        blocks: &[i32],
+        mut check: impl FnMut(&Self, Page, u32) -> Result<()>,
+    ) -> Result<()> {
+        let mut num_seen = 0;
+        let outcome = blocks.iter().try_for_each(|&block| {
+            let page = self.page(verb, block)?;
+            check(self, page, self.marks.get(page.at()).copied().unwrap_or(0))?;
+            self.marks[page.at()] += 1;
+            num_seen += 1;
+            Ok(())
+        });
+        for &block in &blocks[..num_seen] {
+            let page = self.page_of_block(block);
+            self.marks[page.at()] = 0;
         }
+        outcome
+    }
+
+    /// The page of a block that the pool has.
+    fn page_of_block(&self, block: i32) -> Page {
+        Page(block - self.id(Page::SINK))
     }
 
     fn refusal(&self, verb: &str, page: Page, why: &str) -> Error {
@@ -137,7 +148,7 @@ impl BlockPool {
         self.check_drop(blocks)?;
         self.recorder.make_room(blocks.len(), None)?;
         for &block in blocks.iter().rev() {
-            let page = Page(block - self.id(Page::SINK));
+            let page = self.page_of_block(block);
             let _ = self.pool.release(page, OWNER, after.unwrap_or(0), self.completed, Verb::Drop);
         }
         self.note(&BlockCall::Drop { blocks: blocks.into(), after }, &[], None);
@@ -145,28 +156,14 @@ impl BlockPool {
     }
 
     fn check_drop(&mut self, blocks: &[i32]) -> Result<()> {
-        let mut outcome = Ok(());
-        let mut num_seen = 0;
-        for &block in blocks {
-            outcome = self.page("drop", block).and_then(|page| {
-                let refs = self.line(page).refs;
-                if self.marks.get(page.at()).is_none_or(|&named| named >= refs) {
-                    let why = match refs {
-                        0 => "nobody holds it".into(),
-                        _ => format!("it is named more often than the {refs} times that it is held"),
-                    };
-                    return Err(self.refusal("drop", page, &why));
-                }
-                self.marks[page.at()] += 1;
-                Ok(())
-            });
-            if outcome.is_err() {
-                break;
+        self.check_each("drop", blocks, |pool, page, num_named| match pool.line(page).refs {
+            0 => Err(pool.refusal("drop", page, "nobody holds it")),
+            refs if num_named >= refs => {
+                let why = format!("it is named more often than the {refs} times that it is held");
+                Err(pool.refusal("drop", page, &why))
             }
-            num_seen += 1;
-        }
-        self.unmark(&blocks[..num_seen]);
-        outcome
+            _ => Ok(()),
+        })
     }
 
     /// Notes what blocks hold: `blocks[i]` has the KV of the i-th `block_size` of `tokens`, under the salt. Blocks
@@ -239,7 +236,7 @@ impl BlockPool {
             for (&block, piece) in blocks[at..whole].iter().zip(pieces) {
                 let (place, _) = self.index.nearest_child(parent, piece);
                 let entry = self.index.add(parent, place, piece);
-                let page = Page(block - self.id(Page::SINK));
+                let page = self.page_of_block(block);
                 self.pool.index(page, entry, Verb::Put);
                 self.index.set_page(entry, 0, 0, page);
                 parent = entry;
@@ -282,30 +279,16 @@ impl BlockPool {
 
     /// Checks blocks that the index is to know: held, not known yet, all different.
     fn check_new(&mut self, blocks: &[i32]) -> Result<()> {
-        let mut outcome = Ok(());
-        let mut num_seen = 0;
-        for &block in blocks {
-            outcome = self.page("put", block).and_then(|page| {
-                let line = self.line(page);
-                let why = match () {
-                    () if line.refs == 0 => "nobody holds it",
-                    () if line.is_indexed => "it is known to hold other tokens",
-                    () if self.marks[page.at()] > 0 => "it is named twice",
-                    () => "",
-                };
-                if !why.is_empty() {
-                    return Err(self.refusal("put", page, why));
-                }
-                self.marks[page.at()] += 1;
-                Ok(())
-            });
-            if outcome.is_err() {
-                break;
-            }
-            num_seen += 1;
-        }
-        self.unmark(&blocks[..num_seen]);
-        outcome
+        self.check_each("put", blocks, |pool, page, num_named| {
+            let line = pool.line(page);
+            let why = match () {
+                () if line.refs == 0 => "nobody holds it",
+                () if line.is_indexed => "it is known to hold other tokens",
+                () if num_named > 0 => "it is named twice",
+                () => return Ok(()),
+            };
+            Err(pool.refusal("put", page, why))
+        })
     }
 
     /// Makes the index forget what it knows under the salt, or everything. Blocks that are held stay held.
@@ -317,14 +300,7 @@ impl BlockPool {
         self.gate()?;
         salt.map_or(Ok(()), check_salt)?;
         self.recorder.make_room(salt.map_or(0, <[u8]>::len), None)?;
-        loop {
-            let root = match salt {
-                Some(salt) => self.index.root(salt),
-                None => self.index.salts().next().map_or(NONE, |(_, root)| root),
-            };
-            if root == NONE {
-                break;
-            }
+        while let Some(root) = self.index.any_root(salt) {
             self.drop_entry(self.index.leaf_below(root), Verb::Forget);
         }
         self.note(&BlockCall::Forget { salt: salt.map(Into::into) }, &[], None);

@@ -399,14 +399,7 @@ impl Ledger {
         self.gate()?;
         salt.map_or(Ok(()), check_salt)?;
         self.recorder.make_room(salt.map_or(0, <[u8]>::len), None)?;
-        loop {
-            let root = match salt {
-                Some(salt) => self.index.root(salt),
-                None => self.index.salts().next().map_or(NONE, |(_, root)| root),
-            };
-            if root == NONE {
-                break;
-            }
+        while let Some(root) = self.index.any_root(salt) {
             let leaf = self.index.leaf_below(root);
             self.drop_entry(leaf, Verb::Forget);
         }

@@ -162,6 +162,11 @@ impl PrefixIndex {
         self.place_of_root(salt).map_or(NONE, |place| self.roots[place])
     }
 
+    /// The root of the salt, or without one the first root; nothing if there is none.
+    pub(crate) fn any_root(&self, salt: Option<&[u8]>) -> Option<u32> {
+        salt.map_or(self.roots.first().copied(), |salt| Some(self.root(salt)).filter(|&root| root != NONE))
+    }
+
     /// The child that agrees with most of `tokens`, and with how many; nothing if there is no child. If it does not
     /// begin with `tokens`, nor they with it, a new child belongs at the place that is returned.
     pub(crate) fn nearest_child(&self, parent: u32, tokens: &[i32]) -> (usize, Option<(u32, usize)>) {
