@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install build fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines build fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,15 @@ $(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(CORE)
 $(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(CORE)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(UV_TORCH) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
+
+# SGLang without what only a GPU needs, beside .venv: what its allocators, batches and plug-in loader import.
+.engines/sglang: tests/embed/sglang.txt $(UV)
+	rm -rf $@ $@.new
+	$(UV) pip install --quiet --python $(BIN)/python --target $@.new -r tests/embed/sglang.txt
+	$(UV) pip install --quiet --python $(BIN)/python --target $@.new --no-deps sglang==0.5.23
+	mv $@.new $@
+
+engines: .engines/sglang ## install SGLang (a wheel of 40 MB, no GPU) into .engines, for the tests of the plug-in
 
 run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair
 	$(BIN)/specpool generate

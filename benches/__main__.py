@@ -316,6 +316,22 @@ def embed(
     run(nano_vllm=nano_vllm, repeats=repeats, json=json, plot=plot)
 
 
+@app.command("sglang")
+def sglang(
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder of SGLang's package; by default that of `make engines`."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 15,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The plug-in for SGLang beside SGLang's own allocators."""
+    from benches.sglang import sglang as run
+
+    run(path, repeats=repeats, json=json, plot=plot)
+
+
 @app.command("prefix")
 def prefix(
     target: Target = "specpool/tiny",

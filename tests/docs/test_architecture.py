@@ -103,6 +103,6 @@ def test_the_layers_are_those_that_lint_checks():
     expected = [
         {part.strip().removeprefix("specpool.") for part in row.split(" : ")} for row in rows
     ]
-    (text,) = re.findall(r"^```text\n(cli -> .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(r"^```text\n(cli, .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     shown = [{part.strip() for part in row.split(",")} for row in text.split("->")]
     assert shown == expected

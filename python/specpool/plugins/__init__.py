@@ -1,0 +1,1 @@
+"""Plug-ins that other engines load by entry points. Each does nothing unless switched on."""

@@ -1,0 +1,48 @@
+"""The plug-in for SGLang: its KV pages come from `specpool.BlockPool`. See docs/sglang.md.
+
+SGLang loads it by the entry point `sglang.srt.plugins`. It does nothing unless `SPECPOOL_SGLANG` is
+set. Nothing here imports SGLang before SGLang calls `register`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+_log = logging.getLogger("specpool.plugins.sglang")
+
+LEVELS = ("off", "pages")
+ON_DRIFT = ("own", "exit", "trust")
+
+
+def register() -> None:
+    """Switch the plug-in on, as the environment asks.
+
+    SGLang's loader logs what a plug-in raises and goes on without it. What must not be lost ends
+    the process.
+
+    Raises:
+        SystemExit: a setting is unknown; or SGLang has changed and `SPECPOOL_SGLANG_DRIFT` is exit.
+    """
+    if _setting("SPECPOOL_SGLANG", LEVELS) == "off":
+        return
+    on_drift = _setting("SPECPOOL_SGLANG_DRIFT", ON_DRIFT)
+    from specpool.plugins.sglang import drift
+
+    found = drift.differences(bodies=on_drift != "trust")
+    if not found:
+        from specpool.plugins.sglang import allocator
+
+        allocator.install()
+        _log.warning("specpool: SGLang's KV pages come from specpool's pool")
+    elif on_drift == "exit":
+        raise SystemExit(f"specpool: SGLang is not as known: {'; '.join(found)}")
+    else:
+        _log.error("specpool: SGLang's own allocator serves: %s", "; ".join(found))
+
+
+def _setting(name: str, allowed: tuple[str, ...]) -> str:
+    value = os.environ.get(name) or allowed[0]
+    if value not in allowed:
+        raise SystemExit(f"specpool: {name}={value!r} is not one of {', '.join(allowed)}")
+    return value

@@ -1,0 +1,341 @@
+"""SGLang's allocators of KV slots, on `specpool.BlockPool`.
+
+A page freed twice, or one that was never handed out, is refused at that call. Imported by the
+plug-in only, because it imports SGLang and torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+from specpool import BlockPool, OutOfPages, SpecpoolError
+from specpool.plugins.sglang import slots
+from specpool.plugins.sglang.frees import MOST_COPIES, FreesInFlight
+
+_ALLOCATOR = "sglang.srt.mem_cache.allocator."
+_logs = itertools.count(1)
+
+
+class AllocatorError(SpecpoolError, AssertionError):
+    """A call that SGLang's allocator cannot serve; it is an `AssertionError`, as SGLang's own."""
+
+
+class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # no stubs
+    """Takes the place of `PagedTokenToKVPoolAllocator`; slot 0 to page_size - 1 is for padding.
+
+    Pages live on the host. On an accelerator no call waits for the device, except `free`, which
+    SGLang's own waits in too: ids of new pages go down by a copy that is not waited for, and freed
+    ids come up the same way (`FreesInFlight`). What is free is known at once in both cases.
+    `SPECPOOL_SGLANG_STRICT=1` checks every free at once, and waits.
+
+    `pool` is the pool: `pool.taken()`, `pool.record_of(page)`, `pool.digest`.
+    """
+
+    # Of the base, which has no types.
+    size: int
+    page_size: int
+    free_group: list[torch.Tensor] | None
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: Any,
+        need_sort: bool,
+    ) -> None:
+        self.pool: BlockPool | None = None  # None if no page fits in `size`
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        self.debug_mode = False  # composites of SGLang read it; the checks here are always on
+        self.is_on_host = torch.device(device).type == "cpu"
+        self.is_strict = os.environ.get("SPECPOOL_SGLANG_STRICT") == "1"
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that was handed out; `resize` calls it with a new `size`."""
+        if self.pool is not None:
+            self.pool.close()
+        self.num_pages = self.size // self.page_size
+        self.pool = _new_pool(self.num_pages, self.page_size)
+        self.free_group = None
+        self.page_group: list[torch.Tensor] = []
+        self.frees = FreesInFlight()
+        self.num_calls = 0
+
+    # What is free.
+
+    def available_size(self) -> int:
+        """Return how many tokens can be allocated, frees on their way counted. O(1)."""
+        free = 0 if self.pool is None else self.pool.num_free
+        return (free + self.frees.num_pages) * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """Return the free pages, int64, ascending. It waits for frees that are on their way."""
+        self._land(0)
+        is_free = np.ones(self.num_pages + 1, np.bool_)
+        is_free[0] = False
+        if self.pool is not None:
+            is_free[self.pool.taken()] = False
+        return torch.from_numpy(np.flatnonzero(is_free)).to(self.device)
+
+    def merge_and_sort_free(self) -> None:
+        """Nothing is staged."""
+
+    # SGLang's checks and its tests read the two lists, and its tests set the first.
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """As `get_all_free_pages`; when set, these pages are free and the rest is taken."""
+        return self.get_all_free_pages()
+
+    @free_pages.setter
+    def free_pages(self, pages: torch.Tensor | None) -> None:
+        if pages is not None and self.pool is not None:
+            self.clear()
+            self.pool.take(self.num_pages, tag="free_pages was set")
+            self._drop(_host(pages)[::-1])  # the page dropped last is taken first
+
+    @property
+    def release_pages(self) -> torch.Tensor:
+        """No page: none is staged."""
+        return torch.empty((0,), dtype=torch.int64, device=self.device)
+
+    @release_pages.setter
+    def release_pages(self, pages: torch.Tensor | None) -> None:
+        pass
+
+    # Allocation. None means that pages lack, and nothing has changed.
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Take whole pages and return all their slots, int64 [need_size].
+
+        Raises:
+            AllocatorError: `need_size` is not a multiple of the page size.
+        """
+        if need_size % self.page_size:
+            raise AllocatorError(
+                f"alloc of {need_size} tokens: not a multiple of the page size {self.page_size}"
+            )
+        pages = self._take(need_size // self.page_size, "alloc")
+        if pages is None:
+            return None
+        if self.is_on_host:
+            return torch.from_numpy(slots.of_pages(pages, self.page_size))
+        down = self._down(pages)
+        offsets = torch.arange(self.page_size, device=self.device)
+        return (down[:, None] * self.page_size + offsets).reshape(-1)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Return the slots that each request gets to grow, int64 [extend_num_tokens].
+
+        Args:
+            prefix_lens: tokens with slots, int64 [requests], on the device; `_cpu` on the host.
+            prefix_lens_cpu: the same.
+            seq_lens: tokens that are to have slots; `_cpu` on the host.
+            seq_lens_cpu: the same.
+            last_loc: slot of each request's last token, int64 [requests], on the device.
+            extend_num_tokens: sum of the differences.
+            num_new_pages: not needed.
+
+        Raises:
+            AllocatorError: a request shrinks, or `extend_num_tokens` is another number.
+        """
+        prefix, seq = _host(prefix_lens_cpu), _host(seq_lens_cpu)
+        if int((seq - prefix).sum()) != extend_num_tokens or (seq < prefix).any():
+            lens = f"from {prefix.tolist()} to {seq.tolist()}"
+            raise AllocatorError(f"alloc_extend of {extend_num_tokens} tokens: {lens}")
+        counts = slots.new_pages(prefix, seq, self.page_size)
+        pages = self._take(int(counts.sum()), "alloc_extend")
+        if pages is None:
+            return None
+        if self.is_on_host:
+            new = slots.of_extension(
+                prefix, seq, _host(last_loc), counts, pages.astype(np.int64), self.page_size
+            )
+            return torch.from_numpy(new)
+        from sglang.srt.mem_cache.allocator import paged
+
+        out = torch.empty((extend_num_tokens,), dtype=torch.int64, device=self.device)
+        kernel = paged.alloc_extend_kernel[(len(prefix),)]
+        lanes = paged.next_power_of_2(len(prefix))
+        # One entry more: the kernel reads an id for a request that takes none, and drops it.
+        down = self._down(np.append(pages, 0))
+        kernel(prefix_lens, seq_lens, last_loc, down, out, lanes, self.page_size)
+        return out
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the slot of one more token for each request, int64 [requests].
+
+        Args:
+            seq_lens: tokens with that one counted, int64 [requests], on the device.
+            seq_lens_cpu: the same, on the host.
+            last_loc: slot of each request's last token, int64 [requests], on the device.
+        """
+        opens = (_host(seq_lens_cpu) - 1) % self.page_size == 0
+        pages = self._take(int(np.count_nonzero(opens)), "alloc_decode")
+        if pages is None:
+            return None
+        if self.is_on_host:
+            starts = pages.astype(np.int64) * self.page_size
+            return torch.from_numpy(slots.of_next_token(_host(last_loc), opens, starts))
+        from sglang.srt.mem_cache.allocator import paged
+
+        out = torch.empty((len(opens),), dtype=torch.int64, device=self.device)
+        kernel = paged.alloc_decode_kernel[(len(opens),)]
+        down = self._down(np.append(pages, 0))
+        kernel(seq_lens, last_loc, down, out, paged.next_power_of_2(len(opens)), self.page_size)
+        return out
+
+    def _take(self, count: int, verb: str) -> npt.NDArray[np.int32] | None:
+        if self.pool is None:
+            return None if count else np.empty(0, np.int32)
+        # Frees that are needed are waited for; of the others, only what landed long ago.
+        self._land(0 if count > self.pool.num_free else MOST_COPIES)
+        self.num_calls += 1
+        try:
+            return self.pool.take(count, tag=f"{verb}, call {self.num_calls}")
+        except OutOfPages:
+            return None
+
+    def _down(self, pages: npt.NDArray[Any]) -> torch.Tensor:
+        ids = torch.from_numpy(pages.astype(np.int64)).pin_memory()
+        return ids.to(self.device, non_blocking=True)
+
+    # Freeing. Inside a group frees wait for its end.
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free the pages of these slots, each page once."""
+        if self.free_group is not None:
+            self.free_group.append(self._copy_for_free_group(free_index))
+        elif free_index.numel():
+            pages = free_index // self.page_size if self.page_size > 1 else free_index
+            # With pages of one slot, a slot that is named twice is a double free.
+            self._give(torch.unique(pages) if self.page_size > 1 else pages)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """Free the pages of a request's neighbouring slots, which begin on a page's edge."""
+        if free_index.numel() == 0:
+            return
+        if start_pos % self.page_size:
+            raise AllocatorError(f"segment start {start_pos} is not page-aligned")
+        first_slots = free_index[:: self.page_size]
+        if self.free_group is None and self.is_on_host:
+            self._drop(_host(first_slots) // self.page_size)
+        else:
+            self.free_page_ids(first_slots // self.page_size)
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        """Free these pages; inside a group, at its end.
+
+        Raises:
+            AllocatorError: a page is free, is named twice, or is none of the pool's.
+        """
+        if self.free_group is not None:
+            self.page_group.append(self._copy_for_free_group(page_ids))
+        elif page_ids.numel():
+            self._give(page_ids)
+
+    def free_group_end(self) -> None:
+        """Free what was named since `free_group_begin`."""
+        super().free_group_end()
+        pending, self.page_group = self.page_group, []
+        if pending:
+            self.free_page_ids(torch.cat(pending))
+
+    def _give(self, pages: torch.Tensor) -> None:
+        if pages.device.type == "cpu":
+            self._drop(_host(pages))
+        else:
+            self.frees.start(pages)
+            self._land(0 if self.is_strict else MOST_COPIES)
+
+    def _land(self, leave: int) -> None:
+        for pages in self.frees.oldest(leave):
+            self._drop(pages)
+
+    def _drop(self, pages: npt.NDArray[np.int64]) -> None:
+        if self.pool is None:
+            raise AllocatorError(f"free of pages {pages.tolist()}: the pool has no page")
+        try:
+            self.pool.drop(pages)
+        except SpecpoolError as error:
+            raise AllocatorError(str(error)) from error
+
+    # The KV itself.
+
+    def get_cpu_copy(
+        self, indices: Any, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> Any:
+        """Return a copy of the KV at these slots, on the host."""
+        return self._kvcache.get_cpu_copy(
+            indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
+        )
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: Any,
+        indices: Any,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
+    ) -> Any:
+        """Put a copy of `get_cpu_copy` back."""
+        return self._kvcache.load_cpu_copy(
+            kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
+        )
+
+
+class SpecpoolTokenAllocator(SpecpoolPagedAllocator):
+    """Takes the place of `TokenToKVPoolAllocator`: pages of one slot."""
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool
+    ) -> None:
+        super().__init__(size, 1, dtype, device, kvcache, need_sort)
+
+
+def install() -> None:
+    """Put both classes in the place of SGLang's."""
+    # It derives from SGLang's class, whose lists it changes: it has to derive before the exchange.
+    importlib.import_module(_ALLOCATOR + "page_interleave")
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, cls in (
+        ("paged.PagedTokenToKVPoolAllocator", SpecpoolPagedAllocator),
+        ("token.TokenToKVPoolAllocator", SpecpoolTokenAllocator),
+    ):
+        HookRegistry.register(_ALLOCATOR + target, cls, HookType.REPLACE)
+
+
+def _new_pool(num_pages: int, page_size: int) -> BlockPool | None:
+    record = os.environ.get("SPECPOOL_SGLANG_RECORD")
+    # Each process and each pool writes a log of its own.
+    path = f"{record}.{os.getpid()}.{next(_logs)}" if record else None
+    if not num_pages:
+        return None
+    return BlockPool(num_pages, page_size, first_id=1, caching=False, record=path)
+
+
+def _host(ints: Any) -> npt.NDArray[np.int64]:
+    if isinstance(ints, torch.Tensor):
+        ints = ints.numpy()
+    array: npt.NDArray[np.int64] = np.asarray(ints, np.int64)
+    return array
