@@ -269,7 +269,7 @@ def test_the_fixture_sees_every_ledger_of_its_test(no_page_leaks):  # noqa: F811
 def test_the_fixture_fails_a_test_that_leaks(pytester):
     pytester.makepyfile(
         """
-        from specpool import Group, Ledger, Shape
+        from specpool import BlockPool, Group, Ledger, Shape
 
         def make():
             group = Group("kv", page_size=4, num_pages=8)
@@ -285,11 +285,20 @@ def test_the_fixture_fails_a_test_that_leaks(pytester):
 
         def test_does_not_ask():
             make().admit()
+
+        def test_leaks_blocks(no_page_leaks):
+            BlockPool(8, 4).take(2, tag="two")
+
+        def test_drops_blocks(no_page_leaks):
+            pool = BlockPool(8, 4)
+            assert no_page_leaks.pools == [pool] and no_page_leaks == []
+            pool.drop(pool.take(2))
         """
     )
     result = pytester.runpytest_subprocess("-p", "specpool.testing.leaks", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=3, errors=1)
+    result.assert_outcomes(passed=5, errors=2)
     result.stdout.fnmatch_lines(["*group kv: 2 of 8 pages are not free*", "*row 1 (one)*"])
+    result.stdout.fnmatch_lines(["*2 of 8 blocks are not free*", "*held 1 times, last tag 'two'*"])
 
 
 # --- The device ---

@@ -157,11 +157,16 @@ def replay(
     from rich.console import Console
 
     from specpool.cli import replay as command
+    from specpool.cli.pictures import blocks
 
     if against is not None and at is not None:
         raise ConfigError("--against and --at exclude each other: give one")
     if quiet and (against is not None or at is not None):
         raise ConfigError("--quiet is for a whole log: leave out --against and --at")
+    if blocks.is_pool_log(log):
+        _refuse_for_a_pool(log, {"--against": against, "--at": at})
+        blocks.show(log, blocks=False)
+        return
     if against is not None:
         if not command.against(log, against, Console(highlight=False)):
             raise typer.Exit(1)
@@ -169,6 +174,14 @@ def replay(
         command.at_step(log, at, Console(highlight=False))
     else:
         command.run(log, quiet=quiet)
+
+
+def _refuse_for_a_pool(log: Path, options: dict[str, object]) -> None:
+    """Refuse options that ask for rows and steps, which a block pool does not have."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        names = " and ".join(given)
+        raise ConfigError(f"{names}: {log} is the log of a BlockPool; only a ledger's log has that")
 
 
 @app.command()
@@ -190,16 +203,21 @@ def inspect(
 ) -> None:
     """Draw the pools and the rows of a recorded ledger. Exit code 2: the log is damaged.
 
-    A damaged log is drawn up to the damage.
+    A damaged log is drawn up to the damage. Of a recorded block pool it lists the blocks in use.
     """
     from rich.console import Console
 
     from specpool.cli import inspect as command
+    from specpool.cli.pictures import blocks
 
     if frames is not None:
         check_int("frames", frames, 2, 1 << 20)
         if html is None:
             raise ConfigError("--frames needs a page: give --html too")
+    if blocks.is_pool_log(log):
+        _refuse_for_a_pool(log, {"--at": at, "--row": row, "--html": html})
+        blocks.show(log, blocks=True)
+        return
     if html is None:
         command.show(log, Console(highlight=False), step=at, row=row)
         return

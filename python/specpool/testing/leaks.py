@@ -1,4 +1,4 @@
-"""`assert_no_page_leaked` checks one ledger; the fixture `no_page_leaks` checks all of a test.
+"""`assert_no_page_leaked` checks one ledger or pool; `no_page_leaks` checks all of a test.
 
 To use it as a pytest plug-in, put `pytest_plugins = ["specpool.testing.leaks"]` into a
 `conftest.py`, or import `no_page_leaks` there.
@@ -6,14 +6,16 @@ To use it as a pytest plug-in, put `pytest_plugins = ["specpool.testing.leaks"]`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from specpool import BlockPool, Ledger
 
 _AT_REST = (0, 4)  # free and cached, as `Ledger.ownership_map` numbers them
+_Made = TypeVar("_Made", Ledger, BlockPool)
 _MAX_PAGES = 8  # the most that a report names
 
 
@@ -93,11 +95,16 @@ def _blocks_in_use(pool: BlockPool) -> list[str]:
 
 
 class MadeLedgers(list[Ledger]):
-    """The ledgers that a test has made, and the prefixes that it keeps on purpose."""
+    """The ledgers that a test has made, and the prefixes that it keeps on purpose.
+
+    Attributes:
+        pools: the block pools that it has made.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
         super().__init__()
+        self.pools: list[BlockPool] = []
         self._kept: list[tuple[Ledger, int]] = []
 
     def keep(self, ledger: Ledger, prefix: int) -> None:
@@ -111,25 +118,35 @@ class MadeLedgers(list[Ledger]):
 
 @pytest.fixture
 def no_page_leaks() -> Iterator[MadeLedgers]:
-    """Check `assert_no_page_leaked` after the test, for every `Ledger` that was made in it.
+    """Check `assert_no_page_leaked` after the test, for every `Ledger` and `BlockPool` made in it.
 
     Yields:
-        The ledgers made so far. `keep(ledger, prefix)` says which pinned prefixes stay.
+        The ledgers made so far, and in `pools` the block pools. `keep(ledger, prefix)` says which
+        pinned prefixes stay.
     """
     made = MadeLedgers()
-
-    def record(self: Ledger, *args: Any, **kwargs: Any) -> None:
-        made.append(self)
-
-    # `Ledger` defines only `__new__`, so `record` can take the place of `__init__`.
-    outer = vars(Ledger).get("__init__")
-    setattr(Ledger, "__init__", record)  # noqa: B010 - mypy cannot know
-    try:
+    with _noting(Ledger, made), _noting(BlockPool, made.pools):
         yield made
-    finally:
-        if outer is None:
-            delattr(Ledger, "__init__")
-        else:
-            setattr(Ledger, "__init__", outer)  # noqa: B010
     for ledger in made:
         assert_no_page_leaked(ledger, kept_prefixes=made.kept_prefixes(ledger))
+    for pool in made.pools:
+        assert_no_page_leaked(pool)
+
+
+@contextlib.contextmanager
+def _noting(cls: type[_Made], made: list[_Made]) -> Iterator[None]:
+    """Append every new instance of `cls` to `made`."""
+
+    def record(self: _Made, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+
+    # The classes define only `__new__`, so `record` can take the place of `__init__`.
+    outer = vars(cls).get("__init__")
+    setattr(cls, "__init__", record)  # noqa: B010 - mypy cannot know
+    try:
+        yield
+    finally:
+        if outer is None:
+            delattr(cls, "__init__")
+        else:
+            setattr(cls, "__init__", outer)  # noqa: B010
