@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines build fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines build capi crate fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,16 @@ build: $(VENV)/.dev ## build the wheel and the sdist into dist/, and check their
 	$(BIN)/maturin sdist --out dist
 	$(BIN)/pytest --quiet tests/project/test_package.py
 
+capi: ## write the C header, build libspecpool, and put both into dist/capi
+	SPECPOOL_WRITE=1 cargo test --quiet -p specpool-capi --test header
+	cargo build --release --locked --quiet -p specpool-capi
+	mkdir -p dist/capi/include dist/capi/lib
+	cp rust/specpool-capi/include/specpool.* dist/capi/include
+	cp target/release/libspecpool.a $(wildcard target/release/libspecpool.so target/release/libspecpool.dylib) dist/capi/lib
+
+crate: ## show that specpool-core is ready for crates.io (needs the registry's index)
+	cargo publish --dry-run --locked --package specpool-core $(if $(DIRTY),--allow-dirty,)
+
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
 	$(BIN)/ruff format python tests examples benches fuzz docs
@@ -89,13 +99,13 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 
 test: $(VENV)/.dev ## install if needed, and run the tests (8 minutes on two quiet cores)
 	cargo test --quiet
-	cargo test --quiet -p specpool-check
+	cargo test --quiet -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -m "not full" -n 2
 
 test-full: $(VENV)/.dev ## run the tests and the whole losslessness grid
 	cargo test --quiet
-	cargo test --quiet -p specpool-check
+	cargo test --quiet -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(BIN)/pytest -n 2
 

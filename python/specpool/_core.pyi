@@ -1216,6 +1216,34 @@ class Ledger:
         Raises:
             OrderError: no delta of the step is waiting.
         """
+    def watch_kv(self) -> None:
+        """Start to note what `take_kv_events` tells: what the rows hold now, and every change.
+
+        Called again, it starts anew. Cost: O(rows).
+
+        Raises:
+            OutOfMemory: there is no memory for the notes.
+        """
+    def take_kv_events(self) -> list[tuple[Any, ...]]:
+        """Return what a KV connector must know, since the last call: what is void, moved, verified.
+
+        Each event is a tuple of its kind, its row and numbers, in this order of kinds:
+
+        - `("rewind", row, len)`: what lies at position `len` or behind it is void in every group;
+          0 if the row was given back.
+        - `("evict", row, group, start, end)`: positions `start..end` have left a window group.
+        - `("move", row, group, src, dst, tokens)`: a copy of verified KV from page `src` to page
+          `dst` is done. A commit names the positions too.
+        - `("commit", row, group, start, end)`: these positions hold verified KV, and every step
+          that writes them is complete. They lie where the row's page table says.
+
+        Call it before each launch: then no position that was told is overwritten before its rewind
+        or evict. See docs/contract.md, KV events. Cost: O(rows + lanes in flight).
+
+        Raises:
+            OrderError: `watch_kv` was not called.
+            OutOfMemory: there is no memory for the events; none is lost.
+        """
     def snapshot(self) -> Snapshot:
         """Save the whole state.
 

@@ -71,7 +71,8 @@ def test_the_sdist_has_all_that_a_build_needs(sdist):
         str(path.relative_to(ROOT))
         for pattern in ("rust/*/Cargo.toml", "rust/*/build.rs", "rust/*/src/**/*.rs")
         for path in ROOT.glob(pattern)
-        if "specpool-check" not in path.parts  # the proof is no part of what is shipped
+        # The proof and the C interface are no part of what is shipped.
+        if not {"specpool-check", "specpool-capi"} & set(path.parts)
     }
     files = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
     missing = (files | kernels | crates | {f"python/{name}" for name in package_files()}) - names
@@ -79,7 +80,7 @@ def test_the_sdist_has_all_that_a_build_needs(sdist):
     strangers = {
         name
         for name in names
-        if re.search(r"\.so$|__pycache__|^target/|\.env|^\.|specpool-check/", name)
+        if re.search(r"\.so$|__pycache__|^target/|\.env|^\.|specpool-check/|specpool-capi/", name)
     }
     assert not strangers
 

@@ -649,4 +649,32 @@ GUARDS = [
         """let allocated = ceil_align(self.rows.resolved[row as usize].into(), group.page_size);
                 let after = ceil_align""",
     ),
+    guard(
+        49,
+        "a cut is noted for the connector",
+        "ledger/release.rs::cut",
+        "self.feed.iter_mut().for_each(|feed| feed.cut(row, cut));",
+        "",
+    ),
+    guard(
+        49,
+        "what a step may still write is not told",
+        "ledger/kv_events.rs::settled",
+        "settled[row as usize] = settled[row as usize].min(from);",
+        "let _ = from;",
+    ),
+    guard(
+        49,
+        "what a copy may still write is not told",
+        "ledger/kv_events.rs::settled",
+        "settled[copy.row.at()] = settled[copy.row.at()].min(from as i32);",
+        "let _ = from;",
+    ),
+    guard(
+        49,
+        "what has left a window is told",
+        "ledger/kv_events.rs::events",
+        "if start < end {",
+        "if start > end {",
+    ),
 ]

@@ -16,6 +16,7 @@ from paths import ROOT, TESTS
 SCENARIOS = TESTS / "scenarios"
 STAGE_2 = {*range(1, 12), *range(23, 27), 28, 30, 31, 33, 40, 41, 48, *range(51, 78)}
 OF_THE_INDEX = {20, 39, 42}
+OF_A_CONNECTOR = {49}
 STAGE_4 = {*range(23, 29), 30, 31, 51, 52, 59, 61, *range(63, 67), 69}  # and 50, of `plan`
 STAGE_5 = {29, *range(32, 38), 43, 44, 45, 47, *range(54, 57)}
 BY_THEIR_SUBJECT = ("session", "window", "host")
@@ -50,7 +51,7 @@ def numbers_in(path: Path) -> set[int]:
 
 def test_every_scenario_has_a_test_and_a_guard():
     tests = set().union(*map(numbers_in, ledger_scenarios(SCENARIOS)))
-    assert tests == STAGE_2 | OF_THE_INDEX
+    assert tests == STAGE_2 | OF_THE_INDEX | OF_A_CONNECTOR
     assert {guard.number for guard in GUARDS} == tests
     assert numbers_in(SCENARIOS / THROUGH_THE_SCHEDULER) == STAGE_4
     files = [SCENARIOS / f"test_{subject}_scenarios.py" for subject in BY_THEIR_SUBJECT]

@@ -223,6 +223,11 @@ impl Device {
         Ok(())
     }
 
+    /// Whether the target model's layers lie in the group.
+    pub(crate) fn has_target(&self, group: usize) -> bool {
+        self.facts.has_target[group]
+    }
+
     fn page_size(&self, group: usize) -> i64 {
         self.facts.groups[group].page_size
     }

@@ -2,10 +2,11 @@
 //! operations on random configurations (`soak`). Beside it runs a model of the device, which writes and reads pages by
 //! what it was launched with.
 //!
-//! Layers: `device -> world -> explore, progress -> proof`; `world -> soak`. The operations are `specpool-ops`'.
+//! Layers: `device -> connector -> world -> explore, progress -> proof`; `world -> soak`. The operations are `specpool-ops`'.
 #![forbid(unsafe_code)]
 
 pub mod cases;
+pub mod connector;
 pub mod device;
 pub mod events;
 pub mod explore;

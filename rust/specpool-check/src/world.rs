@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use specpool_core::{DeltaEntries, Ledger, LedgerConfig, PageNames, Plan, StepKind};
 
+use crate::connector::Connector;
 use crate::device::{Device, Fault, Forward, Pinned, Plant, Tag};
 use crate::model::Model;
 use crate::model::ask::{ask, outcome};
@@ -79,6 +80,8 @@ pub struct World {
     resets: BTreeMap<i32, i32>,
     /// Live rows, last admitted last.
     pub(crate) admitted: Vec<i32>,
+    /// What a connector copies, if there is one.
+    connector: Option<Connector>,
 }
 
 impl World {
@@ -101,7 +104,28 @@ impl World {
             tail,
             resets: BTreeMap::new(),
             admitted: Vec::new(),
+            connector: None,
         })
+    }
+
+    /// Puts a connector beside the ledger.
+    ///
+    /// # Errors
+    /// The ledger's.
+    pub fn connect(&mut self) -> Result<(), Fault> {
+        self.connector = Some(Connector::new(&mut self.ledger)?);
+        Ok(())
+    }
+
+    /// Lets the connector do what the ledger's events say. Returns how many it has followed since the start.
+    ///
+    /// # Errors
+    /// The law that was broken.
+    pub fn follow_events(&mut self) -> Result<u64, Fault> {
+        let is_quiet = self.flights.is_empty() && !self.has_waiting_copies();
+        let Some(connector) = &mut self.connector else { return Ok(0) };
+        connector.follow(&mut self.ledger, &self.device, is_quiet)?;
+        Ok(connector.num_events)
     }
 
     /// Applies the event. Returns false if the ledger refused the call, and the model too.

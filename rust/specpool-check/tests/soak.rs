@@ -23,3 +23,11 @@ fn a_seed_decides_everything() {
     assert!(tally.refused * 2 < tally.ops && tally.refused > 0, "{tally:?}");
     assert!(tally.hits > 20 && tally.evictions > 20, "{tally:?}");
 }
+
+#[test]
+fn the_events_name_verified_kv_and_nothing_else() {
+    let episodes = (0..60).map(|seed| Episode { seed, ops: 4_000, has_device: true, plant: None });
+    let tallies = episodes.map(|episode| run(&episode).map_err(|failure| failure.fault));
+    let events: u64 = tallies.map(|tally| tally.unwrap().events).sum();
+    assert!(events > 10_000, "{events}");
+}

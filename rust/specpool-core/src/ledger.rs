@@ -2,7 +2,8 @@
 //!
 //! Files: this one builds a ledger. `query` answers questions. `prepare` claims pages for a step. `life` launches,
 //! resolves, completes, cancels and abandons steps. `release` cuts rows and gives them back. `share` puts rows on
-//! common pages. `cache` finds them by their tokens. `snapshot` saves and restores the whole state. `record` keeps the digest and the event log.
+//! common pages. `cache` finds them by their tokens. `snapshot` saves and restores the whole state. `kv_events` tells a connector
+//! which KV is verified. `record` keeps the digest and the event log.
 //! `normal_form` is for enumerations.
 //!
 //! A refused call changes nothing: every verb checks all that it can refuse before its first change.
@@ -14,6 +15,7 @@
 pub(crate) mod audit;
 mod batch;
 mod cache;
+mod kv_events;
 mod life;
 mod normal_form;
 mod prepare;
@@ -41,6 +43,7 @@ use crate::state::sizing::Policy;
 use crate::state::step::Steps;
 pub(crate) use cache::MAX_SALT;
 pub use cache::{Indexed, PrefixMatch, check_salt};
+pub use kv_events::KvEvent;
 pub use normal_form::PageNames;
 pub use snapshot::Snapshot;
 
@@ -98,6 +101,8 @@ pub struct Ledger {
     recorder: Recorder,
     /// Kept for its memory, which is enough for the lanes and copies of every step in flight.
     lanes: Vec<i32>,
+    /// What a KV connector was told, once it asked.
+    feed: Option<Box<kv_events::KvFeed>>,
     closed: bool,
 }
 
@@ -177,6 +182,7 @@ impl Ledger {
             snapshots: 0,
             recorder: Recorder::new(config.digest),
             lanes: Vec::new(),
+            feed: None,
             closed: false,
         })
     }

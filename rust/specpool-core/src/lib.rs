@@ -35,7 +35,7 @@ pub use error::{Error, Result};
 pub use ids::{Page, Row};
 pub use layout::Layout;
 pub use ledger::audit::Finding;
-pub use ledger::{Indexed, Ledger, PageNames, PrefixMatch, Snapshot, check_salt};
+pub use ledger::{Indexed, KvEvent, Ledger, PageNames, PrefixMatch, Snapshot, check_salt};
 pub use log::call::Call;
 pub use log::event::Event;
 pub use log::event_log::EventLog;
@@ -51,3 +51,8 @@ pub use state::page_table::PageTable;
 pub use state::sizing::{Geometry, Policy, Reserve};
 pub use state::step::{Plan, StepKind, StepState};
 pub use verb::Verb;
+
+/// The example of the README is run with the others.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,6 +1,6 @@
 //! Snapshots: what a restore brings back, and the counters that never go back.
 
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
+use specpool_core::{Error, Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Shape};
 
 fn ledger() -> Ledger {
     let (name, layout, window) = ("kv".into(), Layout::Dense, None);
@@ -80,4 +80,22 @@ fn a_state_of_another_kind_is_refused() {
     let snapshot = Ledger::new(other).unwrap().snapshot().unwrap();
     let error = ledger.restore(&snapshot).unwrap_err().to_string();
     assert!(error.contains("built otherwise"), "{error}");
+}
+
+/// A connector must read everything anew: the pages hold what the snapshot's do.
+#[test]
+fn a_restore_takes_back_every_told_position() {
+    let mut ledger = ledger();
+    assert!(matches!(ledger.take_kv_events(), Err(Error::Order(_))));
+    ledger.watch_kv().unwrap();
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 10);
+    let snapshot = ledger.snapshot().unwrap();
+    extend(&mut ledger, row, 20);
+    assert_eq!(ledger.take_kv_events().unwrap(), [KvEvent::Commit { row, group: 0, start: 0, end: 20 }]);
+    ledger.restore(&snapshot).unwrap();
+    let anew = [KvEvent::Rewind { row, len: 0 }, KvEvent::Commit { row, group: 0, start: 0, end: 10 }];
+    assert_eq!(ledger.take_kv_events().unwrap(), anew);
+    ledger.watch_kv().unwrap();
+    assert_eq!(ledger.take_kv_events().unwrap(), anew[1..], "what the rows hold already is told too");
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
-use specpool_core::{DeltaEntries, Error, Indexed, LedgerConfig, Result as CoreResult, memory};
+use specpool_core::{DeltaEntries, Error, Indexed, KvEvent, LedgerConfig, Result as CoreResult, memory};
 
 use crate::arrays::{
     ConfigInt, List, Salt, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
@@ -622,6 +622,25 @@ impl Ledger {
     fn ack_delta(&mut self, step: &Bound<'_, PyAny>) -> PyResult<()> {
         let step = self::step(step)?;
         self.change(|ledger| ledger.ack_delta(step))
+    }
+
+    #[doc = doc!("Ledger.watch_kv")]
+    fn watch_kv(&mut self) -> PyResult<()> {
+        self.change(specpool_core::Ledger::watch_kv)
+    }
+
+    #[doc = doc!("Ledger.take_kv_events")]
+    fn take_kv_events<'py>(&mut self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let events = self.change(specpool_core::Ledger::take_kv_events)?;
+        let tuple = |event: KvEvent| match event {
+            KvEvent::Rewind { row, len } => ("rewind", row.0, len).into_pyobject(py),
+            KvEvent::Evict { row, group, start, end } => ("evict", row.0, group, start, end).into_pyobject(py),
+            KvEvent::Move { row, copy } => {
+                ("move", row.0, copy.group, copy.src, copy.dst, copy.tokens).into_pyobject(py)
+            }
+            KvEvent::Commit { row, group, start, end } => ("commit", row.0, group, start, end).into_pyobject(py),
+        };
+        events.into_iter().map(tuple).collect()
     }
 
     #[doc = doc!("Ledger.snapshot")]

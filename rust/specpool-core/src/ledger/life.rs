@@ -25,6 +25,9 @@ impl Ledger {
                 return Err(Error::StalePlan { step, row: row as usize, planned, now });
             }
         }
+        if let Some(feed) = &mut self.feed {
+            feed.make_room(&plan)?;
+        }
         self.rows.launch(&plan);
         if !plan.page_copies.is_empty() {
             self.launch_copies(step);
@@ -46,6 +49,9 @@ impl Ledger {
             }
             if self.rows.is_resident(copy.row.0, step) {
                 self.rows.last_launched[copy.row.at()] = step;
+            }
+            if let Some(feed) = &mut self.feed {
+                feed.launched(step, self.rows.epoch[copy.row.at()], *copy);
             }
         }
     }

@@ -32,18 +32,23 @@ impl Ledger {
         Ok(())
     }
 
-    /// Refuses a row with a page copy into it that waits, rides on a step, or is unfinished on the device.
-    pub(super) fn check_no_copy_into(&self, row: Row, verb: &str) -> Result<()> {
+    /// The page copies that wait, ride on a step, or are unfinished on the device, with the step that a waiting one may
+    /// ride on at the earliest. Only those whose row still holds the page.
+    pub(super) fn unfinished_copies(&self) -> impl Iterator<Item = (&TailCopy, u64)> {
         let waiting = self.copies.iter().map(|copy| (copy, self.steps.next()));
         let riding = self.steps.incomplete();
         let riding = riding.flat_map(|record| record.before.copies.iter().map(|copy| (copy, record.plan.step)));
-        let into = |(copy, step): &(&TailCopy, u64)| {
+        waiting.chain(riding).filter(|&(copy, step)| {
             let group = &self.groups[copy.group()];
             // Without fences the row may have dropped the page since, and taken it again.
-            let is_the_one = group.pool.record(copy.dst()).is_some_and(|record| record.birth_step <= *step);
-            copy.row == row && is_the_one && group.holds(row, copy.column, copy.dst())
-        };
-        match waiting.chain(riding).find(into) {
+            let is_the_one = group.pool.record(copy.dst()).is_some_and(|record| record.birth_step <= step);
+            is_the_one && group.holds(copy.row, copy.column, copy.dst())
+        })
+    }
+
+    /// Refuses a row with an unfinished page copy into it.
+    pub(super) fn check_no_copy_into(&self, row: Row, verb: &str) -> Result<()> {
+        match self.unfinished_copies().find(|(copy, _)| copy.row == row) {
             Some((copy, _)) => Err(Error::NotReady(format!(
                 "{verb} of {}: the copy of page {} to its page {} is not finished",
                 self.rows.describe(row),

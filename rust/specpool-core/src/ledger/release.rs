@@ -154,6 +154,7 @@ impl Ledger {
         self.rows.give_back(row, Some(last).filter(|&step| step > fence.completed));
         self.steps.mark_stale(row.0);
         self.drop_orphan_copies(verb);
+        self.feed.iter_mut().for_each(|feed| feed.cut(row, 0));
         Ok(())
     }
 
@@ -194,6 +195,7 @@ impl Ledger {
         self.rows.epoch[at] += 1;
         self.steps.mark_stale(row.0);
         self.drop_orphan_copies(verb);
+        self.feed.iter_mut().for_each(|feed| feed.cut(row, cut));
         // `end_turn` has more pages to drop, and marks the row idle itself.
         self.set_idle(row, was_idle && verb == Verb::Trim);
         Ok(cut)

@@ -11,7 +11,7 @@ use crate::log::event::Event;
 use crate::memory::{collected, copied, room, with_room};
 use crate::state::group::GroupState;
 use crate::state::page_copy::{PageCopy, TailCopy};
-use crate::state::step::StepKind;
+use crate::state::step::{StepKind, StepRecord};
 use crate::verb::Verb;
 
 /// Pages that are kept for later requests, whatever becomes of the row that wrote them.
@@ -395,21 +395,23 @@ impl Ledger {
 
     /// Among the incomplete steps of the row, the one that writes from the lowest position on, and that position.
     pub(super) fn first_written(&self, row: Row) -> Option<(u64, i32)> {
-        let writes = |record: &crate::state::step::StepRecord| {
-            let plan = &record.plan;
-            let lane = plan.rows.iter().position(|&other| other == row.0)?;
-            let is_its = if self.steps.is_launched(plan.step) {
-                self.rows.is_resident(row.0, plan.step)
-            } else {
-                plan.epochs[lane] == self.rows.epoch[row.at()]
-            };
-            // Tokens that were resolved since are final: a round that waits for its resolve writes behind them.
-            let waits =
-                plan.kind == StepKind::Decode && !record.resolved && plan.epochs[lane] == self.rows.epoch[row.at()];
-            let from = if waits { plan.lo[lane].max(self.rows.resolved[row.at()]) } else { plan.lo[lane] };
-            is_its.then_some((plan.step, from))
+        let writes = |record: &StepRecord| {
+            let lane = record.plan.rows.iter().position(|&other| other == row.0)?;
+            self.writes_from(record, lane).map(|from| (record.plan.step, from))
         };
         self.steps.incomplete().filter_map(writes).min_by_key(|&(_, from)| from)
+    }
+
+    /// The position from which on an incomplete step writes the row of its lane; `None` if the row is another
+    /// request's by now.
+    pub(super) fn writes_from(&self, record: &StepRecord, lane: usize) -> Option<i32> {
+        let plan = &record.plan;
+        let (row, stands) = (Row(plan.rows[lane]), plan.epochs[lane] == self.rows.epoch[plan.rows[lane] as usize]);
+        let is_its = if self.steps.is_launched(plan.step) { self.rows.is_resident(row.0, plan.step) } else { stands };
+        // Tokens that were resolved since are final: a round that waits for its resolve writes behind them.
+        let waits = plan.kind == StepKind::Decode && !record.resolved && stands;
+        let from = if waits { plan.lo[lane].max(self.rows.resolved[row.at()]) } else { plan.lo[lane] };
+        is_its.then_some(from)
     }
 
     /// `free` counts the pages that the call could have had, including those that it would evict itself.

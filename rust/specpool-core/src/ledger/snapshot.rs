@@ -77,6 +77,7 @@ impl Ledger {
             index: self.index.try_clone()?,
             recorder: self.recorder.clone(),
             lanes: Vec::new(),
+            feed: None,
             ..*self
         })
     }
@@ -133,6 +134,7 @@ impl Ledger {
         self.copies = copies;
         self.prefixes = prefixes;
         self.index = index;
+        self.feed.iter_mut().for_each(|feed| feed.cut_all());
         self.next_prefix = self.next_prefix.max(state.next_prefix);
         self.note(&Event::Restore { number: snapshot.number });
         Ok(())

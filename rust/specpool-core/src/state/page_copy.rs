@@ -9,6 +9,7 @@ use crate::ids::{Page, Row};
 
 /// Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
 pub struct PageCopy {
     /// The group's index.
     pub group: i32,

@@ -1,0 +1,219 @@
+//! What a KV connector must know: which positions hold verified KV, and which no longer do.
+//!
+//! The ledger keeps what was told. `take_kv_events` compares it with the state now, so no other verb gets slower. Only
+//! what a comparison cannot find is noted when it happens: how far each row was cut, and the page copies.
+
+use super::Ledger;
+use crate::error::{Error, Result};
+use crate::ids::Row;
+use crate::memory::{copied, filled, room, with_room, zeroed};
+use crate::state::page_copy::{PageCopy, TailCopy};
+use crate::state::step::Plan;
+
+/// A change of verified KV, for a connector that copies it elsewhere (docs/contract.md, KV events). A position is
+/// verified once its token is final.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvEvent {
+    /// What lay at position `len` or behind it in the row is void, in every group. 0 if the row was given back.
+    Rewind {
+        /// The row.
+        row: Row,
+        /// Positions below it stand.
+        len: i32,
+    },
+    /// Positions `start..end` of the row have left its pages in the group: no later query of the row sees them.
+    Evict {
+        /// The row.
+        row: Row,
+        /// The group's index.
+        group: usize,
+        /// The first position.
+        start: i32,
+        /// Behind the last position.
+        end: i32,
+    },
+    /// Verified KV was copied from one page to another, where a `Commit` of the same call names it.
+    Move {
+        /// The row that has the new page.
+        row: Row,
+        /// The pages, the group, and how many slots.
+        copy: PageCopy,
+    },
+    /// Positions `start..end` of the row hold verified KV, and every step that writes them is complete. They lie where
+    /// the row's page table says.
+    Commit {
+        /// The row.
+        row: Row,
+        /// The group's index.
+        group: usize,
+        /// The first position.
+        start: i32,
+        /// Behind the last position.
+        end: i32,
+    },
+}
+
+/// What was told of each row.
+#[derive(Debug, Clone)]
+pub(crate) struct KvFeed {
+    /// Verified positions below this were told.
+    told: Vec<i32>,
+    /// `[group][row]`: positions below this are not held, as far as it was told.
+    evicted: Vec<Vec<i32>>,
+    /// The shortest length since the last call; `i32::MAX` if the row was not cut.
+    cut: Vec<i32>,
+    /// The launched copies with their step, and the epoch that their row had.
+    copies: Vec<(u64, u64, TailCopy)>,
+}
+
+impl KvFeed {
+    /// Notes that what lies behind `len` is void.
+    pub(super) fn cut(&mut self, row: Row, len: i32) {
+        let cut = &mut self.cut[row.at()];
+        *cut = len.min(*cut);
+    }
+
+    pub(super) fn cut_all(&mut self) {
+        self.cut.fill(0);
+    }
+
+    pub(super) fn make_room(&mut self, plan: &Plan) -> Result<()> {
+        room(&mut self.copies, plan.page_copies.len(), "page copies")
+    }
+
+    pub(super) fn launched(&mut self, step: u64, epoch: u64, copy: TailCopy) {
+        self.copies.push((step, epoch, copy));
+    }
+}
+
+impl Ledger {
+    /// Starts to note what [`take_kv_events`](Self::take_kv_events) tells. What the rows hold already is told too.
+    /// O(rows). Called again, it starts anew.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn watch_kv(&mut self) -> Result<()> {
+        let (len, what) = (self.rows.num_rows() + 1, "KV events");
+        let mut evicted = with_room(self.groups.len(), what)?;
+        for _ in &self.groups {
+            evicted.push(zeroed(len, what)?);
+        }
+        let (told, cut) = (zeroed(len, what)?, filled(i32::MAX, len, what)?);
+        self.feed = Some(Box::new(KvFeed { told, evicted, cut, copies: Vec::new() }));
+        Ok(())
+    }
+
+    /// Returns what has changed since the last call: what is void, then what was copied, then what is
+    /// verified. If it is called before each launch, no position that was told is overwritten before its `Rewind` or
+    /// `Evict`. O(rows and lanes in flight). It is not part of the digest, the log or snapshots.
+    ///
+    /// # Errors
+    /// [`Error::Order`] without [`watch_kv`](Self::watch_kv); [`Error::OutOfMemory`], which loses nothing.
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![chain], 8, 100))?;
+    /// ledger.watch_kv()?;
+    /// let row = ledger.admit(None)?;
+    /// let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// ledger.launch(prefill.step)?;
+    /// assert_eq!(ledger.take_kv_events()?, []); // the forward runs
+    /// ledger.complete(prefill.step)?;
+    /// assert_eq!(ledger.take_kv_events()?, [KvEvent::Commit { row, group: 0, start: 0, end: 10 }]);
+    ///
+    /// let round = ledger.prepare_decode(&[row.0], &[1], true)?;
+    /// ledger.launch(round.step)?;
+    /// ledger.complete(round.step)?;
+    /// assert_eq!(ledger.take_kv_events()?, []); // four tokens are written, none is verified
+    /// ledger.resolve(round.step, &[3])?;
+    /// assert_eq!(ledger.take_kv_events()?, [KvEvent::Commit { row, group: 0, start: 10, end: 13 }]);
+    /// ledger.finish(row)?;
+    /// assert_eq!(ledger.take_kv_events()?, [KvEvent::Rewind { row, len: 0 }]);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
+    pub fn take_kv_events(&mut self) -> Result<Vec<KvEvent>> {
+        let Some(mut feed) = self.feed.take() else {
+            return Err(Error::Order("take_kv_events: call watch_kv first".into()));
+        };
+        let events = self.events(&mut feed);
+        self.feed = Some(feed);
+        events
+    }
+
+    /// Per row: positions below this hold verified KV that is on the device. They are resolved, and neither a step nor
+    /// a page copy that is not complete may still write there.
+    fn settled(&self) -> Result<Vec<i32>> {
+        let mut settled = copied(&self.rows.resolved, "KV events")?;
+        for record in self.steps.incomplete() {
+            for (lane, &row) in record.plan.rows.iter().enumerate() {
+                if let Some(from) = self.writes_from(record, lane) {
+                    settled[row as usize] = settled[row as usize].min(from);
+                }
+            }
+        }
+        for (copy, _) in self.unfinished_copies() {
+            let from = copy.column as i64 * self.groups[copy.group()].page_size;
+            settled[copy.row.at()] = settled[copy.row.at()].min(from as i32);
+        }
+        Ok(settled)
+    }
+
+    fn events(&self, feed: &mut KvFeed) -> Result<Vec<KvEvent>> {
+        let settled = self.settled()?;
+        let rows = || 1..settled.len();
+        let evicted = |feed: &KvFeed, at: usize| {
+            self.groups.iter().zip(&feed.evicted).any(|(group, told)| group.evicted[at] != told[at])
+        };
+        let changed =
+            rows().filter(|&at| feed.cut[at] < feed.told[at] || settled[at] > feed.told[at] || evicted(feed, at));
+        let mut events = Vec::new();
+        room(&mut events, changed.count() * (1 + 2 * self.groups.len()) + feed.copies.len(), "KV events")?;
+
+        // What is void comes first: its pages may be those of a commit.
+        for at in rows() {
+            let (row, cut) = (Row(at as i32), std::mem::replace(&mut feed.cut[at], i32::MAX));
+            if cut < feed.told[at] {
+                events.push(KvEvent::Rewind { row, len: cut });
+                feed.told[at] = cut;
+            }
+            let told = feed.told[at];
+            for (group, (state, was)) in self.groups.iter().zip(&mut feed.evicted).enumerate() {
+                was[at] = was[at].min(told);
+                let (start, end) = (was[at], state.evicted[at].min(told));
+                if start < end {
+                    events.push(KvEvent::Evict { row, group, start, end });
+                    was[at] = end;
+                }
+            }
+        }
+        let completed = self.steps.completed();
+        feed.copies.retain(|(step, epoch, tail)| {
+            let (row, group) = (tail.row, &self.groups[tail.group()]);
+            let stands = *epoch == self.rows.epoch[row.at()] && group.holds(row, tail.column, tail.dst());
+            if *step <= completed && stands {
+                events.push(KvEvent::Move { row, copy: tail.copy });
+            }
+            *step > completed
+        });
+        for at in rows() {
+            let (row, told, end) = (Row(at as i32), feed.told[at], settled[at]);
+            for (group, (state, was)) in self.groups.iter().zip(&mut feed.evicted).enumerate() {
+                let now = state.evicted[at];
+                // A cut to a checkpoint brings the window below it back.
+                if now < was[at] {
+                    events.push(KvEvent::Commit { row, group, start: now, end: was[at] });
+                }
+                if told.max(now) < end {
+                    events.push(KvEvent::Commit { row, group, start: told.max(now), end });
+                }
+                was[at] = now;
+            }
+            feed.told[at] = told.max(end);
+        }
+        Ok(events)
+    }
+}

@@ -1,0 +1,79 @@
+"""The C interface: its examples and its bad input, compiled and run, under valgrind where it is installed."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CAPI = ROOT / "rust/specpool-capi"
+VALGRIND = [
+    "valgrind",
+    "--quiet",
+    "--error-exitcode=99",
+    "--leak-check=full",
+    "--errors-for-leak-kinds=definite,indirect",
+]
+COMPILERS = {".c": ("cc", "-std=c11"), ".cpp": ("c++", "-std=c++17")}
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The static library of the tree, from cargo's development build."""
+    if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
+        pytest.skip("no cargo: the C interface is built from the sources")
+    built = subprocess.run(
+        ["cargo", "build", "--quiet", "--locked", "--package", "specpool-capi"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/libspecpool.a"
+
+
+@pytest.fixture(params=["examples/engine.c", "examples/engine.cpp", "tests/bad_input.c"])
+def program(request, library, tmp_path):
+    source = CAPI / request.param
+    compiler, standard = COMPILERS[source.suffix]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    command = [
+        compiler,
+        standard,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-g",
+        str(source),
+        f"-I{CAPI / 'include'}",
+    ]
+    command += [str(library), "-lpthread", "-ldl", "-lm", "-o", str(tmp_path / "program")]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    return tmp_path / "program"
+
+
+LAST_LINE = {
+    "engine.c": "36 of 36 pages free",
+    "engine.cpp": "last tag",
+    "bad_input.c": "every bad input was refused",
+}
+
+
+@pytest.mark.timeout(600)
+def test_the_program_runs_and_leaks_nothing(program, request):
+    source = request.node.callspec.params["program"].rsplit("/", 1)[-1]
+    plain = subprocess.run([program], capture_output=True, text=True)
+    assert plain.returncode == 0, plain.stderr
+    assert LAST_LINE[source] in plain.stdout.splitlines()[-1]
+    if shutil.which("valgrind") is None:
+        pytest.skip("it runs; no valgrind to look for leaks")
+    checked = subprocess.run([*VALGRIND, program], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_example_stays_within_a_hundred_lines():
+    assert len((CAPI / "examples/engine.c").read_text().splitlines()) <= 100
