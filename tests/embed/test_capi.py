@@ -1,4 +1,4 @@
-"""The C interface: its examples and its bad input, compiled and run, under valgrind where it is installed."""
+"""The C interface: its examples and its bad input, compiled and run (under valgrind if there)."""
 
 import os
 import shutil
