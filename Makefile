@@ -35,10 +35,13 @@ $(VENV)/.dev: $(UV) pyproject.toml Cargo.toml $(CORE)
 	@touch $@ $(VENV)/.run
 
 # SGLang without what only a GPU needs, beside .venv: what its allocators, batches and plug-in loader import.
-.engines/sglang: tests/embed/sglang.txt $(UV)
+# torchvision goes with the torch of .venv: 0.25 with 2.10, and so on.
+VISION := import torch; print("torchvision==0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))
+.engines/sglang: tests/embed/sglang.txt $(UV) $(VENV)/.dev
 	rm -rf $@ $@.new
 	$(UV) pip install --quiet --python $(BIN)/python --target $@.new -r tests/embed/sglang.txt
-	$(UV) pip install --quiet --python $(BIN)/python --target $@.new --no-deps sglang==0.5.23
+	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --target $@.new --no-deps \
+	sglang==0.5.23 gguf compressed-tensors "$$($(BIN)/python -c '$(VISION)')"
 	mv $@.new $@
 
 engines: .engines/sglang ## install SGLang (a wheel of 40 MB, no GPU) into .engines, for the tests of the plug-in

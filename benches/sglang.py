@@ -2,16 +2,20 @@
 
 Both get the same calls in turns: a decode step in which no row, or every row, crosses a page's
 edge, and the growth of every row by what a round of EAGLE reserves. A call's time is that of the
-allocator alone.
+allocator alone. Beside it, the sizing of a round for all rows, at level `reserve`.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -98,6 +102,81 @@ def _cases(pool: Any, rows: int, page_size: int) -> dict[str, Callable[[], float
     }
 
 
+def _slots_ahead(lengths: Callable[..., Any], shape: tuple[int, int, int]) -> float:
+    """Mean slots that a row has beyond its committed tokens, over 4,000 rounds one behind."""
+    rng = random.Random(7)
+    kv = SimpleNamespace(kv_committed_len=100, kv_allocated_len=100)
+    request = SimpleNamespace(kv=kv, decode_batch_idx=0)
+    total = 0
+    for _ in range(4000):
+        _, (kv.kv_allocated_len,), _ = lengths([request])
+        total += kv.kv_allocated_len - kv.kv_committed_len
+        kv.kv_committed_len += rng.randint(1, min(shape[0] + 1, shape[2]))
+        request.decode_batch_idx += 1
+    return total / 4000
+
+
+def _sizing(repeats: int) -> list[Result]:
+    """The lengths that a round of a tree of 64 nodes allocates, and their estimate."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache import allocation_sizing as sizing
+    from sglang.srt.runtime_context import RuntimeContext
+
+    from specpool.plugins.sglang import reserve
+
+    page_size = 64
+    spec = SimpleNamespace(
+        speculative_algorithm="EAGLE",
+        speculative_adaptive=False,
+        enable_multi_layer_eagle=False,
+        decoupled_spec_role="null",
+        speculative_num_steps=5,
+        speculative_eagle_topk=8,
+        speculative_num_draft_tokens=64,
+        max_speculative_num_draft_tokens=None,
+    )
+    bags = {"spec": spec, "schedule": SimpleNamespace(page_size=page_size)}
+    own_lens = sizing.page_aligned_decode_alloc_lens
+    own_estimate = ScheduleBatch._new_tokens_required_next_decode_spec_v2
+    results = []
+    with (
+        mock.patch.object(RuntimeContext, "config_bag", lambda _, name: bags[name]),
+        mock.patch.object(sizing, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1)),
+    ):
+        twice = sizing.get_alloc_reserve_per_decode()
+        for rows in ROWS:
+            lens = [500 + 7 * row for row in range(rows)]
+            kvs = [SimpleNamespace(kv_committed_len=n, kv_allocated_len=n) for n in lens]
+            reqs = [SimpleNamespace(kv=kv, decode_batch_idx=1) for kv in kvs]
+            fixed = {"reserve": twice, "page_size": page_size}
+            # Bound at once: the loop goes on before they run.
+            pairs: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+                "lengths of a round": (
+                    lambda r=reqs, f=fixed: reserve.decode_alloc_lens(own_lens, r, **f),
+                    lambda r=reqs, f=fixed: own_lens(r, **f),
+                ),
+                "estimate of a round": (
+                    lambda r=reqs: reserve.tokens_required(own_estimate, None, r, page_size),
+                    lambda r=reqs: own_estimate(None, r, page_size),
+                ),
+            }
+            for name, calls in pairs.items():
+                runs = [_timed(call, lambda _: None) for call in calls]
+                value, reference = interleaved(runs, repeats)
+                title = f"P={page_size}, {rows} rows: {name}"
+                results.append(Result(title, value, "us", "SGLang's own", reference))
+        for shape in ((5, 8, 64), (5, 4, 8), (3, 1, 4)):
+            names = ("num_steps", "eagle_topk", "num_draft_tokens")
+            settings = zip(names, shape, strict=True)
+            vars(spec).update({f"speculative_{name}": value for name, value in settings})
+            fixed["reserve"] = sizing.get_alloc_reserve_per_decode()
+            ours = _slots_ahead(partial(reserve.decode_alloc_lens, own_lens, **fixed), shape)
+            own = _slots_ahead(partial(own_lens, **fixed), shape)
+            title = f"P={page_size}, {'/'.join(map(str, shape))}: slots ahead of a committed token"
+            results.append(Result(title, ours, "slots", "SGLang's own", own))
+    return results
+
+
 def sglang(path: Path | None, *, repeats: int, json: bool, plot: Path | None) -> None:
     """Measure, and print what each call takes on both sides.
 
@@ -135,5 +214,6 @@ def sglang(path: Path | None, *, repeats: int, json: bool, plot: Path | None) ->
                 value, reference = interleaved([run, theirs[name]], repeats)
                 title = f"P={page_size}, {rows} rows: {name}"
                 results.append(Result(title, value, "us", "SGLang's own", reference))
+    results += _sizing(repeats)
     where = machine(threads=torch.get_num_threads(), packages=("torch", "sglang"))
     report("bench sglang", where, results, json_only=json, plot=plot)

@@ -1,4 +1,4 @@
-"""The plug-in for SGLang. What needs SGLang itself is in `sglang_cases.py`."""
+"""The plug-in for SGLang. What needs SGLang itself is in the files `sglang_*cases.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not ENGINE.exists(), reason="SGLang is not installed: `make engines`")
-def test_on_sglang() -> None:
+@pytest.mark.parametrize("cases", ["sglang_cases.py", "sglang_reserve_cases.py"])
+def test_on_sglang(cases: str) -> None:
     done = run(
         *(
             "-m",
@@ -47,7 +48,7 @@ def test_on_sglang() -> None:
             "-p",
             "no:cacheprovider",
         ),
-        str(HERE / "sglang_cases.py"),
+        str(HERE / cases),
         PYTHONPATH=str(ENGINE),
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -71,7 +72,7 @@ def test_without_the_setting_nothing_heavy_is_imported() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"SPECPOOL_SGLANG": "page"}, "SPECPOOL_SGLANG='page' is not one of off, pages"),
+        ({"SPECPOOL_SGLANG": "page"}, "SPECPOOL_SGLANG='page' is not one of off, pages, reserve"),
         (
             {"SPECPOOL_SGLANG": "pages", "SPECPOOL_SGLANG_DRIFT": "x"},
             "SPECPOOL_SGLANG_DRIFT='x' is not one of own, exit, trust",

@@ -11,7 +11,7 @@ import os
 
 _log = logging.getLogger("specpool.plugins.sglang")
 
-LEVELS = ("off", "pages")
+LEVELS = ("off", "pages", "reserve")
 ON_DRIFT = ("own", "exit", "trust")
 
 
@@ -24,17 +24,23 @@ def register() -> None:
     Raises:
         SystemExit: a setting is unknown; or SGLang has changed and `SPECPOOL_SGLANG_DRIFT` is exit.
     """
-    if _setting("SPECPOOL_SGLANG", LEVELS) == "off":
+    level = _setting("SPECPOOL_SGLANG", LEVELS)
+    if level == "off":
         return
     on_drift = _setting("SPECPOOL_SGLANG_DRIFT", ON_DRIFT)
     from specpool.plugins.sglang import drift
 
-    found = drift.differences(bodies=on_drift != "trust")
+    found = drift.differences(level, bodies=on_drift != "trust")
     if not found:
         from specpool.plugins.sglang import allocator
 
         allocator.install()
         _log.warning("specpool: SGLang's KV pages come from specpool's pool")
+        if level == "reserve":
+            from specpool.plugins.sglang import reserve
+
+            reserve.install()
+            _log.warning("specpool: a round of EAGLE reserves what it can write")
     elif on_drift == "exit":
         raise SystemExit(f"specpool: SGLang is not as known: {'; '.join(found)}")
     else:

@@ -16,7 +16,7 @@ _PAGED = _ALLOCATOR + "paged:PagedTokenToKVPoolAllocator"
 _TOKEN = _ALLOCATOR + "token:TokenToKVPoolAllocator"
 _BASE = _ALLOCATOR + "base:BaseTokenToKVPoolAllocator"
 
-# Parameters, by name.
+# Parameters, by name: of level pages, and what each further level needs beside it.
 SIGNATURES = {
     _PAGED: "size, page_size, dtype, device, kvcache, need_sort",
     _PAGED + ".alloc": "self, need_size",
@@ -37,22 +37,39 @@ SIGNATURES = {
     _BASE + ".resize": "self, config",
     "sglang.srt.plugins.hook_registry:HookRegistry.register": "target, hook, hook_type, source",
 }
+_SIZING = "sglang.srt.mem_cache.allocation_sizing:"
+_BATCH = "sglang.srt.managers.schedule_batch:ScheduleBatch."
+RESERVE_SIGNATURES = {
+    _SIZING + "page_aligned_decode_alloc_lens": "reqs, reserve, page_size",
+    _BATCH + "_new_tokens_required_next_decode_spec_v2": "self, requests, page_size",
+}
 # Digests of the texts, per known release. `text_digest` computes them.
 BODIES = {
     _PAGED: {"0.5.23": "0b2eb777b0cdacb2"},
     _TOKEN: {"0.5.23": "e451a3a63390cd06"},
     _BASE: {"0.5.23": "c39a4d51a55ef7d4"},
 }
+# Who allocates for a round, and where its drafts lie.
+RESERVE_BODIES = {
+    _SIZING + "page_aligned_decode_alloc_lens": {"0.5.23": "c2b8ba46e4006265"},
+    _BATCH + "_new_tokens_required_next_decode_spec_v2": {"0.5.23": "6cc92601e982be3e"},
+    "sglang.srt.speculative.eagle_utils:eagle_prepare_for_decode": {"0.5.23": "aebf5718b5266255"},
+    "sglang.srt.speculative.eagle_worker_common:prepare_for_draft": {"0.5.23": "371ccbda9e72da4a"},
+}
 
 
-def differences(*, bodies: bool = True) -> list[str]:
+def differences(level: str = "pages", *, bodies: bool = True) -> list[str]:
     """Return in what SGLang differs from what is known, a line each; an empty list if in nothing.
 
     Args:
+        level: the level of the plug-in.
         bodies: whether texts count, too.
     """
+    signatures, texts = SIGNATURES, BODIES
+    if level == "reserve":
+        signatures, texts = signatures | RESERVE_SIGNATURES, texts | RESERVE_BODIES
     found = []
-    for target, known in SIGNATURES.items():
+    for target, known in signatures.items():
         try:
             now = ", ".join(inspect.signature(pkgutil.resolve_name(target)).parameters)
         except (ImportError, AttributeError, ValueError) as error:
@@ -62,7 +79,7 @@ def differences(*, bodies: bool = True) -> list[str]:
             found.append(f"{target} has the parameters ({now}), known are ({known})")
     if found or not bodies:
         return found
-    for target, releases in BODIES.items():
+    for target, releases in texts.items():
         digest = text_digest(target)
         if digest not in releases.values():
             found.append(f"{target} has the text {digest}, known are {', '.join(releases)}")
