@@ -151,7 +151,7 @@ soak: $(VENV)/.dev ## 1e8 random operations on the ledger and on its prefix inde
 # Seconds for each target; set 3600 or more for a long run. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.dev ## hostile calls and logs, FUZZ_SECONDS of each target (SEED=n)
-	set -e; for target in border ledger event_log; do \
+	set -e; for target in border ledger block_pool event_log; do \
 	$(BIN)/python fuzz/run.py $$target --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED),); done
 
 # Without debug information a mutant builds in a third of the time. A failing property need not be shrunk.

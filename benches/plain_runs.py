@@ -7,6 +7,7 @@ slows both. Ratios of wall time and of the process's CPU time are given.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import random
 import statistics
@@ -224,6 +225,9 @@ class _Cached:
         self._cache = transformers.DynamicCache(config=config)
         for layer in range(config.num_hidden_layers):
             self._cache.update(torch.randn(shape), torch.randn(shape), layer)
+        # `cache` since transformers 5.24.
+        known = "cache" in inspect.signature(model.forward).parameters
+        self._argument = "cache" if known else "past_key_values"
 
     def window(self) -> Times:
         """Note the time from the first token of a call on."""
@@ -231,12 +235,12 @@ class _Cached:
         self._model.generate(
             input_ids=self._ids,
             attention_mask=self._mask,
-            past_key_values=self._cache,
             max_new_tokens=WINDOW + 1,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
             streamer=marks,
+            **{self._argument: self._cache},
         )
         self._len += WINDOW
         pad = torch.nn.functional.pad

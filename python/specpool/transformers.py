@@ -44,6 +44,7 @@ OWN_INPUTS = {
     "use_cache",
     "logits_to_keep",
     "past_key_values",
+    "cache",
 }
 
 
@@ -134,10 +135,11 @@ def _checked(input_ids: torch.Tensor | None, model_kwargs: Mapping[str, Any]) ->
     )
     if strange:
         raise ConfigError(f"only tokens can be given, got {', '.join(strange)}")
-    cache = model_kwargs.get("past_key_values")
+    # `cache` since transformers 5.24.
+    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is not None and cache.get_seq_length() > 0:
         raise ConfigError(
-            f"past_key_values holds {cache.get_seq_length()} tokens: the engine has its own cache"
+            f"the cache holds {cache.get_seq_length()} tokens already: the engine has its own cache"
         )
     return input_ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from paths import ROOT
 from specpool import ConfigError, Engine
@@ -118,9 +118,10 @@ def test_a_recipe_in_a_folder(model, batch, tmp_path):
 
 
 def filled_cache(model):
-    cache = DynamicCache()
-    model(torch.tensor([[1, 2]]), past_key_values=cache)
-    return cache
+    """The argument of `generate`, by its name in this version of transformers."""
+    output = model(torch.tensor([[1, 2]]), use_cache=True)
+    name = "cache" if "cache" in output else "past_key_values"
+    return {name: output[name]}
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,9 @@ def test_what_cannot_be_served_is_refused(model, arguments, words):
 
 
 def test_a_begun_cache_is_refused(model):
-    with pytest.raises(ConfigError, match="holds 2 tokens"):
+    with pytest.raises(ConfigError, match="holds 2 tokens already"):
         ids = torch.tensor([[1, 2, 3]])
-        door.generate(model, ids, past_key_values=filled_cache(model), max_new_tokens=2)
+        door.generate(model, ids, **filled_cache(model), max_new_tokens=2)
 
 
 def test_an_engine_of_another_model_is_refused(model):

@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mpt": ("MptConfig", {}, "alibi adds a bias .* by itself"),
     "falcon": ("FalconConfig", {"alibi": True}, "alibi adds a bias .* by itself"),
     "gemma3n_text": ("Gemma3nTextConfig", {}, "share the KV"),
-    "codegen": ("CodeGenConfig", {}, "CodeGenForCausalLM computes attention by itself"),
+    "openai-gpt": ("OpenAIGPTConfig", {}, "OpenAIGPTLMHeadModel computes attention by itself"),
     "clip_text_model": ("CLIPTextConfig", {}, "no causal language model"),
 }
 

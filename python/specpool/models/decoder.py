@@ -26,7 +26,9 @@ class _Standing:
         """Return int64 [T]: each token's position minus its index in the forward."""
         return self._ahead
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the arguments, since pages keep KV, and note the layer that will attend."""
         ATTENDING.set(layer)
         return key, value

@@ -170,7 +170,8 @@ def check_transformers(config: Any) -> None:
 def cache_argument(decoder: Any, config: Any) -> str:
     """Return the name of the cache argument of the decoder's forward."""
     names = inspect.signature(decoder.forward).parameters
-    for name in ("past_key_values", "cache_params"):
+    # `cache` since transformers 5.24.
+    for name in ("cache", "past_key_values", "cache_params"):
         if name in names:
             return name
     raise refusal(text_config(config).model_type, "its forward takes no cache")

@@ -298,7 +298,7 @@ class TargetModel:
         if self._takes_positions:
             more["position_ids"] = positions
         if self._counts_by_cache or self._torch_modules:
-            more["past_key_values"] = _Standing(positions)
+            more[cache_argument(self._decoder, self.config)] = _Standing(positions)
         if self._torch_modules:  # given a mask, transformers does not build one
             more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
         token, told = _BATCH.set(batch), ATTENDING.set(None)

@@ -2,16 +2,15 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple};
-use specpool_core::{BlockPoolConfig, Error, Result as CoreResult};
+use specpool_core::{BlockPoolConfig, Result as CoreResult};
 
 use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step};
-use crate::errors::{config_error, to_py};
+use crate::errors::{config_error, guarded, to_py};
 
 #[doc = doc!("BlockPool")]
 #[pyclass(module = "specpool._core")]
@@ -22,17 +21,9 @@ type Ints<'py> = Bound<'py, PyArray1<i32>>;
 type Line = (String, u32, Option<String>, u64, &'static str);
 
 impl BlockPool {
-    /// Runs a verb; a panic in it becomes `CorruptState`, as in the ledger.
+    /// Runs a verb, with an end to panics.
     fn change<T>(&mut self, verb: impl FnOnce(&mut specpool_core::BlockPool) -> CoreResult<T>) -> PyResult<T> {
-        if self.1 {
-            return Err(to_py(Error::Corrupt("a verb before this one panicked: the pool cannot be used".into())));
-        }
-        let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| verb(&mut self.0))) else {
-            self.1 = true;
-            let why = "the verb panicked and may be half done (the panic is on stderr): the pool cannot be used";
-            return Err(to_py(Error::Corrupt(why.into())));
-        };
-        outcome.map_err(to_py)
+        guarded(&mut self.0, &mut self.1, "the pool cannot be used", verb)
     }
 
     fn size(&self) -> usize {

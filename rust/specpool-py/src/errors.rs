@@ -1,7 +1,9 @@
 //! Maps core errors to the exceptions of `specpool.errors`. No other file does.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use pyo3::prelude::*;
-use specpool_core::Error;
+use specpool_core::{Error, Result as CoreResult};
 
 mod py {
     use pyo3::import_exception;
@@ -55,4 +57,23 @@ pub fn shape_error(message: String) -> PyErr {
 /// A [`ConfigError`](py::ConfigError) for an argument that the binding itself refuses.
 pub fn config_error(message: String) -> PyErr {
     to_py(Error::Config(message))
+}
+
+/// Runs a verb. A panic in it is a bug of ours, or a stray write into our memory, and may leave the state half changed.
+/// So it raises `CorruptState`, and so does every verb after it. `left` says what can still be done.
+pub fn guarded<T, R>(
+    state: &mut T,
+    is_broken: &mut bool,
+    left: &str,
+    verb: impl FnOnce(&mut T) -> CoreResult<R>,
+) -> PyResult<R> {
+    if *is_broken {
+        return Err(to_py(Error::Corrupt(format!("a verb before this one panicked: {left}"))));
+    }
+    let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| verb(state))) else {
+        *is_broken = true;
+        let why = format!("the verb panicked and may be half done (the panic is on stderr): {left}");
+        return Err(to_py(Error::Corrupt(why)));
+    };
+    outcome.map_err(to_py)
 }

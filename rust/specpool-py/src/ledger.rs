@@ -1,18 +1,17 @@
 //! `Ledger` for Python.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
-use specpool_core::{DeltaEntries, Error, Indexed, KvEvent, LedgerConfig, Result as CoreResult, memory};
+use specpool_core::{DeltaEntries, Indexed, KvEvent, LedgerConfig, Result as CoreResult, memory};
 
 use crate::arrays::{
     ConfigInt, List, Salt, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
 };
-use crate::errors::{config_error, shape_error, to_py};
+use crate::errors::{config_error, guarded, shape_error, to_py};
 use crate::finding::Finding;
 use crate::group::Group;
 use crate::plan::Plan;
@@ -45,18 +44,9 @@ impl From<specpool_core::Ledger> for Ledger {
 }
 
 impl Ledger {
-    /// Runs a verb. A panic in it is a bug of ours, or a stray write into our memory, and may leave the state half
-    /// changed. So it raises `CorruptState`, and so does every verb after it.
+    /// Runs a verb, with an end to panics.
     pub fn change<T>(&mut self, verb: impl FnOnce(&mut specpool_core::Ledger) -> CoreResult<T>) -> PyResult<T> {
-        if self.1 {
-            return Err(to_py(Error::Corrupt("a verb before this one panicked: the ledger can only be closed".into())));
-        }
-        let Ok(outcome) = catch_unwind(AssertUnwindSafe(|| verb(&mut self.0))) else {
-            self.1 = true;
-            let why = "the verb panicked and may be half done (the panic is on stderr): the ledger can only be closed";
-            return Err(to_py(Error::Corrupt(why.into())));
-        };
-        outcome.map_err(to_py)
+        guarded(&mut self.0, &mut self.1, "the ledger can only be closed", verb)
     }
 }
 
