@@ -67,7 +67,7 @@ capi: ## write the C header, build libspecpool, and put both into dist/capi
 	cargo build --release --locked --quiet -p specpool-capi
 	mkdir -p dist/capi/include dist/capi/lib
 	cp rust/specpool-capi/include/specpool.* dist/capi/include
-	cp target/release/libspecpool.a $(wildcard target/release/libspecpool.so target/release/libspecpool.dylib) dist/capi/lib
+	cp target/release/libspecpool.a $$(ls target/release/libspecpool.so target/release/libspecpool.dylib 2> /dev/null) dist/capi/lib
 
 crate: ## show that specpool-core is ready for crates.io (needs the registry's index)
 	cargo publish --dry-run --locked --package specpool-core $(if $(DIRTY),--allow-dirty,)

@@ -14,6 +14,7 @@ import inspect
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -291,6 +292,10 @@ class TargetModel:
         more = {self._cache_argument: cache, "use_cache": True}
         return self._run(token_ids, positions, batch, **more)
 
+    @cached_property
+    def _cache_argument(self) -> str:
+        return cache_argument(self._decoder, self.config)
+
     def _run(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **more: Any
     ) -> Tensor:
@@ -298,7 +303,7 @@ class TargetModel:
         if self._takes_positions:
             more["position_ids"] = positions
         if self._counts_by_cache or self._torch_modules:
-            more[cache_argument(self._decoder, self.config)] = _Standing(positions)
+            more[self._cache_argument] = _Standing(positions)
         if self._torch_modules:  # given a mask, transformers does not build one
             more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
         token, told = _BATCH.set(batch), ATTENDING.set(None)
@@ -412,7 +417,6 @@ class TargetModel:
             self.layer_kv = probe(self)
             return
         check_transformers(self.config)
-        self._cache_argument = cache_argument(self._decoder, self.config)
         found = probe_states(self)
         self.kv_layers, self.layer_kv = found.kv_layers, found.layer_kv
         self.state_specs, self.continues = found.state_specs, found.continues
