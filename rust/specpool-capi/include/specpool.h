@@ -191,6 +191,42 @@ typedef struct {
   uint64_t id;
 } specpool_ledger;
 
+// The state of a row.
+typedef struct {
+  // r: tokens whose KV is final.
+  int32_t resolved_len;
+  // k: rounds prepared and not resolved.
+  int32_t in_flight;
+  // Draft KV is valid below this.
+  int32_t drafted_len;
+  // Counts the cuts and releases of the row.
+  uint64_t epoch;
+  // Whether a request has the row.
+  bool is_live;
+  // Whether it is between two turns of a session.
+  bool is_idle;
+  // Whether a round may be prepared: an extend of the row has launched since it was admitted or cut.
+  bool has_root;
+} specpool_row_info;
+
+// The state of a group: free + cached + fenced + held = num_pages.
+typedef struct {
+  // Pages in all.
+  size_t num_pages;
+  // Pages that hold nothing.
+  size_t num_free;
+  // Pages that only the prefix index holds.
+  size_t num_cached;
+  // Freed pages that a launched step may still touch.
+  size_t num_fenced;
+  // Pages whose every holder is idle.
+  size_t num_reclaimable;
+  // Columns of the page table.
+  size_t pages_per_row;
+  // Slots of a row.
+  int64_t row_width;
+} specpool_group_info;
+
 // Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.
 typedef struct {
   // The group's index.
@@ -233,42 +269,6 @@ typedef struct {
   // Their number.
   size_t num_page_copies;
 } specpool_plan;
-
-// The state of a row.
-typedef struct {
-  // r: tokens whose KV is final.
-  int32_t resolved_len;
-  // k: rounds prepared and not resolved.
-  int32_t in_flight;
-  // Draft KV is valid below this.
-  int32_t drafted_len;
-  // Counts the cuts and releases of the row.
-  uint64_t epoch;
-  // Whether a request has the row.
-  bool is_live;
-  // Whether it is between two turns of a session.
-  bool is_idle;
-  // Whether a round may be prepared: an extend of the row has launched since it was admitted or cut.
-  bool has_root;
-} specpool_row_info;
-
-// The state of a group: free + cached + fenced + held = num_pages.
-typedef struct {
-  // Pages in all.
-  size_t num_pages;
-  // Pages that hold nothing.
-  size_t num_free;
-  // Pages that only the prefix index holds.
-  size_t num_cached;
-  // Freed pages that a launched step may still touch.
-  size_t num_fenced;
-  // Pages whose every holder is idle.
-  size_t num_reclaimable;
-  // Columns of the page table.
-  size_t pages_per_row;
-  // Slots of a row.
-  int64_t row_width;
-} specpool_group_info;
 
 // A change of verified KV, for a connector that copies it elsewhere.
 typedef struct {
@@ -465,6 +465,50 @@ specpool_status specpool_ledger_admit_on(specpool_ledger ledger,
                                          const char *tag,
                                          int32_t *row);
 
+// Cuts the row to at most `len` tokens and writes how many it has then: feed tokens from there.
+// `cut` points to a number.
+specpool_status specpool_ledger_trim(specpool_ledger ledger, int32_t row, int32_t len, int32_t *cut);
+
+// Trims the row of a session that stays: its pages become reclaimable until its next prepare.
+// `cut` points to a number.
+specpool_status specpool_ledger_end_turn(specpool_ledger ledger, int32_t row, int32_t len, int32_t *cut);
+
+// Takes everything from a row whose request will come back later.
+specpool_status specpool_ledger_retract(specpool_ledger ledger, int32_t row);
+
+// Takes everything from a row whose request is done.
+specpool_status specpool_ledger_finish(specpool_ledger ledger, int32_t row);
+
+// Takes everything from a row whose request was given up.
+specpool_status specpool_ledger_abort(specpool_ledger ledger, int32_t row);
+
+// Writes the row's line of the page table, and how many columns it has. Page 0 means none.
+// `pages` has room for `capacity` entries; `count` points to a number.
+specpool_status specpool_ledger_row_pages(specpool_ledger ledger,
+                                          size_t group,
+                                          int32_t row,
+                                          int32_t *pages,
+                                          size_t capacity,
+                                          size_t *count);
+
+// The state of a row. O(1).
+// `info` points to the structure.
+specpool_status specpool_ledger_row(specpool_ledger ledger, int32_t row, specpool_row_info *info);
+
+// The state of a group. O(1).
+// `info` points to the structure.
+specpool_status specpool_ledger_group(specpool_ledger ledger, size_t group, specpool_group_info *info);
+
+// The digest of the calls; 0 without one.
+// `digest` points to a number.
+specpool_status specpool_ledger_digest(specpool_ledger ledger, uint64_t *digest);
+
+// Audits the ledger: SPECPOOL_CORRUPT with the first finding. O(pages).
+specpool_status specpool_ledger_check(specpool_ledger ledger);
+
+// Ends the event log and writes it out. Verbs are refused from then on.
+specpool_status specpool_ledger_close(specpool_ledger ledger);
+
 // Claims pages for a prefill or a chunk of every row: its tokens up to `new_lens[i]`. All rows or none.
 // The arrays have `num_rows` entries; `plan` points to its structure.
 specpool_status specpool_ledger_prepare_extend(specpool_ledger ledger,
@@ -511,23 +555,6 @@ specpool_status specpool_ledger_cancel(specpool_ledger ledger, uint64_t step);
 // Gives up a launched step whose forward failed: its rows are retracted.
 specpool_status specpool_ledger_abandon(specpool_ledger ledger, uint64_t step);
 
-// Cuts the row to at most `len` tokens and writes how many it has then: feed tokens from there.
-// `cut` points to a number.
-specpool_status specpool_ledger_trim(specpool_ledger ledger, int32_t row, int32_t len, int32_t *cut);
-
-// Trims the row of a session that stays: its pages become reclaimable until its next prepare.
-// `cut` points to a number.
-specpool_status specpool_ledger_end_turn(specpool_ledger ledger, int32_t row, int32_t len, int32_t *cut);
-
-// Takes everything from a row whose request will come back later.
-specpool_status specpool_ledger_retract(specpool_ledger ledger, int32_t row);
-
-// Takes everything from a row whose request is done.
-specpool_status specpool_ledger_finish(specpool_ledger ledger, int32_t row);
-
-// Takes everything from a row whose request was given up.
-specpool_status specpool_ledger_abort(specpool_ledger ledger, int32_t row);
-
 // Writes the pending changes of one group's page table, `table[rows[i]][columns[i]] = pages[i]`, and their number. They
 // stay pending until specpool_ledger_ack_delta: with too little room the call can be made again.
 // The arrays have room for `capacity` entries each; `count` points to a number.
@@ -542,33 +569,6 @@ specpool_status specpool_ledger_take_delta(specpool_ledger ledger,
 
 // Says that the changes taken for the step, of every group, are applied.
 specpool_status specpool_ledger_ack_delta(specpool_ledger ledger, uint64_t step);
-
-// Writes the row's line of the page table, and how many columns it has. Page 0 means none.
-// `pages` has room for `capacity` entries; `count` points to a number.
-specpool_status specpool_ledger_row_pages(specpool_ledger ledger,
-                                          size_t group,
-                                          int32_t row,
-                                          int32_t *pages,
-                                          size_t capacity,
-                                          size_t *count);
-
-// The state of a row. O(1).
-// `info` points to the structure.
-specpool_status specpool_ledger_row(specpool_ledger ledger, int32_t row, specpool_row_info *info);
-
-// The state of a group. O(1).
-// `info` points to the structure.
-specpool_status specpool_ledger_group(specpool_ledger ledger, size_t group, specpool_group_info *info);
-
-// The digest of the calls; 0 without one.
-// `digest` points to a number.
-specpool_status specpool_ledger_digest(specpool_ledger ledger, uint64_t *digest);
-
-// Audits the ledger: SPECPOOL_CORRUPT with the first finding. O(pages).
-specpool_status specpool_ledger_check(specpool_ledger ledger);
-
-// Ends the event log and writes it out. Verbs are refused from then on.
-specpool_status specpool_ledger_close(specpool_ledger ledger);
 
 // Starts to note the events that specpool_ledger_poll_kv_events tells.
 specpool_status specpool_ledger_watch_kv(specpool_ledger ledger);
