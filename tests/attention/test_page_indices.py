@@ -165,10 +165,11 @@ def test_int32_counts_the_entries_of_a_mask() -> None:
     [
         ({"is_causal": True, "q_lens": 1}, None, DecodeIndices, False),
         ({"is_causal": True, "q_lens": 1}, 7, DecodeIndices, False),  # hides nothing
-        ({"is_causal": True, "q_lens": 1}, 6, PrefillIndices, True),
+        ({"is_causal": True, "q_lens": 1}, 6, DecodeIndices, False),
         ({"is_causal": True, "q_lens": 2}, None, PrefillIndices, False),
         ({"is_causal": True, "q_lens": [1, 2]}, None, PrefillIndices, False),
-        ({"is_causal": True, "q_lens": 2}, 6, PrefillIndices, True),
+        ({"is_causal": True, "q_lens": 2}, 6, PrefillIndices, False),
+        ({"is_causal": False, "q_lens": 2}, 6, PrefillIndices, True),
         ({"is_causal": False, "q_lens": 1}, None, PrefillIndices, True),
         ({"is_causal": False, "q_lens": 2}, None, PrefillIndices, True),
     ],
@@ -186,6 +187,8 @@ def test_a_mask_is_built_only_where_order_does_not_say_it(options, window, kind,
     indices = indices_of(view, window)
     assert type(indices) is kind
     assert (getattr(indices, "custom_mask", None) is not None) == is_masked
+    # A window of cells is one of positions only where the queries follow one another.
+    assert indices.window == (window if window == 6 and not is_masked else None)
 
 
 class Recorded:

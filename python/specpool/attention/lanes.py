@@ -16,7 +16,30 @@ from specpool.arrays import Int32
 from specpool.attention.seq_lens import SeqLens
 from specpool.attention.view import AttentionView, TokenReads
 from specpool.kernels.transfer import upload
-from specpool.memory.kv_cache import KVCache
+from specpool.memory.kv_cache import KVCache, first_cells
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """The position that each lane's pages begin at.
+
+    Attributes:
+        on_device: int32 [B], or one number for all lanes.
+        on_host: the same on the host; None = only the device knows them.
+    """
+
+    on_device: Tensor | int
+    on_host: Int32 | int | None
+
+    def since(self, positions: Tensor) -> Tensor:
+        """Subtract each lane's origin from its positions, int32 [B] or [B, n]."""
+        origins = self.on_device
+        if isinstance(origins, int):
+            return positions - origins if origins else positions
+        return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))
+
+
+_FIRST = Origins(0, 0)
 
 
 @dataclass
@@ -118,7 +141,7 @@ class Lanes:
 
     def pages(
         self, cache: KVCache, group: int, num_cells: int | None = None
-    ) -> tuple[Tensor, Tensor | int]:
+    ) -> tuple[Tensor, Origins]:
         """Return the pages that the lanes' queries see, as `KVCache.pages_of` does.
 
         They reach `num_cells` cells beyond each start; None = `widths` cells.
@@ -126,8 +149,13 @@ class Lanes:
         lens, ahead = self.seq_lens, self.widths if num_cells is None else num_cells
         window = cache.windows[group]
         if window is not None and isinstance(ahead, int) and (lens.hi - lens.lo).max() > window:
-            return cache.window_pages(group, self.rows, self.starts, ahead)
-        return cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
+            pages, begins = cache.window_pages(group, self.rows, self.starts, ahead)
+            return pages, Origins(begins, None)
+        found, first = cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
+        if isinstance(first, int):
+            return found, Origins(first, first)
+        assert window is not None
+        return found, Origins(first, first_cells(lens.lo, window, cache.page_sizes[group]))
 
     def slots(self, cache: KVCache, group: int) -> Tensor:
         """Return the slots of the tokens' KV, int64 [T]; padding goes to the sink, slot 0."""
@@ -195,7 +223,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     def bias_for(window: int | None, step: int) -> Tensor:
         if window not in biases:
             bias = kernels.attention_bias(
-                _since(origins, lanes.starts),
+                origins.since(lanes.starts),
                 lanes.counts,
                 num_columns,
                 num_queries=num_views,
@@ -213,10 +241,11 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             read_pages=pages,
             q_lens=1,
             mask_for=partial(bias_for, step=step),
-            decode_len=None if length is None else length + 1 + step - int(origins),
+            decode_len=None if length is None else length + 1 + step - int(origins.on_device),
             reader=cache.reader,
             kv_lens=None if kv_lens is None else kv_lens + np.int32(step),
             is_causal=is_exact and kv_lens is not None and chunk is None,
+            causal_lens=_causal_lens(lanes, origins, step + 1) if chunk is None else None,
             attend_with=cache.attend_with,
             scratch=cache.scratch,
         )
@@ -236,7 +265,7 @@ def paged_view(
         lanes: B lanes, one token each.
         slots: int32 or int64, B slots for the tokens' KV.
     """
-    return _causal(cache, group, pages, 0, lanes, slots.reshape(-1).long())
+    return _causal(cache, group, pages, _FIRST, lanes, slots.reshape(-1).long())
 
 
 def own_view(
@@ -276,13 +305,13 @@ def own_view(
     def bias_for(window: int | None) -> Tensor:
         counts = lanes.counts if ragged else torch.full_like(lanes.starts, num_queries)
         bias = kernels.attention_bias(
-            _since(origins, lanes.starts),
+            origins.since(lanes.starts),
             counts,
             num_columns,
             num_queries=num_queries,
             own_mask=own_mask,
-            q_positions=_since(origins, q_positions),
-            own_positions=_since(origins, own_positions),
+            q_positions=origins.since(q_positions),
+            own_positions=origins.since(own_positions),
             window=window,
         )
         if chunk is None:
@@ -303,31 +332,39 @@ def own_view(
     )
 
 
-def _kv_lens(lanes: Lanes, origins: Tensor | int, ahead: Int32 | int) -> Int32 | None:
+def _kv_lens(lanes: Lanes, origins: Origins, ahead: Int32 | int) -> Int32 | None:
     """Return the host's upper bounds of the cells that lanes read, int32 [B].
 
-    Return None if each lane has its own origin, because only the device knows those.
+    Return None if only the device knows where the lanes' pages begin.
     """
-    if not isinstance(origins, int):
+    if origins.on_host is None:
         return None
-    return (lanes.seq_lens.hi + (ahead - origins)).astype(np.int32, copy=False)
+    return (lanes.seq_lens.hi + (ahead - origins.on_host)).astype(np.int32, copy=False)
 
 
-def _since(origins: Tensor | int, positions: Tensor) -> Tensor:
-    """Subtract each lane's origin from its positions, int32 [B] or [B, n]."""
-    if isinstance(origins, int):
-        return positions - origins if origins else positions
-    return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))
+def _causal_lens(lanes: Lanes, origins: Origins, ahead: int | None) -> Callable[[], Tensor]:
+    """Return what computes, on the device, how many cells each lane's last query sees, int32 [B].
+
+    The last query stands `ahead` cells beyond the lane's start; None = the lane's width.
+    """
+
+    def compute() -> Tensor:
+        if ahead is not None:
+            return origins.since(lanes.starts) + ahead
+        widths = lanes.widths if isinstance(lanes.widths, int) else lanes.counts
+        return origins.since(lanes.starts) + widths
+
+    return compute
 
 
-def _causal_chunks(bias: Tensor, chunk: int, lanes: Lanes, origins: Tensor | int) -> Tensor:
+def _causal_chunks(bias: Tensor, chunk: int, lanes: Lanes, origins: Origins) -> Tensor:
     """Apply `_chunks` to queries at the positions from each start on."""
     queries = torch.arange(bias.shape[1], device=bias.device)
     return _chunks(bias, chunk, lanes.starts.unsqueeze(1) + queries, origins, lanes.counts)
 
 
 def _chunks(
-    bias: Tensor, chunk: int, q_positions: Tensor, origins: Tensor | int, counts: Tensor
+    bias: Tensor, chunk: int, q_positions: Tensor, origins: Origins, counts: Tensor
 ) -> Tensor:
     """Hide from each query the columns before its own chunk.
 
@@ -338,10 +375,10 @@ def _chunks(
         bias: float32 [B, Q, C], 0 or -inf; columns are positions from `origins` on.
         chunk: positions of a chunk; the first begins at position 0.
         q_positions: int32 or int64 [B, Q].
-        origins: int32 [B], or one number for all lanes.
+        origins: the position of column 0.
         counts: int32 [B], queries that count; the rest must keep seeing column 0.
     """
-    least = _since(origins, q_positions - q_positions % chunk)
+    least = origins.since(q_positions - q_positions % chunk)
     padding = torch.arange(bias.shape[1], device=bias.device) >= counts.unsqueeze(1)
     columns = torch.arange(bias.shape[2], device=bias.device)
     return bias.masked_fill(columns < least.masked_fill(padding, 0).unsqueeze(2), -torch.inf)
@@ -351,7 +388,7 @@ def _causal(
     cache: KVCache,
     group: int,
     pages: Tensor,
-    origins: Tensor | int,
+    origins: Origins,
     lanes: Lanes,
     slots: Tensor,
 ) -> AttentionView:
@@ -361,7 +398,7 @@ def _causal(
     def bias_for(window: int | None) -> Tensor:
         num_queries = widths if isinstance(widths, int) else int(widths.max())
         bias = kernels.attention_bias(
-            _since(origins, lanes.starts),
+            origins.since(lanes.starts),
             lanes.counts,
             num_columns,
             num_queries=num_queries,
@@ -379,10 +416,11 @@ def _causal(
         read_pages=pages,
         q_lens=widths if isinstance(widths, int) else widths.tolist(),
         mask_for=bias_for,
-        decode_len=None if length is None else length + 1 - int(origins),
+        decode_len=None if length is None else length + 1 - int(origins.on_device),
         reader=cache.reader,
         kv_lens=kv_lens,
         is_causal=kv_lens is not None and lanes.seq_lens.is_exact and chunk is None,
+        causal_lens=_causal_lens(lanes, origins, None) if chunk is None else None,
         attend_with=cache.attend_with,
         scratch=cache.scratch,
     )

@@ -2,7 +2,7 @@
 
 It accepts any mask, so dense draft layouts and exact ancestry work at any page size. On a CPU,
 `in_place` serves few queries and `prompts` serves long chunks without gathering whole lanes. On a
-GPU, `fused_prompts` serves prompts without a mask.
+GPU, `fused` serves causal lanes without a mask.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specpool.attention import in_place
-from specpool.attention.fused_prompts import attend_fused, serves_fused
+from specpool.attention.fused import attend_fused, serves_fused
 from specpool.attention.prompts import attend_prompts, serves_prompts
 from specpool.attention.view import AttentionView, Reads
 
 # Up to this many queries per lane, query heads are folded into the query axis, so that each K and V
 # head is read once. With more queries the folded mask costs more than this saves.
 _FOLD_MAX_QUERIES = 32
+# Where no fused kernel of torch takes both a mask and groups of query heads: asked for both, torch
+# would compute every score in memory.
+_NO_GROUPS = "cuda"
 
 
 def attend(
@@ -93,10 +96,21 @@ def _attend_gathered(
         q = q.reshape(lanes, kv_heads, groups * queries, -1)
     if explicit:
         out = _explicit_softmax(q, keys, values, reads, scaling, softcap, sinks)
+    elif fold:
+        mask = reads.folded_mask(groups)
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
+    elif q.device.type == _NO_GROUPS and groups > 1:
+        # [B, Hkv, Q, D] for each head of a group; the heads of one KV head are neighbours.
+        heads_of = [
+            scaled_dot_product_attention(
+                q[:, head::groups], keys, values, attn_mask=reads.mask, scale=scaling
+            )
+            for head in range(groups)
+        ]
+        out = torch.stack(heads_of, 2)
     else:
-        mask = reads.folded_mask(groups) if fold else reads.mask
         out = scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, scale=scaling, enable_gqa=not fold and groups > 1
+            q, keys, values, attn_mask=reads.mask, scale=scaling, enable_gqa=groups > 1
         )
     if queries == 1:
         return out.reshape(lanes, heads, -1)

@@ -120,6 +120,8 @@ class AttentionView:
             C * P.
         is_causal: query i of a lane sees exactly the columns up to ``kv_len - q_len + i`` that
             its window does not hide.
+        causal_lens: returns int32 [B], on the device: the same rule with these lengths, which the
+            host need not know; None = the queries see other columns.
         read_tokens: returns the same reads as slots per query, for draft branches that read
             different slots of one lane; None = not known.
         attend_with: the back end's `attend`; None = torch's.
@@ -138,6 +140,7 @@ class AttentionView:
     reader: Reader | None = None
     kv_lens: NDArray[np.int32] | None = None
     is_causal: bool = False
+    causal_lens: Callable[[], Tensor] | None = None
     read_tokens: Callable[[], TokenReads] | None = None
     attend_with: Attend | None = None
     scratch: Scratch | None = None

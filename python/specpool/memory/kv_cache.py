@@ -23,6 +23,17 @@ from specpool.memory.layer_kv import LayerKV as LayerKV
 from specpool.memory.scratch import Scratch
 
 
+def first_cells(least: Int32, window: int, page_size: int) -> Int32:
+    """Return the first cell of the page in which a window begins, int32 [B].
+
+    Args:
+        least: int32 [B], the least query position of each row.
+        window: cells that a query sees, its own included.
+        page_size: slots per page.
+    """
+    return np.maximum(least - (window - 1), 0) // page_size * page_size
+
+
 class KVCache:
     """The KV buffers of each layer and the page table of each group, all on the device.
 
@@ -154,7 +165,7 @@ class KVCache:
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         if window is None:
             return table[:, : -(-int(ends.max()) // size)].index_select(0, rows), 0
-        firsts = np.maximum(least - (window - 1), 0) // size
+        firsts = first_cells(least, window, size) // size
         num_columns = int((-(-ends // size) - firsts).max())
         first = int(firsts[0])
         if (firsts == first).all():

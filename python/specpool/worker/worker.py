@@ -124,11 +124,11 @@ class Worker:
         token. A round is draft, verify, compact, draft-extend. A round that has a graph is
         replayed.
         """
-        replayed = None if self.graphs is None else self.graphs.replay(steps, self._catch_up)
-        if replayed is not None:
-            pending = [replayed]
-        else:
-            with without_cudnn(self._cache.device):
+        with without_cudnn(self._cache.device):
+            replayed = None if self.graphs is None else self.graphs.replay(steps, self._catch_up)
+            if replayed is not None:
+                pending = [replayed]
+            else:
                 passes = [
                     (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
                     for step in steps

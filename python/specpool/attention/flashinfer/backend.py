@@ -101,8 +101,6 @@ class _Layer:
     def options(self) -> dict[str, Any]:
         """The arguments of a wrapper's `plan` that follow from the layer."""
         return {
-            # NOTE: flashinfer counts a window by index, so it is in the mask, and off here.
-            "window_left": -1,
             "logits_soft_cap": self.softcap,
             "sm_scale": self.scaling,
             "q_data_type": self.dtype,
@@ -212,7 +210,8 @@ class FlashInfer:
         return wrapper
 
     def _plan(self, indices: Indices, layer: _Layer) -> _Plan:
-        options = layer.options
+        window = indices.window
+        options = layer.options | {"window_left": -1 if window is None else window - 1}
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, indices.pages.page_size)
         csr = (
             indices.pages.kv_indptr,

@@ -58,9 +58,15 @@ class PageCSR:
 
 @dataclass(frozen=True, slots=True)
 class DecodeIndices:
-    """Indices of a decode: one query per reader, which sees every cell that it reads."""
+    """Indices of a decode: one query per reader, which sees its last cells.
+
+    Attributes:
+        pages: the pages of n readers.
+        window: how many cells a query sees; None = all that its reader reads.
+    """
 
     pages: PageCSR
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class PrefillIndices:
         qo_indptr: int32 [n + 1], host: offsets of each lane's queries.
         custom_mask: bool [sum(q_len * kv_len)], device: for each lane and each of its queries, the
             cells that the query sees; None = causal, the last query sees all.
+        window: of a causal one, how many cells up to its own a query sees; None = all.
 
     Raises:
         ShapeError: the mask has another length (flashinfer would read past its end) or is too long
@@ -81,6 +88,7 @@ class PrefillIndices:
     pages: PageCSR
     qo_indptr: Tensor
     custom_mask: Tensor | None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         _on_host("qo_indptr", self.qo_indptr)
@@ -195,8 +203,8 @@ def flat_mask(mask: Tensor, q_lens: Int32, kv_lens: Int32) -> Tensor:
 def indices_of(view: AttentionView, window: int | None) -> Indices:
     """Return the indices of what a layer with this window reads, in the cheapest form.
 
-    A window goes into the mask, because it counts positions. flashinfer's own window counts cells,
-    and the nodes of a tree would see less than their window.
+    flashinfer's own window counts cells. In a causal view these are positions. The nodes of a tree
+    would see less than their window, which counts positions, so there the window is in the mask.
 
     Raises:
         ShapeError: a mask or lengths do not fit the view.
@@ -209,12 +217,13 @@ def indices_of(view: AttentionView, window: int | None) -> Indices:
         kv_lens = np.minimum(kv_lens, np.int32(width))
     pages = page_csr(view.read_pages, kv_lens, view.page_size)
     shown = window if window is not None and window < kv_lens.max() else None
-    is_causal = view.is_causal and shown is None
-    if is_causal and view.q_lens == 1:
-        return DecodeIndices(pages)
+    if view.is_causal and view.q_lens == 1:
+        return DecodeIndices(pages, shown)
     q_lens = np.broadcast_to(np.asarray(view.q_lens, np.int32), view.num_lanes)
-    mask = None if is_causal else flat_mask(view.mask(shown), q_lens, kv_lens)
-    return PrefillIndices(pages, torch.from_numpy(_indptr(q_lens)), mask)
+    starts = torch.from_numpy(_indptr(q_lens))
+    if view.is_causal:
+        return PrefillIndices(pages, starts, None, shown)
+    return PrefillIndices(pages, starts, flat_mask(view.mask(shown), q_lens, kv_lens))
 
 
 def _indptr(lens: NDArray[np.integer]) -> Int32:

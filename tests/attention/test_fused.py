@@ -1,4 +1,4 @@
-"""Prompts on a GPU: torch's fused kernels get every lane's lengths, and nothing builds a mask.
+"""Causal lanes on a GPU: torch's fused kernels get every lane's length, and no mask is built.
 
 The kernels run on a GPU alone (`tests/device/test_device_attention.py`). Here are doubles of them,
 written from their documentation, and torch's own fake tensors, which check what they are given.
@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer_kit import Pages, Rig
 from graph_kit import graphs_run
+from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape
-from specpool.attention import AttentionView, attend, fused_prompts, torch_backend
+from specpool.attention import AttentionView, attend, fused, torch_backend
 from specpool.attention import view as view_module
 from specpool.attention.cudnn import without_cudnn
-from specpool.attention.lanes import causal_view
+from specpool.attention.lanes import causal_view, chain_views, last_view, own_view
+from specpool.draft import EagleDrafter
 from specpool.worker import worker
 from specpool.worker.forward import Forward
 from specpool.worker.graphs.round_graph import RoundGraph
@@ -68,7 +70,7 @@ def varlen(
 def flash(q, k, v, q_starts, k_starts, max_q, max_k, dropout, causal, debug, **options) -> Any:
     assert q.dtype in (torch.float16, torch.bfloat16) and (dropout, causal, debug) == (0, 1, 0)
     used = options["seqused_k"]
-    assert max_q == q_starts.diff().max() and max_k == used.max()
+    assert max_q == q_starts.diff().max() and max_k >= used.max()
     left, right = options["window_size_left"], options["window_size_right"]
     assert right == (-1 if left == -1 else 0)  # -1: unlimited
     window = None if left == -1 else left + 1
@@ -79,7 +81,7 @@ def efficient(q, k, v, bias, q_starts, k_starts, max_q, max_k, dropout, kind, **
     assert len(q) == 1 and q.shape[2] == k.shape[2], "it groups no heads"
     assert bias is None and dropout == 0 and kind == 2  # causal, aligned to the last key
     used = options["seqlen_k"]
-    assert max_q == q_starts.diff().max() and max_k == used.max()
+    assert max_q == q_starts.diff().max() and max_k >= used.max()
     out = varlen(
         q[0], k[0], v[0], q_starts, k_starts, used, options["scale"], options["window_size"]
     )
@@ -95,9 +97,9 @@ def doubles(monkeypatch) -> list[str]:
         return lambda *args, **options: (ran.append(run.__name__), run(*args, **options))[1]
 
     monkeypatch.setattr(torch_backend.in_place, "serves_in_place", lambda *args: False)
-    monkeypatch.setattr(fused_prompts, "_DEVICE", "cpu")
-    monkeypatch.setattr(fused_prompts, "_flash", noting(flash))
-    monkeypatch.setattr(fused_prompts, "_efficient", noting(efficient))
+    monkeypatch.setattr(fused, "_DEVICE", "cpu")
+    monkeypatch.setattr(fused, "_flash", noting(flash))
+    monkeypatch.setattr(fused, "_efficient", noting(efficient))
     return ran
 
 
@@ -118,13 +120,15 @@ def inputs(view: AttentionView, heads: int, dtype: torch.dtype, dim: int) -> lis
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("case", CASES)
 def test_a_prompt_reads_what_its_mask_would_show(doubles, case, page_size, window, dtype):
+    """In a window group each lane's pages begin where its own window does."""
     rig = Rig(None, torch.device("cpu"), dtype, 8, 1e-5)
     results = []
-    for fused in (True, False):
-        pages = Pages(rig, page_size, len(CASES[case][0]))
+    for by_mask in (False, True):
+        pages = Pages(rig, page_size, len(CASES[case][0]), window=window)
         view = view_of(pages, case)
         assert view.is_causal
-        view.is_causal = fused  # False: by a mask
+        if by_mask:
+            view.is_causal, view.causal_lens = False, None
         q, k, v = inputs(view, 6, dtype, 8)
         out = attend(view, *pages.buffers, q, k, v, scaling=0.3, window=window)
         results.append((out.float(), *pages.buffers))
@@ -132,6 +136,73 @@ def test_a_prompt_reads_what_its_mask_would_show(doubles, case, page_size, windo
     torch.testing.assert_close(results[0][0], results[1][0], atol=tolerance, rtol=tolerance)
     assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
     assert doubles == ["efficient" if dtype == torch.float32 else "flash"]
+
+
+def rounds(pages: Pages) -> dict[str, list[AttentionView]]:
+    """Views of rounds whose lengths the host knows to 5 tokens."""
+    lanes = pages.lanes([9, 40, 23], 4, slack=5)
+    padded = pages.lanes([9, 40, 23], 4, slack=5, lens=[1, 4, 2])
+    return {
+        "plain": [causal_view(pages, 0, pages.lanes([9, 40, 23], 1, slack=5))],
+        "chain": [causal_view(pages, 0, lanes)],
+        "draft-extend": [causal_view(pages, 0, padded)],
+        "its last tokens": [last_view(pages, 0, padded)],
+        "draft steps": chain_views(pages, 0, lanes),
+    }
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    "kind", ["plain", "chain", "draft-extend", "its last tokens", "draft steps"]
+)
+def test_a_round_reads_live_pages_only(doubles, kind, window, page_size):
+    """The host knows bounds, as within a graph: pages past a lane's length are not even named.
+
+    Law: a causal round of 16 bits reads ceil(length / P) pages a lane, and builds no mask.
+    """
+    rig = Rig(None, torch.device("cpu"), torch.bfloat16, 8, 1e-5)
+    results, read = [], []
+    for by_mask in (False, True):
+        pages = Pages(rig, page_size, 3, window=window)
+        for view in rounds(pages)[kind]:
+            assert not view.is_causal and view.decode_len is None
+            q, k, v = inputs(view, 6, torch.bfloat16, 8)
+            q = q[: view.num_queries]
+            if by_mask:
+                view.causal_lens = None
+            else:
+                view.mask_for = None  # type: ignore[assignment]
+                view.reader = reading(read, page_size)
+            out = attend(view, *pages.buffers, q, k, v, scaling=0.3, window=window)
+            kept = 0 if kind != "draft-extend" else [0, *range(4, 8), 8, 9]
+            results.append(out.float() if kept == 0 else out.float()[kept])
+            if not by_mask:
+                assert view.causal_lens is not None
+                live = -(-view.causal_lens() // page_size)
+                assert (read.pop() == live).all()
+    half = len(results) // 2
+    for one, other in zip(results[:half], results[half:], strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+    assert doubles == ["flash"] * half
+
+
+def reading(counts: list[Tensor], page_size: int) -> Any:
+    """A reader that notes how many pages it reads of each of three lanes, and spoils the rest."""
+
+    def read(keys: Tensor, values: Tensor, pages: Tensor) -> list[Tensor]:
+        assert pages.dtype == torch.int32
+        counts.append((pages.view(3, -1) >= 0).sum(1))
+        return [
+            torch.where(
+                (pages >= 0).view(-1, 1),
+                buffer.view(-1, page_size * buffer[0].numel())[pages.long().clamp(min=0)],
+                torch.nan,
+            )
+            for buffer in (keys, values)
+        ]
+
+    return read
 
 
 @pytest.mark.parametrize(
@@ -148,6 +219,34 @@ def test_what_the_kernels_lack_has_a_mask(doubles, why, options, dim):
     q, k, v = inputs(view, 4, torch.float32, dim)
     out = attend(view, *pages.buffers, q, k, v, scaling=0.3, **options)
     assert doubles == [] and out.isfinite().all(), why
+
+
+@pytest.mark.parametrize("queries", [32, 33, 64])
+def test_no_call_has_both_a_mask_and_groups_of_heads(monkeypatch, queries):
+    """Torch has no fused kernel for both on a GPU, so a large tree's heads go group by group."""
+    calls = []
+
+    def noting(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        calls.append(options.get("enable_gqa", False) or q.shape[1] != keys.shape[1])
+        return attention(q, keys, values, **options)
+
+    attention = torch_backend.scaled_dot_product_attention
+    monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", noting)
+    own = torch.rand(2, queries, queries, generator=torch.Generator().manual_seed(0)) < 0.5
+    own |= torch.eye(queries, dtype=torch.bool)
+    outputs = []
+    for device in ("cpu", "cuda"):  # the second: as on a GPU
+        monkeypatch.setattr(torch_backend, "_NO_GROUPS", "cpu" if device == "cuda" else "none")
+        pages = Pages(CPU, 4, 2)
+        lanes = pages.lanes([5, 30], queries)
+        nodes = torch.arange(queries, dtype=torch.int32).expand(2, -1) + lanes.starts[:, None]
+        slots = lanes.slots(pages, 0)  # type: ignore[arg-type]
+        view = own_view(pages, 0, lanes, slots, own, nodes, nodes)  # type: ignore[arg-type]
+        q, k, v = inputs(view, 6, torch.float32, 8)
+        outputs.append(attend(view, *pages.buffers, q, k, v, scaling=0.3))
+        assert device == "cpu" or not any(calls)
+        calls.clear()
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
 
 
 class Ops(TorchDispatchMode):
@@ -170,8 +269,13 @@ class Ops(TorchDispatchMode):
         (torch.float32, "_efficient_attention_forward"),
     ],
 )
-def test_torch_takes_the_call_and_no_mask_is_made(dtype, kernel, monkeypatch):
-    """Torch's fake tensors say that they are on a GPU, and check the arguments of its kernels."""
+@pytest.mark.parametrize("known", [True, False], ids=["exact", "bounds"])
+def test_torch_takes_the_call_and_no_mask_is_made(known, dtype, kernel, monkeypatch):
+    """Torch's fake tensors say that they are on a GPU, and check the arguments of its kernels.
+
+    A wait for the device raises, because a fake tensor holds no numbers.
+    """
+    width = 7 if dtype != torch.float32 else 40
 
     def no_mask(window: int | None) -> Tensor:
         raise AssertionError("a mask is built")
@@ -179,18 +283,19 @@ def test_torch_takes_the_call_and_no_mask_is_made(dtype, kernel, monkeypatch):
     def upload(device: torch.device, *arrays: Any) -> list[Tensor]:
         return [torch.empty_like(torch.from_numpy(array), device=device) for array in arrays]
 
-    for module in (fused_prompts, view_module):
+    for module in (fused, view_module):
         monkeypatch.setattr(module, "upload", upload)
     lens = np.array([7, 12, 19], np.int32)
     with FakeTensorMode(allow_non_fake_inputs=True), Ops() as ops:
         gpu = {"device": "cuda", "dtype": dtype}
         k_buffer, v_buffer = (torch.empty(640, 2, 64, **gpu) for _ in range(2))
-        slots = torch.zeros(11, dtype=torch.int64, device="cuda")
+        slots = torch.zeros(width + 4, dtype=torch.int64, device="cuda")
         pages = torch.zeros(3, 5, dtype=torch.int32, device="cuda")
-        view = AttentionView(4, slots, pages, [7, 1, 3], no_mask, kv_lens=lens, is_causal=True)
-        q, k, v = (torch.empty(11, heads, 64, **gpu) for heads in (8, 2, 2))
+        view = AttentionView(4, slots, pages, [width, 1, 3], no_mask, kv_lens=lens, is_causal=known)
+        view.causal_lens = lambda: torch.empty(3, dtype=torch.int32, device="cuda")
+        q, k, v = (torch.empty(width + 4, heads, 64, **gpu) for heads in (8, 2, 2))
         out = attend(view, k_buffer, v_buffer, q, k, v, scaling=0.3, window=6)
-    assert out.shape == (11, 8, 64) and out.device.type == "cuda" and out.dtype == dtype
+    assert out.shape == (width + 4, 8, 64) and out.device.type == "cuda" and out.dtype == dtype
     assert ops.names.count(kernel) == 1
     assert not [name for name in ops.names if "scaled_dot_product" in name or "cudnn" in name]
 
@@ -228,21 +333,35 @@ def test_every_forward_of_an_engine_is_without_cudnn(monkeypatch):
         finally:
             depth.pop()
 
-    def output(self: Any, *args: Any) -> Any:
-        assert depth
-        return run(self, *args)
+    def inside(cls: Any, name: str) -> None:
+        run = getattr(cls, name)
 
-    replayed, run = RoundGraph.replay, Forward._output
+        def checked(*args: Any, **options: Any) -> Any:
+            ran.add(name)
+            assert depth, name
+            return run(*args, **options)
+
+        monkeypatch.setattr(cls, name, checked)
+
+    replayed, ran = RoundGraph.replay, set()
     monkeypatch.setattr(worker, "without_cudnn", noting)
     monkeypatch.setattr(RoundGraph, "replay", replay)
-    monkeypatch.setattr(Forward, "_output", output)
-    shape = Shape.eagle(3, 1, 4)
+    inside(Forward, "_output")
+    for name in ("propose", "extend", "catch_up"):
+        inside(EagleDrafter, name)
+    # After a plain round the head catches up, before the graph of the next round is replayed.
+    script = Scripted([Shape.eagle(3, 1, 4), Shape.none()])
     with (
         graphs_run() as capture,
         Engine.from_pretrained(
-            draft="specpool/tiny-eagle", shape=shape, max_context_len=64, graph_sizes=(1,)
+            draft="specpool/tiny-eagle",
+            adaptive=script.config(),
+            max_context_len=64,
+            max_batch=1,
+            graph_sizes=(1,),
         ) as engine,
     ):
-        (output,) = engine.generate(["a"], SamplingParams(max_new_tokens=8, ignore_eos=True))
+        script.take_over(engine)
+        (output,) = engine.generate(["a"], SamplingParams(max_new_tokens=20, ignore_eos=True))
         assert output.error is None and engine.stats().graphs.replay_ct and capture.recordings
-    assert len(devices) > 1
+    assert len(devices) > 1 and ran == {"_output", "propose", "extend", "catch_up"}

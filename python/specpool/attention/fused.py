@@ -1,7 +1,9 @@
-"""Causal attention over prompts on a GPU: torch's fused kernels for lanes of unlike length.
+"""Causal attention on a GPU: torch's fused kernels for lanes of unlike length.
 
-The kernels take the lanes' lengths as arrays. So no mask is built, and no lane is padded to the
-longest. Torch's own choice would build a cuDNN plan for each new length, or fall back to math.
+The kernels take the lanes' lengths as arrays on the device. So no mask is built, no lane is padded
+to the longest, and nothing past a lane's length is read, also within a CUDA graph, where the host
+knows only bounds. Torch's own choice would build a cuDNN plan for each new length, or fall back to
+math.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ _DEVICE = "cuda"
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MAX_DIM = 256
 _LAST_QUERY_SEES_ALL = 2  # torch's number of the causal mask that is aligned to the last key
+# The memory-efficient kernel wants keys once per head of queries. With fewer queries these copies
+# cost more than a mask.
+_MANY_QUERIES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +33,13 @@ class _Lanes:
     """The lanes of a view, as the kernels want them.
 
     Attributes:
-        pages: int32 or int64 [n], all pages to read, lane after lane.
+        pages: int32 or int64 [n], all pages to read, lane after lane; -1 = none, whose cells are
+            not read.
         q_starts: int32 [B + 1], on the device: the first query of each lane.
         k_starts: int32 [B + 1], on the device: the first cell of each lane among the pages' cells.
         kv_lens: int32 [B], on the device: the cells of each lane.
         max_q_len: the most queries of a lane.
-        max_kv_len: the most cells of a lane.
+        max_kv_len: an upper bound of the cells of a lane.
     """
 
     pages: Tensor
@@ -52,10 +58,19 @@ def serves_fused(view: AttentionView, q: Tensor, v_buffer: Tensor) -> bool:
         q: [T, H, Dk] queries.
         v_buffer: [num_slots, Hkv, Dv], the layer's value buffer.
     """
-    if q.device.type != _DEVICE or not view.is_causal or view.max_q_len == 1:
+    if q.device.type != _DEVICE or view.decode_len is not None:
         return False
     # The kernels read 16 bytes at a time.
-    return q.shape[2] == v_buffer.shape[2] and q.shape[2] * q.itemsize % 16 == 0
+    if q.shape[2] != v_buffer.shape[2] or q.shape[2] * q.itemsize % 16:
+        return False
+    if _is_flash(q):
+        return view.is_causal or view.causal_lens is not None
+    many = view.max_q_len > _MANY_QUERIES and view.causal_lens is not None
+    return many or (view.is_causal and view.max_q_len > 1)
+
+
+def _is_flash(q: Tensor) -> bool:
+    return q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_DIM
 
 
 def attend_fused(
@@ -83,15 +98,16 @@ def attend_fused(
     if view.reader is not None:
         keys, values = view.reader(k_buffer, v_buffer, lanes.pages)
     else:
+        pages = lanes.pages.long().clamp(min=0)
         keys, values = (
-            buffer.view(-1, view.page_size, *buffer.shape[1:])[lanes.pages.long()]
+            buffer.view(-1, view.page_size, *buffer.shape[1:])[pages]
             for buffer in (k_buffer, v_buffer)
         )
     keys = keys.view(-1, *k_buffer.shape[1:]).to(q.dtype)
     values = values.view(-1, *v_buffer.shape[1:]).to(q.dtype)
     places = (lanes.q_starts, lanes.k_starts, lanes.max_q_len, lanes.max_kv_len)
     q = q[: view.num_queries]
-    if q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_DIM:
+    if _is_flash(q):
         out: Tensor = _flash(
             q,
             keys,
@@ -133,6 +149,8 @@ def _lanes(view: AttentionView) -> _Lanes:
 
 
 def _split(view: AttentionView) -> _Lanes:
+    if not view.is_causal:
+        return _split_on_device(view)
     assert view.kv_lens is not None
     lens = view.kv_lens.astype(np.int64)
     counts = -(-lens // view.page_size)
@@ -155,3 +173,22 @@ def _split(view: AttentionView) -> _Lanes:
         int(q_lens.max()),
         int(lens.max()),
     )
+
+
+def _split_on_device(view: AttentionView) -> _Lanes:
+    """Return the lanes where only the device knows the lengths: each keeps all columns' room."""
+    assert view.causal_lens is not None
+    lens, pages = view.causal_lens(), view.read_pages
+    num_lanes, columns = pages.shape
+    first_cells = torch.arange(columns, device=pages.device) * view.page_size
+    live = torch.where(first_cells < lens.unsqueeze(1), pages, -1)
+    width = columns * view.page_size
+
+    def starts(each: int) -> Tensor:
+        return torch.arange(0, num_lanes * each + 1, each, dtype=torch.int32, device=pages.device)
+
+    if isinstance(view.q_lens, int):
+        q_starts = starts(view.q_lens)
+    else:
+        (q_starts,) = upload(pages.device, np.cumsum([0, *view.q_lens]).astype(np.int32))
+    return _Lanes(live.reshape(-1), q_starts, starts(width), lens.int(), view.max_q_len, width)
