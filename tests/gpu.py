@@ -57,6 +57,7 @@ class Part:
 
 _DEVICE = "tests/device/test_device_"
 _KERNELS = [f"{_DEVICE}{name}.py" for name in ("moves", "reads", "sample", "tables", "tree")]
+_FLASHINFER = [f"tests/attention/test_flashinfer{name}.py" for name in ("", "_graphs")]
 PARTS = {
     "probe": Part(60, module=["benches.probe"]),
     "memory": Part(30, ["-k", "their_memory", f"{_DEVICE}graphs.py"]),
@@ -70,7 +71,9 @@ PARTS = {
         environment={"SPECPOOL_TEST_DEVICE": "cuda"},
     ),
     "flashinfer": Part(
-        80, ["-k", "cuda", "tests/attention/test_flashinfer.py"], needs=("flashinfer",)
+        80,
+        ["-k", "cuda", *_FLASHINFER],
+        needs=("flashinfer",),
     ),
     "bench_kernels": Part(
         90, module=["benches.kernels", "--device", "cuda", "--repeats", "7", "--write", "OUT"]

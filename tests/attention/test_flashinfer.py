@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import flashinfer_emulation
 from families import make_config, make_model
-from flashinfer_kit import Pages, Rig, compare
+from flashinfer_kit import Pages, Rig, compare, on_a_card, verify_view
 from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError
 from specpool.assets import corpus
 from specpool.attention import (
@@ -28,7 +29,7 @@ from specpool.attention import (
 from specpool.attention.flashinfer import backend as flashinfer_backend
 from specpool.attention.flashinfer import page_indices
 from specpool.attention.flashinfer.backend import FlashInfer
-from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
+from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
 from specpool.cli import info
 from specpool.draft.branches import DenseBranches, HoleyBranches
 from specpool.memory.kv_cache import LayerKV
@@ -44,44 +45,9 @@ def plans_of(view) -> list:
     return [plan for plan in view.plans.values() if hasattr(plan, "wrapper")]
 
 
-def _cuda() -> Rig:
-    lack = flashinfer_backend.missing()
-    if lack is not None:
-        pytest.skip(lack)
-    import flashinfer
-
-    return Rig(flashinfer, torch.device("cuda:0"), torch.float16, 64, 5e-3)
-
-
 @pytest.fixture(params=["emulated", "cuda"])
 def rig(request) -> Rig:
-    return EMULATED if request.param == "emulated" else _cuda()
-
-
-def random_tree(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bool [N, N], who sees whom, and int32 [N] depths; parents come first."""
-    mask, depths = np.eye(size, dtype=bool), np.zeros(size, np.int32)
-    for node in range(1, size):
-        parent = rng.integers(node)
-        mask[node] |= mask[parent]
-        depths[node] = depths[parent] + 1
-    return mask, depths
-
-
-def verify_view(pages: Pages, starts, widths, *, slack=0, seed=0):
-    """Random trees behind each prefix; `widths` are their nodes, one number or ragged."""
-    rng = np.random.default_rng(seed)
-    lanes = pages.lanes(starts, widths, slack=slack)
-    each = [widths] * len(starts) if isinstance(widths, int) else widths
-    most = max(each)
-    mask = np.zeros((len(starts), most, most), bool)
-    positions = np.zeros((len(starts), most), np.int32)
-    for lane, (start, size) in enumerate(zip(starts, each, strict=True)):
-        mask[lane, :size, :size], depths = random_tree(rng, size)
-        positions[lane, :size] = start + depths
-    slots = lanes.slots(pages, 0)
-    mask, positions = (torch.from_numpy(a).to(pages.device) for a in (mask, positions))
-    return own_view(pages, 0, lanes, slots, mask, positions, positions)
+    return EMULATED if request.param == "emulated" else on_a_card()
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
@@ -332,7 +298,7 @@ def test_every_forward_over_windows(family: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize("shape", [Shape.none(), Shape.eagle(3, 1, 4)], ids=["plain", "chain"])
 def test_every_forward_on_cuda(shape: Shape, monkeypatch) -> None:
-    rig = _cuda()
+    rig = on_a_card()
     seen = use_both(monkeypatch, rig)
     config = make_config("llama")
     config.head_dim = rig.head_dim
@@ -365,6 +331,29 @@ def test_info_says_what_is_missing(monkeypatch, capsys) -> None:
     assert "no: the package is not installed: pip install 'specpool[flashinfer]'" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"),
+    [
+        ("0.7.1", True),
+        ("0.6.12.post1", True),
+        ("0.7.2", False),
+        ("0.10.0rc1", False),
+        (None, False),
+    ],
+)
+def test_a_version_that_is_too_old_is_said_at_start(monkeypatch, version, is_old) -> None:
+    def version_of(package: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(flashinfer_backend.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(flashinfer_backend.metadata, "version", version_of)
+    lack = flashinfer_backend.missing()
+    message = f"version {version} is older than 0.7.2: pip install 'specpool[flashinfer]'"
+    assert lack == (message if is_old else "torch finds no CUDA device")
 
 
 def test_a_broken_installation_is_said_at_start(monkeypatch) -> None:

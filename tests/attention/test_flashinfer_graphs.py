@@ -6,18 +6,20 @@ The emulation copies a plan into buffers and reads them at each run, as the kern
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import cuda_host
 import flashinfer_emulation
-from flashinfer_kit import Pages, Rig
+from flashinfer_kit import Pages, Rig, on_a_card
 from graph_kit import CHAIN, NONE, PARAMS, PROMPTS, TREE, graphs_run, make
-from specpool.attention import BACK_ENDS, torch_backend
+from specpool.attention import BACK_ENDS, AttentionView, torch_backend
 from specpool.attention.flashinfer.backend import FlashInfer
 from specpool.attention.flashinfer.graphs import _Use, splits_no_lane
 from specpool.attention.lanes import Lanes, causal_view, last_view, own_view
@@ -77,6 +79,70 @@ def test_each_round_reads_what_torch_reads(kind, page_size, window):
             outs.append(out)
         torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
     assert len(recorder._uses) == 1
+
+
+def recording(work: Callable[[], Tensor], rig: Rig) -> tuple[Tensor, Callable[[], object]]:
+    """Run work once, then capture it; the result of replays and what replays.
+
+    A CPU has no graphs: there the work runs again, into the same result.
+    """
+    if rig.device.type == "cpu":
+        out = work()
+        return out, lambda: out.copy_(work())
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        out = work()
+    return out, graph.replay
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("kind", ["decode", "extend", "verify"])
+@pytest.mark.parametrize("device", ["emulated", "cuda"])
+def test_replays_read_what_torch_reads(device, kind, page_size, window):
+    """On a card a real CUDA graph is captured once; lengths and plans change between replays."""
+    rig = RIG if device == "emulated" else on_a_card()
+    rng = np.random.default_rng(page_size)
+    pages = Pages(rig, page_size, LANES, window=window)
+    width = {"decode": 1, "extend": 4, "verify": 5}[kind]
+    lens, rows = (
+        torch.arange(low, LANES + low, dtype=torch.int32, device=rig.device) for low in (9, 1)
+    )
+    tree = torch.from_numpy(np.tril(rng.random((LANES, 5, 5)) < 0.5) | np.eye(5, dtype=bool))
+    tree = tree.to(rig.device)
+    depths = tree.sum(2, dtype=torch.int32)
+    q, k, v = (
+        torch.from_numpy(rng.standard_normal((LANES * width, heads, rig.head_dim)))
+        .to(rig.device, rig.dtype)
+        for heads in (4, 2, 2)
+    )  # fmt: skip
+    recorder = rig.backend.recorder(BOUND)
+
+    def view() -> AttentionView:
+        least = np.zeros(LANES, np.int32)
+        lanes = Lanes(rows, SeqLens(lens, least, np.full(LANES, BOUND, np.int32)), width)
+        if kind != "verify":
+            return causal_view(pages, 0, lanes)  # type: ignore[arg-type]
+        slots = lanes.slots(pages, 0)  # type: ignore[arg-type]
+        positions = lens[:, None] + depths
+        return own_view(pages, 0, lanes, slots, tree, positions, positions)  # type: ignore[arg-type]
+
+    def work() -> Tensor:
+        recorder.restart()
+        return recorder.attend(view(), *pages.buffers, q, k, v, scaling=0.3, window=window)
+
+    out, replay = recording(work, rig)
+    for _ in range(6):
+        starts = rng.integers(0, BOUND - 5, LANES)
+        recorder.plan((starts + rng.integers(0, 5, LANES)).astype(np.int32))
+        lens.copy_(torch.from_numpy(starts))
+        replay()
+        expected = torch_backend.attend(view(), *pages.buffers, q, k, v, scaling=0.3, window=window)
+        torch.testing.assert_close(out, expected, atol=rig.tolerance, rtol=rig.tolerance)
 
 
 class Counting:

@@ -7,54 +7,89 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from flashinfer_kit import Pages, Rig
-from specpool.attention import attend
+from flashinfer_kit import Pages, Rig, verify_view
+from specpool.attention import AttentionView, attend
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import causal_view, chain_views
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-#: starts and widths; few enough positions for the rows of `flashinfer_kit`
+ROW_WIDTH = 2200
+#: starts and widths
 CASES = {
     "prompts": ([0, 0, 0], [64, 1, 33]),
     "chunks": ([10, 90, 3], [40, 17, 64]),
     "equal": ([5, 60], [50, 50]),
-    "decode": ([5, 60, 120], 1),
-    "extend": ([5, 60, 120], 4),
+    "long": ([2000, 0, 711], [130, 1500, 1]),
+    "decode": ([5, 60, 2100], 1),
+    "extend": ([5, 60, 1500], 4),
 }
+TREES = {"small": ([5, 60, 120], 8), "large": ([5, 1999, 64], 64), "one": ([300], 16)}
+Build = Callable[[Pages], list[AttentionView]]
 
 
-def both(case: str, dtype: torch.dtype, page_size: int, window: int | None, dim: int) -> None:
-    starts, widths = CASES[case]
-    outs = []
+def both(
+    build: Build, num_rows: int, dtype: torch.dtype, page_size: int, window: int | None, dim: int
+) -> None:
+    """The views' attention on the GPU is that of a CPU in float32."""
+    outs: list[list[Tensor]] = []
     for device, of in (("cuda", dtype), ("cpu", torch.float32)):
         rig = Rig(None, torch.device(device), of, dim, 0)
-        pages = Pages(rig, page_size, len(starts))
+        pages = Pages(rig, page_size, num_rows, window=window, row_width=ROW_WIDTH)
         pages.buffers = [buffer.to(dtype).to(of) for buffer in pages.buffers]  # rounded alike
-        view = causal_view(pages, 0, pages.lanes(starts, widths))  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
-        q, k, v = (
-            torch.randn(view.num_tokens, n, dim, generator=generator).to(dtype).to(device, of)
-            for n in (8, 2, 2)
-        )
-        with without_cudnn(q.device):
-            outs.append(attend(view, *pages.buffers, q, k, v, scaling=0.2, window=window))
+        outs.append([])
+        for view in build(pages):
+            q, k, v = (
+                torch.randn(n, heads, dim, generator=generator).to(dtype).to(device, of)
+                for n, heads in ((view.num_queries, 8), (view.num_tokens, 2), (view.num_tokens, 2))
+            )
+            with without_cudnn(q.device):
+                out = attend(view, *pages.buffers, q, k, v, scaling=0.2, window=window)
+            outs[-1].append(out.cpu().float())
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(outs[0].cpu().float(), outs[1], atol=tolerance, rtol=tolerance)
+    for one, other in zip(*outs, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("slack", [0, 7], ids=["exact", "bounds"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_a_gpu_attends_as_a_cpu_does_cuda(case, dtype, page_size, window, dim):
-    both(case, dtype, page_size, window, dim)
+def test_a_gpu_attends_as_a_cpu_does_cuda(case, dtype, slack, page_size, window, dim):
+    starts, widths = CASES[case]
+
+    def build(pages: Pages) -> list[AttentionView]:
+        lanes = pages.lanes(starts, widths, slack=slack)
+        chain = chain_views(pages, 0, lanes) if isinstance(widths, int) else []  # type: ignore[arg-type]
+        return [causal_view(pages, 0, lanes), *chain]  # type: ignore[arg-type]
+
+    both(build, len(starts), dtype, page_size, window, dim)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", TREES)
+def test_a_gpu_verifies_trees_as_a_cpu_does_cuda(case, dtype, page_size, window):
+    starts, size = TREES[case]
+    both(
+        lambda pages: [verify_view(pages, starts, size, slack=3)],
+        len(starts),
+        dtype,
+        page_size,
+        window,
+        64,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

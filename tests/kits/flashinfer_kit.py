@@ -9,13 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from specpool import kernels
 from specpool.attention import AttentionView, torch_backend
+from specpool.attention.flashinfer import backend as flashinfer_backend
 from specpool.attention.flashinfer.backend import FlashInfer
-from specpool.attention.lanes import Lanes
+from specpool.attention.lanes import Lanes, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.memory.kv_cache import KVCache
 
@@ -46,6 +48,16 @@ class Rig:
         return FlashInfer(self.library, self.device)
 
 
+def on_a_card() -> Rig:
+    """Return the rig of a real GPU with the wheel; skip the test where there is none."""
+    lack = flashinfer_backend.missing()
+    if lack is not None:
+        pytest.skip(lack)
+    import flashinfer
+
+    return Rig(flashinfer, torch.device("cuda:0"), torch.float16, 64, 5e-3)
+
+
 class Pages:
     """The part of a `KVCache` that a view needs: one group of shuffled pages full of numbers."""
 
@@ -58,8 +70,9 @@ class Pages:
         seed: int = 0,
         window: int | None = None,
         kv_heads: int = 2,
+        row_width: int = ROW_WIDTH,
     ) -> None:
-        per_row = -(-ROW_WIDTH // page_size)
+        per_row = -(-row_width // page_size)
         ids = list(range(1, num_rows * per_row + 1))
         random.Random(seed).shuffle(ids)
         table = np.zeros((num_rows + 1, per_row), np.int32)
@@ -142,3 +155,29 @@ def compare(
     )
     for one, other in zip(*written, strict=True):
         assert torch.equal(one[view.page_size :], other[view.page_size :])  # but for the sink
+
+
+def random_tree(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bool [N, N], who sees whom, and int32 [N] depths; parents come first."""
+    mask, depths = np.eye(size, dtype=bool), np.zeros(size, np.int32)
+    for node in range(1, size):
+        parent = rng.integers(node)
+        mask[node] |= mask[parent]
+        depths[node] = depths[parent] + 1
+    return mask, depths
+
+
+def verify_view(pages: Pages, starts, widths, *, slack=0, seed=0):
+    """Random trees behind each prefix; `widths` are their nodes, one number or ragged."""
+    rng = np.random.default_rng(seed)
+    lanes = pages.lanes(starts, widths, slack=slack)
+    each = [widths] * len(starts) if isinstance(widths, int) else widths
+    most = max(each)
+    mask = np.zeros((len(starts), most, most), bool)
+    positions = np.zeros((len(starts), most), np.int32)
+    for lane, (start, size) in enumerate(zip(starts, each, strict=True)):
+        mask[lane, :size, :size], depths = random_tree(rng, size)
+        positions[lane, :size] = start + depths
+    slots = lanes.slots(pages, 0)
+    mask, positions = (torch.from_numpy(a).to(pages.device) for a in (mask, positions))
+    return own_view(pages, 0, lanes, slots, mask, positions, positions)

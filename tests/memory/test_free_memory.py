@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from specpool import ConfigError  # noqa: E402
 from specpool._core import Group, Ledger, Shape  # noqa: E402
 from specpool.memory import pools as memory  # noqa: E402
 from specpool.memory.kv_cache import KVCache, LayerKV  # noqa: E402
@@ -80,3 +81,27 @@ def test_buffers_are_zero_and_take_memory_when_they_are_written(dtype: torch.dty
     for buffer in (cache.keys[0], cache.values[3]):
         assert buffer.dtype == dtype and buffer.shape == (16 * ((1 << 14) + 1), 2, 64)
         assert not buffer[::999].any()
+
+
+def test_a_device_that_another_process_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second layer finds no room; the error says of what, and what to do."""
+    asked: list[tuple[int, ...]] = []
+
+    def zeros(shape: tuple[int, ...], **options: object) -> torch.Tensor:
+        asked.append(shape)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...\nmore lines")
+        return torch.empty(shape, dtype=torch.float16, device="meta")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    # A device that is no CPU stands for a GPU.
+    with pytest.raises(ConfigError) as caught:
+        group = Group("kv", page_size=16, num_pages=63)
+        ledger = Ledger([group], [], num_rows=1, max_context_len=64)
+        KVCache(ledger, [LayerKV(2, 64, 64)], [0], dtype=torch.float16, device=torch.device("meta"))
+    assert str(caught.value) == (
+        "meta has no room for 256 KiB of a layer's KV: another process uses the device too; lower "
+        "kv_bytes or num_pages, or end that process"
+    )

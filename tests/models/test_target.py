@@ -262,6 +262,34 @@ def test_an_unknown_device_is_refused() -> None:
         TargetModel.from_pretrained("./nowhere", device="abacus")
 
 
+@pytest.mark.parametrize(
+    ("cuda", "is_available", "advice"),
+    [
+        (None, False, "; install torch's CUDA build, or take device 'cpu'"),
+        (
+            "13.0",
+            False,
+            "; see that nvidia-smi lists a GPU and that its driver knows CUDA 13.0, or",
+        ),
+        ("13.0", True, "; there are 2 CUDA devices, from cuda:0 on"),
+    ],
+)
+def test_a_cuda_device_that_cannot_be_used_says_what_to_do(
+    monkeypatch, cuda: str | None, is_available: bool, advice: str
+) -> None:
+    def refuse(*size: Any, **options: Any) -> Any:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(ConfigError) as caught:
+        TargetModel.from_pretrained("./nowhere", device="cuda:7")
+    assert str(caught.value).startswith("device 'cuda:7' cannot be used: ")
+    assert advice in str(caught.value)
+
+
 def test_a_wrong_path_is_named(tmp_path: Any) -> None:
     missing = tmp_path / "missing"
     for source in (missing, str(missing), "./missing"):

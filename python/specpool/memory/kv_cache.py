@@ -17,10 +17,12 @@ from torch import Tensor
 from specpool import kernels
 from specpool._core import Ledger
 from specpool.arrays import Int32
+from specpool.errors import ConfigError
 from specpool.kernels.launch import prepare, runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.layer_kv import LayerKV as LayerKV
 from specpool.memory.scratch import Scratch
+from specpool.num_bytes import show_bytes
 
 
 def first_cells(least: Int32, window: int, page_size: int) -> Int32:
@@ -62,7 +64,8 @@ class KVCache:
             attend_with: the back end's `attend` for all views of these pages; None = torch's.
 
         Raises:
-            ConfigError: the kernels cannot be built for the CUDA device.
+            ConfigError: the kernels cannot be built for the CUDA device, or the device has no room
+                for the buffers.
         """
         if device.type == "cuda":
             prepare(device)
@@ -255,7 +258,14 @@ class KVCache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On a CPU the system takes each page of memory when it is first written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = dtype.itemsize * math.prod(shape)
+    if device.type != "cpu":
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            # The pools were sized by what was free. Another process may have taken it since.
+            raise ConfigError(
+                f"{device} has no room for {show_bytes(num_bytes)} of a layer's KV: another "
+                "process uses the device too; lower kv_bytes or num_pages, or end that process"
+            ) from error
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

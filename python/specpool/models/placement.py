@@ -38,8 +38,21 @@ def _parse_device(device: torch.device | str) -> torch.device:
         return torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
-            f"device {str(device)!r:.80} cannot be used: {one_line(error)}"
+            f"device {str(device)!r:.80} cannot be used: {one_line(error)}{_advice(device)}"
         ) from error
+
+
+def _advice(device: torch.device | str) -> str:
+    """Return what to do about a CUDA device that cannot be used, as the end of a sentence."""
+    if not str(device).startswith("cuda"):
+        return ""
+    if torch.version.cuda is None:
+        return "; install torch's CUDA build, or take device 'cpu'"
+    if not torch.cuda.is_available():
+        return "; see that nvidia-smi lists a GPU and that its driver knows CUDA " + (
+            f"{torch.version.cuda}, or take device 'cpu'"
+        )
+    return f"; there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on"
 
 
 def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:

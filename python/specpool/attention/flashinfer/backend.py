@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 from weakref import finalize
 
@@ -28,6 +30,7 @@ _HEAD_DIMS = (64, 128, 256)
 # Query heads per KV head that the decode kernel without tensor cores is compiled for, below the
 # number from which tensor cores are faster.
 _SMALL_GROUPS = (1, 2, 3)
+_OLDEST = (0, 7, 2)  # the first version that was read; older ones name buffers differently
 _WORKSPACE_BYTES = 128 << 20  # what flashinfer recommends
 
 
@@ -35,9 +38,27 @@ def missing() -> str | None:
     """Return what this machine lacks to run flashinfer, as a sentence; None = nothing."""
     if importlib.util.find_spec("flashinfer") is None:
         return "the package is not installed: pip install 'specpool[flashinfer]'"
+    version = _version()
+    if version is not None and _numbers(version) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        return f"version {version} is older than {oldest}: pip install 'specpool[flashinfer]'"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     return None
+
+
+def _version() -> str | None:
+    """Return the installed version; None = the package does not say."""
+    try:
+        return metadata.version("flashinfer-python")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, as (0, 7, 2) of 0.7.2rc1+cu130."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def start(
@@ -46,8 +67,8 @@ def start(
     """Return flashinfer for one engine; see `BackEnd.start`.
 
     Raises:
-        ConfigError: flashinfer is missing or broken, there is no CUDA device, or flashinfer cannot
-            serve these layers.
+        ConfigError: flashinfer is missing, too old or broken, there is no CUDA device, or
+            flashinfer cannot serve these layers.
     """
     lack = missing()
     if lack is not None:
