@@ -229,6 +229,12 @@ class Prompts:
     def _check_ids(self, name: str, params: SamplingParams) -> None:
         """Raise `ConfigError` for parameters that the vocabulary cannot fulfil."""
         vocab_size = self._target.vocab_size
+        for token in params.logit_bias:
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"{name} has {token} in its logit_bias, which no token can be; the vocabulary "
+                    f"is [0, {vocab_size})"
+                )
         for token in params.stop_token_ids:
             if token >= vocab_size:
                 raise ConfigError(

@@ -25,6 +25,7 @@ class Part:
     greedy: bool  # every lane takes the likeliest token
     first: int  # index of the part's first token among the round's
     is_broken: Tensor | None  # bool [B], lanes with an invalid tree; None = the host checked them
+    requests: Sequence[Request]  # one per lane; none in a graph
 
 
 def bare_tree(roots: Tensor) -> DraftTree:

@@ -85,7 +85,13 @@ class Request:
     times: Times = field(default_factory=Times)
     # The request adds itself, by number, when it loses its row or ends: it may have news.
     mailbox: dict[int, Request] | None = None
+    changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
+    penalizes: bool = field(init=False)
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+
+    def __post_init__(self) -> None:
+        self.changes_logits = self.params.changes_logits
+        self.penalizes = self.params.penalizes
 
     def post(self) -> None:
         """Put the request into its mailbox: it does not run any more, but may have news."""
