@@ -13,7 +13,7 @@ from specpool.errors import ConfigError
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
 
 #: The most characters of a grammar's text.
-MAX_GRAMMAR_CHARS = 1 << 18
+MAX_GRAMMAR_CHARS = 1 << 16
 #: The most strings of a choice.
 MAX_CHOICES = 4096
 

@@ -139,6 +139,13 @@ class DraftTree:
                     f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
                 )
 
+    @classmethod
+    def joined(cls, first: DraftTree, second: DraftTree) -> DraftTree:
+        """Return the trees of both, one after the other; both are on one device."""
+        names = ("tokens", "depths", "mask", "first_child", "next_sibling")
+        pairs = ((getattr(first, name), getattr(second, name)) for name in names)
+        return cls(*(torch.cat(pair) for pair in pairs))
+
     def of(self, lanes: Tensor) -> DraftTree:
         """Return the trees of some lanes, int64 [n] on the trees' device."""
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
-from specpool.kernels.transfer import upload
+from specpool.kernels.transfer import Download, upload
 from specpool.scheduler.requests.request import Request
 from specpool.worker.penalties import TokenCounts
 
@@ -34,12 +34,23 @@ class Processors:
             rows = lanes.index[self._put(chosen)]
             self._counts.start(rows, [requests[i] for i in chosen])
 
+    def look(self, tree: DraftTree, requests: Sequence[Request]) -> Download | None:
+        """Start the copy of trees to the host if a lane's form has to be followed along its tree.
+
+        Call it before the target's forward is launched, so that the host works meanwhile.
+        """
+        if all(request.matcher is None for request in requests):
+            return None
+        links = tree.first_child.long(), tree.next_sibling.long()
+        return Download(torch.stack([tree.tokens, *links]))
+
     def process(
         self,
         logits: Tensor,
         lanes: Lanes,
         requests: Sequence[Request],
         tree: DraftTree | None = None,
+        on_host: Download | None = None,
         done: Sequence[bool] | None = None,
     ) -> Tensor:
         """Return the logits that the lanes' tokens are chosen from.
@@ -49,6 +60,7 @@ class Processors:
             lanes: B lanes.
             requests: one per lane; empty in a graph, whose lanes have no processors.
             tree: B trees of N nodes; None = the lanes' roots alone.
+            on_host: the result of `look`.
             done: whether a lane's token is kept; None = every lane's is.
 
         Returns:
@@ -65,6 +77,7 @@ class Processors:
         by_lane = processed.view(len(requests), -1, logits.shape[1])
         self._bias(by_lane, requests, chosen)
         self._penalize(by_lane, lanes, requests, chosen, tree)
+        self._constrain(processed, requests, chosen, on_host)
         return processed
 
     def add(
@@ -126,6 +139,35 @@ class Processors:
         own = None if tree is None else tree.of(which)
         self._counts.penalize(logits, lanes.index[which], [requests[i] for i in mine], own)
         by_lane[which] = logits
+
+    def _constrain(
+        self,
+        processed: Tensor,
+        requests: Sequence[Request],
+        chosen: Sequence[int],
+        on_host: Download | None,
+    ) -> None:
+        """Rule out, at each node, the tokens that the form does not allow behind it."""
+        mine = [(i, m) for i in chosen if (m := requests[i].matcher) is not None]
+        if not mine:
+            return
+        num_nodes = len(processed) // len(requests)
+        trees = None if on_host is None else on_host.array()
+        root = np.zeros(1, np.int64), np.full(1, -1, np.int32), np.full(1, -1, np.int32)
+        found = []
+        for lane, matcher in mine:
+            matcher.follow(requests[lane].tokens, requests[lane].prompt_len)
+            nodes, bits = matcher.masks(*(root if trees is None else trees[:, lane]))
+            found.append((nodes + lane * num_nodes, bits))
+        places, words = upload(
+            self._device,
+            np.concatenate([nodes for nodes, _ in found]),
+            np.concatenate([bits for _, bits in found]),
+        )
+        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+        allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : processed.shape[1]] > 0
+        masked = processed.index_select(0, places).masked_fill(~allowed, -torch.inf)
+        processed.index_copy_(0, places, masked)
 
     def _put(self, lanes: Sequence[int]) -> Tensor:
         """Return lane numbers on the device, int64 [n]."""

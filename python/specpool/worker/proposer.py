@@ -14,6 +14,7 @@ from specpool.attention.lanes import Lanes
 from specpool.draft.base import Drafter, DraftTree
 from specpool.errors import ShapeError
 from specpool.kernels.launch import runs_kernels
+from specpool.kernels.transfer import upload
 from specpool.scheduler.requests.request import Request
 
 
@@ -37,7 +38,10 @@ class Proposer:
     def propose(
         self, lanes: Lanes, shape: Shape, roots: Tensor, requests: Sequence[Request]
     ) -> tuple[DraftTree, Tensor | None]:
-        """Ask the drafter for trees and check them.
+        """Make the trees of a part of a round.
+
+        A lane whose form forces its next tokens gets the chain of them. The drafter proposes the
+        trees of the other lanes alone.
 
         Args:
             lanes: B lanes.
@@ -52,11 +56,36 @@ class Proposer:
         Raises:
             ShapeError: the trees are of another type or shape, or the host found invalid values.
         """
-        assert self._drafter is not None
+        is_forced = np.array([bool(request.forced) for request in requests], np.bool_)
+        if self._drafter is not None and not is_forced.any():
+            return self._of_drafter(self._drafter, lanes, shape, roots, requests)
+        if self._drafter is None or is_forced.all():
+            return _forced_trees(requests, shape).to(self._device), None
+        (free,), (forced,) = (~is_forced).nonzero(), is_forced.nonzero()
+        order, others = upload(
+            self._device, np.concatenate([free, forced]).argsort(), free.astype(np.int64)
+        )
+        mine = lanes.filter(~is_forced).part(0, len(free), shape.num_draft_tokens)
+        theirs = [requests[lane] for lane in free.tolist()]
+        drafted, is_broken = self._of_drafter(self._drafter, mine, shape, roots[others], theirs)
+        chains = _forced_trees([requests[lane] for lane in forced.tolist()], shape).to(self._device)
+        if is_broken is not None:
+            is_broken = torch.cat([is_broken, is_broken.new_zeros(len(forced))])[order]
+        return DraftTree.joined(drafted, chains).of(order), is_broken
+
+    def _of_drafter(
+        self,
+        drafter: Drafter,
+        lanes: Lanes,
+        shape: Shape,
+        roots: Tensor,
+        requests: Sequence[Request],
+    ) -> tuple[DraftTree, Tensor | None]:
+        """Ask the drafter for the trees of these lanes and check them; see `propose`."""
         texts = None
-        if self._drafter.reads_tokens and requests:
+        if drafter.reads_tokens and requests:
             texts = [request.tokens for request in requests]
-        tree = self._drafter.propose(lanes, shape, roots, texts)
+        tree = drafter.propose(lanes, shape, roots, texts)
         if not isinstance(tree, DraftTree):
             raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
         tree.check(shape, len(roots))
@@ -75,3 +104,22 @@ class Proposer:
             tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
         )
         return DraftTree(tokens, depths, *links), is_broken
+
+
+def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:
+    """Return trees whose first nodes are the requests' forced tokens, on the host.
+
+    The other nodes repeat the root's token: in a chain behind the span, in a tree below the root.
+    """
+    num_nodes = shape.num_draft_tokens
+    tokens = np.empty((len(requests), num_nodes), np.int64)
+    parents = np.zeros((len(requests), num_nodes), np.int32)
+    parents[:, 0] = -1
+    is_chain = num_nodes == shape.num_steps + 1
+    for lane, request in enumerate(requests):
+        span = request.forced[: shape.num_steps]
+        tokens[lane] = request.tokens[-1]
+        tokens[lane, 1 : 1 + len(span)] = span
+        last = num_nodes if is_chain else 1 + len(span)
+        parents[lane, 1:last] = np.arange(last - 1)
+    return DraftTree.from_parents(tokens, parents)

@@ -192,7 +192,7 @@ class Worker:
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
         greedy = are_greedy(requests)
-        if self._drafter is None or not plan.shapes.any():
+        if not plan.shapes.any():
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
@@ -214,15 +214,17 @@ class Worker:
         self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
     ) -> Pass:
         """Make the pass that verifies the parts' trees, compacts, and lets the drafter follow."""
-        assert self._drafter is not None
-        drafter = self._drafter
+        drafter = self._drafter  # None if all drafts are forced
+        writes_draft = drafter is not None and not drafter.reads_tokens
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
             for part in parts:
                 size = part.positions.numel()
                 logits = output.logits[part.first : part.first + size]
-                logits = self._processors.process(logits, part.lanes, part.requests, part.tree)
+                logits = self._processors.process(
+                    logits, part.lanes, part.requests, part.tree, part.on_host
+                )
                 positions = part.positions + 1
                 drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
                 if part.is_broken is not None:  # an invalid tree's walk ends at the root
@@ -235,7 +237,7 @@ class Worker:
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
-            if drafter.reads_tokens:  # `extend` gives such a drafter nothing
+            if drafter is None or not writes_draft:  # `extend` gives such a drafter nothing
                 return
             accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
             features = features_of(output).index_select(0, nodes)
@@ -245,7 +247,7 @@ class Worker:
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
 
-        return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, follow_up)
+        return self._tree_pass(requests, lanes, parts, writes_draft, follow_up)
 
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
@@ -319,7 +321,6 @@ class Worker:
         `requests` belong to these lanes; none in a capture. `first` is the index of the part's
         first token among the round's.
         """
-        assert self._drafter is not None
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
         if shape.num_draft_tokens == 1:
@@ -327,7 +328,9 @@ class Worker:
         else:
             tree, is_broken = self._proposer.propose(part, shape, roots, requests)
         positions = part.starts.unsqueeze(1) + tree.depths
-        return Part(part, tree, positions, shape.num_steps, greedy, first, is_broken, requests)
+        on_host = self._processors.look(tree, requests)  # before the target's forward
+        steps = shape.num_steps
+        return Part(part, tree, positions, steps, greedy, first, is_broken, requests, on_host)
 
     def _compact(self, part: Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV to the slots right after the prefix, in all target layers."""
