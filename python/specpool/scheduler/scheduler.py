@@ -85,7 +85,8 @@ class Scheduler:
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
-        self.round_shapes = RoundShapes(ledger.shapes, ledger.num_rows + 1, controller)
+        num_rows, forced = ledger.num_rows + 1, config.forced_shape
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, forced)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
@@ -318,6 +319,7 @@ class Scheduler:
                 ends
                 or new[-1] < 0
                 or request.watch is not None
+                or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
                 others.append((request, new, None))
@@ -333,10 +335,9 @@ class Scheduler:
     ) -> None:
         """Give a request its new tokens, and end it if they finish it."""
         request.append(new, entries, is_decode)
-        if self._is_promising is not None and request.shape_index:
-            drafts = self._is_promising(request.tokens)
-            own = request.choices or request.shape_index
-            self.round_shapes.put(request.row, own if drafts else 0)
+        if request.shape_index and (self._is_promising or request.matcher):
+            drafts = self._is_promising is None or self._is_promising(request.tokens)
+            self.round_shapes.look_ahead(request, drafts)
         if request.finish_reason is not None:
             if request.wants_pin and request.error is None:
                 self._pin(request)
