@@ -1,11 +1,10 @@
 // The seeded draw: argmax, or inverse CDF over token ids after temperature, top-k, top-p and min-p.
 //
-// Equals the CPU twin's draw (rust/specpool-core/src/tree/sample.rs) bit for bit, in any order of summation. A token's
-// weight is a whole number: exp((logit - max) / temperature) * 2^34, rounded to even, in single steps that the
-// compiler must not contract. At most 2^19 weights add up to below 2^53. Logits are compared as integers, because the
-// GPU takes tiny ones for 0.
-
-constexpr float MIN_TEMPERATURE = 7.888609e-31f;  // 2^-100; below it the draw is the argmax
+// Equals the CPU twin's draw (rust/specpool-core/src/tree/sample.rs) bit for bit, in any order of summation.
+//
+// Of the tokens that top-k and top-p keep, the last one is found by its logit, 11 bits at a time from the top: a pass
+// adds up the tokens by the next bits. Many rows have a block each, for all passes. Few rows have several blocks each,
+// and a launch for each pass; the block that arrives last takes the next bits.
 
 // Philox4x32 with ten rounds; the two upper words of the counter are 0 (Salmon et al., SC 2011).
 __device__ __forceinline__ unsigned long long philox(unsigned long long key, unsigned long long counter) {
@@ -33,235 +32,287 @@ extern "C" __global__ void uniform_kernel(
     if (at < n) u[at] = (double)(philox(seeds[at], positions[at]) >> 11) * (1.0 / 9007199254740992.0);
 }
 
-// e^x for x <= 0: Cody-Waite reduction and the polynomial of Cephes expf; 0 below -87.
-__device__ __forceinline__ float exp_of(float x) {
-    const float clamped = x > -87.0f ? x : -87.0f;
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
-    const float shifted = __fadd_rn(__fmul_rn(clamped, 1.44269504f), round);
-    const float n = __fsub_rn(shifted, round);
-    const float r = __fsub_rn(__fsub_rn(clamped, __fmul_rn(n, 0.6933594f)), __fmul_rn(n, -2.1219444e-4f));
-    float p = 1.9875691e-4f;
-    p = __fadd_rn(__fmul_rn(p, r), 1.3981999e-3f);
-    p = __fadd_rn(__fmul_rn(p, r), 8.333452e-3f);
-    p = __fadd_rn(__fmul_rn(p, r), 4.1665796e-2f);
-    p = __fadd_rn(__fmul_rn(p, r), 1.6666665e-1f);
-    p = __fadd_rn(__fmul_rn(p, r), 0.5f);
-    const float mantissa = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), r), 1.0f);
-    const float scale = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000u);
-    return x < -87.0f ? 0.0f : __fmul_rn(mantissa, scale);
-}
+constexpr int BINS = 1 << 11;  // values of the bits that one pass finds
 
-// The distribution of one row, after top-k, top-p and min-p.
-struct Row {
-    const void* logits;  // [vocab]
-    int dtype;           // 0 = float32, 1 = float16, 2 = bfloat16
-    int vocab;
-    float max;  // of the logits
-    float temperature;
-    unsigned long long floor;  // the least rank that is kept
-    long long least;           // the least weight that is kept
-
-    // Bytes of one logit.
-    __device__ __forceinline__ int size() const { return dtype == 0 ? 4 : 2; }
-
-    // The bits of a logit as float32.
-    __device__ __forceinline__ unsigned bits(int id) const {
-        return dtype == 0 ? ((const unsigned*)logits)[id] : widened(((const unsigned short*)logits)[id]);
-    }
-
-    // The bits of a 16-bit logit as float32.
-    __device__ __forceinline__ unsigned widened(unsigned half) const {
-        if (dtype == 2) return half << 16;
-        const unsigned sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
-        if (exponent == 31) return sign | 0x7f800000u | fraction << 13;
-        if (exponent > 0) return sign | (exponent + 112) << 23 | fraction << 13;
-        return sign | __float_as_uint(__fmul_rn((float)(int)fraction, 5.9604645e-8f));  // fraction * 2^-24
-    }
-
-    // The rank of a logit by its bits: greater for more likely tokens; among equal ones greater for the lower id; 56 bits.
-    __device__ __forceinline__ unsigned long long rank(int id, unsigned key) const {
-        if (key << 1 == 0) key = 0;  // -0 equals 0
-        key = key >> 31 ? ~key : key | 0x80000000u;
-        return (unsigned long long)key << 24 | (unsigned)(0xffffff - id);
-    }
-
-    // A token's share of the distribution by its logit's bits, a whole number of at most 2^34.
-    __device__ __forceinline__ long long weight(int id, unsigned bits) const {
-        if (rank(id, bits) < floor) return 0;
-        const float x = __fdiv_rn(__fsub_rn(__uint_as_float(bits), max), temperature);
-        const long long whole = __float2ll_rn(__fmul_rn(exp_of(x), 17179869184.0f));
-        return whole < least ? 0 : whole;
-    }
+// Which tokens of a row are kept: those of greater keys than `floor`, and the first `ties` of key `floor`. While the
+// last one to keep is looked for, also what is known of it. At first all are kept.
+struct Cut {
+    unsigned floor;
+    int ties;
+    unsigned prefix;           // the upper bits of the last key to keep
+    unsigned long long above;  // tokens or weight of greater upper bits
+    double need;               // tokens or weight to keep
 };
 
-// Calls use(id, bits) for each logit in [begin, end), shared among `threads` threads, of which this is number `thread`.
-// Loads 16 bytes at a time where the row is aligned to them.
-template <typename Use>
-__device__ __forceinline__ void each_logit(
-    const Row& row, int begin, int end, int thread, int threads, Use use) {
-    const int size = row.size(), many = 16 / size;
-    const char* first = (const char*)row.logits;
-    const int skew = (int)((unsigned long long)(first + (long long)begin * size) % 16) / size;
-    const int head = min(end, begin + (many - skew) % many), whole = head + (end - head) / many * many;
-    for (int id = head + thread * many; id < whole; id += threads * many) {
-        const int4 loaded = *(const int4*)(first + (long long)id * size);
-        const unsigned words[4] = {(unsigned)loaded.x, (unsigned)loaded.y, (unsigned)loaded.z, (unsigned)loaded.w};
-#pragma unroll
-        for (int word = 0; word < 4; word++) {
-            if (size == 4) {
-                use(id + word, words[word]);
-            } else {
-                use(id + 2 * word, row.widened(words[word] & 0xffffu));
-                use(id + 2 * word + 1, row.widened(words[word] >> 16));
-            }
-        }
-    }
-    // What is left at both ends is less than one access of a thread.
-    const int odd = head - begin + end - whole;
-    for (int i = thread; i < odd; i += threads) {
-        const int id = i < head - begin ? begin + i : whole + i - (head - begin);
-        use(id, row.bits(id));
-    }
-}
+// Where the token is that the draw falls on: in [begin, end), at which the weights of lower ids add up to `below`.
+struct Aim {
+    int begin, end;
+    long long below;
+    long long left;      // ties that are kept of [begin, end)
+    long long each_tie;  // the weight of one
+    double at;           // u times the total
+};
 
 // Memory that a block shares while it works on one row.
 struct Scratch {
-    unsigned long long bins[256];
-    long long sums[32];  // one for each warp
-    int bin;
-    unsigned long long above;
+    unsigned low[BINS], high[BINS];  // 64-bit sums in two halves, because shared memory adds only 32 bits at once
+    long long sums[32];              // one for each warp
+    long long ties[32];
+    Cut cut;
+    Aim aim;
+
+    __device__ __forceinline__ void add(int bin, unsigned long long much) {
+        const unsigned least = (unsigned)much, before = atomicAdd(&low[bin], least);
+        const unsigned carried = (unsigned)(much >> 32) + (before + least < before);
+        if (carried) atomicAdd(&high[bin], carried);
+    }
+
+    __device__ __forceinline__ unsigned long long sum(int bin) const {
+        return (unsigned long long)high[bin] << 32 | low[bin];
+    }
 };
 
-// Returns the greatest rank of [begin, end), and sets *is_bad if a logit there is NaN or +inf. In every thread.
-// `of_warps` is shared, one cell for each warp.
+// Returns the greatest logit of [begin, end) by its key in the upper 32 bits, among equal ones the lowest id, and sets
+// *is_bad if a logit there is NaN or +inf. In every thread. `of_warps` is shared, one cell for each warp.
 __device__ unsigned long long greatest(
     const Row& row, int begin, int end, unsigned long long* of_warps, bool* is_bad) {
-    unsigned long long best = 0;
-    bool bad = false;
-    each_logit(row, begin, end, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
-        bad |= (bits & 0x7fffffffu) > 0x7f800000u || bits == 0x7f800000u;
-        best = max(best, row.rank(id, bits));
+    unsigned top = 0, bottom = 0xffffffffu;
+    int of_top = 0x7fffffff;
+    each_logit<4, true>(row, begin, end, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
+        const unsigned key = key_of(bits);
+        if (key > top || (key == top && id < of_top)) of_top = id;
+        top = max(top, key);
+        bottom = min(bottom, key);
     });
+    *is_bad = __syncthreads_or(top >= key_of(row.infinity()) || bottom < key_of(row.infinity() | 0x80000000u));
+    unsigned long long best = (unsigned long long)top << 32 | (0x7fffffffu - (unsigned)of_top);
     for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
-    *is_bad = __syncthreads_or(bad);
+    __syncthreads();
     for (int warp = 0; warp < (int)blockDim.x / 32; warp++) best = max(best, of_warps[warp]);
     __syncthreads();
     return best;
 }
 
-// Returns, in the first warp, the highest bin at which `above` and the bins from the top on reach `need`.
-__device__ void find_bin(Scratch& scratch, unsigned long long above, double need) {
-    const int lane = threadIdx.x, top = 255 - 8 * lane;
+// Adds up the tokens of [begin, end) that are kept and have the cut's upper bits, by the bits that this pass finds:
+// their weights, or their number. Leaves out the ties at the floor.
+__device__ void add_up(const Row& row, Scratch& scratch, int begin, int end, int pass, bool by_weight) {
+    const int upper = pass ? row.lower(pass - 1) : 32, lower = row.lower(pass);
+    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) scratch.low[bin] = scratch.high[bin] = 0;
+    __syncthreads();
+    // Neighbours often share a bin: add them up before the atomic.
+    int open = 0;
+    unsigned long long held = 0;
+    const unsigned floor = scratch.cut.floor, prefix = scratch.cut.prefix;
+    each_logit<2, false>(row, begin, end, threadIdx.x, blockDim.x, [&](int, unsigned bits) {
+        const unsigned key = key_of(bits);
+        if (key <= floor || (pass && key >> upper != prefix)) return;
+        const int bin = (int)(key >> lower) & ((1 << (upper - lower)) - 1);
+        if (bin != open && held) {
+            scratch.add(open, held);
+            held = 0;
+        }
+        open = bin;
+        held += by_weight ? (unsigned long long)row.weight(bits) : 1;
+    });
+    if (held) scratch.add(open, held);
+    __syncthreads();
+}
+
+// Takes into the cut the highest bin at which the sums from the top on reach the need. `need` is what to keep: tokens,
+// or a share of the weight. After the last pass the cut holds the last token to keep.
+__device__ void take(const Row& row, Scratch& scratch, int pass, int passes, bool by_weight, double need) {
+    const int upper = pass ? row.lower(pass - 1) : 32, lower = row.lower(pass);
+    Cut& cut = scratch.cut;
+    if (threadIdx.x == 0 && by_weight && cut.ties && (pass == 0 || cut.floor >> upper == cut.prefix)) {
+        const int bin = (int)(cut.floor >> lower) & ((1 << (upper - lower)) - 1);
+        scratch.add(bin, cut.ties * row.weight(bits_of(cut.floor)));
+    }
+    __syncthreads();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = BINS / blockDim.x;
+    int bin = BINS - 1 - threadIdx.x * each;
     unsigned long long own = 0;
-    for (int bin = top; bin > top - 8; bin--) own += scratch.bins[bin];
+    for (int i = 0; i < each; i++) own += scratch.sum(bin - i);
     unsigned long long reached = own;
     for (int offset = 1; offset < 32; offset *= 2) {
         const unsigned long long other = __shfl_up_sync(0xffffffffu, reached, offset);
         if (lane >= offset) reached += other;
     }
-    const unsigned enough = __ballot_sync(0xffffffffu, (double)(above + reached) >= need);
-    if (lane != (enough ? __ffs(enough) - 1 : 31)) return;
-    above += reached - own;
-    int bin = top;
-    while (bin > top - 7 && (double)(above + scratch.bins[bin]) < need) above += scratch.bins[bin--];
-    scratch.bin = bin;
-    scratch.above = above;
-}
-
-// Takes tokens, most likely first, until they reach `need`, counted in tokens (top-k) or in weight (top-p), and
-// returns the rank of the last one. It finds the rank eight bits at a time, from the top. In every thread.
-__device__ unsigned long long last_kept(const Row& row, Scratch& scratch, bool by_weight, double need) {
-    unsigned long long prefix = 0, above = 0;
-    for (int shift = 48; shift >= 0; shift -= 8) {
-        for (int bin = threadIdx.x; bin < 256; bin += blockDim.x) scratch.bins[bin] = 0;
-        __syncthreads();
-        // Neighbours often share a bin: add them up before the atomic.
-        int open = 0;
-        unsigned long long held = 0;
-        each_logit(row, 0, row.vocab, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
-            const unsigned long long rank = row.rank(id, bits);
-            if (rank < row.floor || rank >> shift >> 8 != prefix) return;
-            const int bin = (int)(rank >> shift & 255);
-            if (bin != open && held) atomicAdd(&scratch.bins[open], held);
-            if (bin != open) held = 0;
-            open = bin;
-            held += by_weight ? (unsigned long long)row.weight(id, bits) : 1;
-        });
-        if (held) atomicAdd(&scratch.bins[open], held);
-        __syncthreads();
-        if (threadIdx.x < 32) find_bin(scratch, above, need);
-        __syncthreads();
-        prefix = prefix << 8 | (unsigned)scratch.bin;
-        above = scratch.above;
-        const bool is_whole = !by_weight && (double)(above + scratch.bins[scratch.bin]) == need;
-        __syncthreads();
-        if (is_whole) return prefix << shift;
+    if (lane == 31) scratch.sums[warp] = reached;
+    __syncthreads();
+    unsigned long long total = 0;
+    for (int other = 0; other < (int)blockDim.x / 32; other++) {
+        if (other == warp) reached += total;
+        total += scratch.sums[other];
     }
-    return prefix;
-}
-
-// Returns the sum of the weights, in every thread.
-__device__ long long total_of(const Row& row, Scratch& scratch) {
-    long long sum = 0;
-    each_logit(row, 0, row.vocab, threadIdx.x, blockDim.x, [&](int id, unsigned bits) { sum += row.weight(id, bits); });
-    return block_sum(sum, scratch.sums);
-}
-
-// Returns the least id whose cumulative weight exceeds u times the total. Each warp (two or more) adds up a run of
-// ids. The run that holds the id is then divided in the same way.
-__device__ int draw(const Row& row, Scratch& scratch, double u) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    int begin = 0, end = row.vocab;
-    long long below = 0;
-    double aim = -1.0;
-    while (end - begin > 1 || aim < 0.0) {
-        const int run = (end - begin + warps - 1) / warps;
-        const int stop = min(end, begin + (warp + 1) * run);
-        long long sum = 0;
-        each_logit(row, min(begin + warp * run, stop), stop, threadIdx.x % 32, 32, [&](int id, unsigned bits) {
-            sum += row.weight(id, bits);
-        });
-        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-        if (threadIdx.x % 32 == 0) scratch.sums[warp] = sum;
-        __syncthreads();
-        if (aim < 0.0) {
-            long long total = 0;
-            for (int other = 0; other < warps; other++) total += scratch.sums[other];
-            aim = u * (double)total;
+    const double goal = pass ? cut.need : by_weight ? need * (double)total : need;
+    unsigned long long above = (pass ? cut.above : 0) + reached - own;
+    const bool is_mine = (double)above < goal && (double)(above + own) >= goal;
+    __syncthreads();
+    if (is_mine) {
+        while ((double)(above + scratch.sum(bin)) < goal) above += scratch.sum(bin--);
+        cut.prefix = (pass ? cut.prefix << (upper - lower) : 0) | (unsigned)bin;
+        cut.above = above;
+        cut.need = goal;
+        if (pass + 1 == passes) {
+            // All 32 bits of the key: below the 16 of a short logit are zeros, or ones for a negative one.
+            cut.floor = row.dtype == 0 ? cut.prefix : cut.prefix << 16 | (cut.prefix >> 15 ? 0 : 0xffffu);
+            const unsigned long long each_tie = by_weight ? row.weight(bits_of(cut.floor)) : 1;
+            cut.ties = (int)(((unsigned long long)ceil(goal) - above + each_tie - 1) / each_tie);
         }
-        int found = 0;
-        while (found + 1 < warps && (double)(below + scratch.sums[found]) <= aim) below += scratch.sums[found++];
-        begin += found * run;
-        end = min(end, begin + run);
-        __syncthreads();
     }
-    return begin;
+    __syncthreads();
 }
 
-// Finds the greatest rank of each part of each row, for rows that are too few to fill a GPU with a block each.
+// Divides [begin, end) into `parts` runs of `each` ids, and takes that run into the aim which holds the token.
+template <typename Sums>
+__device__ void aim_at(Aim& aim, const Sums& sums, const Sums& ties, int parts, int each) {
+    int found = 0;
+    for (; found + 1 < parts; found++) {
+        const long long kept = min((long long)ties[found], aim.left);
+        const long long reached = aim.below + (long long)sums[found] + kept * aim.each_tie;
+        if ((double)reached > aim.at) break;
+        aim.below = reached, aim.left -= kept;
+    }
+    aim.begin += found * each;
+    aim.end = min(aim.end, aim.begin + each);
+}
+
+// Begins to look for the token in [0, vocab), by the sums of `parts` runs of it. In one thread.
+template <typename Sums>
+__device__ void begin_aim(
+    const Row& row, Scratch& scratch, const Sums& sums, const Sums& ties, int parts, int each, double u) {
+    const Cut& cut = scratch.cut;
+    Aim& aim = scratch.aim;
+    aim = {0, row.vocab, 0, cut.ties, cut.ties ? row.weight(bits_of(cut.floor)) : 0, 0.0};
+    long long total = 0, all = 0;
+    for (int part = 0; part < parts; part++) total += sums[part], all += ties[part];
+    aim.at = u * (double)(total + min(all, aim.left) * aim.each_tie);
+    aim_at(aim, sums, ties, parts, each);
+}
+
+// Returns the token that is drawn. Each warp (two or more) adds up a run of ids, first of [begin, end); then the run
+// that holds the token is divided in the same way. The first sums go to meet(run), which begins the aim, or returns
+// false if another block goes on. In every thread.
+template <typename Meet>
+__device__ __forceinline__ int draw(const Row& row, Scratch& scratch, int begin, int end, Meet meet) {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    for (bool is_first = true;; is_first = false) {
+        const int run = (end - begin + warps - 1) / warps, first = min(begin + warp * run, end);
+        const unsigned floor = scratch.cut.floor;
+        long long sum = 0;
+        int ties = 0;
+        each_logit<2, false>(row, first, min(first + run, end), threadIdx.x % 32, 32, [&](int, unsigned bits) {
+            const unsigned key = key_of(bits);
+            if (key > floor) sum += row.weight(bits);
+            ties += key == floor;
+        });
+        for (int offset = 16; offset > 0; offset /= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            ties += __shfl_xor_sync(0xffffffffu, ties, offset);
+        }
+        if (threadIdx.x % 32 == 0) scratch.sums[warp] = sum, scratch.ties[warp] = ties;
+        __syncthreads();
+        if (is_first) {
+            if (!meet(run)) return DRAWN;
+        } else if (threadIdx.x == 0) {
+            aim_at(scratch.aim, scratch.sums, scratch.ties, warps, run);
+        }
+        __syncthreads();
+        begin = scratch.aim.begin, end = scratch.aim.end;
+        if (end - begin <= 1) return begin;
+    }
+}
+
+// What the blocks of a row share, and what one launch hands to the next. It begins anywhere in memory.
+struct Space {
+    unsigned long long* cells;  // [BINS + 3 * parts + 9]
+    int parts;
+
+    __device__ __forceinline__ unsigned long long* bins() const { return cells; }
+    __device__ __forceinline__ unsigned long long* greatest() const { return cells + BINS; }
+    __device__ __forceinline__ volatile long long* sums() const { return (long long*)greatest() + parts; }
+    __device__ __forceinline__ volatile long long* ties() const { return sums() + parts; }
+    // Of two, because a launch reads one until its end and writes the other.
+    __device__ __forceinline__ Cut* cut(int step) const { return (Cut*)(greatest() + 3 * parts + 4 * (step & 1)); }
+    __device__ __forceinline__ unsigned* ticket() const { return (unsigned*)(greatest() + 3 * parts + 8); }
+
+    // The greatest logit of the row, as `greatest` returns it.
+    __device__ __forceinline__ unsigned long long best(bool* is_bad) const {
+        unsigned long long best = 0;
+        for (int part = 0; part < parts; part++) {
+            const unsigned long long found = greatest()[part];
+            *is_bad |= (found & BAD) != 0;
+            best = max(best, found & ~BAD);
+        }
+        return best;
+    }
+
+    static constexpr unsigned long long BAD = 1ull << 31;  // above the id, beside the key
+
+    // Returns, in every thread, whether all other blocks of the row are done with this launch. What they wrote is then
+    // seen by atomics and volatile reads.
+    __device__ bool is_last() const {
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) last = atomicInc(ticket(), parts - 1) == (unsigned)parts - 1;
+        __syncthreads();
+        if (last) __threadfence();
+        return last;
+    }
+};
+
+// The part of a row that a block works on: grid (n, parts).
+struct Part {
+    Row row;
+    Space space;
+    int each, begin, end;  // ids; `each` of a part, so that all begin at a multiple of 16 bytes if the row does
+
+    __device__ __forceinline__ Part(const void* logits, int dtype, int vocab, unsigned long long* spaces) {
+        const int parts = gridDim.y;
+        row = {(const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2), dtype, vocab, 0.0f, 0.0f, 0};
+        space = {spaces + (long long)blockIdx.x * (BINS + 3 * parts + 9), parts};
+        each = ((vocab + parts - 1) / parts + 7) / 8 * 8;
+        begin = min((int)blockIdx.y * each, vocab);
+        end = min(begin + each, vocab);
+    }
+};
+
+// What the block's row asks for.
+__device__ __forceinline__ Wish wish_of(
+    const float* temperature, const int* top_k, const float* top_p, const float* min_p, const double* u) {
+    const int row = blockIdx.x;
+    return {temperature[row], top_k[row], top_p[row], min_p ? min_p[row] : 0.0f, u[row]};
+}
+
+// The first launch for few rows: finds the greatest logit of each part, and clears what the next launches add to.
 //
 // grid (n, parts), block of whole warps.
-extern "C" __global__ void __launch_bounds__(1024) greatest_logits_kernel(
-    const void* logits,                 // [n, vocab]
-    int dtype,                          // 0 = float32, 1 = float16, 2 = bfloat16
-    int vocab,                          // 1 .. 2^19
-    unsigned long long* greatest_of) {  // [n, parts]: the rank; bit 63: a logit is NaN or +inf
+extern "C" __global__ void __launch_bounds__(512, 2) greatest_logits_kernel(
+    const void* logits,             // [n, vocab]
+    int dtype,                      // 0 = float32, 1 = float16, 2 = bfloat16
+    int vocab,                      // 1 .. 2^19
+    unsigned long long* spaces) {   // [n, 2048 + 3 * parts + 9]
     __shared__ unsigned long long of_warps[32];
-    const int parts = gridDim.y, part = blockIdx.y, each = (vocab + parts - 1) / parts;
-    const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
-    const Row row = {first, dtype, vocab, 0.0f, 0.0f, 0, 0};
+    const Part part(logits, dtype, vocab, spaces);
+    for (int bin = blockIdx.y * blockDim.x + threadIdx.x; bin < BINS; bin += gridDim.y * blockDim.x) {
+        part.space.bins()[bin] = 0;
+    }
     bool is_bad = false;
-    const int begin = min(part * each, vocab);
-    const unsigned long long best = greatest(row, begin, min(begin + each, vocab), of_warps, &is_bad);
-    if (threadIdx.x == 0) greatest_of[(long long)blockIdx.x * parts + part] = best | (unsigned long long)is_bad << 63;
+    const unsigned long long best = greatest(part.row, part.begin, part.end, of_warps, &is_bad);
+    if (threadIdx.x != 0) return;
+    part.space.greatest()[blockIdx.y] = best | (is_bad ? Space::BAD : 0);
+    if (blockIdx.y != 0) return;
+    *part.space.cut(0) = {0, 0, 0, 0, 0.0};
+    *part.space.ticket() = 0;
 }
 
-// Draws one token for each row; -1 if the logits hold a NaN, +inf or nothing but -inf, or if a parameter is out of
-// range.
+// The launches between: finds the next bits of the last token that top-k (first half of the steps) or top-p keeps. Does
+// nothing for rows that do not ask for it.
 //
-// grid n, block of whole warps, two or more.
-extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
+// grid (n, parts), block of whole warps, two or more.
+extern "C" __global__ void __launch_bounds__(512, 2) narrow_logits_kernel(
     const void* logits,  // [n, vocab]
     int dtype,           // 0 = float32, 1 = float16, 2 = bfloat16
     int vocab,           // 1 .. 2^19
@@ -270,39 +321,124 @@ extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
     const float* top_p,        // [n], in (0, 1], 1 = all
     const float* min_p,        // [n], in [0, 1], 0 = all; or null, all
     const double* u,           // [n], in [0, 1)
-    const unsigned long long* greatest_of,  // [n, parts], of greatest_logits_kernel, or null
-    int parts,
+    unsigned long long* spaces,  // [n, 2048 + 3 * parts + 9]
+    int step) {                  // 0 .. 2 * passes - 1
+    __shared__ Scratch scratch;
+    Part part(logits, dtype, vocab, spaces);
+    const Space space = part.space;
+    const Wish wish = wish_of(temperature, top_k, top_p, min_p, u);
+    bool is_bad = false;
+    const unsigned long long best = space.best(&is_bad);
+    if (begin_row(part.row, wish, best, is_bad) != DRAWN) return;
+    const int passes = dtype == 0 ? 3 : 2, pass = step % passes;
+    const bool by_weight = step >= passes;
+    if (by_weight ? wish.top_p < 1.0f : wish.top_k > 0 && wish.top_k < vocab) {
+        if (threadIdx.x == 0) scratch.cut = *space.cut(step);
+        add_up(part.row, scratch, part.begin, part.end, pass, by_weight);
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
+            if (scratch.sum(bin)) atomicAdd(&space.bins()[bin], scratch.sum(bin));
+        }
+        if (!space.is_last()) return;
+        for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
+            volatile unsigned long long* const cell = &space.bins()[bin];
+            const unsigned long long sum = *cell;
+            scratch.low[bin] = (unsigned)sum, scratch.high[bin] = (unsigned)(sum >> 32);
+            *cell = 0;
+        }
+        __syncthreads();
+        take(part.row, scratch, pass, passes, by_weight, by_weight ? (double)wish.top_p : (double)wish.top_k);
+        if (threadIdx.x == 0) *space.cut(step + 1) = scratch.cut;
+    } else if (blockIdx.y == 0 && threadIdx.x == 0) {
+        *space.cut(step + 1) = *space.cut(step);
+    }
+}
+
+// The last launch for few rows: adds up what is kept of each part; the last block of a row draws within one of them.
+//
+// grid (n, parts), block of whole warps, two or more.
+extern "C" __global__ void __launch_bounds__(512, 2) draw_tokens_kernel(
+    const void* logits,  // [n, vocab]
+    int dtype,           // 0 = float32, 1 = float16, 2 = bfloat16
+    int vocab,           // 1 .. 2^19
+    const float* temperature,  // [n], 0 = argmax
+    const int* top_k,          // int32 [n], 0 = all
+    const float* top_p,        // [n], in (0, 1], 1 = all
+    const float* min_p,        // [n], in [0, 1], 0 = all; or null, all
+    const double* u,           // [n], in [0, 1)
+    unsigned long long* spaces,  // [n, 2048 + 3 * parts + 9]
+    long long* tokens) {         // int64 [n]
+    __shared__ Scratch scratch;
+    Part part(logits, dtype, vocab, spaces);
+    const Space space = part.space;
+    const Wish wish = wish_of(temperature, top_k, top_p, min_p, u);
+    bool is_bad = false;
+    const unsigned long long best = space.best(&is_bad);
+    int token = begin_row(part.row, wish, best, is_bad);
+    if (token == DRAWN) {
+        part.row.least = wish.least();
+        if (threadIdx.x == 0) scratch.cut = *space.cut(0);  // after an even number of steps
+        __syncthreads();
+        token = draw(part.row, scratch, part.begin, part.end, [&](int) {
+            if (threadIdx.x == 0) {
+                long long sum = 0, ties = 0;
+                for (int warp = 0; warp < (int)blockDim.x / 32; warp++) {
+                    sum += scratch.sums[warp], ties += scratch.ties[warp];
+                }
+                space.sums()[blockIdx.y] = sum, space.ties()[blockIdx.y] = ties;
+            }
+            const bool goes_on = space.is_last();
+            if (threadIdx.x == 0 && goes_on) {
+                begin_aim(
+                    part.row, scratch, space.sums(), space.ties(), space.parts, part.each, u[blockIdx.x]);
+            }
+            return goes_on;
+        });
+        if (token == DRAWN) return;
+    } else if (blockIdx.y != 0) {
+        return;
+    }
+    if (threadIdx.x == 0) tokens[blockIdx.x] = token;
+}
+
+// The one launch for many rows. Draws one token for each row; -1 if the logits hold a NaN, +inf or nothing but -inf, or
+// if a parameter is out of range.
+//
+// grid n, block of whole warps, two or more.
+extern "C" __global__ void __launch_bounds__(512, 2) sample_tokens_kernel(
+    const void* logits,  // [n, vocab]
+    int dtype,           // 0 = float32, 1 = float16, 2 = bfloat16
+    int vocab,           // 1 .. 2^19
+    const float* temperature,  // [n], 0 = argmax
+    const int* top_k,          // int32 [n], 0 = all
+    const float* top_p,        // [n], in (0, 1], 1 = all
+    const float* min_p,        // [n], in [0, 1], 0 = all; or null, all
+    const double* u,           // [n], in [0, 1)
     long long* tokens) {       // int64 [n]
     __shared__ Scratch scratch;
-    const float heat = temperature[blockIdx.x], share = top_p[blockIdx.x];
-    const float part_of_best = min_p ? min_p[blockIdx.x] : 0.0f;
-    const double at = u[blockIdx.x];
-    const int most = top_k[blockIdx.x];
+    const Wish wish = wish_of(temperature, top_k, top_p, min_p, u);
     const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
-    Row row = {first, dtype, vocab, 0.0f, heat, 0, 0};
+    Row row = {first, dtype, vocab, 0.0f, 0.0f, 0};
     bool is_bad = false;
-    unsigned long long best = 0;
-    if (greatest_of) {
-        for (int part = 0; part < parts; part++) {
-            const unsigned long long found = greatest_of[(long long)blockIdx.x * parts + part];
-            is_bad |= (found >> 63) != 0;
-            best = max(best, found & ~(1ull << 63));
+    const unsigned long long best = greatest(row, 0, vocab, (unsigned long long*)scratch.sums, &is_bad);
+    int token = begin_row(row, wish, best, is_bad);
+    if (token == DRAWN) {
+        const int passes = dtype == 0 ? 3 : 2;
+        if (threadIdx.x == 0) scratch.cut = {0, 0, 0, 0, 0.0};
+        __syncthreads();
+#pragma unroll 1
+        for (int step = 0; step < 2 * passes; step++) {
+            const bool by_weight = step >= passes;
+            if (by_weight ? wish.top_p >= 1.0f : wish.top_k == 0 || wish.top_k >= vocab) continue;
+            const int pass = step % passes;
+            add_up(row, scratch, 0, vocab, pass, by_weight);
+            take(row, scratch, pass, passes, by_weight, by_weight ? (double)wish.top_p : (double)wish.top_k);
         }
-    } else {
-        best = greatest(row, 0, vocab, scratch.bins, &is_bad);
-    }
-    const int likeliest = 0xffffff - (int)(best & 0xffffff);
-    row.max = __uint_as_float(row.bits(likeliest));
-    is_bad |= row.bits(likeliest) == 0xff800000u;
-    is_bad |= !(heat >= 0.0f && heat <= 3.4028235e38f && share > 0.0f && share <= 1.0f);
-    is_bad |= !(at >= 0.0 && at < 1.0) || most < 0 || !(part_of_best >= 0.0f && part_of_best <= 1.0f);
-    int token = is_bad ? -1 : likeliest;
-    if (!is_bad && heat >= MIN_TEMPERATURE) {
-        if (most > 0 && most < vocab) row.floor = last_kept(row, scratch, false, most);
-        if (share < 1.0f) row.floor = last_kept(row, scratch, true, (double)share * (double)total_of(row, scratch));
-        const double limit = (double)part_of_best * 17179869184.0;  // the likeliest token weighs 2^34
-        row.least = (long long)limit + ((double)(long long)limit < limit);
-        token = draw(row, scratch, at);
+        row.least = wish.least();
+        token = draw(row, scratch, 0, vocab, [&](int run) {
+            const int warps = blockDim.x / 32;
+            if (threadIdx.x == 0) begin_aim(row, scratch, scratch.sums, scratch.ties, warps, run, u[blockIdx.x]);
+            return true;
+        });
     }
     if (threadIdx.x == 0) tokens[blockIdx.x] = token;
 }

@@ -80,6 +80,69 @@ def test_several_blocks_share_a_row(kit, dtype, monkeypatch):
     assert kit.kind == "cuda" or "greatest_logits_kernel" in kit.backend.launches
 
 
+def rows_of_many_kinds(rng, vocab, dtype):
+    """Rows whose last kept token is hard to find: ties within a part and across parts, no spread,
+    ruled-out tokens, both zeros, tiny numbers, one token that has all the weight."""
+    tiny = {torch.float32: 1e-40, torch.float16: 6e-8, torch.bfloat16: 1e-40}[dtype]
+    rows = np.stack(
+        [
+            np.zeros(vocab),
+            np.full(vocab, -7.5),
+            rng.choice([-1.0, 2.0, 2.5], vocab),
+            np.where(np.arange(vocab) % 40 < 3, 1.0, -1.0),  # the same in each part
+            np.sort(rng.standard_normal(vocab)),
+            np.where(rng.random(vocab) < 0.9, -np.inf, rng.standard_normal(vocab)),
+            rng.choice([0.0, -0.0, tiny, -tiny], vocab),
+            np.where(np.arange(vocab) == vocab // 2, 90.0, rng.standard_normal(vocab)),
+            rng.standard_normal(vocab) * 1e4
+            if dtype != torch.float16
+            else rng.normal(0, 1e3, vocab),
+        ]
+    )
+    return torch.from_numpy(rows).to(dtype)
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("part", [40, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_top_k_and_top_p_keep(kit, dtype, part, monkeypatch):
+    """Law: one block or several, the last kept token is the twin's, and so is the draw."""
+    monkeypatch.setattr(sample, "_PART", part)
+    rng = np.random.default_rng(11)
+    for vocab in (281,) if kit.is_checked else (281, 1025):
+        logits = rows_of_many_kinds(rng, vocab, dtype)
+        n = len(logits)
+        for top_k, top_p in [(0, 0.5), (7, 1), (vocab - 1, 0.3), (130, 0.999), (1, 1e-30), (41, 1)]:
+            u = np.where(rng.random(n) < 0.3, np.nextafter(1, 0), rng.random(n))
+            both(kit, logits, rng.choice([0.3, 1, 3], n), top_k, top_p, u)
+        # Rows with different wishes go through the same launches.
+        both(
+            kit,
+            logits,
+            rng.choice([0, 1], n),
+            rng.choice([0, 1, 50, vocab], n),
+            rng.choice([1, 0.9, 0.1], n),
+            rng.random(n),
+        )
+
+
+def test_few_rows_take_a_launch_for_each_pass(kit):
+    """Law: what a call launches depends on its sizes alone, so it can be captured."""
+    if kit.kind == "cuda":
+        return
+    for vocab, dtype, passes in [(8192, torch.float32, 3), (5000, torch.bfloat16, 2)]:
+        for temperature, top_k in [(0, 0), (1, 0), (1, 5)]:
+            kit.backend.launches.clear()
+            both(kit, torch.zeros(2, vocab, dtype=dtype), temperature, top_k, 1, 0.5)
+            middle = ["narrow_logits_kernel"] * 2 * passes
+            expected = ["greatest_logits_kernel", *middle, "draw_tokens_kernel"]
+            assert kit.backend.launches == expected
+    for n, vocab in [(2, 4096), (133, 5000)]:
+        kit.backend.launches.clear()
+        both(kit, torch.zeros(n, vocab, dtype=torch.bfloat16), 0, 0, 1, 0.5)
+        assert kit.backend.launches == ["sample_tokens_kernel"]
+
+
 def test_a_large_vocabulary(kit):
     vocab = 2000 if kit.is_checked else 152_064
     rng = np.random.default_rng(3)
@@ -91,14 +154,18 @@ def test_a_large_vocabulary(kit):
     assert drawn.tolist() == [vocab * 3 // 4, 750]
 
 
-def test_the_largest_vocabulary_is_still_exact(kit):
+@pytest.mark.parametrize("part", [4096, 1 << 20])
+def test_the_largest_vocabulary_is_still_exact(kit, part, monkeypatch):
     """2^19 tokens of equal weight: the total is 2^53, and every one of them can be drawn."""
     if kit.is_checked or kit.order == 7:
         return
+    monkeypatch.setattr(sample, "_PART", part)
     logits = np.zeros((3, 1 << 19), np.float16)
     u = [np.nextafter(1, 0), 1 - 2**-19, 0.5]
     drawn = both(kit, logits, 1, 0, 1, u)
     assert drawn.tolist() == [2**19 - 1, 2**19 - 1, 2**18]
+    drawn = both(kit, logits, 1, [0, 2**19 - 1, 3], [0.5, 1, 0.5], [np.nextafter(1, 0)] * 3)
+    assert drawn.tolist() == [2**18 - 1, 2**19 - 2, 1]
 
 
 def test_ties_go_to_the_lower_id(kit):

@@ -414,6 +414,24 @@ def test_launch_bounds_and_shared_memory_limits():
     kernel((1,), (1,), (zeros(1), np.int32((16 << 10) - 1)), shared_mem=64 << 10)
 
 
+def test_shared_memory_is_counted_for_each_kernel():
+    """Law: what one kernel keeps in shared memory leaves the others as much as before."""
+    text = """
+    __device__ int* both(int i) { __shared__ int cells[4 << 10]; return &cells[i]; }
+    extern "C" __global__ void one(int* x) {
+        __shared__ int own[8 << 10];
+        own[*x] = 1;
+        *x = own[x[1]] + *both(*x);
+    }
+    extern "C" __global__ void other(int* x) { *both(*x) = 1; *x = *both(x[1]); }
+    """
+    module = HostModule(text)
+    for name, left in (("one", 0), ("other", 32)):
+        assert module.get_function(name).max_dynamic_shared_size_bytes == left << 10
+    with pytest.raises(LaunchError, match="0 allowed"):
+        module.get_function("one")((1,), (1,), (zeros(1),), shared_mem=4)
+
+
 def test_names_and_sources():
     with pytest.raises(KeyError, match="there are"):
         laws("copy_kernel")

@@ -1,5 +1,6 @@
 """Every kernel through NVRTC, for the GPUs of three generations and both CUDA majors."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -85,12 +86,34 @@ def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, ar
     assert program.in_flight(kernel) >= 4
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @archs
-@pytest.mark.parametrize("kernel", ["sample_tokens_kernel", "greatest_logits_kernel"])
-def test_logits_are_read_by_16_bytes(compiler, disassembler, kernel, arch):
-    accesses = compiled(compiler, ROOT / "cuda" / "sample.cu", arch).accesses(kernel)
-    assert accesses["LDG", 128], accesses
+@pytest.mark.parametrize(
+    ("kernel", "loads"),
+    [
+        ("sample_tokens_kernel", 4),
+        ("greatest_logits_kernel", 4),
+        ("narrow_logits_kernel", 2),
+        ("draw_tokens_kernel", 2),
+    ],
+)
+def test_logits_are_read_by_16_bytes(compiler, disassembler, kernel, loads, arch):
+    """Several loads under way; few registers, so that 1,024 threads run at once on a processor."""
+    program = compiled(compiler, ROOT / "cuda" / "sample.cu", arch)
+    assert program.accesses(kernel)["LDG", 128] and program.in_flight(kernel) >= loads
+    assert program.usage[kernel].registers <= 64
+
+
+@pytest.mark.sample(2)
+@archs
+@pytest.mark.parametrize("kernel", ["narrow_logits_kernel", "draw_tokens_kernel"])
+def test_blocks_that_share_a_row_meet_behind_fences(compiler, disassembler, kernel, arch):
+    """The host runner's blocks see each other's writes at once; a GPU's need two fences."""
+    text = compiled(compiler, ROOT / "cuda" / "sample.cu", arch).assembly(kernel)
+    order = re.findall(r"\b(MEMBAR\.SC\.GPU|BAR\.SYNC|ATOMG\.E\.INC)\b", text)
+    at = order.index("ATOMG.E.INC")
+    assert order[at - 2 : at] == ["MEMBAR.SC.GPU", "BAR.SYNC"]
+    assert order[at + 1 : at + 3] == ["BAR.SYNC", "MEMBAR.SC.GPU"]
 
 
 # --- the reading of what NVRTC says -------------------------------------------------------------
@@ -149,6 +172,21 @@ def test_narrow_and_generic_accesses_are_told_apart(compiler, disassembler, arch
     assert compiler.compile(text, "sm_80").accesses("generic")["LDG", 64] == 1
     program = compiler.compile(text, "sm_100").accesses("generic")
     assert program["LD", 128] + program["LDG", 128] == 1
+
+
+def test_loads_under_way_end_where_one_is_used():
+    lines = [
+        "LDG.E.128 R4, desc[UR4][R2.64] ;",
+        "@P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64+0x10] ;",
+        "IMAD R20, R3, 0x4, R21 ;",
+        "STG.E.128 desc[UR4][R14.64], R4 ;",
+        "LDG.E.128 R16, desc[UR4][R2.64] ;",
+    ]
+    assert nvrtc.loads_in_flight("\n".join(lines)) == 2
+    used = [lines[0], "FADD R30, R7, R1 ;", lines[1]]
+    assert nvrtc.loads_in_flight("\n".join(used)) == 1
+    again = [lines[0], lines[0]]  # the second overwrites the first
+    assert nvrtc.loads_in_flight("\n".join(again)) == 1
 
 
 def test_an_error_names_file_and_line(compiler):

@@ -30,6 +30,8 @@ _USAGE = re.compile(
     r"(?:, (?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
+_WIDE_LOAD = re.compile(r"\bLDG\.E[.\w]*\.128[.\w]* R(\d+),")
+_REGISTER = re.compile(r"\bR(\d+)\b")
 _ACCESS = re.compile(r"\b(LDG|STG|LD|ST)\.E((?:\.\w+)*)")
 
 
@@ -62,16 +64,15 @@ class Program:
 
         LDG and STG know that the address is global; LD and ST find out at run time.
         """
-        return global_accesses(disassembled(self.cubin)[self.lowered.get(kernel, kernel)])
+        return global_accesses(self.assembly(kernel))
 
     def in_flight(self, kernel: str) -> int:
-        """The most 16-byte loads that a kernel issues without a store between them."""
-        text = disassembled(self.cubin)[self.lowered.get(kernel, kernel)]
-        most = now = 0
-        for name, suffixes in _ACCESS.findall(text):
-            now = now + (_bits(suffixes) == 128) if name == "LDG" else 0
-            most = max(most, now)
-        return most
+        """The most 16-byte loads that a kernel issues before it touches what one of them loads."""
+        return loads_in_flight(self.assembly(kernel))
+
+    def assembly(self, kernel: str) -> str:
+        """The machine instructions of a kernel as text."""
+        return disassembled(self.cubin)[self.lowered.get(kernel, kernel)]
 
 
 class Nvrtc:
@@ -189,6 +190,21 @@ def disassembled(cubin: bytes) -> dict[str, str]:
 def global_accesses(assembly: str) -> Counter[tuple[str, int]]:
     """Counts loads and stores by (instruction, bits)."""
     return Counter((name, _bits(suffixes)) for name, suffixes in _ACCESS.findall(assembly))
+
+
+def loads_in_flight(assembly: str) -> int:
+    """The most loads of 16 bytes before an instruction that names a register of one of them."""
+    most, waiting = 0, set[int]()
+    for line in assembly.splitlines():
+        registers = {int(number) for number in _REGISTER.findall(line)}
+        load = _WIDE_LOAD.search(line)
+        first = int(load[1]) if load else -1
+        loaded = set(range(first, first + 4)) if load else set()
+        if registers - {first} & waiting or loaded & waiting:
+            waiting = set()
+        waiting |= loaded
+        most = max(most, len(waiting) // 4)
+    return most
 
 
 def _bits(suffixes: str) -> int:

@@ -116,7 +116,7 @@ def source() -> str:
 
 def entries() -> list[str]:
     """Return the names of all kernels."""
-    return re.findall(r"__global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(", source())
+    return re.findall(r"__global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(", source())
 
 
 class CudaBackend:

@@ -78,7 +78,12 @@ class HostModule:
             text, kind, name_expressions=self.name_expressions, options=options
         )
         self._library = _load(str(self._build.library))
-        self.shared_bytes = sum(v.size for v in self._build.variables if v.shared)
+
+    def shared_bytes_of(self, name: str) -> int:
+        """Bytes of the `__shared__` variables of a kernel, and of functions that it may call."""
+        others = self.entries.keys() - {name}
+        shared = [v for v in self._build.variables if v.shared]
+        return sum(v.size for v in shared if v.name.split("::")[0] not in others)
 
     def get_function(self, name: str) -> HostKernel:
         """The kernel of that name, or the instance that a name expression asked for."""
@@ -113,7 +118,8 @@ class HostKernel:
 
     def __init__(self, module: HostModule, name: str, symbol: str, max_threads: int) -> None:
         self.module, self.name, self.max_threads_per_block = module, name, max_threads
-        self.max_dynamic_shared_size_bytes = SHARED_BYTES - module.shared_bytes
+        self.shared_bytes = module.shared_bytes_of(name)
+        self.max_dynamic_shared_size_bytes = SHARED_BYTES - self.shared_bytes
         self._entry = _Kernel.in_dll(module._library, f"host_kernel_{symbol}")
         self.parameters = [
             Parameter(p.size, p.kind.decode(), p.pointee_size, p.pointee_kind.decode().strip("\0"))
@@ -168,7 +174,7 @@ class HostKernel:
         threads, allowed = block[0] * block[1] * block[2], self.max_threads_per_block
         if threads > allowed:
             raise LaunchError(f"{self.name}: {threads} threads a block, {allowed} allowed")
-        most = MAX_SHARED_BYTES - self.module.shared_bytes
+        most = MAX_SHARED_BYTES - self.shared_bytes
         limit = min(self.max_dynamic_shared_size_bytes, most)
         if not 0 <= shared_mem <= limit:
             raise LaunchError(f"{self.name}: {shared_mem} bytes of shared memory, {limit} allowed")
