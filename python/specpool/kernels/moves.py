@@ -21,6 +21,8 @@ from specpool.kernels.with_twin import with_twin
 _IN_FLIGHT = 4
 # Blocks of a large copy: 16 for each of 256 multiprocessors.
 _BLOCKS = 4096
+# Blocks that leave no multiprocessor of a large GPU idle, and those that it can run at once.
+_FEW, _FULL = 264, 1056
 MAX_HELD = SHARED_BYTES // 16
 """Slots that a block can hold of one column."""
 
@@ -47,7 +49,11 @@ def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int
     tiles = -(-of.columns // (_IN_FLIGHT * block[0])) if of.columns > block[0] else 1
     # As many blocks as there are groups of slots, up to what keeps every GPU busy; more go in turn.
     most = max(_BLOCKS // (fields * tiles), 1)
-    grid = (min(-(-n // block[1]), most), fields, tiles)
+    turns = -(-n // block[1])
+    if tiles == 1 and turns * fields > _FULL:
+        # Enough blocks run: rather give each thread several slots, whose loads overlap.
+        turns = max(-(-turns // _IN_FLIGHT), _FULL // fields)
+    grid = (min(turns, most), fields, tiles)
     sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)
     args: tuple[Arg, ...] = (of.table, to.table, *map(i32, sizes), src, dst, i32(n))
     launch("copy_slots", grid, block, args, touches=(*of.buffers, *to.buffers))
@@ -112,18 +118,28 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
     elif n > MAX_HELD:
         scatter_kv(fields, dst, gather_kv(fields, src))
     else:
-        tiles, block, shared = _held(fields, n)
+        tiles, block, shared = _held(fields, n, 1)
         args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
         grid = (tiles if n else 0, len(fields.widths))
         launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
 
 
-def _held(fields: Fields, n: int) -> tuple[int, tuple[int, int], int]:
-    """Return tiles per field, block size and shared bytes for blocks that hold n slots."""
+def _held(fields: Fields, n: int, lanes: int) -> tuple[int, tuple[int, int], int]:
+    """Return tiles per field, block size and shared bytes for blocks that hold n slots.
+
+    Few blocks become more by narrower tiles, down to 128 bytes of a slot.
+    """
     room = MAX_HELD // max(n, 1)
     columns = min(ceil_pow2(fields.columns), 1 << (room.bit_length() - 1), 256)
+    while columns > 8 and -(-fields.columns // columns) * len(fields.widths) * lanes < _FEW:
+        columns //= 2
     rows = max(min(256 // columns, ceil_pow2(n)), 1)
     return -(-fields.columns // columns), (columns, rows), 16 * n * columns
+
+
+def _tiles(blocks: int, most: int) -> int:
+    """Return in how many parts, up to `most`, to split the work of each of so many blocks."""
+    return max(min(-(-_FEW // max(blocks, 1)), most), 1)
 
 
 @with_twin(moves.compact_accepted)
@@ -154,9 +170,10 @@ def compact_accepted(
     expect("accept_index", accept_index, torch.int32, (n, None), table.device)
     width, nodes = accept_index.shape[1], number("num_draft_tokens", num_draft_tokens, 1)
     number("n * num_draft_tokens", n * nodes, 0)
-    threads = min(max(ceil_pow2(fields.columns), 32), 256)
+    tiles = _tiles(n * len(fields.widths), -(-fields.columns // 32))
+    threads = min(max(ceil_pow2(-(-fields.columns // tiles)), 32), 256)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, accept_index)
-    grid = (n if width > 1 else 0, len(fields.widths))
+    grid = (n if width > 1 else 0, len(fields.widths), -(-fields.columns // threads))
     sizes = (i32(width), i32(nodes))
     launch("compact_accepted", grid, (threads,), (*args, *sizes), touches=fields.buffers)
 
@@ -190,8 +207,10 @@ def duplicate_prefix_tail(
     copies = n * (k - 1) if table.page_size > 1 else 0
     number("n * (topk - 1)", copies, 0)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, i32(s), i32(k))
-    grid = (copies, len(fields.widths))
-    launch("duplicate_prefix_tail", grid, fields.block(), args, touches=fields.buffers)
+    block = fields.block()
+    turns = -(-(table.page_size - 1) // block[1])  # of a tail at its longest
+    grid = (copies, len(fields.widths), _tiles(copies * len(fields.widths), turns))
+    launch("duplicate_prefix_tail", grid, block, args, touches=fields.buffers)
 
 
 @with_twin(twins.copy_parent_drafts)
@@ -227,7 +246,7 @@ def copy_parent_drafts(
     s, k = number("num_steps", num_steps, 1), branch_parents.shape[1]
     step, holey = number("step", step, 0, s - 1), is_holey(layout)
     drafts = number("topk * step", k * step, 0, MAX_HELD)
-    tiles, block, shared = _held(fields, drafts)
+    tiles, block, shared = _held(fields, drafts, n)
     sizes = (i32(s), i32(k), holey, i32(step), i32(tiles))
     number("n * tiles", n * tiles, 0)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, branch_parents, *sizes)
