@@ -346,6 +346,18 @@ BAD = {
         lambda: device.apply_table_delta(TABLE, LANES, LANES, t(1)),
         r"pages must be contiguous int32 \[2\]",
     ),
+    "deltas": (
+        lambda: device.apply_table_deltas([TABLE, TABLE], [(LANES.numpy(),) * 3]),
+        "deltas must be 2, one for each table, got 1",
+    ),
+    "deltas shape": (
+        lambda: device.apply_table_deltas([TABLE], [(i32([1, 1]), i32([1, 1]), i32([1]))]),
+        r"deltas\[0\] must be three int32 arrays \[n\], got int32 \[2\], int32 \[2\], int32 \[1\]",
+    ),
+    "deltas device": (
+        lambda: device.apply_table_deltas([TABLE, TABLE.to("meta")], [(i32([1]),) * 3] * 2),
+        r"page_tables\[1\] must be on cpu, it is on meta",
+    ),
     "out": (lambda: device.slots_at(*PLACE, out=t(3)), r"out must be contiguous int32 \[2\]"),
     "ranges too small": (
         lambda: device.slot_ranges(*PLACE, LANES, hi=[3, 4], out=t(6)),

@@ -6,14 +6,18 @@ outside the buffers and padding lanes (row 0).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specpool.errors import ShapeError
 from specpool.kernels import twin_moves as moves
 from specpool.kernels import with_twin as twins
 from specpool.kernels.checks import Table, ceil_pow2, expect, i32, is_holey, number
-from specpool.kernels.fields import Fields
+from specpool.kernels.fields import Fields, send_rows
 from specpool.kernels.launch import SHARED_BYTES, Arg, launch, runs_kernels
 from specpool.kernels.with_twin import with_twin
 
@@ -122,6 +126,69 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
         args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
         grid = (tiles if n else 0, len(fields.widths))
         launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
+
+
+def copy_pages(groups: Mapping[int, Fields], copies: NDArray[np.int32]) -> None:
+    """Copy the first tokens of pages to other pages, in all buffers of all groups with one launch.
+
+    Args:
+        groups: the buffers of each group that `copies` names, written.
+        copies: int32 [n, 4], on the host, as in `Plan.page_copies`: (group, src page, dst page,
+            tokens), in order. A copy that needs an earlier one's result is a launch of its own.
+
+    Raises:
+        ShapeError: a group, a page or a number of tokens is out of range; nothing is copied.
+    """
+    runs: list[list[tuple[int, int, int, int]]] = []
+    read, written = set[tuple[int, int]](), set[tuple[int, int]]()
+    for place, (group, src, dst, tokens) in enumerate(copies.tolist()):
+        if group not in groups:
+            raise ShapeError(f"copies[{place}] names group {group}, there are {sorted(groups)}")
+        size, most = groups[group].page_size, groups[group].num_slots // groups[group].page_size
+        number(f"source page of copies[{place}]", src, 0, most - 1)
+        number(f"target page of copies[{place}]", dst, 0, most - 1)
+        number(f"tokens of copies[{place}]", tokens, 0, size)
+        if not runs or (group, dst) in read | written or (group, src) in written:
+            runs.append([])
+            read, written = set(), set()
+        runs[-1].append((group, src, dst, tokens))
+        read.add((group, src))
+        written.add((group, dst))
+    for run in runs:
+        _copy_run(groups, run)
+
+
+def _copy_run(groups: Mapping[int, Fields], run: Sequence[tuple[int, int, int, int]]) -> None:
+    """Copy pages of which none is both read and written.
+
+    A page's tokens lie one after the other in each field. So to the kernel each copy of a field is
+    a field of its own, with one slot as wide as these tokens.
+    """
+    device = groups[run[0][0]].device
+    if not runs_kernels(device):
+        for group, src, dst, tokens in run:
+            size, offsets = groups[group].page_size, torch.arange(tokens, dtype=torch.int32)
+            move_kv(groups[group], src * size + offsets, dst * size + offsets, disjoint=True)
+        return
+    rows = [np.concatenate([_page(groups[c[0]].rows, c[at], c[3]) for c in run]) for at in (1, 2)]
+    touches = [buffer for group in {c[0] for c in run} for buffer in groups[group].buffers]
+    one = i32(1)
+    for first in range(0, len(rows[0]), 65535):
+        source, target = (each[first : first + 65535] for each in rows)
+        columns = int((source["width"] // source["vec"]).max())
+        threads = min(ceil_pow2(columns), 256)
+        tiles = min(-(-columns // (_IN_FLIGHT * threads)), max(_BLOCKS // len(source), 1))
+        args = (*send_rows(device, source, target), one, one, one, one, None, None, one)
+        grid = (1 if columns else 0, len(source), tiles)
+        launch("copy_slots", grid, (threads, 1), args, touches=touches)
+
+
+def _page(rows: NDArray[np.void], page: int, tokens: int) -> NDArray[np.void]:
+    """Return the fields of one page, with its first tokens as the only slot."""
+    fields = rows.copy()
+    fields["base"] += page * rows["page_stride"]
+    fields["width"] *= tokens
+    return fields
 
 
 def _held(fields: Fields, n: int, lanes: int) -> tuple[int, tuple[int, int], int]:
