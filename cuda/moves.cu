@@ -104,22 +104,34 @@ extern "C" __global__ void copy_slots_kernel(
 template <typename Source, typename Target>
 __device__ __forceinline__ void move_held(
     const Field& field, int page_size, int num_slots, int n, int column, int4* held, Source source, Target target) {
-    const bool is_column = column < field.width / field.vec;
+    const int end = column < field.width / field.vec ? n : 0, step = blockDim.y;
+    const auto read_of = [&](int i) {
+        const int read = i < n ? source(i) : -1;
+        return is_slot(read, num_slots) ? read : -1;
+    };
     with_unit(field.vec, [&](auto unit) {
         typedef decltype(unit) Unit;
-        for (int i = threadIdx.y; i < n && is_column; i += blockDim.y) {
-            const int read = source(i);
-            if (is_slot(read, num_slots)) {
-                *(Unit*)&held[i * blockDim.x + threadIdx.x] = field.at<Unit>(read, page_size)[column];
+        for (int first = threadIdx.y; first < end; first += IN_FLIGHT * step) {
+            int read[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) read[k] = read_of(first + k * step);
+            Unit loaded[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) {
+                if (read[k] >= 0) loaded[k] = field.at<Unit>(read[k], page_size)[column];
+            }
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; k++) {
+                if (read[k] >= 0) *(Unit*)&held[(first + k * step) * blockDim.x + threadIdx.x] = loaded[k];
             }
         }
     });
     __syncthreads();
     with_unit(field.vec, [&](auto unit) {
         typedef decltype(unit) Unit;
-        for (int i = threadIdx.y; i < n && is_column; i += blockDim.y) {
-            const int written = target(i);
-            if (is_slot(source(i), num_slots) && is_slot(written, num_slots)) {
+        for (int i = threadIdx.y; i < end; i += step) {
+            const int written = read_of(i) < 0 ? -1 : target(i);
+            if (is_slot(written, num_slots)) {
                 field.at<Unit>(written, page_size)[column] = *(Unit*)&held[i * blockDim.x + threadIdx.x];
             }
         }
@@ -149,7 +161,7 @@ extern "C" __global__ void move_slots_kernel(
 // A node's target is never behind its source, so in ascending order no source is overwritten before it is read. The
 // block moves eight nodes at a time, so that their loads overlap (sgl#40734).
 //
-// grid (batch, num_fields), block (columns), 8 threads or more.
+// grid (batch, num_fields, any), block (columns), 8 threads or more.
 extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
     const Field* fields,  // [num_fields]
     int num_slots,
@@ -185,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(256) compact_accepted_kernel(
         __syncthreads();
         with_unit(field.vec, [&](auto unit) {
             typedef decltype(unit) Unit;
-            for (int column = threadIdx.x; column < field.width / field.vec; column += blockDim.x) {
+            const int columns = field.width / field.vec, step = gridDim.z * blockDim.x;
+            for (int column = blockIdx.z * blockDim.x + threadIdx.x; column < columns; column += step) {
                 Unit held[PLACES];
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) {
@@ -228,7 +241,7 @@ extern "C" __global__ void duplicate_prefix_tail_kernel(
     const int end = min(last, num_slots - max(read, written));
     const Field field = fields[blockIdx.y];
     copy_pieces(
-        field, field, page_size, page_size, end, threadIdx.y, blockDim.y, blockIdx.z, gridDim.z,
+        field, field, page_size, page_size, end, blockIdx.z * blockDim.y + threadIdx.y, gridDim.z * blockDim.y, 0, 1,
         [&](int i, int& from, int& to) { from = read + i, to = written + i; });
 }
 

@@ -17,6 +17,27 @@ extern "C" __global__ void apply_table_delta_kernel(
     cells[(long long)row * pages_per_row + column] = pages[at];
 }
 
+// One of several page tables.
+struct Cells {
+    long long base;  // address of the first cell
+    int num_rows;
+    int pages_per_row;
+};
+
+// As apply_table_delta_kernel, for several tables: entry i changes table entries[0][i]. An entry of no table is skipped.
+extern "C" __global__ void apply_table_deltas_kernel(
+    const Cells* tables,  // [num_tables]
+    int num_tables,
+    const int* entries,  // int32 [4, n]: tables, rows, columns, pages
+    int n) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= n || entries[at] < 0 || entries[at] >= num_tables) return;
+    const Cells table = tables[entries[at]];
+    const int row = entries[n + (long long)at], column = entries[2ll * n + at], page = entries[3ll * n + at];
+    if (row < 1 || row >= table.num_rows || column < 0 || column >= table.pages_per_row || page < 0) return;
+    ((int*)table.base)[(long long)row * table.pages_per_row + column] = page;
+}
+
 // out[i] = the slot of (rows[i], positions[i]). One thread for each.
 extern "C" __global__ void slots_at_kernel(
     const int* cells,

@@ -6,6 +6,7 @@ import torch
 
 from kernel_kit import Batch, array, i32, i64, put_place
 from specpool import kernels as device
+from specpool.errors import ShapeError
 from specpool.kernels import launch
 from specpool.kernels import twin_moves as moves
 from specpool.kernels import twins as kernels
@@ -144,6 +145,47 @@ def test_gather_and_scatter(kit):
         device.scatter_kv(fields, kit.put(i32(slots)), got)
         moves.scatter_kv(twins, i64(slots), want)
         cache.check()
+
+
+def test_pages_of_several_groups_are_one_launch(kit):
+    """Law: as if each copy came after the one before; a copy of a copy is a launch of its own."""
+    caches = {0: Cache(kit, Batch(4, 3)), 2: Cache(kit, Batch(16, 3), SHAPES[1:])}
+    groups = {group: cache.fields for group, cache in caches.items()}
+    chains = [
+        ([], 0),
+        ([(0, 1, 2, 3)], 1),
+        ([(0, 1, 2, 4), (2, 1, 2, 13), (0, 3, 4, 1), (2, 1, 3, 16), (0, 5, 6, 0)], 1),
+        ([(0, 1, 2, 3), (0, 2, 3, 4), (2, 2, 3, 2)], 2),  # reads what was written
+        ([(0, 3, 4, 3), (2, 2, 1, 4), (0, 1, 3, 2)], 2),  # writes what was read
+        ([(2, 1, 2, 3), (0, 1, 2, 1), (2, 3, 2, 2)], 2),  # writes twice
+    ]
+    for copies, launches in chains:
+        if kit.kind != "cuda":
+            kit.backend.launches.clear()
+        device.copy_pages(groups, i32(copies).reshape(-1, 4))
+        for group, src, dst, tokens in copies:
+            cache, offsets = caches[group], np.arange(tokens)
+            moves.move_kv(cache.twins, src * cache.p + offsets, dst * cache.p + offsets)
+        for cache in caches.values():
+            cache.check()
+        assert kit.kind == "cuda" or kit.backend.launches == ["copy_slots_kernel"] * launches
+
+
+def test_page_copies_out_of_range_copy_nothing(kit):
+    cache = Cache(kit, Batch(4, 1))
+    pages = cache.fields.num_slots // 4
+    for copy, message in [
+        ((1, 1, 2, 3), r"copies\[1\] names group 1, there are \[0\]"),
+        (
+            (0, pages, 2, 3),
+            rf"source page of copies\[1\] must be in \[0, {pages - 1}\], got {pages}",
+        ),
+        ((0, 1, -1, 3), "target page of copies"),
+        ((0, 1, 2, 5), r"tokens of copies\[1\] must be in \[0, 4\], got 5"),
+    ]:
+        with pytest.raises(ShapeError, match=message):
+            device.copy_pages({0: cache.fields}, i32([(0, 1, 2, 3), copy]))
+    cache.check()
 
 
 def test_all_layers_in_one_tensor(kit):

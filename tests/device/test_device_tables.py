@@ -35,6 +35,41 @@ def test_entries_outside_the_table_are_left(kit):
     assert table.tolist() == [[0, 0], [0, 6], [0, 0]]
 
 
+def test_deltas_of_several_tables_are_one_launch(kit):
+    """Each table as its own delta says; tables without news are not touched."""
+    for size in kit.batches:
+        batches = [Batch(4, size, seed=seed) for seed in range(3)]
+        deltas, tables = [], [kit.var(batch.table) for batch in batches]
+        for batch in batches:
+            cells = [
+                (r, c) for r in range(1, len(batch.table)) for c in range(batch.table.shape[1])
+            ]
+            chosen = batch.rng.permutation(len(cells))[: 0 if batch is batches[1] else size + 2]
+            rows, columns = (i32(line) for line in np.array(cells)[chosen].T)
+            deltas.append((rows, columns, i32(batch.rng.integers(0, 99, len(rows)))))
+            kernels.apply_table_delta(batch.table, *deltas[-1])
+        if kit.kind != "cuda":
+            kit.backend.launches.clear()
+        device.apply_table_deltas(tables, deltas)
+        for table, batch in zip(tables, batches, strict=True):
+            assert np.array_equal(array(table), batch.table)
+        none = (i32([]),) * 3
+        device.apply_table_deltas(tables, [none, none, none])
+        assert kit.kind == "cuda" or kit.backend.launches == ["apply_table_deltas_kernel"]
+
+
+def test_entries_of_no_table_are_left(kit):
+    """What the device's entries hold is not trusted: each is checked against its own table."""
+    one, other = kit.var(np.zeros((3, 2), np.int32)), kit.var(np.zeros((2, 5), np.int32))
+    wrong = [(0, 0), (-1, 0), (3, 0), (1, -1), (1, 5), (2, 1), (1, 4), (1, 1)]
+    rows, columns = (i32(line) for line in np.array(wrong).T)
+    pages = i32(range(1, 9))
+    for pages[-1] in (-7, 8):
+        device.apply_table_deltas([one, other], [(rows, columns, pages), (rows, columns, pages)])
+    assert one.tolist() == [[0, 0], [0, 8], [0, 6]]
+    assert other.tolist() == [[0] * 5, [0, 8, 0, 0, 7]]
+
+
 def test_slots_of_positions(kit):
     for page_size in kit.page_sizes:
         for size in kit.batches:

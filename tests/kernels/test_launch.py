@@ -346,6 +346,18 @@ BAD = {
         lambda: device.apply_table_delta(TABLE, LANES, LANES, t(1)),
         r"pages must be contiguous int32 \[2\]",
     ),
+    "deltas": (
+        lambda: device.apply_table_deltas([TABLE, TABLE], [(LANES.numpy(),) * 3]),
+        "deltas must be 2, one for each table, got 1",
+    ),
+    "deltas shape": (
+        lambda: device.apply_table_deltas([TABLE], [(i32([1, 1]), i32([1, 1]), i32([1]))]),
+        r"deltas\[0\] must be three int32 arrays \[n\], got int32 \[2\], int32 \[2\], int32 \[1\]",
+    ),
+    "deltas device": (
+        lambda: device.apply_table_deltas([TABLE, TABLE.to("meta")], [(i32([1]),) * 3] * 2),
+        r"page_tables\[1\] must be on cpu, it is on meta",
+    ),
     "out": (lambda: device.slots_at(*PLACE, out=t(3)), r"out must be contiguous int32 \[2\]"),
     "ranges too small": (
         lambda: device.slot_ranges(*PLACE, LANES, hi=[3, 4], out=t(6)),
@@ -636,6 +648,72 @@ def test_a_large_copy_goes_in_turns():
     slots = torch.arange(1 << 14, dtype=torch.int32)
     (grid,) = grids_of(lambda: device.gather_kv(fields, slots)).values()
     assert np.prod(grid) <= 4096
+
+
+def draft_layers(layers, tokens, page_size):
+    """The KV of layers of 8 heads of 128 in 16 bits, and the page table of one row."""
+    kv = torch.empty(layers, 2, tokens, 8, 128, dtype=torch.bfloat16)
+    pages = torch.arange(tokens // page_size, dtype=torch.int32)
+    fields = device.Fields.of([kv], page_size, slot_dim=2)
+    return fields, torch.stack([torch.zeros_like(pages), pages]), page_size
+
+
+@pytest.mark.parametrize("layers", [1, 2, 32, 80])
+def test_moves_of_one_row_fill_a_gpu(layers):
+    """Batch 1: a page, five accepted nodes, and the drafts of eight branches."""
+    at = draft_layers(layers, 64 * 16, 64)
+    one, root = torch.ones(1, dtype=torch.int32), torch.full((1,), 40, dtype=torch.int32)
+    index = torch.arange(6, dtype=torch.int32).unsqueeze(0)
+    parents = torch.zeros(1, 8, dtype=torch.int32)
+    slots = torch.arange(64, dtype=torch.int32)
+
+    def work():
+        device.compact_accepted(*at, one, root, index, num_draft_tokens=64)
+        device.duplicate_prefix_tail(*at, one, root, num_steps=5, topk=8)
+        device.copy_parent_drafts(*at, one, root, parents, num_steps=5, step=4)
+        device.move_kv(at[0], slots, slots.flip(0))
+        device.gather_kv(at[0], slots)
+
+    # A layer of 128 accesses per slot has no more parts than these.
+    most = {"compact_accepted": 4, "copy_parent_drafts": 16, "move_slots": 16}
+    most |= {"duplicate_prefix_tail": 7 * 32, "copy_slots": 32}
+    grids = grids_of(work)
+    assert grids.keys() == most.keys()
+    for name, grid in grids.items():
+        assert np.prod(grid) >= min(2 * 132, 2 * layers * most[name]), (name, grid)
+
+
+def test_a_large_batch_is_split_no_further():
+    at = draft_layers(32, 64 * 16, 64)
+    rows, roots = torch.ones(64, dtype=torch.int32), torch.full((64,), 40, dtype=torch.int32)
+    index = torch.zeros(64, 6, dtype=torch.int32)
+    grids = grids_of(
+        lambda: (
+            device.compact_accepted(*at, rows, roots, index, num_draft_tokens=64),
+            device.duplicate_prefix_tail(*at, rows, roots, num_steps=5, topk=8),
+        )
+    )
+    assert grids == {"compact_accepted": (64, 64, 1), "duplicate_prefix_tail": (64 * 7, 64, 1)}
+
+
+def test_a_copy_of_many_small_slots_gives_each_thread_four():
+    """16 bytes a slot: 256 slots a block, and more than the blocks that a GPU runs at once."""
+    n = 1 << 18
+    fields = device.Fields.of([torch.empty(n, 16, dtype=torch.uint8) for _ in range(2)], 1)
+    (grid,) = grids_of(lambda: device.gather_kv(fields, torch.zeros(n, dtype=torch.int32))).values()
+    assert grid == (528, 2, 1)
+    fields = device.Fields.of([torch.empty(n, 64, dtype=torch.uint8) for _ in range(2)], 1)
+    (grid,) = grids_of(lambda: device.gather_kv(fields, torch.zeros(n, dtype=torch.int32))).values()
+    assert grid == (n // 64 // 4, 2, 1)
+
+
+def test_tails_of_all_layers_are_one_launch():
+    at, launches = draft_layers(80, 64 * 16, 64), []
+    rows, roots = torch.ones(64, dtype=torch.int32), torch.full((64,), 40, dtype=torch.int32)
+    counting = types.SimpleNamespace(launch=lambda entry, *args: launches.append(entry))
+    with launch.host_backend(counting):
+        device.duplicate_prefix_tail(*at, rows, roots, num_steps=5, topk=8)
+    assert launches == ["duplicate_prefix_tail_kernel"]
 
 
 @pytest.mark.parametrize(("n", "least"), [(1, 16), (8, 128), (100, 200), (264, 0), (0, 0)])

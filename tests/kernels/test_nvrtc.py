@@ -75,11 +75,9 @@ def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
     assert not any(name in ("LD", "ST") for name, _ in accesses), "the address space is not known"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @archs
-@pytest.mark.parametrize(
-    "kernel", ["copy_slots_kernel", "duplicate_prefix_tail_kernel", "compact_accepted_kernel"]
-)
+@pytest.mark.parametrize("kernel", [name for file, name in MOVES if file.name == "moves.cu"])
 def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, arch):
     """One load at a time waits for the memory: a page read took four times as long as it need."""
     program = compiled(compiler, ROOT / "cuda" / "moves.cu", arch)

@@ -181,7 +181,7 @@ def test_kernels_read_the_same(targets, family, page_size):
         engine = Engine(targets[family], drafter, config=config)
         outputs = engine.generate(texts, SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert_speaks(reference, texts, outputs)
-    assert seen["compact_accepted"] and seen["apply_table_delta"]
+    assert seen["compact_accepted"] and seen["apply_table_deltas"]
 
 
 @pytest.mark.sample(2)

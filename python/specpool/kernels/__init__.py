@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specpool.kernels.masks import attention_bias, draft_visibility
     from specpool.kernels.moves import (
         compact_accepted,
+        copy_pages,
         copy_parent_drafts,
         duplicate_prefix_tail,
         gather_kv,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from specpool.kernels.sample import sample_tokens, uniform
     from specpool.kernels.tables import (
         apply_table_delta,
+        apply_table_deltas,
         draft_write_slots,
         page_csr,
         slot_ranges,
@@ -49,11 +51,13 @@ _LAZY = {
     "Fields": "specpool.kernels.fields",
     "advance_ancestors": "specpool.kernels.reads",
     "apply_table_delta": "specpool.kernels.tables",
+    "apply_table_deltas": "specpool.kernels.tables",
     "attention_bias": "specpool.kernels.masks",
     "branch_pages": "specpool.kernels.reads",
     "build_tree": "specpool.kernels.tree",
     "check_tree": "specpool.kernels.tree",
     "compact_accepted": "specpool.kernels.moves",
+    "copy_pages": "specpool.kernels.moves",
     "copy_parent_drafts": "specpool.kernels.moves",
     "draft_read_indices": "specpool.kernels.reads",
     "draft_visibility": "specpool.kernels.masks",
@@ -77,11 +81,13 @@ __all__ = [
     "Fields",
     "advance_ancestors",
     "apply_table_delta",
+    "apply_table_deltas",
     "attention_bias",
     "branch_pages",
     "build_tree",
     "check_tree",
     "compact_accepted",
+    "copy_pages",
     "copy_parent_drafts",
     "draft_read_indices",
     "draft_visibility",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specpool.errors import ShapeError
@@ -15,7 +16,7 @@ from specpool.kernels.transfer import upload
 from specpool.kernels.twin_moves import Buffer, PageBlocked
 
 # The layout of `struct Field` in cuda/moves.cu.
-_FIELD = np.dtype(
+FIELD = np.dtype(
     [("base", np.int64), ("page_stride", np.int64), ("width", np.int32), ("vec", np.int32)]
 )
 
@@ -26,6 +27,7 @@ class Fields:
 
     Attributes:
         table: uint8 [num_fields, 24], on the buffers' device: the descriptors for the kernels.
+        rows: the same on the host, [num_fields] of (base, page_stride, width, vec).
         buffers: the tensors themselves, kept alive because `table` holds their addresses.
         source: the buffers as they were given, for the CPU twins.
         slot_dim: the dimension of the slots in the buffers.
@@ -36,6 +38,7 @@ class Fields:
     """
 
     table: Tensor
+    rows: NDArray[np.void]
     buffers: tuple[Tensor, ...]
     source: tuple[Buffer, ...]
     slot_dim: int
@@ -82,9 +85,10 @@ class Fields:
         number("slots of buffers", num_slots, 1)
         vecs = [_vec(field) for field in fields]
         rows = [(*field, vec) for field, vec in zip(fields, vecs, strict=True)]
-        content = np.array(rows, _FIELD).view(np.uint8).reshape(len(rows), _FIELD.itemsize)
+        content = np.array(rows, FIELD)
         return cls(
-            upload(tensors[0].device, content)[0],
+            send_rows(tensors[0].device, content)[0],
+            content,
             tensors,
             tuple(buffers),
             slot_dim,
@@ -126,6 +130,13 @@ class Fields:
         """Return the block size as (columns, slots)."""
         columns = min(ceil_pow2(self.columns), threads)
         return columns, threads // columns
+
+
+def send_rows(device: torch.device, *rows: NDArray[np.void]) -> list[Tensor]:
+    """Copy descriptors to a device, uint8 [num_fields, 24] each."""
+    return upload(
+        device, *(each.view(np.uint8).reshape(len(each), FIELD.itemsize) for each in rows)
+    )
 
 
 def _plain(

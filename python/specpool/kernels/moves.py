@@ -6,14 +6,18 @@ outside the buffers and padding lanes (row 0).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specpool.errors import ShapeError
 from specpool.kernels import twin_moves as moves
 from specpool.kernels import with_twin as twins
 from specpool.kernels.checks import Table, ceil_pow2, expect, i32, is_holey, number
-from specpool.kernels.fields import Fields
+from specpool.kernels.fields import Fields, send_rows
 from specpool.kernels.launch import SHARED_BYTES, Arg, launch, runs_kernels
 from specpool.kernels.with_twin import with_twin
 
@@ -21,6 +25,8 @@ from specpool.kernels.with_twin import with_twin
 _IN_FLIGHT = 4
 # Blocks of a large copy: 16 for each of 256 multiprocessors.
 _BLOCKS = 4096
+# Blocks that leave no multiprocessor of a large GPU idle, and those that it can run at once.
+_FEW, _FULL = 264, 1056
 MAX_HELD = SHARED_BYTES // 16
 """Slots that a block can hold of one column."""
 
@@ -47,7 +53,11 @@ def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int
     tiles = -(-of.columns // (_IN_FLIGHT * block[0])) if of.columns > block[0] else 1
     # As many blocks as there are groups of slots, up to what keeps every GPU busy; more go in turn.
     most = max(_BLOCKS // (fields * tiles), 1)
-    grid = (min(-(-n // block[1]), most), fields, tiles)
+    turns = -(-n // block[1])
+    if tiles == 1 and turns * fields > _FULL:
+        # Enough blocks run: rather give each thread several slots, whose loads overlap.
+        turns = max(-(-turns // _IN_FLIGHT), _FULL // fields)
+    grid = (min(turns, most), fields, tiles)
     sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)
     args: tuple[Arg, ...] = (of.table, to.table, *map(i32, sizes), src, dst, i32(n))
     launch("copy_slots", grid, block, args, touches=(*of.buffers, *to.buffers))
@@ -112,18 +122,91 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
     elif n > MAX_HELD:
         scatter_kv(fields, dst, gather_kv(fields, src))
     else:
-        tiles, block, shared = _held(fields, n)
+        tiles, block, shared = _held(fields, n, 1)
         args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
         grid = (tiles if n else 0, len(fields.widths))
         launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
 
 
-def _held(fields: Fields, n: int) -> tuple[int, tuple[int, int], int]:
-    """Return tiles per field, block size and shared bytes for blocks that hold n slots."""
+def copy_pages(groups: Mapping[int, Fields], copies: NDArray[np.int32]) -> None:
+    """Copy the first tokens of pages to other pages, in all buffers of all groups with one launch.
+
+    Args:
+        groups: the buffers of each group that `copies` names, written.
+        copies: int32 [n, 4], on the host, as in `Plan.page_copies`: (group, src page, dst page,
+            tokens), in order. A copy that needs an earlier one's result is a launch of its own.
+
+    Raises:
+        ShapeError: a group, a page or a number of tokens is out of range; nothing is copied.
+    """
+    runs: list[list[tuple[int, int, int, int]]] = []
+    read, written = set[tuple[int, int]](), set[tuple[int, int]]()
+    for place, (group, src, dst, tokens) in enumerate(copies.tolist()):
+        if group not in groups:
+            raise ShapeError(f"copies[{place}] names group {group}, there are {sorted(groups)}")
+        size, most = groups[group].page_size, groups[group].num_slots // groups[group].page_size
+        number(f"source page of copies[{place}]", src, 0, most - 1)
+        number(f"target page of copies[{place}]", dst, 0, most - 1)
+        number(f"tokens of copies[{place}]", tokens, 0, size)
+        if not runs or (group, dst) in read | written or (group, src) in written:
+            runs.append([])
+            read, written = set(), set()
+        runs[-1].append((group, src, dst, tokens))
+        read.add((group, src))
+        written.add((group, dst))
+    for run in runs:
+        _copy_run(groups, run)
+
+
+def _copy_run(groups: Mapping[int, Fields], run: Sequence[tuple[int, int, int, int]]) -> None:
+    """Copy pages of which none is both read and written.
+
+    A page's tokens lie one after the other in each field. So to the kernel each copy of a field is
+    a field of its own, with one slot as wide as these tokens.
+    """
+    device = groups[run[0][0]].device
+    if not runs_kernels(device):
+        for group, src, dst, tokens in run:
+            size, offsets = groups[group].page_size, torch.arange(tokens, dtype=torch.int32)
+            move_kv(groups[group], src * size + offsets, dst * size + offsets, disjoint=True)
+        return
+    rows = [np.concatenate([_page(groups[c[0]].rows, c[at], c[3]) for c in run]) for at in (1, 2)]
+    touches = [buffer for group in {c[0] for c in run} for buffer in groups[group].buffers]
+    one = i32(1)
+    for first in range(0, len(rows[0]), 65535):
+        source, target = (each[first : first + 65535] for each in rows)
+        columns = int((source["width"] // source["vec"]).max())
+        threads = min(ceil_pow2(columns), 256)
+        tiles = min(-(-columns // (_IN_FLIGHT * threads)), max(_BLOCKS // len(source), 1))
+        args = (*send_rows(device, source, target), one, one, one, one, None, None, one)
+        grid = (1 if columns else 0, len(source), tiles)
+        launch("copy_slots", grid, (threads, 1), args, touches=touches)
+
+
+def _page(rows: NDArray[np.void], page: int, tokens: int) -> NDArray[np.void]:
+    """Return the fields of one page, with its first tokens as the only slot."""
+    fields = rows.copy()
+    fields["base"] += page * rows["page_stride"]
+    fields["width"] *= tokens
+    return fields
+
+
+def _held(fields: Fields, n: int, lanes: int) -> tuple[int, tuple[int, int], int]:
+    """Return tiles per field, block size and shared bytes for blocks that hold n slots.
+
+    Few blocks become more by narrower tiles, down to 128 bytes of a slot.
+    """
     room = MAX_HELD // max(n, 1)
     columns = min(ceil_pow2(fields.columns), 1 << (room.bit_length() - 1), 256)
+    while columns > 8 and -(-fields.columns // columns) * len(fields.widths) * lanes < _FEW:
+        columns //= 2
     rows = max(min(256 // columns, ceil_pow2(n)), 1)
     return -(-fields.columns // columns), (columns, rows), 16 * n * columns
+
+
+def _tiles(blocks: int, most: int) -> int:
+    """Return in how many parts, up to `most`, to split the work of each of so many blocks."""
+    return max(min(-(-_FEW // max(blocks, 1)), most), 1)
 
 
 @with_twin(moves.compact_accepted)
@@ -154,9 +237,10 @@ def compact_accepted(
     expect("accept_index", accept_index, torch.int32, (n, None), table.device)
     width, nodes = accept_index.shape[1], number("num_draft_tokens", num_draft_tokens, 1)
     number("n * num_draft_tokens", n * nodes, 0)
-    threads = min(max(ceil_pow2(fields.columns), 32), 256)
+    tiles = _tiles(n * len(fields.widths), -(-fields.columns // 32))
+    threads = min(max(ceil_pow2(-(-fields.columns // tiles)), 32), 256)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, accept_index)
-    grid = (n if width > 1 else 0, len(fields.widths))
+    grid = (n if width > 1 else 0, len(fields.widths), -(-fields.columns // threads))
     sizes = (i32(width), i32(nodes))
     launch("compact_accepted", grid, (threads,), (*args, *sizes), touches=fields.buffers)
 
@@ -190,8 +274,10 @@ def duplicate_prefix_tail(
     copies = n * (k - 1) if table.page_size > 1 else 0
     number("n * (topk - 1)", copies, 0)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, i32(s), i32(k))
-    grid = (copies, len(fields.widths))
-    launch("duplicate_prefix_tail", grid, fields.block(), args, touches=fields.buffers)
+    block = fields.block()
+    turns = -(-(table.page_size - 1) // block[1])  # of a tail at its longest
+    grid = (copies, len(fields.widths), _tiles(copies * len(fields.widths), turns))
+    launch("duplicate_prefix_tail", grid, block, args, touches=fields.buffers)
 
 
 @with_twin(twins.copy_parent_drafts)
@@ -227,7 +313,7 @@ def copy_parent_drafts(
     s, k = number("num_steps", num_steps, 1), branch_parents.shape[1]
     step, holey = number("step", step, 0, s - 1), is_holey(layout)
     drafts = number("topk * step", k * step, 0, MAX_HELD)
-    tiles, block, shared = _held(fields, drafts)
+    tiles, block, shared = _held(fields, drafts, n)
     sizes = (i32(s), i32(k), holey, i32(step), i32(tiles))
     number("n * tiles", n * tiles, 0)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, branch_parents, *sizes)

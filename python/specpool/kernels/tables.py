@@ -27,7 +27,8 @@ from specpool.kernels.checks import (
     outputs,
     upper_bounds,
 )
-from specpool.kernels.launch import launch
+from specpool.kernels.launch import launch, runs_kernels
+from specpool.kernels.transfer import upload
 from specpool.kernels.with_twin import with_twin
 
 
@@ -45,6 +46,50 @@ def apply_table_delta(page_table: Tensor, rows: Tensor, columns: Tensor, pages: 
     n = table.lanes("rows", rows).shape[0]
     entry = (rows, table.lanes("columns", columns, n), table.lanes("pages", pages, n))
     launch("apply_table_delta", blocks(n), (THREADS,), (*table.args[:3], *entry, i32(n)))
+
+
+# The layout of `struct Cells` in cuda/tables.cu.
+_CELLS = np.dtype([("base", np.int64), ("num_rows", np.int32), ("pages_per_row", np.int32)])
+
+Delta = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+"""Changes of a page table on the host: rows [n], columns [n], pages [n]."""
+
+
+def apply_table_deltas(page_tables: Sequence[Tensor], deltas: Sequence[Delta]) -> None:
+    """Write the changes of several page tables with one upload and one launch, or none.
+
+    Args:
+        page_tables: int32 [num_rows + 1, pages_per_row] each, on one device, written.
+        deltas: of each table, as `Ledger.take_delta` gives them; no (row, column) twice.
+    """
+    tables = [Table(page_table, 1) for page_table in page_tables]
+    if len(deltas) != len(tables):
+        raise ShapeError(f"deltas must be {len(tables)}, one for each table, got {len(deltas)}")
+    for place, (table, delta) in enumerate(zip(tables, deltas, strict=True)):
+        if table.device != tables[0].device:
+            raise ShapeError(
+                f"page_tables[{place}] must be on {tables[0].device}, it is on {table.device}"
+            )
+        if len({part.shape for part in delta}) > 1 or any(part.dtype != np.int32 for part in delta):
+            found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in delta)
+            raise ShapeError(f"deltas[{place}] must be three int32 arrays [n], got {found}")
+    changed = [one for one in zip(tables, deltas, strict=True) if len(one[1][0])]
+    if not changed:
+        return
+    device = tables[0].device
+    if not runs_kernels(device):
+        for table, delta in changed:
+            _core.apply_table_delta(table.cells.numpy(), *delta)
+        return
+    rows = [(t.cells.data_ptr(), t.num_rows, t.pages_per_row) for t, _ in changed]
+    which = np.repeat(np.arange(len(changed), dtype=np.int32), [len(d[0]) for _, d in changed])
+    parts = [np.concatenate([delta[part] for _, delta in changed]) for part in range(3)]
+    described, entries = upload(
+        device, np.array(rows, _CELLS).view(np.uint8), np.stack([which, *parts])
+    )
+    n, touched = len(which), [table.cells for table, _ in changed]
+    args = (described, i32(len(changed)), entries, i32(n))
+    launch("apply_table_deltas", blocks(n), (THREADS,), args, touches=touched)
 
 
 @with_twin(_core.slots_at)

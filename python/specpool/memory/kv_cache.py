@@ -127,9 +127,7 @@ class KVCache:
         Raises:
             OrderError: see `Ledger.take_delta`.
         """
-        for table, delta in zip(self.tables, self._ledger.take_delta(step), strict=True):
-            if len(delta[0]):
-                kernels.apply_table_delta(table, *upload(self.device, *delta))
+        kernels.apply_table_deltas(self.tables, self._ledger.take_delta(step))
         self._ledger.ack_delta(step)
 
     def copy_pages(self, copies: npt.NDArray[np.int32]) -> None:
@@ -138,14 +136,10 @@ class KVCache:
         Call it before the step's forward. Copies arise when a forked row gets its own copy of a
         partly filled page.
         """
-        for group, src, dst, num_tokens in copies.tolist():
-            size = self.page_sizes[group]
-            slots = np.arange(num_tokens, dtype=np.int32)
-            places = upload(self.device, src * size + slots, dst * size + slots)
-            if group not in self._whole_groups:
-                layers = [i for i, g in enumerate(self.layer_groups) if g == group]
-                self._whole_groups[group] = self.fields(layers)
-            kernels.move_kv(self._whole_groups[group], *places, disjoint=True)
+        for group in set(copies[:, 0].tolist()) - self._whole_groups.keys():
+            layers = [i for i, g in enumerate(self.layer_groups) if g == group]
+            self._whole_groups[group] = self.fields(layers)
+        kernels.copy_pages(self._whole_groups, copies)
 
     def pages_of(
         self, group: int, rows: Tensor, least: Int32, ends: Int32
