@@ -24,7 +24,8 @@ ENGINES = {
     "eagle-3 tree v1": (HEADS[1], (3, 2, 6), {"worker": "v1"}),
     "eagle holey, mixed": (HEADS[0], (3, 4, 12), {"layout": "holey", "mixed_chunks": True}),
     "ngram D=1": ("ngram", (4, 2, 8), {"overlap_depth": 1}),
-    "few pages": (HEADS[1], (3, 2, 6), {"headroom": 0, "num_pages": 46, "page_size": 4, "overlap_depth": 1}),
+    "few pages": (HEADS[1], (3, 2, 6), {"num_pages": 46, "page_size": 4, "overlap_depth": 1,
+                                         "headroom": 0}),
     "host tier": (HEADS[1], (3, 1, 4), {"num_pages": 46, "page_size": 4, "host_bytes": 1 << 24,
                                         "offload": "always"}),
 }  # fmt: skip
@@ -60,7 +61,8 @@ def plain(target: TargetModel) -> Engine:
 
 
 def prompts(count: int) -> list[list[int]]:
-    return [text[:n] for text, n in zip(corpus.prompts(count, 90), [40, 7, 65, 22] * count)]
+    texts, lens = corpus.prompts(count, 90), [40, 7, 65, 22]
+    return [text[: lens[i % 4]] for i, text in enumerate(texts)]
 
 
 class OpenAiPenalties(LogitsProcessor):
