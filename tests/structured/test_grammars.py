@@ -186,7 +186,7 @@ def test_a_wrong_grammar_changes_nothing_in_an_engine():
                 lambda: session.append("a", wrong),
                 lambda: list(engine.stream("a", wrong)),
             ):
-                with pytest.raises(ConfigError, match="structured: .*look-around"):
+                with pytest.raises(ConfigError, match=r"structured: .*look-around"):
                     call()
             stats = engine.stats()
             assert stats.num_waiting == stats.num_running == 0 and not session.is_busy

@@ -136,7 +136,7 @@ def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
     first = engine.deep_copy()
     if not engine.is_error():
         first.compute_bitmask()  # some faults show in the first step alone
-    if first.stop_reason().startswith("NoExtension") and not first.is_accepting():
+    if first.is_error() and first.get_error().startswith("NoExtension"):
         raise ConfigError(f"structured: the {grammar.kind} allows no text at all")
     if first.is_error():
         message = shortened(first.get_error())
