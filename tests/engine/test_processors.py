@@ -190,6 +190,17 @@ def test_samples_and_turns_count_their_own_output(target, heads):
     assert second.token_ids == two.token_ids
 
 
+def test_min_p_drops_what_is_unlikely(target, heads):
+    """All of it: drawn text is greedy text. None of it: it is not."""
+    texts, tokens = prompts(3), {"max_new_tokens": 30, "ignore_eos": True}
+    engine = make(target, heads, "eagle-3 tree D=1")
+    greedy = [o.token_ids for o in engine.generate(texts, SamplingParams(**tokens))]
+    for min_p, is_greedy in ((1.0, True), (0.0, False)):
+        params = SamplingParams(temperature=1, seed=2, min_p=min_p, **tokens)
+        drawn = [o.token_ids for o in engine.generate(texts, params)]
+        assert (drawn == greedy) == is_greedy
+
+
 def test_log_probabilities_are_the_targets_own(target, heads):
     """A bias changes the tokens, not what the target thinks of them."""
     (prompt,) = prompts(1)

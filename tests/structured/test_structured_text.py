@@ -186,12 +186,9 @@ def test_a_forced_span_is_drafted_without_the_head(make, monkeypatch):
     """A key of 30 bytes: rounds of 21 tokens, with no call of the drafter for the lane."""
     engine = make("eagle-3 long spans")
     asked = []
-    drafter = engine.core.worker._proposer._drafter
-    propose = drafter.propose
+    propose = EagleDrafter.propose
     monkeypatch.setattr(
-        drafter,
-        "propose",
-        lambda lanes, *rest: asked.append(len(lanes.seq_lens)) or propose(lanes, *rest),
+        EagleDrafter, "propose", lambda self, *rest: asked.append(rest) or propose(self, *rest)
     )
     schema = closed(a_key_of_more_than_thirty_bytes_length={"const": "and a text that is fixed"})
     (output,) = engine.generate(
