@@ -253,6 +253,7 @@ class Engine:
             raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
             raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
+        self.core.compile(params)
         request = None
         try:
             with self.core.lock:

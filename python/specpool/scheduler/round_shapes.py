@@ -106,13 +106,19 @@ class RoundShapes:
         return most, len(shapes) + self.all_choices.index(choices), choices
 
     def with_forced(
-        self, index: int, choices: tuple[int, ...] | None
-    ) -> tuple[int, tuple[int, ...]]:
-        """Return the `shape_index` and `choices` of a request that also uses the forced shape.
+        self, index: int, choices: tuple[int, ...] | None, max_steps: int | None
+    ) -> tuple[int, tuple[int, ...] | None, int]:
+        """Return `shape_index`, `choices` and `forced_shape` of a request with a form.
 
-        The arguments are those of the request without it.
+        Args:
+            index: its `shape_index` without the shape for forced spans.
+            choices: likewise.
+            max_steps: the most steps that it drafts; None = any number.
         """
-        return self._first_with_forced + index, choices or (index,) * len(self._following)
+        if not self.forced or (max_steps is not None and self._steps[self.forced] > max_steps):
+            return index, choices, 0
+        choices = choices or (index,) * len(self._following)
+        return self._first_with_forced + index, choices, self.forced
 
     def _choices(self, max_steps: int | None) -> tuple[int, ...]:
         """Return the shape index for each candidate of the controller, within `max_steps`."""
