@@ -9,7 +9,7 @@ import typer
 
 import specpool
 from specpool.checks import check_int
-from specpool.cli.engine_commands import chat, generate, tune
+from specpool.cli.engine_commands import chat, generate, serve, tune
 from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import (
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(tune)
 
 bench = typer.Typer(

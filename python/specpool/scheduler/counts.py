@@ -19,6 +19,7 @@ class Counts:
     def __init__(self, max_accept_len: int) -> None:
         """Start at 0; no round accepts more than `max_accept_len` tokens."""
         self.round_ct = self.prefill_ct = 0
+        self.drafted_round_ct = self.draft_ct = 0  # rows' rounds with drafts, and their drafts
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
@@ -26,9 +27,11 @@ class Counts:
         self._rounds: list[Int32] = []  # not added up yet, like `_prefills`
         self._prefills: list[tuple[Int32, Int32, Int32]] = []
 
-    def round(self, accept_len: Int32) -> None:
-        """Count a decode step with these accept lengths, int32 [B]."""
+    def round(self, accept_len: Int32, num_drafts: Int32) -> None:
+        """Count a decode step with these accept lengths and numbers of drafts, int32 [B] each."""
         self.round_ct += 1
+        self.drafted_round_ct += int(np.count_nonzero(num_drafts))
+        self.draft_ct += int(num_drafts.sum())
         self._rounds.append(accept_len)
         if len(self._rounds) > _MOST_WAITING:
             self._add_up()

@@ -85,6 +85,8 @@ class Scheduler:
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
+        # The drafts of a round of each shape, int32 [num_shapes].
+        self._num_drafts = np.array([s.num_draft_tokens - 1 for s in ledger.shapes], np.int32)
         self.round_shapes = RoundShapes(ledger.shapes, ledger.num_rows + 1, controller)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
@@ -281,7 +283,10 @@ class Scheduler:
             return
         if is_decode:
             num_new = result.accept_len
-            self.counts.round(num_new)
+            num_drafts = self._num_drafts[plan.shapes[alive]]
+            self.counts.round(num_new, num_drafts)
+            for request, num in zip(requests, num_drafts.tolist(), strict=True):
+                request.num_drafts += num
             if step.choice is not None:
                 self.round_shapes.learn(step.choice, plan.shapes[alive], num_new)
             if self._ledger.overlap_depth:
