@@ -16,6 +16,9 @@ from specpool.serve.service import Service
 access = logging.getLogger("specpool.access")
 log = logging.getLogger("specpool.serve")
 
+#: Paths that are asked every second; they are logged when they fail.
+_POLLED = frozenset({"/health", "/metrics", "/pool"})
+
 
 class AccessLog:
     """Middleware, the outermost: it writes no prompt, no key and no query."""
@@ -23,7 +26,6 @@ class AccessLog:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         """Log the requests of this application."""
         self._app, self._service = app, service
-        self._known = frozenset[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -59,7 +61,8 @@ class AccessLog:
         route = scope.get("route")
         path = getattr(route, "path", None) or ("refused" if status >= 400 else "other")
         self._service.counters.answers.labels(path=path, status=str(status)).inc()
-        if self._service.config.access_log:
+        is_poll = path in _POLLED and status == 200
+        if self._service.config.access_log and not is_poll:
             client = scope.get("client") or ("-", 0)
             shown = scope["path"].encode("unicode_escape").decode()[:200]
             line = (
