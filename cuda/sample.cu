@@ -1,4 +1,4 @@
-// The seeded draw: argmax, or inverse CDF over token ids after temperature, top-k and top-p.
+// The seeded draw: argmax, or inverse CDF over token ids after temperature, top-k, top-p and min-p.
 //
 // Equals the CPU twin's draw (rust/specpool-core/src/tree/sample.rs) bit for bit, in any order of summation. A token's
 // weight is a whole number: exp((logit - max) / temperature) * 2^34, rounded to even, in single steps that the
@@ -51,7 +51,7 @@ __device__ __forceinline__ float exp_of(float x) {
     return x < -87.0f ? 0.0f : __fmul_rn(mantissa, scale);
 }
 
-// The distribution of one row, after top-k and top-p.
+// The distribution of one row, after top-k, top-p and min-p.
 struct Row {
     const void* logits;  // [vocab]
     int dtype;           // 0 = float32, 1 = float16, 2 = bfloat16
@@ -59,6 +59,7 @@ struct Row {
     float max;  // of the logits
     float temperature;
     unsigned long long floor;  // the least rank that is kept
+    long long least;           // the least weight that is kept
 
     // Bytes of one logit.
     __device__ __forceinline__ int size() const { return dtype == 0 ? 4 : 2; }
@@ -88,7 +89,8 @@ struct Row {
     __device__ __forceinline__ long long weight(int id, unsigned bits) const {
         if (rank(id, bits) < floor) return 0;
         const float x = __fdiv_rn(__fsub_rn(__uint_as_float(bits), max), temperature);
-        return __float2ll_rn(__fmul_rn(exp_of(x), 17179869184.0f));
+        const long long whole = __float2ll_rn(__fmul_rn(exp_of(x), 17179869184.0f));
+        return whole < least ? 0 : whole;
     }
 };
 
@@ -248,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(1024) greatest_logits_kernel(
     __shared__ unsigned long long of_warps[32];
     const int parts = gridDim.y, part = blockIdx.y, each = (vocab + parts - 1) / parts;
     const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
-    const Row row = {first, dtype, vocab, 0.0f, 0.0f, 0};
+    const Row row = {first, dtype, vocab, 0.0f, 0.0f, 0, 0};
     bool is_bad = false;
     const int begin = min(part * each, vocab);
     const unsigned long long best = greatest(row, begin, min(begin + each, vocab), of_warps, &is_bad);
@@ -266,16 +268,18 @@ extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
     const float* temperature,  // [n], 0 = argmax
     const int* top_k,          // int32 [n], 0 = all
     const float* top_p,        // [n], in (0, 1], 1 = all
+    const float* min_p,        // [n], in [0, 1], 0 = all; or null, all
     const double* u,           // [n], in [0, 1)
     const unsigned long long* greatest_of,  // [n, parts], of greatest_logits_kernel, or null
     int parts,
     long long* tokens) {       // int64 [n]
     __shared__ Scratch scratch;
     const float heat = temperature[blockIdx.x], share = top_p[blockIdx.x];
+    const float part_of_best = min_p ? min_p[blockIdx.x] : 0.0f;
     const double at = u[blockIdx.x];
     const int most = top_k[blockIdx.x];
     const char* first = (const char*)logits + (long long)blockIdx.x * vocab * (dtype == 0 ? 4 : 2);
-    Row row = {first, dtype, vocab, 0.0f, heat, 0};
+    Row row = {first, dtype, vocab, 0.0f, heat, 0, 0};
     bool is_bad = false;
     unsigned long long best = 0;
     if (greatest_of) {
@@ -291,11 +295,13 @@ extern "C" __global__ void __launch_bounds__(1024) sample_tokens_kernel(
     row.max = __uint_as_float(row.bits(likeliest));
     is_bad |= row.bits(likeliest) == 0xff800000u;
     is_bad |= !(heat >= 0.0f && heat <= 3.4028235e38f && share > 0.0f && share <= 1.0f);
-    is_bad |= !(at >= 0.0 && at < 1.0) || most < 0;
+    is_bad |= !(at >= 0.0 && at < 1.0) || most < 0 || !(part_of_best >= 0.0f && part_of_best <= 1.0f);
     int token = is_bad ? -1 : likeliest;
     if (!is_bad && heat >= MIN_TEMPERATURE) {
         if (most > 0 && most < vocab) row.floor = last_kept(row, scratch, false, most);
         if (share < 1.0f) row.floor = last_kept(row, scratch, true, (double)share * (double)total_of(row, scratch));
+        const double limit = (double)part_of_best * 17179869184.0;  // the likeliest token weighs 2^34
+        row.least = (long long)limit + ((double)(long long)limit < limit);
         token = draw(row, scratch, at);
     }
     if (threadIdx.x == 0) tokens[blockIdx.x] = token;

@@ -29,6 +29,7 @@ from specpool.errors import (
     SpecpoolError,
     StalePlan,
 )
+from specpool.grammar import Grammar
 from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Grammar",
     "Group",
     "Ledger",
     "NotReady",

@@ -1486,12 +1486,21 @@ def uniform(seeds: NDArray[np.uint64], positions: _I64) -> _F64:
     (position, 0), as a fraction. Positions are 0 or more.
     """
 
-def sample_tokens(logits: _F32, temperature: _F32, top_k: _I32, top_p: _F32, u: _F64) -> _I64:
+def sample_tokens(
+    logits: _F32,
+    temperature: _F32,
+    top_k: _I32,
+    top_p: _F32,
+    u: _F64,
+    *,
+    min_p: _F32 | None = None,
+) -> _I64:
     """Draw one token per row by inverse CDF over token ids.
 
     The logits are divided by the temperature. Then the top_k most likely tokens are kept, and of
-    these the smallest set of the most likely with a share >= top_p; ties go to the lower id. The
-    token is the least id whose cumulative weight exceeds u times the total. Weights are whole
+    these the smallest set of the most likely with a share >= top_p; ties go to the lower id. Of
+    these, tokens less likely than min_p times the likeliest are dropped. The token is the least id
+    whose cumulative weight exceeds u times the total. Weights are whole
     numbers, so that sums are exact in any order (rust/specpool-core/src/tree/sample.rs).
 
     Args:
@@ -1500,18 +1509,28 @@ def sample_tokens(logits: _F32, temperature: _F32, top_k: _I32, top_p: _F32, u: 
         top_k: [n]; 0 = all.
         top_p: [n], in (0, 1]; 1 = all.
         u: [n], in [0, 1).
+        min_p: [n], in [0, 1]; None = 0, which drops nothing.
 
     Returns:
         [n] tokens; -1 if a row holds a NaN, +inf, or nothing but -inf.
     """
 
-def sample_margins(logits: _F32, temperature: _F32, top_k: _I32, top_p: _F32, u: _F64) -> _F64:
+def sample_margins(
+    logits: _F32,
+    temperature: _F32,
+    top_k: _I32,
+    top_p: _F32,
+    u: _F64,
+    *,
+    min_p: _F32 | None = None,
+) -> _F64:
     """Return how near each draw of `sample_tokens` is to another outcome, [n].
 
-    A margin is the least of three: the distance of u to the edges of the token's CDF interval; the
-    distance of the kept mass to top_p; and the gap in logit / temperature at the cut of top_k or
-    top_p. At temperature 0 it is the gap between the two greatest logits. It is inf if no other
-    outcome is possible, and NaN if there is no token.
+    A margin is the least of four: the distance of u to the edges of the token's CDF interval; the
+    distance of the kept mass to top_p; the gap in logit / temperature at the cut of top_k or top_p;
+    and that between the limit of min_p and the nearest token. At temperature 0 it is the gap
+    between the two greatest logits. It is inf if no other outcome is possible, and NaN if there is
+    no token.
     """
 
 # Slots. page_table: [num_rows + 1, pages_per_row]; rows [n]: row 0 is padding. roots

@@ -64,6 +64,9 @@ class EngineConfig:
     Attributes:
         shape: the shape of a drafting round; None = a chain of 3 with a drafter, else no drafting.
         shapes: further shapes that requests may ask for; memory is laid out for all of them.
+        forced_steps: the most tokens that a round drafts where the form of a request's text
+            (`SamplingParams.structured`) forces them; memory is laid out for a chain of so many. 0
+            = as many as the request's own shape has steps.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -117,6 +120,7 @@ class EngineConfig:
 
     shape: Shape | None = None
     shapes: tuple[Shape, ...] = ()
+    forced_steps: int = 0
     page_size: int = 16
     placement: Placement = "split"
     policy: Policy = "exact"
@@ -154,6 +158,7 @@ class EngineConfig:
             isinstance(shape, Shape) for shape in self.shapes
         ):
             raise ConfigError(f"shapes must be a tuple of specpool.Shape, got {self.shapes!r:.80}")
+        check_int("forced_steps", self.forced_steps, 0, 63)
         check_int("page_size", self.page_size, 1, 1 << 20)
         check_choice("placement", self.placement, get_args(Placement))
         check_choice("policy", self.policy, get_args(Policy))

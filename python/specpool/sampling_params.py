@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specpool.checks import check_fields, check_int, check_salt
 from specpool.errors import ConfigError
+from specpool.grammar import Grammar
 
 #: The most stop strings of one request.
 MAX_STOP_STRINGS = 64
+#: The most tokens of one `logit_bias`.
+MAX_BIASES = 1024
 
 
 def check_stop(stop: object) -> None:
@@ -32,6 +35,24 @@ def check_stop(stop: object) -> None:
             ) from None
 
 
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
+        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {value!r:.80}")
+
+
+def check_bias(bias: object) -> None:
+    """Raise `ConfigError` unless `bias` maps at most `MAX_BIASES` token ids to [-100, 100]."""
+    if not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+    if len(bias) > MAX_BIASES:
+        raise ConfigError(f"logit_bias must have at most {MAX_BIASES} tokens, got {len(bias)}")
+    for token, value in bias.items():
+        check_int("a token id in logit_bias", token, 0, (1 << 31) - 1)
+        check_number(f"logit_bias of token {token}", value, -100, 100)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling and stop options of one request.
@@ -42,11 +63,22 @@ class SamplingParams:
         top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
         top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
             temperature above 0.
+        min_p: drop the tokens that are less likely than this share of the likeliest, after top_k
+            and top_p; 0 = none. Needs a temperature above 0.
+        repetition_penalty: above 1 = make the tokens of the prompt and the output less likely:
+            logits above 0 are divided by it, others multiplied; 1 = none. As in transformers.
+        presence_penalty: subtract this from the logit of each token of the output; in [-2, 2].
+            The prompt does not count. As OpenAI defines it.
+        frequency_penalty: subtract this for each time that the output has the token; in [-2, 2].
+        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        structured: the form that the whole output has; None = any. The output ends when the form
+            is complete.
         seed: a drawn token depends only on its distribution, the seed and its position; None = a
             fresh seed, reported in the output.
         n: number of samples of the prompt, each with its own output; sample i has seed + i.
         logprobs: None = none; n = the log probabilities of the chosen token and of the n most
-            likely tokens, from the target's logits before temperature and truncation.
+            likely tokens, from the target's logits before bias, penalties, form, temperature and
+            truncation.
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: a string or strings that end the request, also across token borders. The text ends
@@ -62,6 +94,12 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    structured: Grammar | None = None
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
@@ -80,15 +118,17 @@ class SamplingParams:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
         check_int("n", self.n, 1, 1 << 16)
         check_int("top_k", self.top_k, 0, (1 << 31) - 1)
-        for name, value, most in (
-            ("temperature", self.temperature, 1e4),
-            ("top_p", self.top_p, 1.0),
-        ):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value <= most:  # NaN fails both comparisons
-                raise ConfigError(f"{name} must be a number in [0, {most:g}], got {value!r}")
-        if self.top_p == 0:
-            raise ConfigError("top_p must be above 0, got 0")
+        check_number("temperature", self.temperature, 0, 1e4)
+        check_number("top_p", self.top_p, 0, 1)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 10)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        for name, value in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
+            if value == 0:
+                raise ConfigError(f"{name} must be above 0, got 0")
+        check_bias(self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.seed is not None:
             check_int("seed", self.seed, 0, (1 << 64) - 1)
         if self.logprobs is not None:
@@ -102,9 +142,33 @@ class SamplingParams:
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
         check_salt(self.cache_salt)
-        if self.temperature == 0 and (self.top_k > 1 or self.top_p < 1):
-            name, value = ("top_k", self.top_k) if self.top_k > 1 else ("top_p", self.top_p)
+        if self.structured is not None and not isinstance(self.structured, Grammar):
             raise ConfigError(
-                f"{name} {value} does nothing at temperature 0, which takes the likeliest token: "
-                "give a temperature above 0, or leave top_k at 0 and top_p at 1"
+                f"structured must be a specpool.Grammar or None, got {self.structured!r:.80}"
             )
+        if self.structured is not None and self.ignore_eos:
+            raise ConfigError(
+                "ignore_eos does not go with structured: the end of the text is part of its form"
+            )
+        self._check_truncation()
+
+    def _check_truncation(self) -> None:
+        """Raise `ConfigError` for truncations that have no effect on a greedy choice."""
+        cuts = ("top_k", self.top_k, self.top_k > 1), ("top_p", self.top_p, self.top_p < 1)
+        for name, value, is_set in (*cuts, ("min_p", self.min_p, self.min_p > 0)):
+            if self.temperature == 0 and is_set:
+                raise ConfigError(
+                    f"{name} {value} does nothing at temperature 0, which takes the likeliest "
+                    "token: give a temperature above 0, or leave top_k and min_p at 0 and top_p at "
+                    "1"
+                )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the target's logits are changed before a token is chosen."""
+        return bool(self.penalizes or self.logit_bias or self.structured is not None)

@@ -11,7 +11,7 @@ from specpool.kernels import sample
 from specpool.kernels import twins as kernels
 
 
-def both(kit, logits, temperature, top_k, top_p, u):
+def both(kit, logits, temperature, top_k, top_p, u, min_p=None):
     """The kernel's tokens, held against the twin's."""
     n = len(logits)
     params = [
@@ -20,9 +20,12 @@ def both(kit, logits, temperature, top_k, top_p, u):
     ]
     params.append(np.broadcast_to(np.asarray(u, np.float64), (n,)).copy())
     tensor = torch.as_tensor(logits)
-    expected = kernels.sample_tokens(tensor.float().numpy(), *params)
+    least = None if min_p is None else np.broadcast_to(np.float32(min_p), (n,)).copy()
+    expected = kernels.sample_tokens(tensor.float().numpy(), *params, min_p=least)
     out = kit.out((n,), torch.int64)
-    device.sample_tokens(kit.put(tensor), *(kit.put(value) for value in params), out=out)
+    put = None if least is None else kit.put(least)
+    on_device = (kit.put(value) for value in params)
+    device.sample_tokens(kit.put(tensor), *on_device, min_p=put, out=out)
     assert np.array_equal(array(out), expected)
     return expected
 
@@ -41,7 +44,7 @@ def test_uniform_is_the_twins(kit):
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_draws_equal_the_twins(kit, dtype):
-    """Any temperature, top-k and top-p; the 16-bit types have many ties."""
+    """Any temperature, top-k, top-p and min-p; the 16-bit types have many ties."""
     for vocab in [1, 2, 31, 257, 1000] if kit.is_checked else [1, 2, 7, 33, 256, 1000, 5001]:
         rng = np.random.default_rng(vocab)
         n = 12 if kit.is_checked else 60
@@ -57,6 +60,7 @@ def test_draws_equal_the_twins(kit, dtype):
             rng.choice([0, 1, 3, vocab, vocab + 5, max(vocab // 2, 1)], n),
             rng.choice([1, 0.99, 0.5, 0.01], n),
             np.where(rng.random(n) < 0.2, rng.choice([0, np.nextafter(1, 0)], n), rng.random(n)),
+            rng.choice([0, 1e-9, 0.1, 0.7, 1], n) if vocab % 2 else None,
         )
 
 
@@ -136,6 +140,10 @@ def test_parameters_out_of_range_fail_their_row_alone(kit):
     ]
     logits = kit.put(np.zeros((n, 40), np.float32))
     assert device.sample_tokens(logits, *params).tolist() == [-1] * n
+    good = [np.ones(3, dtype) for dtype in (np.float32, np.int32, np.float32, np.float64)]
+    params = [kit.put(value / 2 if value.dtype == np.float64 else value) for value in good]
+    least = kit.put(np.array([-0.1, 1.5, np.nan], np.float32))
+    assert device.sample_tokens(logits[:3], *params, min_p=least).tolist() == [-1] * 3
 
 
 def test_no_row_is_no_launch(kit):

@@ -9,7 +9,9 @@ from specpool.errors import ShapeError
 from specpool.kernels import twins as kernels
 
 
-def draw(logits, u, temperature=1.0, top_k=0, top_p=1.0, function=kernels.sample_tokens):
+def draw(
+    logits, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, function=kernels.sample_tokens
+):
     logits = np.ascontiguousarray(logits, np.float32)
     n = len(logits)
     return function(
@@ -18,6 +20,7 @@ def draw(logits, u, temperature=1.0, top_k=0, top_p=1.0, function=kernels.sample
         np.full(n, top_k, np.int32),
         np.full(n, top_p, np.float32),
         np.broadcast_to(np.asarray(u, np.float64), n).copy(),
+        min_p=np.full(n, min_p, np.float32) if min_p else None,
     )
 
 
@@ -65,7 +68,7 @@ def test_uniform_refuses_negative_positions():
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 255, 256, 257, 1000, 5000])
 def test_equals_slow_twin(vocab):
-    """Any temperature, top-k and top-p; draws within 1e-5 of another outcome may differ."""
+    """Any temperature, top-k, top-p and min-p; draws within 1e-5 of another outcome may differ."""
     rng = np.random.default_rng(vocab)
     checked = 0
     for _ in range(60):
@@ -77,6 +80,7 @@ def test_equals_slow_twin(vocab):
             "temperature": float(rng.choice([0, 0.3, 1, 2.5])),
             "top_k": int(rng.choice([0, 1, 3, vocab, vocab + 5])),
             "top_p": float(np.float32(rng.choice([1, 0.99, 0.5, 0.01]))),
+            "min_p": float(np.float32(rng.choice([0, 0, 1e-3, 0.2, 1]))),
         }
         u = rng.random(4)
         tokens = draw(logits, u, **parameters)
@@ -149,6 +153,7 @@ def test_margins():
         ("top_k", -1),
         *(("top_p", x) for x in (0, 1.5, np.nan)),
         *(("u", x) for x in (1, -0.1, np.nan)),
+        *(("min_p", x) for x in (1.5, -0.1, np.nan)),
     ],
 )
 def test_bad_parameters_name_their_row(name, value):

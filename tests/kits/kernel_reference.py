@@ -131,7 +131,9 @@ def uniform(seed: int, position: int) -> float:
     return ((words[1] << 32 | words[0]) >> 11) / 2**53
 
 
-def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def distribution(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0
+) -> np.ndarray:
     """The distribution that `sample_tokens` draws from, float64 [V]."""
     x = np.asarray(logits, np.float64)
     p = np.exp((x - x.max()) / temperature)
@@ -145,15 +147,18 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
             mass += p[order[kept]]
             kept += 1
         p[order[kept:]] = 0
+    p[p < min_p * p.max()] = 0
     return p / p.sum()
 
 
-def sample(logits: np.ndarray, temperature: float, top_k: int, top_p: float, u: float) -> int:
+def sample(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, u: float, min_p: float = 0
+) -> int:
     if np.isnan(logits).any() or not math.isfinite(logits.max()):
         return -1
     if temperature == 0:
         return int(np.argmax(logits))
-    cumulative = np.cumsum(distribution(logits, temperature, top_k, top_p))
+    cumulative = np.cumsum(distribution(logits, temperature, top_k, top_p, min_p))
     return int(np.argmax(cumulative > u * cumulative[-1]))
 
 

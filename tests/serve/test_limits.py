@@ -12,7 +12,8 @@ import pytest
 
 from serve_kit import Server, events
 
-LONG = {"prompt": "seq: 2, 4, ", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
+ASK = {"prompt": "seq: 2, 4, ", "max_tokens": 1900, "temperature": 0, "n": 2}
+LONG = ASK | {"n": 1, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 4}
 
 
@@ -116,14 +117,16 @@ def test_a_full_queue_is_a_429(guarded):
 
 def test_a_request_that_takes_too_long_is_a_504(guarded):
     with pytest.raises(openai.InternalServerError) as error:
-        client_of(guarded).completions.create(model="toy", **LONG | {"n": 2})
+        client_of(guarded).completions.create(model="toy", extra_body={"ignore_eos": True}, **ASK)
     assert error.value.status_code == 504 and error.value.code == "request_timeout"
     assert error.value.response.headers["x-should-retry"] == "false"
     guarded.check_no_leak()
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(guarded):
-    stream = client_of(guarded).completions.create(model="toy", stream=True, **LONG | {"n": 2})
+    stream = client_of(guarded).completions.create(
+        model="toy", stream=True, extra_body={"ignore_eos": True}, **ASK
+    )
     with pytest.raises(openai.APIError) as error:
         assert sum(1 for _ in stream) > 3
     assert error.value.code == "request_timeout"

@@ -59,6 +59,7 @@ class Assembly:
             max_idle=0 if self.target.keeps_state else config.max_sessions,
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache and not self.target.keeps_state,
+            forced_shape=forced_shape(config),
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int) -> Loop:
@@ -115,6 +116,11 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
     shape = _shape(config, drafter, controller)
     shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
+    for each in shapes if drafter is None else ():
+        if each.num_draft_tokens > 1:
+            raise ConfigError(f"{each} drafts, but there is no draft model")
+    if (chain := forced_shape(config)) is not None:
+        shapes.append(chain)
     _check(config, drafter, attention, shapes)
     kind = routed(config, target, drafter, shapes)
     max_context_len = _context_len(config, target)
@@ -162,6 +168,12 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     )
 
 
+def forced_shape(config: EngineConfig) -> Shape | None:
+    """Return the chain that drafts forced spans; None = they have no shape of their own."""
+    steps = config.forced_steps
+    return Shape.eagle(steps, 1, steps + 1) if steps else None
+
+
 def _shape(config: EngineConfig, drafter: Drafter | None, controller: Controller | None) -> Shape:
     """Return the shape of a request that names none."""
     if config.shape is not None:
@@ -175,9 +187,6 @@ def _check(
     config: EngineConfig, drafter: Drafter | None, attention: BackEnd, shapes: Sequence[Shape]
 ) -> None:
     """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
-    for each in shapes if drafter is None else ():
-        if each.num_draft_tokens > 1:
-            raise ConfigError(f"{each} drafts, but there is no draft model")
     check_trees(attention, config.page_size, shapes)
     if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
         able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]

@@ -139,6 +139,18 @@ class DraftTree:
                     f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
                 )
 
+    @classmethod
+    def joined(cls, first: DraftTree, second: DraftTree) -> DraftTree:
+        """Return the trees of both, one after the other; both are on one device."""
+        names = ("tokens", "depths", "mask", "first_child", "next_sibling")
+        pairs = ((getattr(first, name), getattr(second, name)) for name in names)
+        return cls(*(torch.cat(pair) for pair in pairs))
+
+    def of(self, lanes: Tensor) -> DraftTree:
+        """Return the trees of some lanes, int64 [n] on the trees' device."""
+        fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
+        return DraftTree(*(field.index_select(0, lanes) for field in fields))
+
     def to(self, device: torch.device) -> DraftTree:
         """Return the same trees on `device`; trees of a GPU stay there if `device` is a CPU."""
         if self.tokens.device == device or device.type == "cpu":

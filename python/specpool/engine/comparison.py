@@ -124,6 +124,12 @@ def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) ->
     num_same = common_len(a, b)
     if num_same == len(a) == len(b):
         return Comparison("identical", dtype, num_same)
+    for params in (first.params, second.params):
+        if params.changes_logits or params.min_p:
+            raise ConfigError(
+                f"the texts part at token {num_same}, and the model's own logits cannot judge texts"
+                " with a bias, penalties, a form or min_p: compare runs without them"
+            )
     if num_same == min(len(a), len(b)):
         shorter, longer = ("first", "second") if len(a) < len(b) else ("second", "first")
         ends = f"the {shorter} text ends after {num_same} tokens, the {longer} one goes on"

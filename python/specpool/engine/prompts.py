@@ -18,6 +18,7 @@ from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
+from specpool.structured.compiler import Compiler
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Prompts:
         self._shape, self._shapes = shape, list(shapes)
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
         self._ids = itertools.count(1)
+        self._compiler = Compiler(tokenizer, target.vocab_size, target.eos_token_ids)
 
     def requests(
         self,
@@ -166,6 +168,8 @@ class Prompts:
             tokens=list(first.tokens),
             seed=(first.seed + sample) % (1 << 64),
             watch=TextStream(self._tokenizer, first.params.stop) if first.watch else None,
+            matcher=first.matcher.fresh() if first.matcher else None,
+            forced=[],
             forwards=[],
             logprobs=[],
             siblings=[],
@@ -203,6 +207,14 @@ class Prompts:
             shape_index = self._shapes.index(shape)
             if most_steps is not None and shape.num_steps > most_steps:
                 raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
+        matcher, forced = None, 0
+        if params.structured is not None:
+            matcher = self._compiler.matcher(params.structured)
+            forced = self._forced_shape(params)
+            if forced:
+                shape_index, choices = self._scheduler.round_shapes.with_forced(
+                    shape_index, choices
+                )
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
         request = Request(
             request_id=next(self._ids),
@@ -218,6 +230,8 @@ class Prompts:
             seed=fresh_seed() if params.seed is None else params.seed,
             priority=priority,
             watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
+            matcher=matcher,
+            forced_shape=forced,
         )
         if not self._scheduler.fits(request):
             most = self._scheduler.pages_at_most(request).tolist()
@@ -227,9 +241,21 @@ class Prompts:
             )
         return request
 
+    def _forced_shape(self, params: SamplingParams) -> int:
+        """Return the index of the shape for the forced spans of a request; 0 = its own."""
+        index = self._scheduler.round_shapes.forced
+        most = params.max_draft_steps
+        return index if most is None or self._shapes[index].num_steps <= most else 0
+
     def _check_ids(self, name: str, params: SamplingParams) -> None:
         """Raise `ConfigError` for parameters that the vocabulary cannot fulfil."""
         vocab_size = self._target.vocab_size
+        for token in params.logit_bias:
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"{name} has {token} in its logit_bias, which no token can be; the vocabulary "
+                    f"is [0, {vocab_size})"
+                )
         for token in params.stop_token_ids:
             if token >= vocab_size:
                 raise ConfigError(

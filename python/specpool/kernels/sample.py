@@ -60,6 +60,7 @@ def sample_tokens(
     top_p: Tensor,
     u: Tensor,
     *,
+    min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Draw one token per row by inverse CDF over token ids.
@@ -70,6 +71,8 @@ def sample_tokens(
         top_k: int32 [n]; 0 = all.
         top_p: float32 [n], in (0, 1]; 1 = all.
         u: float64 [n], in [0, 1).
+        min_p: float32 [n], in [0, 1]; tokens that top-k and top-p keep are dropped if they are less
+            likely than this share of the likeliest; None = 0.
         out: int64 [n].
 
     Returns:
@@ -83,6 +86,8 @@ def sample_tokens(
     expect("top_k", top_k, torch.int32, (n,), device)
     expect("top_p", top_p, torch.float32, (n,), device)
     expect("u", u, torch.float64, (n,), device)
+    if min_p is not None:
+        expect("min_p", min_p, torch.float32, (n,), device)
     tokens = output("out", out, torch.int64, (n,), device)
     block = (min(max(ceil_pow2(vocab) // 4, 64), 1024),)
     kind = i32(_DTYPES.index(logits.dtype))
@@ -91,6 +96,18 @@ def sample_tokens(
     if parts > 1:  # few rows: several blocks read each
         found = torch.empty(n * parts, dtype=torch.int64, device=device)
         launch("greatest_logits", (n, parts), (256,), (logits, kind, i32(vocab), found))
-    args = (logits, kind, i32(vocab), temperature, top_k, top_p, u, found, i32(parts), tokens)
+    args = (
+        logits,
+        kind,
+        i32(vocab),
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        u,
+        found,
+        i32(parts),
+        tokens,
+    )
     launch("sample_tokens", (n,), block, args)
     return tokens

@@ -174,10 +174,10 @@ def check_tree(
     return *safe, is_broken
 
 
-def sample_tokens(logits: Any, *parameters: Any) -> Any:
+def sample_tokens(logits: Any, *parameters: Any, min_p: Any = None) -> Any:
     """Call the twin for logits of any float type of the kernel (bfloat16 comes as float32)."""
     _expect("logits", logits, np.float32, np.float16)
-    return _core.sample_tokens(logits.astype(np.float32, copy=False), *parameters)
+    return _core.sample_tokens(logits.astype(np.float32, copy=False), *parameters, min_p=min_p)
 
 
 def uniform(seeds: Any, positions: Any) -> Any:

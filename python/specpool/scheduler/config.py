@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specpool._core import Shape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -23,6 +25,8 @@ class SchedulerConfig:
         idle_pages: the most pages of each group that these rows keep; None = all.
         prefix_cache: texts that were computed stay in the ledger's index until their pages are
             needed, and requests that begin alike share them.
+        forced_shape: the chain for spans that the form of a request's text forces, if they are
+            longer than the request's own shape; None = they are drafted within that.
     """
 
     max_batch: int
@@ -35,3 +39,4 @@ class SchedulerConfig:
     max_idle: int = 0
     idle_pages: int | None = None
     prefix_cache: bool = False
+    forced_shape: Shape | None = None

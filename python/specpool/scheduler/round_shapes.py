@@ -15,6 +15,7 @@ from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
+    from specpool.scheduler.requests.request import Request
 
 
 # Rows are sorted into lanes by shape, then by admission number, which has this many bits.
@@ -37,19 +38,28 @@ class RoundShapes:
         choice: the choice for the latest round, or for the next one that was tried; None = none.
         switch_ct: rounds whose choice differed from that of the round before.
         round_cts: rounds by the chosen shape.
-        all_choices: the possible values of `Request.choices`: without a limit of steps, then with
-            each limit that matters.
+        all_choices: sets of shapes that a request may use: the possible values of
+            `Request.choices`, without a limit of steps, then with each limit that matters; and if
+            there is a shape for forced spans, every shape and each of these sets together with it.
+        forced: the index of the shape for forced spans; 0 = there is none.
     """
 
     def __init__(
-        self, shapes: Sequence[Shape], num_rows: int, controller: Controller | None
+        self,
+        shapes: Sequence[Shape],
+        num_rows: int,
+        controller: Controller | None,
+        forced_shape: Shape | None = None,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
+
+        `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
         """
         self.controller = controller
+        self._steps = [shape.num_steps for shape in shapes]
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -61,6 +71,11 @@ class RoundShapes:
         self._lines = {shape: line for line, shape in enumerate(choices)}
         caps = [None, *sorted({shape.num_steps for shape in choices})] if choices else []
         self.all_choices = [*dict.fromkeys(self._choices(cap) for cap in caps)]
+        self.forced = 0 if forced_shape is None else self._index[forced_shape]
+        self._first_with_forced = len(shapes) + len(self.all_choices)
+        if self.forced:
+            alone = [(index,) for index in range(len(shapes))]
+            self.all_choices += [(*each, self.forced) for each in [*alone, *self.all_choices]]
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
@@ -90,6 +105,15 @@ class RoundShapes:
             return most, choices[0], None
         return most, len(shapes) + self.all_choices.index(choices), choices
 
+    def with_forced(
+        self, index: int, choices: tuple[int, ...] | None
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the `shape_index` and `choices` of a request that also uses the forced shape.
+
+        The arguments are those of the request without it.
+        """
+        return self._first_with_forced + index, choices or (index,) * len(self._following)
+
     def _choices(self, max_steps: int | None) -> tuple[int, ...]:
         """Return the shape index for each candidate of the controller, within `max_steps`."""
         candidates = [*self._lines]
@@ -105,6 +129,29 @@ class RoundShapes:
         self._following[:, row] = shapes
         place = self._following[:, row].astype(np.int64) << _ORDER_BITS
         self._order[:, row] = place | self._admission[row]
+
+    def look_ahead(self, request: Request, drafts: bool) -> None:
+        """Set the shape of a running request's next round: of a forced span, its own, or none.
+
+        Args:
+            request: has a row, and tokens that were just added.
+            drafts: whether the drafter's guess is worth a round.
+        """
+        own = request.choices or request.shape_index
+        shape = own if drafts else 0
+        if request.matcher is not None and request.finish_reason is None:
+            own_steps = request.shape.num_steps
+            most = max(own_steps, self._steps[request.forced_shape])
+            request.matcher.follow(request.tokens, request.prompt_len)
+            request.forced = request.matcher.forced(most)
+            num_forced = len(request.forced)
+            if num_forced < min(2, most):  # the drafter's guess may reach further
+                request.forced = []
+            elif num_forced > own_steps:
+                shape = request.forced_shape
+            else:
+                shape = own
+        self.put(request.row, shape)
 
     def choose(self, limits: Int32) -> tuple[Int32, Int64]:
         """Choose the shape of each row's next round, and its place among the lanes.

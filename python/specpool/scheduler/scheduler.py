@@ -84,10 +84,9 @@ class Scheduler:
         """
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
-        self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
-        # The drafts of a round of each shape, int32 [num_shapes].
-        self._num_drafts = np.array([s.num_draft_tokens - 1 for s in ledger.shapes], np.int32)
-        self.round_shapes = RoundShapes(ledger.shapes, ledger.num_rows + 1, controller)
+        self.counts = Counts(ledger.shapes)
+        num_rows, forced = ledger.num_rows + 1, config.forced_shape
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, forced)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
@@ -283,9 +282,8 @@ class Scheduler:
             return
         if is_decode:
             num_new = result.accept_len
-            num_drafts = self._num_drafts[plan.shapes[alive]]
-            self.counts.round(num_new, num_drafts)
-            for request, num in zip(requests, num_drafts.tolist(), strict=True):
+            num_drafts = self.counts.round(num_new, plan.shapes[alive])
+            for request, num in zip(requests, num_drafts, strict=True):
                 request.num_drafts += num
             if step.choice is not None:
                 self.round_shapes.learn(step.choice, plan.shapes[alive], num_new)
@@ -323,6 +321,7 @@ class Scheduler:
                 ends
                 or new[-1] < 0
                 or request.watch is not None
+                or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
                 others.append((request, new, None))
@@ -338,10 +337,9 @@ class Scheduler:
     ) -> None:
         """Give a request its new tokens, and end it if they finish it."""
         request.append(new, entries, is_decode)
-        if self._is_promising is not None and request.shape_index:
-            drafts = self._is_promising(request.tokens)
-            own = request.choices or request.shape_index
-            self.round_shapes.put(request.row, own if drafts else 0)
+        if request.shape_index and (self._is_promising or request.matcher):
+            drafts = self._is_promising is None or self._is_promising(request.tokens)
+            self.round_shapes.look_ahead(request, drafts)
         if request.finish_reason is not None:
             if request.wants_pin and request.error is None:
                 self._pin(request)

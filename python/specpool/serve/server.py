@@ -9,14 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import shutting_down
 from specpool.serve.app import build_app
-from specpool.serve.bridge.client import EngineClient, EngineGone
+from specpool.serve.bridge.client import Carrier, EngineClient, EngineGone
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.config import ServeConfig
 from specpool.serve.guard.protocol import guarded
@@ -27,6 +27,13 @@ from specpool.text.tokenizer import load_tokenizer
 log = logging.getLogger("specpool.serve")
 
 
+class EngineEnd(Carrier, Protocol):
+    """An engine that was started, wherever it runs."""
+
+    def close(self) -> None:
+        """Stop it."""
+
+
 def serve(
     config: ServeConfig,
     loading: Mapping[str, Any],
@@ -34,6 +41,7 @@ def serve(
     threads: int = 1,
     chat_template: str | None = None,
     tell: Callable[[str], None] = print,
+    start: Callable[[Mapping[str, Any], int], EngineEnd] = EngineProcess,
 ) -> None:
     """Serve an engine until a signal stops the server.
 
@@ -43,6 +51,7 @@ def serve(
         threads: CPU threads of torch.
         chat_template: replaces the tokenizer's own (Jinja).
         tell: prints a line for the one who starts the server.
+        start: starts the engine from `loading` and `threads`; a benchmark puts it elsewhere.
 
     Raises:
         ConfigError: the port is taken, or the engine cannot be loaded.
@@ -50,7 +59,7 @@ def serve(
     """
     listener = bind(config)
     try:
-        engine = EngineProcess(loading, threads)
+        engine = start(loading, threads)
         try:
             _run(_main(config, engine, listener, loading, chat_template, tell))
         finally:
@@ -94,7 +103,7 @@ def _run(work: Any) -> None:
 
 async def _main(
     config: ServeConfig,
-    engine: EngineProcess,
+    engine: EngineEnd,
     listener: socket.socket,
     loading: Mapping[str, Any],
     chat_template: str | None,

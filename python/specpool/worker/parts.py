@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
+from specpool.kernels.transfer import Download
 from specpool.models.target_output import TargetOutput
 from specpool.scheduler.requests.request import Request
 
@@ -25,6 +26,8 @@ class Part:
     greedy: bool  # every lane takes the likeliest token
     first: int  # index of the part's first token among the round's
     is_broken: Tensor | None  # bool [B], lanes with an invalid tree; None = the host checked them
+    requests: Sequence[Request]  # one per lane; none in a graph
+    on_host: Download | None  # the trees, for lanes whose text has a form
 
 
 def bare_tree(roots: Tensor) -> DraftTree:

@@ -57,6 +57,7 @@ class RowState:
         self._copy = Download(self.seq_lens) if late else None
         self._copies_lens = late
         self._temperature, self._top_p = state(torch.float32), state(torch.float32)
+        self._min_p = state(torch.float32)
         self._top_k, self._seeds = state(torch.int32), state(torch.int64)
         # Temperature, top_k, top_p and uniform draws of greedy sampling, for a step's most nodes.
         zeros = torch.zeros(num_rows * max_nodes, dtype=torch.float32, device=device)
@@ -125,11 +126,12 @@ class RowState:
             self.device,
             np.array([p.temperature for p in params], np.float32),
             np.maximum(top_p, np.finfo(np.float32).tiny),  # a positive top_p may round to 0 here
+            np.array([p.min_p for p in params], np.float32),
             np.array([p.top_k for p in params], np.int32),
             np.array([request.seed for request in requests], np.uint64).view(np.int64),
         )
         rows = lanes.index
-        state = (self._temperature, self._top_p, self._top_k, self._seeds)
+        state = (self._temperature, self._top_p, self._min_p, self._top_k, self._seeds)
         for rows_state, value in zip(state, values, strict=True):
             rows_state.index_copy_(0, rows, value)
 
@@ -145,7 +147,7 @@ class RowState:
         Returns:
             int64 [B, n]; -1 where the logits are not finite.
         """
-        size = positions.numel()
+        size, min_p = positions.numel(), None
         if greedy:
             parameters = self._greedy_of.get(size)
             if parameters is None:
@@ -153,10 +155,17 @@ class RowState:
                 self._greedy_of[size] = parameters
         else:
             each = lanes.rows.repeat_interleave(positions.shape[1], output_size=size)
-            temperature, top_p, top_k, seeds = (
+            temperature, top_p, min_p, top_k, seeds = (
                 state.index_select(0, each)
-                for state in (self._temperature, self._top_p, self._top_k, self._seeds)
+                for state in (
+                    self._temperature,
+                    self._top_p,
+                    self._min_p,
+                    self._top_k,
+                    self._seeds,
+                )
             )
             uniforms = kernels.uniform(seeds, positions.reshape(-1).long())
             parameters = (temperature, top_k, top_p, uniforms)
-        return kernels.sample_tokens(logits, *parameters).view(positions.shape)
+        tokens = kernels.sample_tokens(logits, *parameters, min_p=min_p)
+        return tokens.view(positions.shape)

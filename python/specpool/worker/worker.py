@@ -19,8 +19,7 @@ from specpool.attention import BackEnd, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
-from specpool.draft.base import Drafter, DraftTree, Patient
-from specpool.errors import ShapeError
+from specpool.draft.base import Drafter, Patient
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
@@ -33,6 +32,8 @@ from specpool.worker.graphs.capture import Capture
 from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundKind
 from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, features_of, not_finite
+from specpool.worker.processors import Processors
+from specpool.worker.proposer import Proposer
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
@@ -70,9 +71,11 @@ class Worker:
         """
         self.graphs: Graphs | None = None
         self._drafter, self._cache = drafter, cache
-        self._vocab_size = target.vocab_size
+        vocab_size, device = target.vocab_size, cache.device
         self._keeps_state = target.keeps_state
         num_rows = cache.tables[0].shape[0] - 1
+        self._proposer = Proposer(drafter, vocab_size, device, keeps_state=self._keeps_state)
+        self._processors = Processors(num_rows, vocab_size, device)
         self._forward: Forward = (
             StateForward(target, cache, target_groups, num_rows=num_rows)
             if self._keeps_state
@@ -167,11 +170,14 @@ class Worker:
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             positions = new_lens.unsqueeze(1)
-            drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            self._processors.start(lanes, requests, done)
+            logits = self._processors.process(output.logits, lanes, requests, done=done)
+            drawn = self._state.draw(lanes, logits, positions, greedy=greedy)
             if self._has_windows:  # the last token may not see an earlier token that is NaN
                 spoiled = not_finite(lanes, output.hidden)
                 drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
             self._state.put(lanes, new_lens, drawn[:, 0])
+            self._processors.add(lanes, requests, drawn, done)
             yield Outcome(drawn, False, output.logits)
             if drafts is not None:
                 shifted = tokens.roll(-1)
@@ -186,7 +192,7 @@ class Worker:
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
         greedy = are_greedy(requests)
-        if self._drafter is None or not plan.shapes.any():
+        if not plan.shapes.any():
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
@@ -200,7 +206,7 @@ class Worker:
         if kind.shape.num_draft_tokens == 1:
             one = self._plain_round(lanes, (), writes_draft=kind.writes_draft, greedy=False)
         else:
-            part = self._part(lanes, 0, len(lanes.seq_lens), kind.shape, None, greedy=False)
+            part = self._part(lanes, 0, len(lanes.seq_lens), kind.shape, (), greedy=False)
             one = self._draft_round(lanes, [part], ())
         yield from self._forward.steps(one)
 
@@ -208,14 +214,17 @@ class Worker:
         self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
     ) -> Pass:
         """Make the pass that verifies the parts' trees, compacts, and lets the drafter follow."""
-        assert self._drafter is not None
-        drafter = self._drafter
+        drafter = self._drafter  # None if all drafts are forced
+        writes_draft = drafter is not None and not drafter.reads_tokens
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
             for part in parts:
                 size = part.positions.numel()
                 logits = output.logits[part.first : part.first + size]
+                logits = self._processors.process(
+                    logits, part.lanes, part.requests, part.tree, part.on_host
+                )
                 positions = part.positions + 1
                 drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
                 if part.is_broken is not None:  # an invalid tree's walk ends at the root
@@ -223,11 +232,12 @@ class Worker:
                 verdicts.append(verify(part.tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
+            self._processors.add(lanes, requests, verdict.tokens, verdict.accept_len)
             yield Outcome.of_verify(verdict, output.logits)
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
-            if drafter.reads_tokens:  # `extend` gives such a drafter nothing
+            if drafter is None or not writes_draft:  # `extend` gives such a drafter nothing
                 return
             accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
             features = features_of(output).index_select(0, nodes)
@@ -237,7 +247,7 @@ class Worker:
                 features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
             drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
 
-        return self._tree_pass(requests, lanes, parts, not drafter.reads_tokens, follow_up)
+        return self._tree_pass(requests, lanes, parts, writes_draft, follow_up)
 
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
@@ -252,8 +262,10 @@ class Worker:
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             new_lens = lanes.starts + 1
             positions = new_lens.unsqueeze(1)
-            drawn = self._state.draw(lanes, output.logits, positions, greedy=greedy)
+            logits = self._processors.process(output.logits, lanes, requests)
+            drawn = self._state.draw(lanes, logits, positions, greedy=greedy)
             self._state.put(lanes, new_lens, drawn[:, 0])
+            self._processors.add(lanes, requests, drawn)
             yield Outcome(drawn, False, output.logits)
             if drafter is not None:
                 follow = drafter.extend if self._patient is None else self._patient.write
@@ -299,25 +311,26 @@ class Worker:
         start: int,
         end: int,
         shape: Shape,
-        requests: Sequence[Request] | None,
+        requests: Sequence[Request],
         *,
         greedy: bool,
         first: int = 0,
     ) -> Part:
         """Propose trees of one shape for the lanes `[start, end)`.
 
-        `requests` belong to these lanes, or None in a capture. `first` is the index of the part's
+        `requests` belong to these lanes; none in a capture. `first` is the index of the part's
         first token among the round's.
         """
-        assert self._drafter is not None
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
         if shape.num_draft_tokens == 1:
             tree = bare_tree(roots)
         else:
-            tree, is_broken = self._propose(self._drafter, part, shape, roots, requests)
+            tree, is_broken = self._proposer.propose(part, shape, roots, requests)
         positions = part.starts.unsqueeze(1) + tree.depths
-        return Part(part, tree, positions, shape.num_steps, greedy, first, is_broken)
+        on_host = self._processors.look(tree, requests)  # before the target's forward
+        steps = shape.num_steps
+        return Part(part, tree, positions, steps, greedy, first, is_broken, requests, on_host)
 
     def _compact(self, part: Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV to the slots right after the prefix, in all target layers."""
@@ -332,46 +345,6 @@ class Worker:
                 verdict.accept_index,
                 num_draft_tokens=num_nodes,
             )
-
-    def _propose(
-        self,
-        drafter: Drafter,
-        lanes: Lanes,
-        shape: Shape,
-        roots: Tensor,
-        requests: Sequence[Request] | None,
-    ) -> tuple[DraftTree, Tensor | None]:
-        """Ask the drafter for trees and check them.
-
-        Returns:
-            The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
-            was replaced. None instead of the latter if the host could read the trees.
-
-        Raises:
-            ShapeError: the trees are of another type or shape, or the host found invalid values.
-        """
-        texts = None
-        if drafter.reads_tokens and requests is not None:
-            texts = [request.tokens for request in requests]
-        tree = drafter.propose(lanes, shape, roots, texts)
-        if not isinstance(tree, DraftTree):
-            raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
-        tree.check(shape, len(roots))
-        if self._keeps_state:
-            tree.check_chain()
-        if texts is not None and tree.tokens.device.type == "cpu":
-            last = np.array([text[-1] for text in texts])
-            tree.check_values(last, self._vocab_size)
-            return tree.to(self._cache.device), None
-        if not runs_kernels(self._cache.device):
-            tree.check_values(roots.numpy(), self._vocab_size)
-            return tree, None
-        tree = tree.to(self._cache.device)
-        links = tree.mask, tree.first_child, tree.next_sibling
-        tokens, depths, is_broken = kernels.check_tree(
-            tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
-        )
-        return DraftTree(tokens, depths, *links), is_broken
 
     def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
         """Return the accepted nodes as lanes, with their node indices, int64 [T], and tokens.

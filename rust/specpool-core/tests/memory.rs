@@ -389,7 +389,7 @@ fn a_round_without_memory_is_not_run() {
     };
     pure("attention_mask", || attention_mask(&lanes, 9));
     pure("attention_bias", || attention_bias(&lanes, 9));
-    let params = vec![SampleParams { temperature: 1.0, top_k: 9, top_p: 0.5, u: 0.5 }; N];
+    let params = vec![SampleParams { temperature: 1.0, top_k: 9, top_p: 0.5, min_p: 0.1, u: 0.5 }; N];
     let logits: Vec<f32> = (0..N * 100).map(|at| f32::from((at % 31) as u8)).collect();
     pure("sample_tokens", || sample_tokens(&logits, 100, &params));
     pure("sample_margins", || sample_margins(&logits, 100, &params));

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use specpool_core::tree::sample::{CHUNK, SampleParams, philox, sample_margins, sample_tokens, uniform};
 
-const PLAIN: SampleParams = SampleParams { temperature: 1.0, top_k: 0, top_p: 1.0, u: 0.5 };
+const PLAIN: SampleParams = SampleParams { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, u: 0.5 };
 
 #[test]
 fn philox_gives_the_known_answers() {
@@ -26,14 +26,15 @@ proptest! {
     #[test]
     fn rows_are_independent(
         logits in prop::collection::vec(-30.0_f32..30.0, 3 * CHUNK + 5), u in 0.0..1.0_f64, top_p in 0.01_f32..=1.0,
-        top_k in 0..9_i32, temperature in 0.01_f32..3.0
+        top_k in 0..9_i32, temperature in 0.01_f32..3.0, min_p in 0.0_f32..=1.0
     ) {
-        let params = SampleParams { temperature, top_k, top_p, u };
+        let params = SampleParams { temperature, top_k, top_p, min_p, u };
         let alone = sample_tokens(&logits, logits.len(), &[params]).unwrap()[0];
         let twice = [vec![0.0; logits.len()], logits.clone()].concat();
         prop_assert_eq!(sample_tokens(&twice, logits.len(), &[PLAIN, params]).unwrap()[1], alone);
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         prop_assert!((logits[alone as usize] - max) / temperature >= -87.5);
+        prop_assert!((logits[alone as usize] - max) / temperature >= min_p.ln() - 1e-4);
     }
 
     /// A larger draw never gives a smaller token.
@@ -59,6 +60,7 @@ fn refusals_name_the_row() {
     let text = |params| sample_tokens(&[0.0; 4], 2, &[PLAIN, params]).unwrap_err().to_string();
     assert_eq!(text(SampleParams { u: 1.0, ..PLAIN }), "u[1] must be in [0, 1), got 1");
     assert_eq!(text(SampleParams { top_p: 0.0, ..PLAIN }), "top_p[1] must be in (0, 1], got 0");
+    assert_eq!(text(SampleParams { min_p: 1.5, ..PLAIN }), "min_p[1] must be in [0, 1], got 1.5");
     assert_eq!(text(SampleParams { top_k: -2, ..PLAIN }), "top_k[1] must be 0 (all) or more, got -2");
     assert_eq!(text(SampleParams { temperature: f32::NAN, ..PLAIN }), "temperature[1] must be in [0, inf), got NaN");
     assert!(sample_tokens(&[0.0; 3], 2, &[PLAIN]).is_err());

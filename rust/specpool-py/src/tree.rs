@@ -213,25 +213,38 @@ impl<'py> Rows<'py> {
         top_k: &Bound<'py, PyAny>,
         top_p: &Bound<'py, PyAny>,
         u: &Bound<'py, PyAny>,
+        min_p: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Self> {
         let logits = Input::<f32, 2>::new("logits", logits)?;
         let temperature = Input::<f32, 1>::new("temperature", temperature)?;
         let top_k = Input::<i32, 1>::new("top_k", top_k)?;
         let top_p = Input::<f32, 1>::new("top_p", top_p)?;
         let u = Input::<f64, 1>::new("u", u)?;
+        let min_p = Input::<f32, 1>::optional("min_p", min_p)?;
         let n = logits.dims[0];
         expect_dims("temperature", temperature.dims, [n])?;
         expect_dims("top_k", top_k.dims, [n])?;
         expect_dims("top_p", top_p.dims, [n])?;
         expect_dims("u", u.dims, [n])?;
         let (temperature, top_k, top_p, u) = (temperature.slice(), top_k.slice(), top_p.slice(), u.slice());
-        let row = |i| SampleParams { temperature: temperature[i], top_k: top_k[i], top_p: top_p[i], u: u[i] };
+        if let Some(min_p) = &min_p {
+            expect_dims("min_p", min_p.dims, [n])?;
+        }
+        let least = |i: usize| min_p.as_ref().map_or(0.0, |each| each.slice()[i]);
+        let row = |i| SampleParams {
+            temperature: temperature[i],
+            top_k: top_k[i],
+            top_p: top_p[i],
+            min_p: least(i),
+            u: u[i],
+        };
         Ok(Self { params: memory::collected((0..n).map(row), "parameters").map_err(to_py)?, logits })
     }
 }
 
 #[doc = doc!("sample_tokens")]
 #[pyfunction]
+#[pyo3(signature = (logits, temperature, top_k, top_p, u, *, min_p = None))]
 pub fn sample_tokens<'py>(
     py: Python<'py>,
     logits: &Bound<'py, PyAny>,
@@ -239,13 +252,15 @@ pub fn sample_tokens<'py>(
     top_k: &Bound<'py, PyAny>,
     top_p: &Bound<'py, PyAny>,
     u: &Bound<'py, PyAny>,
+    min_p: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Array1<'py, i64>> {
-    let rows = Rows::new(logits, temperature, top_k, top_p, u)?;
+    let rows = Rows::new(logits, temperature, top_k, top_p, u, min_p)?;
     Ok(vector(py, sample::sample_tokens(rows.logits.slice(), rows.logits.dims[1], &rows.params).map_err(to_py)?))
 }
 
 #[doc = doc!("sample_margins")]
 #[pyfunction]
+#[pyo3(signature = (logits, temperature, top_k, top_p, u, *, min_p = None))]
 pub fn sample_margins<'py>(
     py: Python<'py>,
     logits: &Bound<'py, PyAny>,
@@ -253,7 +268,8 @@ pub fn sample_margins<'py>(
     top_k: &Bound<'py, PyAny>,
     top_p: &Bound<'py, PyAny>,
     u: &Bound<'py, PyAny>,
+    min_p: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Array1<'py, f64>> {
-    let rows = Rows::new(logits, temperature, top_k, top_p, u)?;
+    let rows = Rows::new(logits, temperature, top_k, top_p, u, min_p)?;
     Ok(vector(py, sample::sample_margins(rows.logits.slice(), rows.logits.dims[1], &rows.params).map_err(to_py)?))
 }

@@ -13,6 +13,7 @@ from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import common_len
 from specpool.scheduler.requests.latency import Times
+from specpool.structured.matcher import Matcher
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -86,7 +87,18 @@ class Request:
     times: Times = field(default_factory=Times)
     # The request adds itself, by number, when it loses its row or ends: it may have news.
     mailbox: dict[int, Request] | None = None
+    matcher: Matcher | None = None  # follows the form of its output
+    forced: list[int] = field(default_factory=list)  # tokens after the root that the form leaves
+    forced_shape: int = (
+        0  # the index of the shape for more of them than its own has steps; 0 = none
+    )
+    changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
+    penalizes: bool = field(init=False)
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+
+    def __post_init__(self) -> None:
+        self.changes_logits = self.params.changes_logits
+        self.penalizes = self.params.penalizes
 
     def post(self) -> None:
         """Put the request into its mailbox: it does not run any more, but may have news."""
@@ -202,6 +214,8 @@ class Request:
                 if tokens[-1] == NO_TREE
                 else f"the logits at position {position} are not finite"
             )
+            if self.matcher is not None and self.matcher.error is not None:
+                self.error = f"{self.matcher.error}, at position {position + 1}"
         return kept
 
 

@@ -23,6 +23,8 @@ class Running:
         lens: int32 [num_rows + 1], tokens that the host knows; 0 = the row is free.
         limits: int32 [num_rows + 1], the most tokens; 0 = the row cannot decode yet, or is free.
         shapes: int32 [num_rows + 1], `Request.shape_index`.
+        waits: bool [num_rows + 1], whether the row's next round waits for the tokens of its last,
+            because the host has to know them.
         accept_len: int32 [num_rows + 1], of the row's latest round; kept up under overlap only.
     """
 
@@ -35,6 +37,7 @@ class Running:
         self.prefilling: dict[int, Request] = {}
         num_rows = ledger.num_rows + 1
         self.by_row = np.full(num_rows, None, object)
+        self.waits = np.zeros(num_rows, np.bool_)
         self.accept_len: Int32 = np.ones(num_rows, np.int32)
         self.lens: Int32
         self.limits: Int32
@@ -62,6 +65,7 @@ class Running:
         self.by_row[row] = request
         self.lens[row], self.accept_len[row] = len(request.tokens), 1
         self.shapes[row] = request.shape_index
+        self.waits[row] = request.matcher is not None
         shapes = request.choices or request.shape_index
         self._round_shapes.admit(row, shapes, self._num_admitted)
         self.prefilling[row] = request
@@ -97,6 +101,9 @@ class Running:
         if self._reads_tokens:  # draft only if the host knows the root
             known = self.lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | (shape_of == 0)
+        if self.waits.any():
+            known = self.lens == self._ledger.resolved_len + 1
+            wanted &= (in_flight == 0) & known | ~self.waits
         (rows,) = wanted.nonzero()
         return rows[order[rows].argsort()]
 
@@ -111,6 +118,7 @@ class Running:
         """Forget the request's row, which has been given back; `remove` comes last."""
         self.by_row[request.row] = None
         self.prefilling.pop(request.row, None)
+        self.waits[request.row] = False
         self.lens[request.row] = self.limits[request.row] = request.row = 0
 
     def remove(self, request: Request) -> None:
@@ -120,6 +128,7 @@ class Running:
     def clear_rows(self) -> None:
         """Forget every row: all have been given back."""
         self.lens[:] = self.limits[:] = 0
+        self.waits[:] = False
         self.by_row[:] = None
         self.prefilling.clear()
 

@@ -88,18 +88,9 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
     given["logit_bias"] = _bias(request.logit_bias)
     given["structured"] = grammar_of(request)
     try:
-        return SamplingParams(**_known(given))
+        return SamplingParams(**given)
     except ConfigError as error:
         raise bad(str(error), param_of(str(error))) from None
-
-
-def _known(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse fields that this engine has not; the values that change nothing are left out."""
-    nothing = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-    for name in given.keys() - _FIELDS:
-        if given[name] and given[name] != nothing.get(name):
-            raise bad(f"{name} is not supported", name, "unsupported_parameter")
-    return {name: value for name, value in given.items() if name in _FIELDS}
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -123,6 +114,8 @@ def param_of(message: str) -> str | None:
     name = message.split(" ", 1)[0].rstrip(":")
     if name == "max_new_tokens":
         return "max_tokens"
+    if name == "structured":
+        return "response_format"
     return name if name in _FIELDS else None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import specpool
 from specpool.errors import ConfigError
+from specpool.grammar import Grammar
 from specpool.serve.api.errors import ApiError, bad
 from specpool.serve.api.requests import ChatRequest, Generation, Tool
 
@@ -18,7 +19,7 @@ _KINDS = {
 }
 
 
-def grammar_of(request: Generation) -> Any:
+def grammar_of(request: Generation) -> Grammar | None:
     """Return the grammar of `response_format`, `structured_outputs` or a forced tool; None = any.
 
     Raises:
@@ -39,11 +40,8 @@ def grammar_of(request: Generation) -> Any:
     if not found:
         return None
     name, kind, content = found[0]
-    grammar: Any = getattr(specpool, "Grammar", None)
-    if grammar is None:
-        raise bad(f"{name} is not supported", name, "unsupported_parameter")
     try:
-        make = getattr(grammar, kind)
+        make: Callable[..., Grammar] = getattr(Grammar, kind)
         return make() if kind == "json_object" else make(content)
     except ConfigError as error:
         raise bad(f"{name}: {error}", name) from None

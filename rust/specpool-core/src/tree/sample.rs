@@ -33,6 +33,8 @@ pub struct SampleParams {
     /// Then keep the smallest set of most likely tokens whose share of the rest is `>= top_p`; on ties keep the lower
     /// ids; 1 = all.
     pub top_p: f32,
+    /// Of these, drop each token that is less likely than this share of the likeliest one; 0 = none, at most 1.
+    pub min_p: f32,
     /// The random number, in `[0, 1)`.
     pub u: f64,
 }
@@ -114,6 +116,9 @@ fn check(logits: &[f32], vocab: usize, params: &[SampleParams]) -> Result<()> {
         if !(p.top_p > 0.0 && p.top_p <= 1.0) {
             return Err(Error::Shape(format!("top_p[{row}] must be in (0, 1], got {}", p.top_p)));
         }
+        if !(0.0..=1.0).contains(&p.min_p) {
+            return Err(Error::Shape(format!("min_p[{row}] must be in [0, 1], got {}", p.min_p)));
+        }
         if !(0.0..1.0).contains(&p.u) {
             return Err(Error::Shape(format!("u[{row}] must be in [0, 1), got {}", p.u)));
         }
@@ -140,9 +145,9 @@ impl Scratch {
 
 /// Draws one token by inverse CDF over token ids: the least id whose cumulative weight exceeds `u` times the total.
 ///
-/// The margin is the least of three distances: of `u` to the edges of the token's interval, if another token lies
-/// beyond them; of the mass kept by top-p to `top_p`; and the gap in `logit / temperature` between the last token kept
-/// by top-k or top-p and the next token. At temperature 0 it is the gap between the two greatest logits (only on
+/// The margin is the least of four distances: of `u` to the edges of the token's interval, if another token lies
+/// beyond them; of the mass kept by top-p to `top_p`; the gap in `logit / temperature` between the last token kept
+/// by top-k or top-p and the next token; and that between min-p's limit and the nearest token. At temperature 0 it is the gap between the two greatest logits (only on
 /// request, because it costs a pass). It is infinite if no other token is possible.
 pub fn draw(logits: &[f32], params: &SampleParams, scratch: &mut Scratch, with_margin: bool) -> Draw {
     let none = Draw { token: -1, margin: f64::NAN };
@@ -154,7 +159,7 @@ pub fn draw(logits: &[f32], params: &SampleParams, scratch: &mut Scratch, with_m
     }
     let weigh = Weigh { max, temperature: params.temperature };
     let all_k = params.top_k == 0 || params.top_k as usize >= logits.len();
-    if all_k && params.top_p >= 1.0 {
+    if all_k && params.top_p >= 1.0 && params.min_p <= 0.0 {
         return draw_from_all(logits, &weigh, params.u, &mut scratch.sums);
     }
     let cut = keep(logits, &weigh, params, scratch);
@@ -297,7 +302,7 @@ fn id_of(key: u64) -> usize {
     (key & u64::from(u32::MAX)) as usize
 }
 
-/// Leaves the ids that top-k and then top-p keep in `scratch.order`, ascending; returns how close the cut was.
+/// Leaves the ids that top-k, then top-p and then min-p keep in `scratch.order`, ascending; returns how close the cut was.
 fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scratch) -> f64 {
     let weight = |id: u64| weigh.of(logits[id_of(id)]);
     let order = &mut scratch.order;
@@ -338,11 +343,27 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
         }
         order.truncate(kept);
     }
+    if params.min_p > 0.0 {
+        margin = drop_unlikely(logits, weigh, params.min_p, order, margin);
+    }
     for key in order.iter_mut() {
         *key = id_of(*key) as u64;
     }
     order.sort_unstable();
     margin
+}
+
+/// Drops the tokens below min-p's limit; returns `margin`, or the gap between that limit and the nearest token.
+///
+/// The likeliest token weighs [`ONE`], so the limit is exact on any device. It is always kept.
+fn drop_unlikely(logits: &[f32], weigh: &Weigh, min_p: f32, order: &mut Vec<u64>, margin: f64) -> f64 {
+    let limit = f64::from(min_p) * f64::from(ONE);
+    let nearest = order.iter().fold(margin, |least, &key| {
+        let gap = (weigh.gap(logits[id_of(key)], weigh.max) - f64::from(min_p).ln()).abs();
+        least.min(gap)
+    });
+    order.retain(|&key| weigh.of(logits[id_of(key)]) >= limit);
+    nearest
 }
 
 /// Inverse CDF over the kept ids, which ascend.

@@ -1,0 +1,1 @@
+"""Forms of text: compile grammars, and say which tokens may follow."""

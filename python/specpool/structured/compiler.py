@@ -1,0 +1,193 @@
+"""`Compiler`: turns a `Grammar` into a `Matcher`, with llguidance, and keeps what it compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from specpool.errors import ConfigError
+from specpool.grammar import Grammar
+from specpool.structured.matcher import Matcher, refusal, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Compiled grammars that are kept, the latest used ones.
+MAX_COMPILED = 128
+#: Seconds that a grammar may take to compile.
+MAX_SECONDS = 10.0
+#: Items of llguidance's parser in one step, and the cost of its lexer; beyond, a request ends.
+MAX_ITEMS, MAX_LEXER_COST = 50_000, 200_000
+
+
+class Compiler:
+    """A compiler of grammars over one tokenizer; any thread may call it."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+            tokenizer: gives each token's bytes; None = no grammar can be compiled.
+            vocab_size: the target's.
+            eos_ids: the tokens that end a text of the target.
+        """
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._vocabulary: Any = None  # llguidance.LLTokenizer
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Return a matcher at the start of a grammar; compile it if it was not kept.
+
+        Compiling takes a millisecond for a small schema. The first call also reads the vocabulary,
+        which takes a tenth of a second for 32,000 tokens.
+
+        Raises:
+            ConfigError: the package is missing, the tokenizer cannot be read, or the grammar is
+                wrong, allows no text, or is too large; the message says where.
+        """
+        with self._lock:
+            engine = self._compiled.get(grammar)
+            if engine is not None:
+                self._compiled.move_to_end(grammar)
+        if engine is None:
+            engine = self._within_time(grammar)
+            with self._lock:
+                self._compiled[grammar] = engine
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return Matcher(engine, self._vocab_size, self._eos_ids)
+
+    def _within_time(self, grammar: Grammar) -> Any:
+        """Compile in a thread of its own, because nothing can stop the library."""
+        results: list[Any] = []
+
+        def work() -> None:
+            try:
+                results.append(self._compile(grammar))
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=work, name="specpool-grammar", daemon=True)
+        thread.start()
+        thread.join(MAX_SECONDS)
+        if not results:
+            raise ConfigError(
+                f"structured: a {grammar.kind} of {len(grammar.text)} characters took more than "
+                f"{MAX_SECONDS:g} s to compile: make it smaller"
+            )
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return results[0]
+
+    def _compile(self, grammar: Grammar) -> Any:
+        library, vocabulary = _library(), self._read_vocabulary()
+        try:
+            source = _source(library, grammar)
+        except ValueError as error:
+            raise refusal(str(error)) from None
+        limits = library.LLParserLimits(
+            step_max_items=MAX_ITEMS, step_lexer_fuel=MAX_LEXER_COST, verbose_errors=False
+        )
+        engine = library.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        if not engine.is_error():
+            engine.deep_copy().compute_bitmask()  # some faults show in the first step alone
+            first = engine.deep_copy()
+            first.compute_bitmask()
+            if not first.is_error() and first.is_stopped() and not first.is_accepting():
+                raise ConfigError(f"structured: the {grammar.kind} allows no text at all")
+            engine = engine if not first.is_error() else first
+        if engine.is_error():
+            message = shortened(engine.get_error())
+            raise ConfigError(f"structured: {message}{_where(grammar, message)}")
+        return engine
+
+    def _read_vocabulary(self) -> Any:
+        """Return the tokens' bytes as llguidance keeps them; read them at the first call."""
+        from transformers import PreTrainedTokenizerFast
+
+        with self._lock:
+            if self._vocabulary is not None:
+                return self._vocabulary
+            if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+                raise ConfigError(
+                    "structured: a form needs the bytes of each token, from a fast tokenizer; the "
+                    f"target's is {type(self._tokenizer).__name__}"
+                )
+            if not self._eos_ids:
+                raise ConfigError(
+                    "structured: a form needs a token that ends the text, and the target has none"
+                )
+            from llguidance import hf
+
+            # Its mask has a bit for each token of the tokenizer, even beyond the target's.
+            size = max(len(self._tokenizer), self._vocab_size)
+            try:
+                self._vocabulary = hf.from_tokenizer(
+                    self._tokenizer, n_vocab=size, eos_token=sorted(self._eos_ids)
+                )
+            except Exception as error:
+                raise ConfigError(
+                    f"structured: the target's tokenizer cannot be read: {error}"
+                ) from error
+            return self._vocabulary
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "structured: a form needs llguidance: pip install 'specpool[grammar]'"
+        ) from None
+    return llguidance
+
+
+def _source(library: Any, grammar: Grammar) -> str:
+    """Return the grammar in llguidance's own notation."""
+    if grammar.kind in ("json_schema", "json_object"):
+        text = "true" if grammar.text.strip() == "true" else grammar.text
+        schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
+        # No blanks between the tokens of the text: they would leave a choice everywhere.
+        options = {"whitespace_flexible": False}
+        if schema == "true":
+            schema = "{}"
+        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    return str(library.grammar_from(grammar.kind, grammar.text))
+
+
+def _where(grammar: Grammar, message: str) -> str:
+    """Return the place in a schema that an error speaks of, as far as its words tell."""
+    if grammar.kind != "json_schema":
+        return ""
+    names = re.findall(r"[\"'`]([^\"'`]+)[\"'`]", message) + re.findall(r": (\w+)$", message)
+    for name in names:
+        found = _pointer(json.loads(grammar.text), name)
+        if found is not None:
+            return f" (at {found})"
+    return ""
+
+
+def _pointer(value: Any, name: str, path: str = "#") -> str | None:
+    """Return the JSON pointer of the first key or string `name`, or None."""
+    entries: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        entries = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        entries = [(str(index), item) for index, item in enumerate(value)]
+    for key, item in entries:
+        here = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+        if (isinstance(value, dict) and key == name) or item == name:
+            return here
+        found = _pointer(item, name, here)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,141 @@
+"""`Matcher`: which tokens may follow a request's output, at the root and along its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool.arrays import Int32, Int64
+from specpool.errors import ConfigError
+
+#: A forced span with more tokens than this has no end, as far as a request is concerned.
+MAX_SPAN = 4096
+
+
+class Matcher:
+    """A place in a grammar: behind the tokens of one request's output.
+
+    It follows the output on the host. For the drafts of a tree it goes ahead and comes back.
+
+    Attributes:
+        error: why no token can follow; None = there is no such reason.
+    """
+
+    def __init__(self, engine: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        """Begin an empty output.
+
+        Args:
+            engine: an `llguidance.LLMatcher` at its start, which is not changed.
+            vocab_size: the target's.
+            eos_ids: the tokens that end a text.
+        """
+        self._start, self._place = engine, engine.deep_copy()
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+        self._num_words = -(-vocab_size // 32)
+        self._num_tokens = 0  # of the output, so far
+        self._has_ended = False  # the last of them ends the text
+        self._foresees = True
+        self.error: str | None = None
+
+    def fresh(self) -> Matcher:
+        """Return a matcher of the same grammar, at its start."""
+        return Matcher(self._start, self._vocab_size, self._eos_ids)
+
+    def follow(self, tokens: Sequence[int], prompt_len: int) -> None:
+        """Go on to the end of `tokens`: a prompt, the output followed so far, and new output."""
+        new = tokens[prompt_len + self._num_tokens :]
+        self._num_tokens += len(new)
+        if new and new[-1] in self._eos_ids:
+            self._has_ended, new = True, new[:-1]
+        if new and not self._place.consume_tokens(list(new)):
+            self._fail("the form does not allow the output")
+
+    def masks(
+        self, tokens: Int64, first_child: Int32, next_sibling: Int32
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Return the tokens that may follow each node of a tree whose path is allowed.
+
+        Args:
+            tokens: [N]; the root is the last token of the output.
+            first_child: [N], -1 = none.
+            next_sibling: [N], -1 = none.
+
+        Returns:
+            The nodes, [n]: the root and all nodes whose path is allowed and goes on. And bits,
+            [n, ceil(V / 32)]: bit t % 32 of word t // 32 is set if token t may follow. If nothing
+            may follow the root, its bits are 0 and `error` says why.
+        """
+        nodes: list[int] = []
+        lines: list[npt.NDArray[np.int32]] = []
+        if self._has_ended:
+            return np.zeros(0, np.int64), np.zeros((0, self._num_words), np.int32)
+
+        def visit(node: int) -> None:
+            line = self._mask()
+            nodes.append(node)
+            lines.append(line)
+            child = int(first_child[node])
+            while child != -1:
+                token = int(tokens[child])
+                if line[token // 32] >> (token % 32) & 1 and token not in self._eos_ids:
+                    if self._place.consume_token(token):
+                        visit(child)
+                    if not self._place.rollback(1):
+                        self._fail("the form's place was lost")
+                        return
+                child = int(next_sibling[child])
+
+        visit(0)
+        if not lines[0].any() and self.error is None:
+            self._fail("no token can follow")
+        return np.array(nodes), np.array(lines)
+
+    def forced(self, most: int) -> list[int]:
+        """Return the next tokens, at most `most`, if the grammar leaves one string or one end."""
+        if self._has_ended or self.error is not None or most < 1:
+            return []
+        if self._place.is_stopped():
+            return [min(self._eos_ids)] if len(self._eos_ids) == 1 else []
+        if not self._foresees:
+            return []
+        span: list[int] = self._place.compute_ff_tokens()
+        if len(span) > MAX_SPAN:  # each look would take as long
+            self._foresees = False
+        if len(span) < most and len(self._eos_ids) == 1 and self._ends_after(span):
+            span = [*span, *self._eos_ids]
+        return [token for token in span[:most] if token < self._vocab_size]
+
+    def _ends_after(self, span: list[int]) -> bool:
+        if not span:
+            return False
+        is_over = bool(self._place.consume_tokens(span) and self._place.is_stopped())
+        if not self._place.rollback(len(span)):
+            self._fail("the form's place was lost")
+        return is_over
+
+    def _mask(self) -> npt.NDArray[np.int32]:
+        """Return the bits of the tokens that may follow here, int32 [ceil(V / 32)]."""
+        bits = self._place.compute_bitmask()
+        if self._place.is_error():
+            self._fail(shortened(self._place.get_error()))
+            return np.zeros(self._num_words, np.int32)
+        words = np.zeros(max(self._num_words, -(-len(bits) // 4)), np.int32)
+        words.view(np.uint8)[: len(bits)] = np.frombuffer(bits, np.uint8)
+        return words[: self._num_words]
+
+    def _fail(self, why: str) -> None:
+        if self.error is None:
+            self.error = f"structured: {why}"
+
+
+def shortened(message: str) -> str:
+    """Return an error of the grammar library in one line of at most 300 characters."""
+    return " ".join(message.partition("<state>")[0].split())[:300]
+
+
+def refusal(message: str) -> ConfigError:
+    """Return the error of a grammar that cannot be compiled."""
+    return ConfigError(f"structured: {shortened(message)}")

@@ -1,0 +1,175 @@
+"""`Processors`: change the target's logits before tokens are chosen: bias, penalties, forms.
+
+They run at every node of a tree, each by the text up to that node. So the text is that of plain
+decoding. Rows without processors are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specpool.attention.lanes import Lanes
+from specpool.draft.base import DraftTree
+from specpool.kernels.transfer import Download, upload
+from specpool.scheduler.requests.request import Request
+from specpool.worker.penalties import TokenCounts
+
+
+class Processors:
+    """The processors of all rows; order: bias, repetition, frequency, presence, form."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        """Keep nothing yet; `num_rows` is without row 0."""
+        self._device = device
+        self._counts = TokenCounts(num_rows, vocab_size, device)
+
+    def start(self, lanes: Lanes, requests: Sequence[Request], done: Sequence[bool]) -> None:
+        """Count the tokens of the lanes whose prefill is `done`: they get their first token."""
+        chosen = [i for i, request in enumerate(requests) if request.penalizes and done[i]]
+        if chosen:
+            rows = lanes.index[self._put(chosen)]
+            self._counts.start(rows, [requests[i] for i in chosen])
+
+    def look(self, tree: DraftTree, requests: Sequence[Request]) -> Download | None:
+        """Start the copy of trees to the host if a lane's form has to be followed along its tree.
+
+        Call it before the target's forward is launched, so that the host works meanwhile.
+        """
+        if all(request.matcher is None for request in requests):
+            return None
+        links = tree.first_child.long(), tree.next_sibling.long()
+        return Download(torch.stack([tree.tokens, *links]))
+
+    def process(
+        self,
+        logits: Tensor,
+        lanes: Lanes,
+        requests: Sequence[Request],
+        tree: DraftTree | None = None,
+        on_host: Download | None = None,
+        done: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """Return the logits that the lanes' tokens are chosen from.
+
+        Args:
+            logits: [B * N, V], not changed.
+            lanes: B lanes.
+            requests: one per lane; empty in a graph, whose lanes have no processors.
+            tree: B trees of N nodes; None = the lanes' roots alone.
+            on_host: the result of `look`.
+            done: whether a lane's token is kept; None = every lane's is.
+
+        Returns:
+            The same tensor if no lane has a processor; else float32, a copy.
+        """
+        chosen = [
+            i
+            for i, request in enumerate(requests)
+            if request.changes_logits and (done is None or done[i])
+        ]
+        if not chosen:
+            return logits
+        processed = logits.to(torch.float32, copy=True)
+        by_lane = processed.view(len(requests), -1, logits.shape[1])
+        self._bias(by_lane, requests, chosen)
+        self._penalize(by_lane, lanes, requests, chosen, tree)
+        self._constrain(processed, requests, chosen, on_host)
+        return processed
+
+    def add(
+        self,
+        lanes: Lanes,
+        requests: Sequence[Request],
+        tokens: Tensor,
+        lens: Tensor | Sequence[bool] | None = None,
+    ) -> None:
+        """Count the tokens that a step gave the lanes' rows.
+
+        Args:
+            lanes: B lanes.
+            requests: one per lane; empty in a graph.
+            tokens: int64 [B, A].
+            lens: int32 [B], how many of them count; or whether a lane's one token is kept; None =
+                one of each lane counts.
+        """
+        kept = lens if isinstance(lens, list) else None
+        chosen = [
+            i
+            for i, request in enumerate(requests)
+            if request.penalizes and (kept is None or kept[i])
+        ]
+        if chosen:
+            which = self._put(chosen)
+            num = lens[which] if isinstance(lens, Tensor) else torch.ones_like(which)
+            self._counts.add(lanes.index[which], tokens[which], num)
+
+    def _bias(self, by_lane: Tensor, requests: Sequence[Request], chosen: Sequence[int]) -> None:
+        entries = [
+            (lane, token, value)
+            for lane in chosen
+            for token, value in requests[lane].params.logit_bias.items()
+        ]
+        if not entries:
+            return
+        lane_of, token_of, values = upload(
+            self._device,
+            np.array([lane for lane, _, _ in entries], np.int64),
+            np.array([token for _, token, _ in entries], np.int64),
+            np.array([value for _, _, value in entries], np.float32),
+        )
+        by_lane[lane_of, :, token_of] += values.unsqueeze(1)
+
+    def _penalize(
+        self,
+        by_lane: Tensor,
+        lanes: Lanes,
+        requests: Sequence[Request],
+        chosen: Sequence[int],
+        tree: DraftTree | None,
+    ) -> None:
+        mine = [i for i in chosen if requests[i].penalizes]
+        if not mine:
+            return
+        which = self._put(mine)
+        logits = by_lane[which]
+        own = None if tree is None else tree.of(which)
+        self._counts.penalize(logits, lanes.index[which], [requests[i] for i in mine], own)
+        by_lane[which] = logits
+
+    def _constrain(
+        self,
+        processed: Tensor,
+        requests: Sequence[Request],
+        chosen: Sequence[int],
+        on_host: Download | None,
+    ) -> None:
+        """Rule out, at each node, the tokens that the form does not allow behind it."""
+        mine = [(i, m) for i in chosen if (m := requests[i].matcher) is not None]
+        if not mine:
+            return
+        num_nodes = len(processed) // len(requests)
+        trees = None if on_host is None else on_host.array()
+        root = np.zeros(1, np.int64), np.full(1, -1, np.int32), np.full(1, -1, np.int32)
+        found = []
+        for lane, matcher in mine:
+            matcher.follow(requests[lane].tokens, requests[lane].prompt_len)
+            nodes, bits = matcher.masks(*(root if trees is None else trees[:, lane]))
+            found.append((nodes + lane * num_nodes, bits))
+        places, words = upload(
+            self._device,
+            np.concatenate([nodes for nodes, _ in found]),
+            np.concatenate([bits for _, bits in found]),
+        )
+        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+        allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : processed.shape[1]] > 0
+        masked = processed.index_select(0, places).masked_fill(~allowed, -torch.inf)
+        processed.index_copy_(0, places, masked)
+
+    def _put(self, lanes: Sequence[int]) -> Tensor:
+        """Return lane numbers on the device, int64 [n]."""
+        (which,) = upload(self._device, np.array(lanes, np.int64))
+        return which
