@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from http.client import HTTPException
 
 import pytest
 
@@ -19,7 +20,11 @@ def streams(server, count, max_tokens):
     answers = []
 
     def ask():
-        answers.append(server.ask("POST", "/v1/completions", BODY | {"max_tokens": max_tokens}))
+        body = BODY | {"max_tokens": max_tokens}
+        try:
+            answers.append(server.ask("POST", "/v1/completions", body))
+        except (OSError, HTTPException):  # the server was killed
+            answers.append((0, "", {}))
 
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
@@ -88,7 +93,7 @@ def test_a_dead_engine_is_told_and_ends_the_server():
 
 def test_a_dead_front_ends_the_engine():
     with Server("--batch", "4") as server:
-        streams(server, 1, 100)
+        threads, answers = streams(server, 1, 1900)
         (engine,) = children(server.process.pid)
         server.process.kill()
         server.process.wait(10)
@@ -96,6 +101,7 @@ def test_a_dead_front_ends_the_engine():
         while os.path.exists(f"/proc/{engine}") and not is_zombie(engine):
             assert time.monotonic() < end
             time.sleep(0.05)
+        assert lasts(threads, answers) == [] and answers[0][0] == 0
 
 
 def children(pid):

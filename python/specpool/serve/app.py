@@ -45,8 +45,8 @@ _ERROR = {
 }
 
 
-def build_app(service: Service) -> ASGIApp:
-    """Return the application of a server."""
+def paths(service: Service) -> FastAPI:
+    """Return the paths of a server, without its guards."""
     app = FastAPI(
         title="specpool",
         version=__version__,
@@ -61,6 +61,12 @@ def build_app(service: Service) -> ASGIApp:
     app.add_exception_handler(RequestValidationError, _wrong_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Return the application of a server."""
+    app = paths(service)
     guarded: ASGIApp = AccessGuard(BodyGuard(app, service.config), service)
     if service.config.origins:
         guarded = CORSMiddleware(
