@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines build capi crate fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines build capi crate fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -148,6 +148,10 @@ soak: $(VENV)/.dev ## 1e8 random operations on the ledger and on its prefix inde
 	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/specpool sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
 
+soak-serve: $(VENV)/.dev ## ten minutes of 64 streams over HTTP whose clients leave at random (SPECPOOL_SOAK_SECONDS=n)
+	SPECPOOL_SOAK_SECONDS=$${SPECPOOL_SOAK_SECONDS:-600} $(BIN)/pytest -n 0 -s -q --timeout 1800 \
+	tests/serve/test_flood.py -k leave_at_random
+
 # Seconds for each target; set 3600 or more for a long run. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.dev ## hostile calls and logs, FUZZ_SECONDS of each target (SEED=n)
@@ -178,6 +182,7 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/python -m benches session
 	$(BIN)/python -m benches prefix
 	$(BIN)/python -m benches adaptive
+	$(BIN)/python -m benches serve
 
 bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results
 	$(BIN)/python -m benches.kernels --device cuda --write benches/results

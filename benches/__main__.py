@@ -84,6 +84,20 @@ def plain(
     )
 
 
+@app.command("serve")
+def serve(
+    streams: Annotated[int, typer.Option(help="Texts at once, beside Engine.generate.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 96,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The server's own cost, and where its engine should run: a process or a thread."""
+    from benches.serve import serve as run
+
+    run(streams=streams, tokens=tokens, repeats=repeats, json=json, plot=plot)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
     """The options that only `reserve --trace` takes; None = the default of `trace`."""

@@ -59,6 +59,8 @@ COUNTERS = {
     "prefilled_token_ct": ("prefilled_tokens", "Tokens of prefill steps."),
     "generated_token_ct": ("generated_tokens", "Tokens that the steps gave."),
     "verify_ct": ("row_rounds", "Rounds of single rows."),
+    "drafted_round_ct": ("drafted_row_rounds", "Rounds of single rows that had drafts."),
+    "draft_ct": ("drafts", "Drafts that were proposed, right or wrong."),
     "correct_draft_ct": ("correct_drafts", "Drafts that were accepted."),
 }
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from paths import ROOT
+from serve_kit import Server
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,11 +85,25 @@ def test_every_block_names_its_language(document):
     assert {name for name, _ in FENCE.findall(text)} <= {"python", "sh", "json", "text", "diff"}
 
 
+#: The page of the server calls it at its default address.
+SERVED, ADDRESS = "docs/serve.md", "127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where a server for the page's blocks listens."""
+    with Server() as server:
+        yield f"127.0.0.1:{server.port}"
+
+
 @pytest.mark.parametrize("document", having("python"))
-def test_python_blocks_run(document, monkeypatch, tmp_path):
+def test_python_blocks_run(document, monkeypatch, tmp_path, request):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "document"}
     for code in blocks(document, "python"):
+        if ADDRESS in code:
+            assert document == SERVED
+            code = code.replace(ADDRESS, request.getfixturevalue("address"))
         exec(compile(code, document, "exec"), names)
 
 
@@ -123,9 +138,12 @@ def test_the_slow_blocks_are_there():
 
 
 @pytest.mark.parametrize(("document", "block"), shell_blocks())
-def test_shell_blocks_run(document, block, monkeypatch, tmp_path, capsys):
+def test_shell_blocks_run(document, block, monkeypatch, tmp_path, capsys, request):
     """In a folder of its own; a command's comment says an exit code other than 0."""
     monkeypatch.chdir(tmp_path)
+    if ADDRESS in block:
+        assert document == SERVED
+        block = block.replace(ADDRESS, request.getfixturevalue("address"))
     if (needs := needs_of(block)) is not None:
         assert re.search(NEEDS[needs], block), f"{document}: does not need {needs}\n{block}"
     for words, comment in commands(block):
@@ -153,11 +171,22 @@ def run(words: list[str], document: str) -> Iterator[int]:
                 yield 0
         elif words[0] == "python" and document.startswith("examples/"):
             yield train(ROOT / document, words[1:], patch)
+        elif words[0] == "curl":
+            yield curl(words)
         elif words[0] == "python":
             command = [sys.executable, str(ROOT / words[1]), *words[2:]]
             yield subprocess.run(command, capture_output=True).returncode
         else:
             yield from parse(words)
+
+
+def curl(words: list[str]) -> int:
+    """Run curl; an answer of the server that is an error counts as one."""
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    done = subprocess.run([*words, "--max-time", "60"], capture_output=True, text=True)
+    assert "error" not in json.loads(done.stdout), done.stdout
+    return done.returncode
 
 
 def train(document: Path, words: list[str], patch: pytest.MonkeyPatch) -> int:

@@ -130,3 +130,17 @@ def test_no_counter_goes_down(monkeypatch):
             assert all(a <= b for a, b in zip(before, now, strict=True))
             before = now
         assert one.stats().aborted_ct == 15
+
+
+def test_drafts_are_counted_right_or_wrong():
+    """Law: accepted and rejected drafts of all requests add up to those of the engine."""
+    with Engine.from_pretrained(draft="specpool/tiny-eagle", max_context_len=256) as engine:
+        params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+        outputs = engine.generate(["seq: 2, 4, ", "def get_"], params)
+        (plain,) = engine.generate("seq: 2, 4, ", params, shape=Shape.none())
+        stats = engine.stats()
+        assert plain.num_drafts == 0
+        assert sum(output.num_drafts for output in outputs) == stats.draft_ct
+        assert stats.drafted_round_ct == sum(output.verify_ct for output in outputs)
+        assert stats.draft_ct == 3 * stats.drafted_round_ct
+        assert all(sum(output.from_draft) <= output.num_drafts for output in outputs)

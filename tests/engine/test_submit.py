@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 
 import pytest
@@ -93,6 +94,46 @@ def test_who_ends_in_its_own_callback_is_told(end, overlap):
 def test_samples_of_a_submitted_request_are_refused_in_a_list_too(engine):
     with pytest.raises(ConfigError, match="params must be SamplingParams or None"):
         engine.submit("abc", [SamplingParams(n=2)])
+
+
+def test_samples_of_a_submitted_prompt_are_those_of_generate(engine):
+    """Law: sample i has the number of the first + i, and is told by it."""
+    params = dataclasses.replace(SAMPLED, max_new_tokens=12, n=3, logprobs=1)
+    told = []
+    first = engine.submit("abc", params, on_item=lambda n, item: told.append((n, item)))
+    while engine.turn():
+        pass
+    expected = engine.generate("abc", params)
+    for sample, output in enumerate(expected):
+        mine = [item for number, item in told if number == first + sample]
+        assert mine[-1].token_ids == output.token_ids and mine[-1].sample == sample
+        chunks = mine[:-1]
+        assert [f for c in chunks for f in c.from_draft] == output.from_draft
+        assert [e for c in chunks for e in c.logprobs] == output.logprobs
+
+
+def test_samples_are_aborted_one_by_one(engine):
+    told = {}
+    params = dataclasses.replace(SAMPLED, n=3)
+    first = engine.submit("abc", params, on_item=told.__setitem__)
+    engine.abort(first + 1)
+    engine.abort(first)
+    while engine.turn():
+        pass
+    assert [told[first + i].finish_reason for i in range(3)] == ["abort", "abort", "length"]
+
+
+def test_without_decoding_there_are_token_ids_and_no_text(engine):
+    """A stop string ends the request all the same."""
+    told = []
+    params = SamplingParams(max_new_tokens=40, stop=("\n",))
+    (expected,) = engine.generate("seq: 2, 4, ", params)
+    engine.submit("seq: 2, 4, ", params, decode=False, on_item=lambda n, item: told.append(item))
+    while engine.turn():
+        pass
+    assert expected.stop_hit == "\n" and told[-1].stop_hit == "\n"
+    assert told[-1].token_ids == expected.token_ids and told[-1].text == ""
+    assert all(chunk.pieces == [] for chunk in told[:-1])
 
 
 def test_a_pin_of_another_engine_releases_nothing(engine):

@@ -219,8 +219,6 @@ def test_bad_requests_are_refused_with_the_numbers():
         engine.generate([[1, 2]], priority="high")
     with pytest.raises(ConfigError, match=r"n must be an integer in \[1, 65536\], got 0"):
         SamplingParams(n=0)
-    with pytest.raises(ConfigError, match="one sample, got n=2"):
-        engine.submit([1, 2], SamplingParams(n=2))
     with pytest.raises(ConfigError, match=r"overlap_depth must be an integer in \[0, 1\], got 2"):
         EngineConfig(overlap_depth=2)
     assert not engine.turn()

@@ -25,7 +25,7 @@ from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine
-    from specpool.engine.prompts import Prompt
+    from specpool.engine.texts import Prompt
 
 HELP = """\
 /rewind [n]  go n turns back (1)

@@ -1,4 +1,4 @@
-"""The commands that run an engine, and their options: `generate`, `chat`, `tune`."""
+"""The commands that run an engine, and their options: `generate`, `chat`, `serve`, `tune`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specpool.cli.options.groups import (
     PlaceOptions,
     PromptOptions,
     SamplingOptions,
+    ServerOptions,
     StepOptions,
     engine_options,
     grouped,
@@ -132,6 +133,67 @@ def chat(
                 checks,
                 adaptive=adaptive,
                 overlap_depth=overlap_depth,
+                max_sessions=max_sessions,
+                session_pages=session_pages,
+            ),
+        )
+    )
+
+
+@grouped
+def serve(
+    *,
+    models: ModelOptions,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model; may be repeated. [default: --target, without a path]"
+        ),
+    ] = None,
+    server: ServerOptions,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a chat template (Jinja) instead of the model's.")
+    ] = None,
+    shape: ShapeText = None,
+    adaptive: Adaptive = None,
+    pages: LayoutOptions,
+    place: PlaceOptions,
+    reads: AttentionOptions,
+    batch: Annotated[int, typer.Option(help="Texts that run at once.")] = 32,
+    steps: StepOptions,
+    memory: MemoryOptions,
+    max_sessions: Annotated[
+        int, typer.Option(help="Most sessions that keep KV between their turns.")
+    ] = 64,
+    session_pages: Annotated[
+        int | None,
+        typer.Option(help="Most pages of each group for idle sessions. [default: all free]"),
+    ] = None,
+    checks: CheckOptions,
+) -> None:
+    """Serve a model to OpenAI's clients, with a page to talk to; without options the embedded pair.
+
+    It listens on this machine alone unless --host says otherwise.
+    """
+    from specpool.cli.serve import Job, run
+
+    run(
+        Job(
+            **asdict(models),
+            **asdict(place),
+            shape=shape,
+            chat_template=chat_template,
+            api_key_file=server.api_key_file,
+            names=name or [],
+            serve=server.fields(),
+            options=engine_options(
+                pages,
+                reads,
+                memory,
+                steps,
+                checks,
+                adaptive=adaptive,
+                max_batch=batch,
                 max_sessions=max_sessions,
                 session_pages=session_pages,
             ),

@@ -131,24 +131,28 @@ class EngineCore:
         if isinstance(params, SamplingParams) and params.structured is not None:
             self.compiler.matcher(params.structured)
 
-    def submit(self, request: Request, on_item: OnItem | None) -> int:
-        """Queue a request for `turn`; returns its number. Hold the lock.
+    def submit(self, request: Request, on_item: OnItem | None, decodes: bool = True) -> int:
+        """Queue a request and its siblings for `turn`; returns its number. Hold the lock.
 
         If an exception stops this, call `take_back`.
         """
-        request.mailbox = self._mailbox
-        report = Report(request, self.tokenizer)
-        self._submitted[request.request_id] = _Submitted(request, report, on_item)
+        for sample in (request, *request.siblings):
+            sample.mailbox = self._mailbox
+            report = Report(sample, self.tokenizer, decodes=decodes)
+            self._submitted[sample.request_id] = _Submitted(sample, report, on_item)
         self.scheduler.submit(request)
         return request.request_id
 
     def take_back(self, request: Request) -> None:
         """Forget a request whose caller never got its number, wherever its `submit` stopped."""
         with self.lock:
-            with self.loop.recovering():
-                self.scheduler.abort(request)
-            self._submitted.pop(request.request_id, None)
-            self._mailbox.pop(request.request_id, None)
+            number = request.request_id
+            known = [self._submitted.get(number + i) for i in range(request.params.n)]
+            for sample in [request, *(each.request for each in known if each is not None)]:
+                with self.loop.recovering():
+                    self.scheduler.abort(sample)
+                self._submitted.pop(sample.request_id, None)
+                self._mailbox.pop(sample.request_id, None)
 
     def abort(self, number: int) -> None:
         """Abort a submitted request; see `Engine.abort`.

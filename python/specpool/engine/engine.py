@@ -22,9 +22,9 @@ from specpool.engine.comparison import Comparison, compare
 from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.progress import ProgressBar
-from specpool.engine.prompts import Prompt
 from specpool.engine.session import Session
 from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
+from specpool.engine.texts import NextTurn, Prompt
 from specpool.errors import ConfigError, CorruptState
 from specpool.loop.busy_check import BusyFinding
 from specpool.models import TargetModel
@@ -220,27 +220,30 @@ class Engine:
 
     def submit(
         self,
-        prompt: Prompt,
+        prompt: Prompt | NextTurn,
         params: SamplingParams | None = None,
         *,
         shape: Shape | None = None,
         priority: int = 0,
         session: Session | None = None,
+        decode: bool = True,
         on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
     ) -> int:
-        """Queue one request that later calls of `turn` run, in a loop of your own.
+        """Queue one prompt that later calls of `turn` run, in a loop of your own.
 
         Args:
-            prompt: a string, token ids or the messages of a chat.
+            prompt: a string, token ids or the messages of a chat; or, with a session, the turn's
+                tokens as `Texts.turn` gives them.
             params: None = the defaults.
             shape: None = the engine's, or one of its shapes.
             priority: as in `generate`.
             session: make the request this session's next turn; the prompt follows its tokens.
+            decode: False = chunks and outputs have token ids and no text, and cost less.
             on_item: called within `turn` with the request's number and each new chunk, at last
                 with the output. It may call `submit` and `abort`.
 
         Returns:
-            The request's number.
+            The request's number. The further samples of `params.n` have the numbers that follow.
 
         Raises:
             ConfigError: as in `generate`.
@@ -249,19 +252,19 @@ class Engine:
             raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
         if on_item is not None and not callable(on_item):
             raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
-        if params is not None and params.n > 1:
-            raise ConfigError(f"a submitted request has one sample, got n={params.n}: submit more")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
             raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
         self.core.compile(params)
         request = None
         try:
             with self.core.lock:
-                if session is None:
-                    (request,) = self.core.prompts.requests([prompt], params, shape, priority)
-                else:
+                if session is not None:
                     request = session.next_turn(prompt, params, shape, priority)
-                return self.core.submit(request, on_item)
+                elif isinstance(prompt, NextTurn):
+                    raise ConfigError("the tokens of a turn need its session")
+                else:
+                    request = self.core.prompts.requests([prompt], params, shape, priority)[0]
+                return self.core.submit(request, on_item, decode)
         except BaseException:  # such as Ctrl-C: the caller does not get the number
             if request is not None:
                 self.core.take_back(request)

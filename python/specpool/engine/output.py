@@ -27,12 +27,16 @@ class Chunk:
         token_ids: the new tokens.
         pieces: the new text in runs, each with True if the run is accepted drafts. A character
             whose bytes are not complete yet waits for the next chunk.
+        from_draft: for each new token, whether it is an accepted draft.
+        logprobs: one entry per new token; None unless asked for.
     """
 
     index: int
     sample: int
     token_ids: list[int]
     pieces: list[tuple[str, bool]]
+    from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def text(self) -> str:
@@ -43,10 +47,13 @@ class Chunk:
 class Report:
     """A reader of one request's news. Its cost grows with the news alone, not with the output."""
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Decode with `tokenizer`; without one, texts are empty."""
-        self._request, self._tokenizer = request, tokenizer
-        self._text = TextStream(tokenizer, request.params.stop)
+    def __init__(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, *, decodes: bool = True
+    ) -> None:
+        """Decode with `tokenizer`; without one, or without `decodes`, texts are empty."""
+        self._request = request
+        self._tokenizer = tokenizer if decodes else None
+        self._text = TextStream(tokenizer, request.params.stop) if decodes else None
         self._num_told = 0  # tokens of the output
         self._num_forwards = 0  # forwards whose flags were added to `_flags`
         self._flags: deque[bool] = deque()  # for tokens that have not been told
@@ -60,20 +67,29 @@ class Report:
             return
         self._num_told = max(start, num_tokens)
         ids = request.tokens[request.prompt_len + start :]
-        new = zip(ids, self._take_flags(len(ids)), strict=True)
-        pieces = []
-        for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
-            tokens = _visible([token for token, _ in run], request)
-            pieces.append((self._text.push(tokens), from_draft))
-        if done:
-            pieces.append((self._text.push([], last=True), False))
-        pieces = [piece for piece in pieces if piece[0]]
+        flags = self._take_flags(len(ids))
+        pieces = [] if self._text is None else self._decode(self._text, ids, flags, done)
         if ids or pieces:
-            yield Chunk(request.index, request.sample, ids, pieces)
+            entries = None
+            if request.params.logprobs is not None:
+                entries = request.logprobs[start : start + len(ids)]
+            yield Chunk(request.index, request.sample, ids, pieces, flags, entries)
         # The consumer of the chunk may have raised, or called `news` itself meanwhile.
         if done and not self._is_done:
             yield output_of(request, self._tokenizer)
             self._is_done = True  # last: if Ctrl-C comes before, the output is told again
+
+    def _decode(
+        self, text: TextStream, ids: list[int], flags: list[bool], done: bool
+    ) -> list[tuple[str, bool]]:
+        """Return the new text in runs, each with whether it is accepted drafts."""
+        pieces = []
+        for from_draft, run in itertools.groupby(zip(ids, flags, strict=True), key=itemgetter(1)):
+            tokens = _visible([token for token, _ in run], self._request)
+            pieces.append((text.push(tokens), from_draft))
+        if done:
+            pieces.append((text.push([], last=True), False))
+        return [piece for piece in pieces if piece[0]]
 
     def _take_flags(self, num_tokens: int) -> list[bool]:
         """Return, for each of the next tokens, whether it is an accepted draft."""
@@ -90,7 +106,7 @@ def _visible(tokens: list[int], request: Request) -> list[int]:
 
 def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
     """Build the output of a request that is done."""
-    text = TextStream(tokenizer, request.params.stop)
+    text = TextStream(tokenizer, request.params.stop if tokenizer is not None else ())
     ids, times = request.output_ids, request.times
     hit = None if request.watch is None else request.watch.hit
     return RequestOutput(
@@ -106,6 +122,7 @@ def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Re
         from_draft=request.from_draft,
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         num_reused=request.num_reused,
+        num_drafts=request.num_drafts,
         params=request.params,
         stop_hit=None if hit is None else hit.stop,
         queue_seconds=times.since_queued("started"),
@@ -132,6 +149,7 @@ class RequestOutput:
         logprobs: one entry per generated token; None unless asked for.
         num_reused: prompt tokens that were not computed, because an earlier turn of the session or
             a pinned text had left their KV.
+        num_drafts: tokens that were proposed to the target, right or wrong.
         params: the parameters of the call.
         stop_hit: the stop string that ended the text; None = none did.
         queue_seconds: seconds from arrival until the request got a row; None = it never did.
@@ -151,6 +169,7 @@ class RequestOutput:
     from_draft: list[bool]
     logprobs: list[TokenLogprob] | None
     num_reused: int
+    num_drafts: int
     params: SamplingParams
     stop_hit: str | None
     queue_seconds: float | None = field(compare=False)

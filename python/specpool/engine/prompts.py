@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from specpool._core import Shape
 from specpool.checks import check_int
+from specpool.engine.texts import NextTurn, Prompt, Texts, is_chat
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.structured.compiler import Compiler
-from specpool.text.chat_template import TemplateError, render
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: A text, token ids, or the messages of a chat.
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Prompts:
@@ -57,6 +53,7 @@ class Prompts:
             compiler: compiles the forms of texts.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
+        self._texts = Texts(tokenizer)
         self._shape, self._shapes = shape, list(shapes)
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
         self._ids = itertools.count(1)
@@ -88,7 +85,7 @@ class Prompts:
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         requests = []
         for index, (prompt, p, own) in enumerate(zip(several, params, shapes, strict=True)):
-            ids = self._encode(index, prompt)
+            ids = self._texts.encode(index, prompt)
             if not ids:
                 raise ConfigError(f"prompt {index} is empty")
             first = self._request(f"prompt {index}", index, ids, p, own, priority)
@@ -99,7 +96,7 @@ class Prompts:
     def turn(
         self,
         conversation: Conversation,
-        prompt: Prompt,
+        prompt: Prompt | NextTurn,
         params: SamplingParams | None,
         shape: Shape | None,
         priority: int,
@@ -118,13 +115,16 @@ class Prompts:
             raise ConfigError(f"a turn has one sample, got n={params.n}: fork the session")
         (own,) = self._shapes_of(shape, 1)
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
-        history, said = conversation.tokens, conversation.said
-        messages: tuple[Message, ...] | None = None
-        if _is_chat(prompt):
-            messages = tuple(self._messages(0, cast("Sequence[Message]", prompt)))
-            ids, said = self._go_on(conversation, messages)
-        else:
-            ids = [*history, *self._encode(0, prompt, goes_on=bool(history))]
+        history = conversation.tokens
+        next_turn = (
+            prompt if isinstance(prompt, NextTurn) else self._texts.turn(conversation, prompt)
+        )
+        if next_turn.history_len != len(history):
+            raise ConfigError(
+                f"the turn was tokenized for a session of {next_turn.history_len} tokens, which "
+                f"has {len(history)}"
+            )
+        ids = next_turn.ids
         if not ids:
             raise ConfigError("the session's first turn is empty")
         if len(ids) >= max_tokens:
@@ -134,7 +134,8 @@ class Prompts:
                 f"{max(max_tokens - len(history) - 1, 0)}"
             )
         request = self._request("the turn", 0, ids, params, own, priority, max_tokens)
-        request.conversation, request.said, request.messages = conversation, said, messages
+        request.conversation, request.said = conversation, next_turn.said
+        request.messages = next_turn.messages
         return request
 
     def check_open(self) -> None:
@@ -261,164 +262,6 @@ class Prompts:
                 f"{vocab_size}"
             )
 
-    def _encode(self, index: int, prompt: Prompt, *, goes_on: bool = False) -> list[int]:
-        """Return the prompt's token ids; if `goes_on`, without those that begin a text."""
-        if _is_chat(prompt):
-            messages = self._messages(index, cast("Sequence[Message]", prompt))
-            return self._ids_of(self._render(index, messages))
-        if not isinstance(prompt, str):
-            try:
-                return [operator.index(token) for token in cast("Sequence[int]", prompt)]
-            except (TypeError, ValueError, RuntimeError):
-                raise ConfigError(
-                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
-                ) from None
-        if self._tokenizer is None:
-            raise ConfigError(
-                f"prompt {index} is a string, but the target has no tokenizer: give token ids"
-            )
-        _check_text(f"prompt {index}", prompt)
-        return list(self._tokenizer.encode(prompt, add_special_tokens=not goes_on))
-
-    def _messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return a copy of a chat's messages, checked, with each content as one string."""
-        if self._tokenizer is None:
-            raise ConfigError(
-                f"prompt {index} is a chat, but the target has no tokenizer: give token ids"
-            )
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ConfigError(
-                f"prompt {index} is a chat, but the tokenizer has no chat template: set its "
-                "chat_template, or give text"
-            )
-        copies = []
-        for number, message in enumerate(messages):
-            name = f"message {number} of prompt {index}"
-            if not isinstance(message, Mapping):
-                raise ConfigError(f"{name} must be a dict, got {message!r:.80}")
-            copy = dict(message)
-            if isinstance(message.get("content"), list | tuple):
-                copy["content"] = _text_of_parts(name, message["content"])
-            for key in ("role", "content"):
-                if not isinstance(copy.get(key), str):
-                    raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
-                _check_text(f"{key!r} of {name}", copy[key])
-            copies.append(copy)
-        return copies
-
-    def _render(self, index: int, messages: Sequence[Message]) -> str:
-        """Render a chat with the tokenizer's template, up to where the answer begins."""
-        from transformers import PreTrainedTokenizerBase
-
-        tokenizer = self._tokenizer
-        assert tokenizer is not None
-        try:
-            if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
-                template = tokenizer.get_chat_template()
-                return render(template, messages, tokenizer.special_tokens_map)
-            # A tokenizer class with its own `apply_chat_template` renders by itself.
-            return str(
-                tokenizer.apply_chat_template(
-                    cast("list[dict[str, str]]", list(messages)),
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
-            )
-        except TemplateError as error:
-            raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
-        except Exception as error:  # a tokenizer's own code may raise anything
-            raise ConfigError(
-                f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
-            ) from error
-
-    def _go_on(
-        self, conversation: Conversation, new: tuple[Message, ...]
-    ) -> tuple[list[int], list[Said]]:
-        """Tokenize the next turn of a chat; also return where each earlier turn ends now.
-
-        If the rendered chat begins with the text of the session's tokens, these tokens are kept.
-        Tokenizing an answer again could give other ids, and the KV of the answer would be lost. If
-        the text differs, for example because the template leaves out an answer's thoughts, the
-        whole chat is tokenized again.
-        """
-        said, start = conversation.said, 0
-        old: list[Message] = []
-        for turn in said:
-            if turn.messages is None:
-                raise ConfigError(
-                    f"the session's tokens from {start} on are text or token ids, not a chat: go "
-                    f"on with the like, or rewind to {start}"
-                )
-            old += [*turn.messages, self._answer(turn)]
-            start = turn.end
-        kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        text = self._render(0, [*old, *new])
-        own = self._text_of(kept)
-        if text.startswith(own):
-            ids = [*kept, *self._ids_of(text[len(own) :])]
-            if self._text_of(ids) == text:
-                return ids, said
-        ids = self._ids_of(text)
-        same = common_len(kept, ids)
-        if same == start:
-            return ids, said
-        # The old turns end where the tokens begin to depend on the new message: render the chat
-        # with another message in its place, and see where the texts part.
-        other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
-        others = self._render(0, [*old, {**new[0], "content": other}])
-        end = common_len(self._ids_of(text[: common_len(text, others)]), ids)
-        return ids, [
-            dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
-            for turn in said
-        ]
-
-    def _answer(self, turn: Said) -> Message:
-        """Return the model's answer of a turn, as a chat message."""
-        text = TextStream(self._tokenizer, turn.stop).push(turn.answer_ids, last=True)
-        return {"role": "assistant", "content": text}
-
-    def _text_of(self, ids: list[int]) -> str:
-        """Decode tokens to text, special tokens included."""
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
-    def _ids_of(self, text: str) -> list[int]:
-        """Tokenize a text without the special tokens that begin one."""
-        assert self._tokenizer is not None
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _text_of_parts(name: str, parts: Sequence[object]) -> str:
-    """Join the text parts of a message's content; parts are as in OpenAI's chat interface."""
-    texts = []
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            shown = f"the type {kind!r}" if kind not in (None, "text") else f"{part!r:.80}"
-            raise ConfigError(
-                f"part {number} of the content of {name} is {shown}: only text can be read, as "
-                "{'type': 'text', 'text': '...'}"
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{name} is no valid text: a lone surrogate at position {error.start}"
-        ) from None
-
-
-def _is_chat(prompt: object) -> bool:
-    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
-
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts; one prompt alone becomes a list of one."""
@@ -430,7 +273,7 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         raise ConfigError(
             f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
         ) from None
-    if _is_chat(several):
+    if is_chat(several):
         return [cast("Sequence[Message]", several)]
     # The items of an integer array are 0-dimensional arrays, which have `__index__` as ints do.
     if several and not isinstance(several[0], str) and hasattr(several[0], "__index__"):

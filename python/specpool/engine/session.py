@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from specpool._core import Shape
-    from specpool.engine.prompts import Prompt
+    from specpool.engine.texts import NextTurn, Prompt
 
 
 class Turn(Iterator["Chunk | RequestOutput"]):
@@ -240,7 +240,11 @@ class Session:
                 self._core.loop.rest()
 
     def next_turn(
-        self, prompt: Prompt, params: SamplingParams | None, shape: Shape | None, priority: int
+        self,
+        prompt: Prompt | NextTurn,
+        params: SamplingParams | None,
+        shape: Shape | None,
+        priority: int,
     ) -> Request:
         """Make the request of the next turn; the caller submits it."""
         self._check_idle("append to")

@@ -110,6 +110,8 @@ class EngineStats:
         prefill_ct: prefill steps.
         prefilled_token_ct: tokens of prefill steps; a token counts again after a retraction.
         generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
+        drafted_round_ct: rounds of single rows that had drafts.
+        draft_ct: drafts of these rounds, right or wrong.
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
         seconds: seconds of the loop by phase.
         latency: of the requests that have ended, those of `pin` excluded.
@@ -135,6 +137,8 @@ class EngineStats:
     prefill_ct: int
     prefilled_token_ct: int
     generated_token_ct: int
+    drafted_round_ct: int
+    draft_ct: int
     accept_cts: tuple[int, ...]
     seconds: PhaseSeconds
     latency: LatencyStats
@@ -215,6 +219,8 @@ def engine_stats(
         prefill_ct=counts.prefill_ct,
         prefilled_token_ct=counts.prefilled_token_ct,
         generated_token_ct=counts.generated_token_ct,
+        drafted_round_ct=counts.drafted_round_ct,
+        draft_ct=counts.draft_ct,
         accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
         latency=counts.latency.stats(),

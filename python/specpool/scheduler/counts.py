@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
+from specpool._core import Shape
 from specpool.arrays import Int32
 from specpool.scheduler.requests.latency import Latency, Times
 
@@ -16,9 +18,13 @@ _MOST_WAITING = 256
 class Counts:
     """The counters of a scheduler. Steps leave their arrays, which are added up when read."""
 
-    def __init__(self, max_accept_len: int) -> None:
-        """Start at 0; no round accepts more than `max_accept_len` tokens."""
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        """Start at 0; rounds have one of these shapes."""
+        max_accept_len = max(shape.max_accept_len for shape in shapes)
+        # The drafts of a round of each shape, int32 [num_shapes].
+        self._num_drafts = np.array([shape.num_draft_tokens - 1 for shape in shapes], np.int32)
         self.round_ct = self.prefill_ct = 0
+        self.drafted_round_ct = self.draft_ct = 0  # rows' rounds with drafts, and their drafts
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
@@ -26,12 +32,21 @@ class Counts:
         self._rounds: list[Int32] = []  # not added up yet, like `_prefills`
         self._prefills: list[tuple[Int32, Int32, Int32]] = []
 
-    def round(self, accept_len: Int32) -> None:
-        """Count a decode step with these accept lengths, int32 [B]."""
+    def round(self, accept_len: Int32, shapes: Int32) -> list[int]:
+        """Count a decode step with these accept lengths and shapes, int32 [B] each.
+
+        Returns:
+            The number of drafts of each lane.
+        """
+        num_drafts = self._num_drafts[shapes]
         self.round_ct += 1
+        self.drafted_round_ct += int(np.count_nonzero(num_drafts))
+        self.draft_ct += int(num_drafts.sum())
         self._rounds.append(accept_len)
         if len(self._rounds) > _MOST_WAITING:
             self._add_up()
+        drafts: list[int] = num_drafts.tolist()
+        return drafts
 
     def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
         """Count a prefill step: first position, end and drawn tokens of each lane, int32 [B]."""

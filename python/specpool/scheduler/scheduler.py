@@ -84,7 +84,7 @@ class Scheduler:
         """
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
-        self.counts = Counts(max(shape.max_accept_len for shape in ledger.shapes))
+        self.counts = Counts(ledger.shapes)
         num_rows, forced = ledger.num_rows + 1, config.forced_shape
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, forced)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
@@ -282,7 +282,9 @@ class Scheduler:
             return
         if is_decode:
             num_new = result.accept_len
-            self.counts.round(num_new)
+            num_drafts = self.counts.round(num_new, plan.shapes[alive])
+            for request, num in zip(requests, num_drafts, strict=True):
+                request.num_drafts += num
             if step.choice is not None:
                 self.round_shapes.learn(step.choice, plan.shapes[alive], num_new)
             if self._ledger.overlap_depth:

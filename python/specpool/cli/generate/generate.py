@@ -37,7 +37,7 @@ from specpool.shape_names import name_of as name_of_shape
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine
-    from specpool.engine.prompts import Prompt
+    from specpool.engine.texts import Prompt
 
 NUM_BUILT_IN_PROMPTS = 3
 # The most runs whose speeds are averaged, and the seconds for those after the first.

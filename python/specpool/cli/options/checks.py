@@ -21,7 +21,7 @@ from specpool.models.files.names import fetch_config, find_model, ngram_of
 from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specpool.engine.prompts import Prompt
+    from specpool.engine.texts import Prompt
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("auto", "torch", "flashinfer")

@@ -98,6 +98,42 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where a server listens, for whom, and its limits."""
+
+    host: o.Host = "127.0.0.1"
+    port: o.Port = 8000
+    api_key_file: o.ApiKeyFile = None
+    allow_origin: o.AllowOrigin = None
+    allow_host: o.AllowHost = None
+    max_queue: o.MaxQueue = 1024
+    max_body: o.MaxBody = "8MiB"
+    max_connections: o.MaxConnections = 4096
+    request_timeout: o.RequestTimeout = 600.0
+    read_timeout: o.ReadTimeout = 30.0
+    write_timeout: o.WriteTimeout = 30.0
+    drain_timeout: o.DrainTimeout = 30.0
+    max_open_sessions: o.MaxOpenSessions = 256
+    session_timeout: o.SessionTimeout = 3600.0
+    access_log: o.AccessLog = True
+
+    def fields(self) -> dict[str, Any]:
+        """Return fields of `ServeConfig`.
+
+        Raises:
+            ConfigError: `max_body` is no number of bytes.
+        """
+        given = asdict(self)
+        del given["api_key_file"]
+        given["origins"] = tuple(given.pop("allow_origin") or ())
+        given["hosts"] = tuple(given.pop("allow_host") or ())
+        given["max_body"] = parse_bytes("max_body", given["max_body"])
+        given["max_sessions"] = given.pop("max_open_sessions")
+        given["request_timeout"] = given["request_timeout"] or None
+        return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
     """The checks while requests run."""
 

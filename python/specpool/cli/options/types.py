@@ -151,3 +151,43 @@ Seed = Annotated[int, typer.Option(help="Seed of the sampled text.")]
 Stop = Annotated[
     list[str] | None, typer.Option(help="A text ends before this string; may be repeated.")
 ]
+
+# The server.
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = all of this machine.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of API keys, a line each; clients must send one. SPECPOOL_API_KEY is one more."
+    ),
+]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="Site whose pages may call the server (CORS); * = all; may be repeated."),
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(help="Name by which a loopback server may be called too; may be repeated."),
+]
+MaxQueue = Annotated[
+    int, typer.Option(help="Most texts that wait beside those that run; further ones get 429.")
+]
+MaxBody = Annotated[str, typer.Option(help="Most bytes of a request's body; beyond it 413.")]
+MaxConnections = Annotated[int, typer.Option(help="Most connections that are open at once.")]
+RequestTimeout = Annotated[
+    float, typer.Option(help="Seconds until a request is aborted; 0 = never.")
+]
+ReadTimeout = Annotated[float, typer.Option(help="Seconds in which a request must have come.")]
+WriteTimeout = Annotated[
+    float, typer.Option(help="Seconds that a part of a stream may wait for its reader.")
+]
+DrainTimeout = Annotated[
+    float, typer.Option(help="Seconds that running texts get when the server is told to stop.")
+]
+MaxOpenSessions = Annotated[int, typer.Option(help="Most sessions that are open at once.")]
+SessionTimeout = Annotated[
+    float, typer.Option(help="Seconds after which a session without a turn is closed.")
+]
+AccessLog = Annotated[
+    bool, typer.Option("--access-log/--no-access-log", help="Write a line for each request.")
+]

@@ -81,6 +81,7 @@ class Request:
     said: list[Said] = field(default_factory=list)  # the earlier turns in its tokens
     messages: tuple[Message, ...] | None = None  # the chat messages that begin its turn
     num_reused: int = 0  # prompt tokens with KV when it got its first row
+    num_drafts: int = 0  # proposed in its rounds so far
     shared_len: int = 0  # tokens with KV from others or an earlier turn, when it got its row
     handle: Handle | None = None  # its KV on the host, until the last reload is taken over
     times: Times = field(default_factory=Times)

@@ -1,0 +1,206 @@
+"""`python -m benches serve`: the server's own cost, beside the engine without it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from specpool.assets import corpus
+from specpool.checks import check_int
+from specpool.cli.bench_serve.drive import How, Record, drive
+from specpool.cli.bench_serve.http import Caller
+from specpool.cli.bench_serve.trace import Item
+from specpool.cli.options import checks
+from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specpool.engine.engine import Engine
+
+PROCESS = ["-m", "specpool", "serve", "--port", "0", "--no-access-log", "--max-queue", "20000"]
+THREAD = ["-m", "benches.serve_thread"]
+HOW = How("specpool/tiny", chat=False, temperature=0.0, seed=0, ignore_eos=True)
+#: The most seconds of one run.
+MOST_SECONDS = 300.0
+
+
+class Texts:
+    """Prompts that no run has seen before, so that none finds its KV in a cache."""
+
+    def __init__(self, length: int) -> None:
+        self._length, self._next = length, 0
+
+    def take(self, count: int) -> list[str]:
+        """Return further prompts."""
+        first, self._next = self._next, self._next + count
+        prompts = corpus.prompts(self._next, self._length)[first:]
+        return [bytes(prompt).decode() for prompt in prompts]
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str]) -> Iterator[Caller]:
+    """Run a server, and give a client of it."""
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"http://\S+?:\d+", line):
+                break
+        else:
+            raise ConfigError(f"the server did not start: {' '.join(command)}")
+        yield Caller(urlsplit(found[0]), None)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(
+    caller: Caller, prompts: list[str], tokens: int, streams: int
+) -> tuple[list[Record], float]:
+    """Send the prompts, so many at once; returns what each got, and the seconds."""
+    items = [Item(prompt, tokens, 0.0) for prompt in prompts]
+
+    async def run() -> tuple[list[Record], float]:
+        found = await drive(caller, items, HOW, concurrency=streams, seconds=MOST_SECONDS)
+        caller.close()
+        return found
+
+    records, seconds = asyncio.run(run())
+    if errors := [record.error for record in records if record.error]:
+        raise ConfigError(f"{len(errors)} of {len(records)} requests failed: {errors[0]}")
+    return records, seconds
+
+
+def serve(*, streams: int, tokens: int, repeats: int, json: bool, plot: Path | None) -> None:
+    """Measure, and print the results.
+
+    Raises:
+        ConfigError: an option cannot work, or a server does not start.
+    """
+    check_int("streams", streams, 1, 256)
+    check_int("tokens", tokens, 2, 1024)
+    check_int("repeats", repeats, 1, 1 << 10)
+    if plot is not None:
+        check_plot(plot)
+    checks.start_torch(1)
+    from specpool.engine.engine import Engine
+
+    results = []
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(server([*PROCESS, "--batch", "64"]))
+        beside = stack.enter_context(server([*THREAD, "64"]))
+        engine = stack.enter_context(
+            Engine.from_pretrained(draft="specpool/tiny-eagle", max_batch=64)
+        )
+        texts = Texts(96)
+        for warm in (own, beside):
+            ask(warm, texts.take(4), 8, 4)
+        results += _throughput(engine, own, texts, streams, tokens, repeats)
+        results += _first_token(engine, own, texts, repeats)
+        results += _places(own, beside, texts, tokens, repeats)
+        results += _flood(own, texts)
+    report("bench serve", machine("cpu", 1, ("torch",)), results, json_only=json, plot=None)
+    if plot is not None:
+        draw("bench serve", [each for each in results if each.unit == "ms"], plot)
+
+
+def _throughput(
+    engine: Engine, own: Caller, texts: Texts, streams: int, tokens: int, repeats: int
+) -> list[Result]:
+    """Tokens a second of so many streams, beside one call of `Engine.generate`."""
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+
+    def by_server() -> float:
+        records, seconds = ask(own, texts.take(streams), tokens, streams)
+        return sum(record.num_tokens for record in records) / seconds
+
+    def by_engine() -> float:
+        prompts = texts.take(streams)
+        start = time.perf_counter()
+        engine.generate(prompts, params, progress=False)
+        return streams * tokens / (time.perf_counter() - start)
+
+    value, base = interleaved([by_server, by_engine], repeats)
+    name = f"{streams} streams of {tokens} tokens"
+    return [Result(name, value, "tokens/s", "Engine.generate in one call", base)]
+
+
+def _first_token(engine: Engine, own: Caller, texts: Texts, repeats: int) -> list[Result]:
+    """Milliseconds to the first token of one request, beside `Engine.stream`."""
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+
+    def by_server() -> float:
+        records, _ = ask(own, texts.take(1), 2, 1)
+        return 1e3 * (records[0].first or 0.0)
+
+    def by_engine() -> float:
+        (prompt,) = texts.take(1)
+        start = time.perf_counter()
+        stream = engine.stream(prompt, params)
+        next(stream)
+        seconds = time.perf_counter() - start
+        list(stream)
+        return 1e3 * seconds
+
+    value, base = interleaved([by_server, by_engine], 5 * repeats)
+    return [
+        Result("time to first token, one request", value, "ms", "Engine.stream", base),
+        Result("what the server adds to it", value - base, "ms", "the goal", 10.0),
+    ]
+
+
+def _places(own: Caller, beside: Caller, texts: Texts, tokens: int, repeats: int) -> list[Result]:
+    """Time per token with 1 and 64 streams: engine in a process of its own, or in a thread."""
+    results = []
+    for streams in (1, 64):
+
+        def per_token(caller: Caller, streams: int = streams) -> float:
+            records, _ = ask(caller, texts.take(max(streams, 4)), tokens, streams)
+            return 1e3 * median(record.per_token or 0.0 for record in records)
+
+        value, base = interleaved([lambda: per_token(own), lambda: per_token(beside)], repeats)
+        name = f"time per token, {streams} streams: engine in a process"
+        results.append(Result(name, value, "ms", "engine in a thread", base))
+    return results
+
+
+def _flood(own: Caller, texts: Texts) -> list[Result]:
+    """Milliseconds until `/health` answers while 10,000 requests are queued, beside none."""
+    (prompt,) = texts.take(1)
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+
+    async def look(caller: Caller) -> float:
+        start = time.perf_counter()
+        await caller.whole("GET", "/health")
+        return 1e3 * (time.perf_counter() - start)
+
+    async def run() -> tuple[list[float], list[float]]:
+        quiet = [await look(own) for _ in range(50)]
+        tasks = [
+            asyncio.create_task(own.whole("POST", "/v1/completions", body)) for _ in range(2000)
+        ]
+        busy = []
+        while not all(task.done() for task in tasks):
+            busy.append(await look(own))
+            await asyncio.sleep(0.02)
+        own.close()
+        return quiet, busy
+
+    quiet, busy = asyncio.run(run())
+    name = "health beside 2,000 queued requests"
+    return [
+        Result(f"{name}, p50", median(busy), "ms", "without them", median(quiet)),
+        Result(f"{name}, p99", sorted(busy)[int(0.99 * len(busy))], "ms", "the goal", 100.0),
+    ]

@@ -1,0 +1,1 @@
+"""`specpool bench serve`: drives an OpenAI server with a seeded trace, and measures it."""

@@ -1,0 +1,255 @@
+"""`Texts`: turns texts and chats into token ids, by the tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from specpool.errors import ConfigError
+from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.text.chat_template import TemplateError
+from specpool.text.chat_template import render as render_template
+from specpool.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: A text, token ids, or the messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """A conversation's next turn in tokens.
+
+    Attributes:
+        ids: all tokens of the conversation up to where the answer begins.
+        said: where each earlier turn ends in them.
+        messages: the chat messages that begin the turn; None = it begins with text or token ids.
+        history_len: the tokens that the conversation had.
+    """
+
+    ids: list[int]
+    said: list[Said]
+    messages: tuple[Message, ...] | None
+    history_len: int
+
+
+class Texts:
+    """A tokenizer of prompts. It knows no model, so it may work outside the engine's process."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Tokenize with `tokenizer`; without one, prompts are token ids."""
+        self._tokenizer = tokenizer
+
+    def turn(
+        self, conversation: Conversation, prompt: Prompt, variables: Mapping[str, Any] | None = None
+    ) -> NextTurn:
+        """Tokenize a conversation's next turn; see `Session.append` and, for `variables`, `render`.
+
+        Raises:
+            ConfigError: the prompt cannot follow the conversation.
+        """
+        history = conversation.tokens
+        if is_chat(prompt):
+            messages = tuple(self.messages(0, cast("Sequence[Message]", prompt)))
+            ids, said = self._go_on(conversation, messages, variables)
+            return NextTurn(ids, said, messages, len(history))
+        ids = [*history, *self.encode(0, prompt, goes_on=bool(history))]
+        return NextTurn(ids, list(conversation.said), None, len(history))
+
+    def encode(
+        self,
+        index: int,
+        prompt: Prompt,
+        *,
+        goes_on: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the prompt's token ids; if `goes_on`, without those that begin a text.
+
+        Raises:
+            ConfigError: the prompt has another form, or the tokenizer or its template refuses it.
+        """
+        if is_chat(prompt):
+            messages = self.messages(index, cast("Sequence[Message]", prompt))
+            return self._ids_of(self.render(index, messages, variables))
+        if not isinstance(prompt, str):
+            try:
+                return [operator.index(token) for token in cast("Sequence[int]", prompt)]
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigError(
+                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
+                ) from None
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"prompt {index} is a string, but the target has no tokenizer: give token ids"
+            )
+        _check_text(f"prompt {index}", prompt)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=not goes_on))
+
+    def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return a copy of a chat's messages, checked, with each content as one string.
+
+        Raises:
+            ConfigError: a message has another form, or there is no chat template.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"prompt {index} is a chat, but the target has no tokenizer: give token ids"
+            )
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"prompt {index} is a chat, but the tokenizer has no chat template: set its "
+                "chat_template, or give text"
+            )
+        copies = []
+        for number, message in enumerate(messages):
+            name = f"message {number} of prompt {index}"
+            if not isinstance(message, Mapping):
+                raise ConfigError(f"{name} must be a dict, got {message!r:.80}")
+            copy = dict(message)
+            if isinstance(message.get("content"), list | tuple):
+                copy["content"] = _text_of_parts(name, message["content"])
+            for key in ("role", "content"):
+                if not isinstance(copy.get(key), str):
+                    raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
+                _check_text(f"{key!r} of {name}", copy[key])
+            copies.append(copy)
+        return copies
+
+    def render(
+        self,
+        index: int,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a chat with the tokenizer's template, up to where the answer begins.
+
+        Args:
+            index: the prompt's number, for errors.
+            messages: what `messages` gave.
+            variables: further variables of the template, such as `tools`.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
+        from transformers import PreTrainedTokenizerBase
+
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        try:
+            if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+                template = tokenizer.get_chat_template()
+                given = {**tokenizer.special_tokens_map, **(variables or {})}
+                return render_template(template, messages, given)
+            # A tokenizer class with its own `apply_chat_template` renders by itself.
+            return str(
+                tokenizer.apply_chat_template(
+                    cast("list[dict[str, str]]", list(messages)),
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **(variables or {}),
+                )
+            )
+        except TemplateError as error:
+            raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
+        except Exception as error:  # a tokenizer's own code may raise anything
+            raise ConfigError(
+                f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _go_on(
+        self,
+        conversation: Conversation,
+        new: tuple[Message, ...],
+        variables: Mapping[str, Any] | None,
+    ) -> tuple[list[int], list[Said]]:
+        """Tokenize the next turn of a chat; also return where each earlier turn ends now.
+
+        If the rendered chat begins with the text of the session's tokens, these tokens are kept.
+        Tokenizing an answer again could give other ids, and the KV of the answer would be lost. If
+        the text differs, for example because the template leaves out an answer's thoughts, the
+        whole chat is tokenized again.
+        """
+        said, start = conversation.said, 0
+        old: list[Message] = []
+        for turn in said:
+            if turn.messages is None:
+                raise ConfigError(
+                    f"the session's tokens from {start} on are text or token ids, not a chat: go "
+                    f"on with the like, or rewind to {start}"
+                )
+            old += [*turn.messages, self._answer(turn)]
+            start = turn.end
+        kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
+        text = self.render(0, [*old, *new], variables)
+        own = self._text_of(kept)
+        if text.startswith(own):
+            ids = [*kept, *self._ids_of(text[len(own) :])]
+            if self._text_of(ids) == text:
+                return ids, said
+        ids = self._ids_of(text)
+        same = common_len(kept, ids)
+        if same == start:
+            return ids, said
+        # The old turns end where the tokens begin to depend on the new message: render the chat
+        # with another message in its place, and see where the texts part.
+        other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
+        others = self.render(0, [*old, {**new[0], "content": other}], variables)
+        end = common_len(self._ids_of(text[: common_len(text, others)]), ids)
+        return ids, [
+            dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
+            for turn in said
+        ]
+
+    def _answer(self, turn: Said) -> Message:
+        """Return the model's answer of a turn, as a chat message."""
+        text = TextStream(self._tokenizer, turn.stop).push(turn.answer_ids, last=True)
+        return {"role": "assistant", "content": text}
+
+    def _text_of(self, ids: list[int]) -> str:
+        """Decode tokens to text, special tokens included."""
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Tokenize a text without the special tokens that begin one."""
+        assert self._tokenizer is not None
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _text_of_parts(name: str, parts: Sequence[object]) -> str:
+    """Join the text parts of a message's content; parts are as in OpenAI's chat interface."""
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            shown = f"the type {kind!r}" if kind not in (None, "text") else f"{part!r:.80}"
+            raise ConfigError(
+                f"part {number} of the content of {name} is {shown}: only text can be read, as "
+                "{'type': 'text', 'text': '...'}"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name} is no valid text: a lone surrogate at position {error.start}"
+        ) from None
+
+
+def is_chat(prompt: object) -> bool:
+    """Return whether a prompt is a list with messages."""
+    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)

@@ -1,0 +1,1 @@
+"""`specpool serve`: an OpenAI-compatible server. It needs `specpool[serve]`."""

@@ -1,0 +1,111 @@
+"""`EventStream` and `watched`: answers that end when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specpool.serve.api.errors import ApiError, internal
+
+log = logging.getLogger("specpool.serve")
+
+T = TypeVar("T")
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    A failure becomes the last event, so that a cut text is never taken for a whole one. If the
+    client leaves, or leaves a part unread for too long, the events stop.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        write_timeout: float,
+        headers: dict[str, str],
+    ) -> None:
+        """Send these events.
+
+        Args:
+            events: yields bytes; one item may hold several events.
+            close: called at the end, however it comes.
+            write_timeout: seconds that a part may wait for its reader.
+            headers: further headers.
+        """
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=own | headers)
+        del self.headers["content-length"]
+        self._events, self._close, self._write_timeout = events, close, write_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        pump = left = None
+        try:
+            await send(start)
+            pump = asyncio.ensure_future(self._pump(scope, send))
+            left = asyncio.ensure_future(_left(receive))
+            await asyncio.wait({pump, left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._close()
+            for task in (pump, left):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+
+    async def _pump(self, scope: Scope, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        abort: Callable[[], None] = scope.get("specpool.abort", lambda: None)
+
+        async def write(body: bytes, more: bool = True) -> None:
+            # An abort of the connection wakes a `send` that waits for its reader.
+            timer = loop.call_later(self._write_timeout, abort)
+            try:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+            finally:
+                timer.cancel()
+
+        try:
+            async for part in self._events:
+                await write(part)
+        except ApiError as error:
+            await write(error.event())
+        except Exception:
+            log.exception("request %s failed", scope.get("specpool.id"))
+            await write(internal().event())
+        await write(b"", more=False)
+
+
+async def watched(request: Request, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`; if the client leaves before, cancel it and return None."""
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, left):
+            each.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await left
+        if not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

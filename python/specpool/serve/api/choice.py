@@ -1,0 +1,75 @@
+"""`Choice`: one text of an answer, as it grows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.requests.request import TokenLogprob
+from specpool.serve.bridge.messages import Done, Tokens
+from specpool.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True)
+class Delta:
+    """The new part of a choice."""
+
+    text: str = ""
+    pieces: list[tuple[str, bool]] = field(default_factory=list)  # the text, by accepted draft
+    entries: list[TokenLogprob] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+
+class Choice:
+    """One text of an answer: it decodes the engine's tokens.
+
+    Attributes:
+        index: its place in the answer.
+        done: what the engine said at its end; None = it runs.
+        num_tokens: new tokens so far.
+        text_len: characters so far.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: PreTrainedTokenizerBase,
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """Start an empty text."""
+        self.index = index
+        self.done: Done | None = None
+        self.num_tokens = self.text_len = 0
+        self._text = TextStream(tokenizer, params.stop)
+        eos = frozenset[int]() if params.ignore_eos else eos_token_ids
+        self._hidden = eos | frozenset(params.stop_token_ids)
+
+    def take(self, news: list[Tokens | Done]) -> Delta:
+        """Decode what came; several pieces of news become one delta."""
+        delta = Delta()
+        for each in news:
+            if isinstance(each, Done):
+                self.done = each
+                delta.pieces.append((self._text.push([], last=True), False))
+                delta.finish_reason = each.finish_reason
+                self.num_tokens = len(each.token_ids)
+                continue
+            delta.num_tokens += len(each.ids)
+            delta.entries += each.logprobs or ()
+            new = zip(each.ids, each.from_draft, strict=True)
+            for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
+                visible = [token for token, _ in run if token not in self._hidden]
+                delta.pieces.append((self._text.push(visible), from_draft))
+            self.num_tokens += len(each.ids)
+        delta.pieces = [piece for piece in delta.pieces if piece[0]]
+        delta.text = "".join(text for text, _ in delta.pieces)
+        self.text_len += len(delta.text)
+        return delta

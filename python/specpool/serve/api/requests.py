@@ -1,0 +1,135 @@
+"""The bodies of requests, as OpenAI has them, and the fields that vLLM and SGLang add."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_INT64 = 1 << 63
+
+Count = Annotated[int, Field(ge=1, le=1 << 30)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+
+
+class Body(BaseModel):
+    """A body. Wrong types are refused; unknown fields are kept, to be named in the answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Generation(Body):
+    """The fields that chats and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # vLLM's and SGLang's
+    top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # our own
+    max_draft_steps: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
+    include_drafts: bool | None = None
+    session_id: str | None = None
+    session_offset: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
+
+
+class CompletionRequest(Generation):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+
+class Message(Body):
+    """A message of a chat; a template may read further fields."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool; functions alone are known."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Generation):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    """The body of `POST /tokenize`: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(max_length=1 << 20)]
+
+
+class SessionRequest(Body):
+    """The body of `POST /v1/sessions`."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=2, le=1 << 30)] | None = None
+
+
+class RewindRequest(Body):
+    """The body of `POST /v1/sessions/{id}/rewind`."""
+
+    offset: Annotated[int, Field(ge=0, le=1 << 40)]

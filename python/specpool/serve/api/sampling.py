@@ -1,0 +1,127 @@
+"""`params_of`: what a request's fields mean to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
+from specpool.serve.api.errors import ApiError, bad
+from specpool.serve.api.requests import Generation
+from specpool.serve.api.structured import grammar_of
+
+#: What the engine can do.
+_FIELDS = {field.name for field in fields(SamplingParams)}
+
+#: Fields of OpenAI that are no use here and change nothing.
+IGNORED = frozenset(
+    "metadata service_tier store user safety_identifier prompt_cache_key parallel_tool_calls "
+    "reasoning_effort verbosity detokenize skip_special_tokens spaces_between_special_tokens "
+    "add_generation_prompt request_id".split()
+)
+#: Fields whose values other than these ask for something that is not there.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "modalities": (None, [], ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "min_tokens": (None, 0),
+    "prompt_logprobs": (None,),
+    "include_stop_str_in_output": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+}
+
+
+def check_supported(request: Generation, *names: str) -> list[str]:
+    """Refuse fields that ask for something that is not there; return the unknown ones.
+
+    Raises:
+        ApiError: a field has a value that cannot be honoured.
+    """
+    given = (request.model_extra or {}) | {name: getattr(request, name) for name in names}
+    for name, harmless in _UNSUPPORTED.items():
+        if name in given and given[name] not in harmless:
+            raise bad(f"{name} is not supported", name, "unsupported_parameter")
+    return sorted((request.model_extra or {}).keys() - IGNORED - _UNSUPPORTED.keys())
+
+
+def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Return the sampling parameters of a request.
+
+    As with OpenAI, the temperature is 1 unless it is given. At temperature 0, and with `top_p` 0,
+    the likeliest token is taken, and the truncations do nothing.
+
+    Raises:
+        ApiError: a field cannot work.
+    """
+    given: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "logprobs": logprobs,
+        "temperature": 1.0 if request.temperature is None else float(request.temperature),
+        "n": request.n or 1,
+        "stop": _stops(request.stop),
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "ignore_eos": bool(request.ignore_eos),
+        "cache_salt": request.cache_salt or "",
+    }
+    if request.top_p == 0:
+        given["temperature"] = 0.0
+    if given["temperature"]:
+        given["top_p"] = 1.0 if request.top_p is None else float(request.top_p)
+        given["top_k"] = max(request.top_k or 0, 0)
+        given["min_p"] = request.min_p or 0.0
+    if request.seed is not None:
+        given["seed"] = request.seed % (1 << 64)
+    if request.max_draft_steps is not None:
+        given["max_draft_steps"] = request.max_draft_steps
+    given["presence_penalty"] = request.presence_penalty or 0.0
+    given["frequency_penalty"] = request.frequency_penalty or 0.0
+    given["repetition_penalty"] = request.repetition_penalty or 1.0
+    given["logit_bias"] = _bias(request.logit_bias)
+    given["structured"] = grammar_of(request)
+    try:
+        return SamplingParams(**given)
+    except ConfigError as error:
+        raise bad(str(error), param_of(str(error))) from None
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    return () if not stop else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float]:
+    """Return the bias by token id; JSON has strings for keys."""
+    bias = {}
+    for key, value in (given or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 10:
+            raise bad(f"logit_bias: {key!r:.40} is no token id", "logit_bias")
+        if not -100 <= value <= 100:  # NaN fails it too
+            raise bad(f"logit_bias: {key} must have a value in [-100, 100]", "logit_bias")
+        bias[int(key)] = float(value)
+    return bias
+
+
+def param_of(message: str) -> str | None:
+    """Return the request's field that an error of the engine is about, if its message says so."""
+    name = message.split(" ", 1)[0].rstrip(":")
+    if name == "max_new_tokens":
+        return "max_tokens"
+    if name == "structured":
+        return "response_format"
+    return name if name in _FIELDS else None
+
+
+def refused(error: ConfigError) -> ApiError:
+    """Return the error for a request that the engine refuses."""
+    text = str(error)
+    return bad(
+        text, param_of(text), "context_length_exceeded" if "max_context_len" in text else None
+    )

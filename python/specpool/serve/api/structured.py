@@ -1,0 +1,146 @@
+"""`grammar_of`: the form that a request wants its text in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specpool.errors import ConfigError
+from specpool.grammar import Grammar
+from specpool.serve.api.errors import ApiError, bad
+from specpool.serve.api.requests import ChatRequest, Generation, Tool
+
+_KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_object",
+}
+
+
+def grammar_of(request: Generation) -> Grammar | None:
+    """Return the grammar of `response_format`, `structured_outputs` or a forced tool; None = any.
+
+    Raises:
+        ApiError: they do not have OpenAI's form, or several of them are given.
+    """
+    found = [
+        (name, *part)
+        for name, part in (
+            ("response_format", _of_format(request.response_format)),
+            ("structured_outputs", _of_outputs(request.structured_outputs)),
+            ("tool_choice", _of_tools(request)),
+        )
+        if part is not None
+    ]
+    if len(found) > 1:
+        names = " and ".join(name for name, *_ in found)
+        raise bad(f"{names} both say what the text must be: give one", found[1][0])
+    if not found:
+        return None
+    name, kind, content = found[0]
+    try:
+        make: Callable[..., Grammar] = getattr(Grammar, kind)
+        return make() if kind == "json_object" else make(content)
+    except ConfigError as error:
+        raise bad(f"{name}: {error}", name) from None
+
+
+def _of_format(given: dict[str, Any] | None) -> tuple[str, Any] | None:
+    kind = (given or {}).get("type", "text")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return kind, None
+    if kind == "json_schema":
+        held = given.get("json_schema")
+        schema = held.get("schema") if isinstance(held, dict) else None
+        if not isinstance(schema, dict | bool):
+            raise bad("response_format.json_schema.schema must be a JSON schema", "response_format")
+        return kind, schema
+    raise bad(
+        f"response_format.type must be text, json_object or json_schema, got {kind!r:.40}",
+        "response_format",
+    )
+
+
+def _of_outputs(given: dict[str, Any] | None) -> tuple[str, Any] | None:
+    held = {name: value for name, value in (given or {}).items() if value not in (None, False)}
+    if not held:
+        return None
+    if len(held) > 1 or not held.keys() <= _KINDS.keys():
+        raise bad(
+            f"structured_outputs has one of {', '.join(_KINDS)}, got {', '.join(held)[:100]}",
+            "structured_outputs",
+        )
+    ((name, value),) = held.items()
+    if name in ("regex", "grammar") and not isinstance(value, str):
+        raise bad(f"structured_outputs.{name} must be a string", "structured_outputs")
+    if name == "choice" and not (isinstance(value, list) and all(type(v) is str for v in value)):
+        raise bad("structured_outputs.choice must be a list of strings", "structured_outputs")
+    return _KINDS[name], value
+
+
+def _of_tools(request: Generation) -> tuple[str, Any] | None:
+    """Return the schema of the call that `tool_choice` forces."""
+    if not isinstance(request, ChatRequest):
+        return None
+    forced = forced_tool(request)
+    if forced is not None:
+        return "json_schema", _parameters(forced)
+    if request.tool_choice != "required":
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools_of(request)
+    ]
+    return "json_schema", calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def tools_of(request: ChatRequest) -> list[Tool]:
+    """Return the tools that the model may call.
+
+    Raises:
+        ApiError: `tool_choice` has another form, or names no tool of the request.
+    """
+    tools, choice = request.tools or [], request.tool_choice
+    if choice is None or choice == "auto":
+        return tools
+    if choice == "none":
+        return []
+    if choice != "required" and not isinstance(choice, dict):
+        raise _no_choice(f"tool_choice must be none, auto, required or a function, got {choice!r}")
+    if not tools:
+        raise _no_choice("tool_choice asks for a call, but there are no tools")
+    return tools
+
+
+def forced_tool(request: ChatRequest) -> Tool | None:
+    """Return the one tool that must be called; None = there is no such.
+
+    Raises:
+        ApiError: see `tools_of`.
+    """
+    tools, choice = tools_of(request), request.tool_choice
+    if not isinstance(choice, dict):
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    for tool in tools:
+        if choice.get("type") == "function" and tool.function.name == name:
+            return tool
+    raise _no_choice(f"tool_choice names no function of the request: {name!r:.80}")
+
+
+def _no_choice(message: str) -> ApiError:
+    return bad(message, "tool_choice")

@@ -1,0 +1,126 @@
+"""`build_app`: the application of the server: its paths, and the guards in front of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from specpool._core import __version__
+from specpool.serve.api.errors import ApiError, bad, internal
+from specpool.serve.guard.access import AccessGuard
+from specpool.serve.guard.access_log import AccessLog
+from specpool.serve.guard.body import BodyGuard
+from specpool.serve.page import routes as page_routes
+from specpool.serve.routes import chat, completions, figures, sessions, state, tokens
+from specpool.serve.service import Service
+
+_ERROR = {
+    "description": "An error in OpenAI's shape",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+
+
+def paths(service: Service) -> FastAPI:
+    """Return the paths of a server, without its guards."""
+    app = FastAPI(
+        title="specpool",
+        version=__version__,
+        docs_url=None,  # these pages fetch code from elsewhere
+        redoc_url=None,
+        responses={"4XX": _ERROR, "5XX": _ERROR},
+    )
+    for module in (chat, completions, tokens, sessions, state, figures):
+        app.include_router(module.routes(service))
+    app.include_router(page_routes())
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _wrong_body)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Return the application of a server."""
+    app = paths(service)
+    guarded: ASGIApp = AccessGuard(BodyGuard(app, service.config), service)
+    if service.config.origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=service.config.origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-specpool-ignored", "x-should-retry"],
+        )
+    return AccessLog(guarded, service)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return error.response() if isinstance(error, ApiError) else internal().response()
+
+
+async def _wrong_body(request: Request, error: Exception) -> Response:
+    """Answer a body that does not fit its model: the first mistakes, without the values."""
+    assert isinstance(error, RequestValidationError)
+    found: list[str] = []
+    param = None
+    for each in error.errors()[:3]:
+        place = [str(part) for part in each["loc"] if part != "body"]
+        if each["type"] == "json_invalid":
+            found.append("the body is no JSON")
+            continue
+        if each["type"] == "missing" and not place:
+            found.append("the body is missing: send JSON with content-type application/json")
+            continue
+        param = param or ".".join(place)[:200] or None
+        found.append(f"{'.'.join(place)[:200]}: {each['msg'][:200]}".removeprefix(": "))
+    return bad("; ".join(found), param, "invalid_request").response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer what no path takes."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return ApiError(404, "there is no such path", code="not_found").response()
+    if error.status_code == 405:
+        headers = error.headers or {}
+        message = "this path does not take this method"
+        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
+    if error.status_code == 400:
+        return bad("the body cannot be read as JSON", code="invalid_request").response()
+    return ApiError(error.status_code, str(error.detail)).response()
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document; a wrong body gets 400 here, not FastAPI's 422."""
+    if app.openapi_schema is None:
+        document = FastAPI.openapi(app)
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,106 @@
+"""`ServeConfig`: the options of the server, apart from those of its engine."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+
+from specpool.checks import check_int
+from specpool.errors import ConfigError
+from specpool.num_bytes import parse_bytes
+
+#: Where the server listens unless it is told otherwise: this machine alone.
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The options of the server.
+
+    Attributes:
+        host: the address to listen on.
+        port: the port; 0 = any free one.
+        names: what clients may call the model; the first is the one that answers carry.
+        api_keys: clients must send one of them; () = no key is asked for.
+        origins: other sites whose pages may call the server (CORS); `*` = all.
+        hosts: names beside the loopback ones by which a loopback server may be called.
+        max_queue: requests that may wait beside those that run; further ones get 429.
+        max_body: the most bytes of a request's body.
+        max_header: the most bytes of a request's line and headers.
+        max_connections: connections that may be open at once; further ones are closed.
+        max_choices: the most texts of one call (`n` times the prompts).
+        request_timeout: seconds until a request is aborted; None = never.
+        read_timeout: seconds in which a request's headers and body must come.
+        write_timeout: seconds that a client may leave a part of a stream unread.
+        drain_timeout: seconds that running requests get when the server is told to stop.
+        max_sessions: the most open sessions.
+        session_timeout: seconds after which a session without a turn is closed.
+        access_log: write a line for each request.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8000
+    names: tuple[str, ...] = ("specpool/tiny",)
+    api_keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    max_queue: int = 1024
+    max_body: int = 8 << 20
+    max_header: int = 32 << 10
+    max_connections: int = 4096
+    max_choices: int = 128
+    request_timeout: float | None = 600.0
+    read_timeout: float = 30.0
+    write_timeout: float = 30.0
+    drain_timeout: float = 30.0
+    max_sessions: int = 256
+    session_timeout: float = 3600.0
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        check_int("port", self.port, 0, 65535)
+        check_int("max_queue", self.max_queue, 0, 1 << 20)
+        check_int("max_body", self.max_body, 1 << 10, 1 << 32)
+        check_int("max_header", self.max_header, 1 << 10, 1 << 24)
+        check_int("max_connections", self.max_connections, 1, 1 << 20)
+        check_int("max_choices", self.max_choices, 1, 1 << 16)
+        check_int("max_sessions", self.max_sessions, 0, 1 << 20)
+        for name in ("request", "read", "write", "drain", "session"):
+            value = getattr(self, f"{name}_timeout")
+            if name == "request" and value is None:
+                continue
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{name}_timeout must be seconds above 0, got {value!r}")
+        if not self.names or not all(self.names):
+            raise ConfigError("names must be one name or several, none of them empty")
+        for key in self.api_keys:
+            if not key.isascii() or not key.isprintable() or not key.strip() or " " in key:
+                raise ConfigError(
+                    "an API key must be visible ASCII characters without spaces, as it is sent in "
+                    "a header"
+                )
+        for origin in self.origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"an origin is * or begins with http:// or https://, got {origin!r:.80}"
+                )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def body_bytes(text: str) -> int:
+    """Parse `--max-body`.
+
+    Raises:
+        ConfigError: the text is no number of bytes.
+    """
+    return parse_bytes("max_body", text)

@@ -1,0 +1,185 @@
+"""`Generation`: the texts of one call, from its prompts to their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from specpool.engine.texts import NextTurn
+from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
+from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.errors import ApiError, bad, gone, internal
+from specpool.serve.api.sampling import refused
+from specpool.serve.bridge.client import EngineGone, Stream
+from specpool.serve.bridge.messages import Done, Tokens
+from specpool.serve.service import Service
+from specpool.serve.sessions import SessionRecord
+
+log = logging.getLogger("specpool.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a call asks of the engine."""
+
+    prompts: Sequence[list[int] | NextTurn]
+    params: SamplingParams
+    priority: int = 0
+    session: SessionRecord | None = None  # taken; its turn is the only prompt
+
+    @property
+    def num_prompt(self) -> int:
+        """The tokens of all prompts."""
+        return sum(len(p.ids if isinstance(p, NextTurn) else p) for p in self.prompts)
+
+
+class Generation:
+    """The texts of one call. Close it: this aborts what is left, and settles its session.
+
+    Attributes:
+        order: what was asked for.
+        choices: the texts, by prompt and then by sample.
+    """
+
+    def __init__(self, service: Service, order: Order, arrived: float) -> None:
+        """Prepare the texts; nothing is submitted yet. `arrived` is by `time.perf_counter`."""
+        self._service, self.order, self._arrived = service, order, arrived
+        num = len(order.prompts) * order.params.n
+        if num > service.config.max_choices:
+            raise bad(f"the call asks for {num} texts; at most {service.config.max_choices}", "n")
+        eos = service.client.ready.eos_token_ids
+        self.choices = [Choice(i, service.tokenizer, order.params, eos) for i in range(num)]
+        self._streams: list[Stream] = []
+        self._latest: list[float | None] = [None] * num  # when each text's latest part came
+        self._firsts: list[float | None] = [None] * num
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Submit all prompts.
+
+        Raises:
+            ApiError: the engine refuses one, or the server has no room; nothing runs then.
+        """
+        service, order = self._service, self.order
+        service.check_room(len(self.choices))
+        try:
+            for prompt in order.prompts:
+                session = None if order.session is None else order.session.conversation.number
+                stream = await service.client.submit(
+                    prompt, order.params, session=session, priority=order.priority
+                )
+                self._streams.append(stream)
+        except ConfigError as error:
+            raise refused(error) from None
+        except EngineGone as error:
+            raise _gone(error) from None
+        seconds = service.config.request_timeout
+        if seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """Yield the texts' new parts, until all have ended.
+
+        Raises:
+            ApiError: a text failed, the time is over, or the server stops.
+        """
+        per_prompt = self.order.params.n
+        try:
+            async for prompt, news in _together(self._streams):
+                by_sample: dict[int, list[Tokens | Done]] = {}
+                for each in news:
+                    by_sample.setdefault(each.sample, []).append(each)
+                for sample, own in by_sample.items():
+                    choice = self.choices[prompt * per_prompt + sample]
+                    delta = choice.take(own)
+                    self._note(choice, delta)
+                    yield choice, delta
+        except EngineGone as error:
+            raise _gone(error) from None
+
+    def close(self) -> None:
+        """Abort what is left. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        record, sessions = self.order.session, self._service.sessions
+        if record is None:
+            for stream in self._streams:
+                stream.close()
+            return
+        if not self._streams:  # the turn was refused
+            sessions.release(record)
+            return
+        (stream,), (turn,) = self._streams, self.order.prompts
+        eos, done = self._service.client.ready.eos_token_ids, self.choices[0].done
+        assert isinstance(turn, NextTurn)
+        if done is None:
+            sessions.settle(record, turn, stream, self.order.params, eos)
+        else:
+            sessions.end(record, turn, done, self.order.params, eos)
+
+    def _note(self, choice: Choice, delta: Delta) -> None:
+        """Measure a part, and raise if the text has failed."""
+        counters, now, i = self._service.counters, time.perf_counter(), choice.index
+        if delta.num_tokens:
+            latest = self._latest[i]
+            if latest is None:
+                self._firsts[i] = now - self._arrived
+                counters.first(now - self._arrived)
+            else:
+                counters.part(now - latest, delta.num_tokens)
+            self._latest[i] = now
+        if choice.done is None:
+            return
+        counters.end(choice.done, now - self._arrived, self._firsts[i])
+        if choice.done.finish_reason == "error":
+            log.error("a request failed: %s", choice.done.error)
+            raise internal()
+        if choice.done.finish_reason == "abort":
+            raise ApiError(503, "the request was aborted", code="aborted", retry=False)
+
+    def _expire(self) -> None:
+        seconds = self._service.config.request_timeout
+        error = ApiError(
+            504,
+            f"the request took longer than {seconds:g} s and was aborted",
+            code="request_timeout",
+            retry=False,
+        )
+        for stream in self._streams:
+            stream.fail(error)
+
+
+def _gone(error: EngineGone) -> ApiError:
+    log.error("%s", error)
+    return gone()
+
+
+async def _together(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Tokens | Done]]]:
+    """Yield the news of several streams as they come, each with its stream's index."""
+    if len(streams) == 1:
+        while news := await streams[0].news():
+            yield 0, news
+        return
+    tasks = {asyncio.ensure_future(stream.news()): i for i, stream in enumerate(streams)}
+    try:
+        while tasks:
+            ready, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ready:
+                index = tasks.pop(task)
+                if news := task.result():
+                    yield index, news
+                    tasks[asyncio.ensure_future(streams[index].news())] = index
+    finally:
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task

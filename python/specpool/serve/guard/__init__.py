@@ -1,0 +1,1 @@
+"""What stands before the paths: keys, limits, timeouts, the access log."""

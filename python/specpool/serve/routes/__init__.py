@@ -1,0 +1,1 @@
+"""The server's paths, one file a concern."""

@@ -1,0 +1,233 @@
+"""What chats and completions share: from a body to its texts, and back to an answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specpool.engine.texts import NextTurn, Prompt
+from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
+from specpool.serve.answers import EventStream, watched
+from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.errors import ApiError, bad, event, json_response
+from specpool.serve.api.requests import Generation as Body
+from specpool.serve.api.sampling import refused
+from specpool.serve.api.usage import drafting_of, usage_of
+from specpool.serve.generation import Generation, Order
+from specpool.serve.service import Service
+from specpool.serve.sessions import SessionRecord
+
+
+class Form(Protocol):
+    """An answer's form: a chat's or a completion's."""
+
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """Return the part of a stream that comes before a choice's text; None = there is none."""
+
+    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        """Return a choice's part of a stream; None = nothing is certain yet."""
+
+    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+        """Return a choice of an answer in one piece."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP call for texts."""
+
+    service: Service
+    request: Request
+    body: Body
+    model: str
+    unknown: list[str]
+    arrived: float = field(default_factory=time.perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer: the fields of the request that were ignored."""
+        names = ", ".join(name.encode("unicode_escape").decode() for name in self.unknown)
+        return {"x-specpool-ignored": names[:500]} if names else {}
+
+    def take_session(self) -> SessionRecord | None:
+        """Take the session that the call names, if it does.
+
+        Raises:
+            ApiError: it is not there, busy, or has another length.
+        """
+        ident = self.request.headers.get("x-session-id")
+        if ident is None:
+            if self.body.session_id is not None:
+                raise ApiError(
+                    400,
+                    "name the session in the header x-session-id: servers in front of this one "
+                    "choose by it",
+                    code="session_header_missing",
+                    param="session_id",
+                )
+            if self.body.session_offset is not None:
+                raise bad("session_offset needs the header x-session-id", "session_offset")
+            return None
+        if (self.body.n or 1) > 1:
+            raise bad("a turn of a session has one text: fork the session", "n")
+        return self.service.sessions.begin(ident, self.body.session_offset)
+
+    async def tokenized(
+        self, prompts: list[Prompt], record: SessionRecord | None, variables: Mapping[str, Any]
+    ) -> list[list[int] | NextTurn]:
+        """Tokenize the prompts, beside the event loop.
+
+        Raises:
+            ApiError: the tokenizer or its template refuses one.
+        """
+        service = self.service
+
+        def work() -> list[list[int] | NextTurn]:
+            if record is not None:
+                (prompt,) = prompts
+                return [service.sessions.turn(record, service.texts, prompt, variables)]
+            return [
+                service.texts.encode(index, prompt, variables=variables)
+                for index, prompt in enumerate(prompts)
+            ]
+
+        try:
+            found = await service.aside(work)
+        except ConfigError as error:
+            raise refused(error) from None
+        if any(isinstance(ids, list) and not ids for ids in found):
+            raise bad("a prompt is empty", "prompt")
+        return found
+
+    async def generation(
+        self,
+        prompts: list[Prompt],
+        params_of: Callable[[int], SamplingParams],
+        variables: Mapping[str, Any],
+    ) -> Generation:
+        """Return the call's texts, ready to start.
+
+        Args:
+            prompts: the prompts; in a session, what is new.
+            params_of: returns the parameters for the room that is left, in tokens.
+            variables: further variables of the chat template.
+
+        Raises:
+            ApiError: something cannot work.
+        """
+        record = self.take_session()
+        try:
+            ids = await self.tokenized(prompts, record, variables)
+            most = self.service.client.ready.max_context_len
+            room = self.room(ids, most if record is None else record.max_tokens)
+            order = Order(ids, params_of(room), self.body.priority or 0, record)
+            return Generation(self.service, order, self.arrived)
+        except BaseException:
+            if record is not None:
+                self.service.sessions.release(record)
+            raise
+
+    def room(self, prompts: list[list[int] | NextTurn], most: int) -> int:
+        """Return how many tokens the longest prompt leaves room for.
+
+        Raises:
+            ApiError: it leaves none.
+        """
+        longest = max(len(p.ids if isinstance(p, NextTurn) else p) for p in prompts)
+        if longest >= most:
+            raise bad(
+                f"the prompt has {longest} tokens; with one new token at least, the limit of "
+                f"{most} leaves room for {most - 1}",
+                "messages" if hasattr(self.body, "messages") else "prompt",
+                "context_length_exceeded",
+            )
+        return most - longest
+
+    async def answer(self, generation: Generation, form: Form, kind: str, prefix: str) -> Response:
+        """Run the texts, and answer: in one piece, or as a stream.
+
+        Raises:
+            ApiError: the texts cannot run, or have failed.
+        """
+        head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+        try:
+            await generation.start()
+            if self.body.stream:
+                events = self._events(generation, form, head)
+                seconds = self.service.config.write_timeout
+                return EventStream(events, generation.close, seconds, self.headers)
+        except BaseException:
+            generation.close()
+            raise
+        try:
+            whole = await watched(self.request, self._whole(generation, form, head))
+        finally:
+            generation.close()
+        if whole is None:  # nobody reads it
+            return Response(status_code=499)
+        return json_response(whole, headers=self.headers)
+
+    async def _whole(
+        self, generation: Generation, form: Form, head: dict[str, Any]
+    ) -> dict[str, Any]:
+        deltas: list[list[Delta]] = [[] for _ in generation.choices]
+        async for choice, delta in generation.deltas():
+            deltas[choice.index].append(delta)
+        generation.close()  # now, because the session's new length belongs to the answer
+        choices = [form.whole(c, d) for c, d in zip(generation.choices, deltas, strict=True)]
+        return head | {"choices": choices} | self._end(generation)
+
+    async def _events(
+        self, generation: Generation, form: Form, head: dict[str, Any]
+    ) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        counts = options is not None and options.include_usage
+        always = options is not None and options.continuous_usage_stats
+        drafts = bool(self.body.include_drafts)
+        num_prompt = generation.order.num_prompt
+
+        def chunk(choice: dict[str, Any], delta: Delta | None = None) -> bytes:
+            more: dict[str, Any] = {}
+            if counts:
+                now = usage_of(num_prompt, generation.choices) if always else None
+                more["usage"] = now
+            if drafts and delta is not None and delta.pieces:
+                more["drafts"] = delta.pieces
+            return event(head | {"choices": [choice]} | more)
+
+        firsts = [form.first(choice) for choice in generation.choices]
+        if begun := b"".join(chunk(first) for first in firsts if first is not None):
+            yield begun
+        async for choice, delta in generation.deltas():
+            part = form.part(choice, delta)
+            if part is not None:
+                yield chunk(part, delta)
+        generation.close()
+        end = self._end(generation)
+        usage = end.pop("usage")
+        if counts:
+            end["usage"] = usage
+        last = event(head | {"choices": []} | end) if counts or "session" in end else b""
+        yield last + b"data: [DONE]\n\n"
+
+    def _end(self, generation: Generation) -> dict[str, Any]:
+        """Return what an answer tells beside its choices."""
+        ended = [choice.done for choice in generation.choices if choice.done is not None]
+        end: dict[str, Any] = {"usage": usage_of(generation.order.num_prompt, generation.choices)}
+        end["metrics"] = drafting_of(ended)
+        record = generation.order.session
+        if record is not None:
+            end["session"] = {"id": record.ident, "offset": record.offset}
+        return end

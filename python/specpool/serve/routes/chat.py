@@ -1,0 +1,120 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from specpool.sampling_params import SamplingParams
+from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.errors import bad
+from specpool.serve.api.logprobs import chat_logprobs
+from specpool.serve.api.requests import ChatRequest, Message
+from specpool.serve.api.sampling import check_supported, params_of
+from specpool.serve.api.structured import tools_of
+from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.routes.calls import Call
+from specpool.serve.service import Service
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatForm:
+    """The form of a chat's answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, body: ChatRequest, num: int) -> None:
+        """Write `num` choices for this request."""
+        self._tokenizer = tokenizer
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._tools = [ToolCalls(body) for _ in range(num)]
+
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """Return the part that names the role."""
+        return _part(choice, {"role": "assistant", "content": ""}, None, None)
+
+    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        """Return the part of a stream with a delta's text and calls."""
+        tools, is_last = self._tools[choice.index], delta.finish_reason is not None
+        content, calls = tools.push(delta.text, is_last)
+        new: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            new["tool_calls"] = calls
+        if not new and not is_last and not (self._num_top is not None and delta.entries):
+            return None
+        return _part(choice, new, self._logprobs(delta), self._reason(tools, delta))
+
+    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+        """Return a choice in one piece."""
+        tools = self._tools[choice.index]
+        texts = [tools.push(delta.text, delta.finish_reason is not None)[0] for delta in deltas]
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
+        if tools.calls:
+            message |= {"content": message["content"] or None, "tool_calls": tools.calls}
+        assert choice.done is not None
+        whole = Delta(entries=[entry for delta in deltas for entry in delta.entries])
+        del whole.entries[len(choice.done.token_ids) :]  # tokens behind a stop string
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(whole),
+            "finish_reason": self._reason(tools, deltas[-1]),
+        }
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        return chat_logprobs(self._tokenizer, delta.entries, self._num_top)
+
+    def _reason(self, tools: ToolCalls, delta: Delta) -> str | None:
+        return tools.finish_reason if delta.finish_reason == "stop" else delta.finish_reason
+
+
+def _part(
+    choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "delta": delta,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+    }
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return messages for the chat template: fields that are not given are left out."""
+    found = []
+    for message in messages:
+        plain = message.model_dump(exclude_none=True)
+        plain.setdefault("content", "")  # an answer that was calls alone
+        found.append(plain)
+    return found
+
+
+def routes(service: Service) -> APIRouter:
+    """Return the route of chats."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", summary="Answer a chat")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        model = service.check_model(body.model)
+        call = Call(service, request, body, model, check_supported(body))
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+        variables = dict(body.chat_template_kwargs or {})
+        if tools := tools_of(body):
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+
+        def params(room: int) -> SamplingParams:
+            wanted = body.max_completion_tokens or body.max_tokens
+            return params_of(body, min(wanted or room, room), num_top)
+
+        generation = await call.generation([messages_of(body.messages)], params, variables)
+        form = ChatForm(service.tokenizer, body, len(generation.choices))
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        return await call.answer(generation, form, kind, "chatcmpl")
+
+    return router

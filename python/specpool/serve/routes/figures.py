@@ -1,0 +1,116 @@
+"""What the engine does: `/server_info`, `/metrics`, `/pool`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from specpool._core import __version__
+from specpool.engine.stats import EngineStats
+from specpool.serve.api.errors import ApiError, gone, json_response
+from specpool.serve.bridge.client import EngineGone
+from specpool.serve.exposition import exposition
+from specpool.serve.service import Service
+
+#: Seconds that the engine's answer may take; it comes between two turns.
+_PATIENCE = 10.0
+#: Seconds for which an answer of `/pool` is good: several pages may ask.
+_FRESH = 0.2
+
+
+def routes(service: Service) -> APIRouter:
+    """Return the routes of the engine's figures."""
+    router, pool = APIRouter(), Pool(service)
+
+    @router.get("/server_info", summary="The engine's options and how drafting goes")
+    async def server_info() -> Response:
+        stats = await stats_of(service)
+        return json_response(
+            {
+                "version": __version__,
+                "served_model_name": service.config.names[0],
+                **service.client.ready.config,
+                "internal_states": [
+                    {
+                        "avg_spec_accept_length": stats.accept_len,
+                        "num_running_reqs": stats.num_running,
+                        "num_waiting_reqs": stats.num_waiting,
+                    }
+                    | _figures(service, stats)
+                ],
+            }
+        )
+
+    @router.get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response:
+        text, kind = exposition(service.counters, await stats_of(service))
+        return Response(text, media_type=kind)
+
+    @router.get("/pool", summary="Which pages are held")
+    async def pages() -> Response:
+        return json_response(await pool.answer())
+
+    return router
+
+
+class Pool:
+    """The answers of `/pool`."""
+
+    def __init__(self, service: Service) -> None:
+        """Ask the engine of this service."""
+        self._service = service
+        self._lock = asyncio.Lock()
+        self._until = 0.0
+        self._answer: dict[str, Any] = {}
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the pages as they are held, at most `_FRESH` seconds old.
+
+        Raises:
+            ApiError: the engine does not answer.
+        """
+        async with self._lock:
+            if asyncio.get_running_loop().time() > self._until:
+                stats, groups = await stats_of(self._service), await asked(self._service, "pool")
+                self._answer = {
+                    "groups": groups,
+                    "running": stats.num_running,
+                    "waiting": stats.num_waiting,
+                    "accept_len": stats.accept_len,
+                } | _figures(self._service, stats)
+                self._until = asyncio.get_running_loop().time() + _FRESH
+            return self._answer
+
+
+def _figures(service: Service, stats: EngineStats) -> dict[str, Any]:
+    return {
+        "sessions": len(service.sessions),
+        "generated_tokens": stats.generated_token_ct,
+        "drafts": stats.draft_ct,
+        "accepted_drafts": stats.correct_draft_ct,
+    }
+
+
+async def asked(service: Service, verb: str) -> Any:
+    """Return what the engine answers to a verb of `Runner`.
+
+    Raises:
+        ApiError: it does not answer in time, or is gone.
+    """
+    try:
+        return await service.client.call(verb, timeout=_PATIENCE)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            503, f"the engine did not answer within {_PATIENCE:g} s", code="engine_busy"
+        ) from None
+    except EngineGone:
+        raise gone() from None
+
+
+async def stats_of(service: Service) -> EngineStats:
+    """Return the engine's statistics; see `asked`."""
+    stats: EngineStats = await asked(service, "stats")
+    return stats

@@ -1,0 +1,57 @@
+"""`/v1/sessions`: open, look at, rewind, fork and close a conversation that keeps its KV.
+
+A turn is a chat or a completion with the header `x-session-id` and the field `session_offset`.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from specpool.errors import ConfigError
+from specpool.serve.api.errors import json_response
+from specpool.serve.api.requests import RewindRequest, SessionRequest
+from specpool.serve.api.sampling import refused
+from specpool.serve.service import Service
+
+
+def routes(service: Service) -> APIRouter:
+    """Return the routes of sessions."""
+    router, sessions = APIRouter(), service.sessions
+
+    @router.post("/v1/sessions", summary="Open a session")
+    async def open_session(body: SessionRequest | None = None) -> Response:
+        service.check_model(None if body is None else body.model)
+        service.check_room(0)
+        try:
+            record = await sessions.open(None if body is None else body.max_tokens)
+        except ConfigError as error:
+            raise refused(error) from None
+        return json_response(record.body())
+
+    @router.get("/v1/sessions", summary="List the sessions")
+    async def list_sessions() -> Response:
+        return json_response({"object": "list", "data": [each.body() for each in sessions]})
+
+    @router.get("/v1/sessions/{ident}", summary="Look at a session")
+    async def session(ident: str) -> Response:
+        return json_response(sessions.find(ident).body())
+
+    @router.post("/v1/sessions/{ident}/rewind", summary="Forget the tokens from an offset on")
+    async def rewind(ident: str, body: RewindRequest) -> Response:
+        try:
+            record, kept = await sessions.rewind(ident, body.offset)
+        except ConfigError as error:
+            raise refused(error) from None
+        return json_response(record.body() | {"kept_tokens": kept})
+
+    @router.post("/v1/sessions/{ident}/fork", summary="Open a copy of a session")
+    async def fork(ident: str) -> Response:
+        return json_response((await sessions.fork(ident)).body())
+
+    @router.delete("/v1/sessions/{ident}", summary="Close a session and abort its turn")
+    async def close(ident: str) -> Response:
+        await sessions.close(ident)
+        return json_response({"id": ident, "object": "session", "deleted": True})
+
+    return router

@@ -1,0 +1,100 @@
+"""`Service`: what the paths of the server share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from specpool.engine.texts import Texts
+from specpool.serve.api.errors import ApiError, shutting_down
+from specpool.serve.bridge.client import EngineClient
+from specpool.serve.config import ServeConfig
+from specpool.serve.counters import Counters
+from specpool.serve.sessions import Sessions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+#: A chat template for models without one: the texts as they are, a line each.
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+class Service:
+    """The server's state, beside its engine.
+
+    Attributes:
+        config: the options.
+        client: the way to the engine.
+        tokenizer: the target's.
+        texts: tokenizes prompts.
+        sessions: the open sessions.
+        counters: what the front measures.
+        created: seconds since 1970 when the server began.
+        is_draining: the server stops, and takes no new work.
+    """
+
+    def __init__(
+        self, config: ServeConfig, client: EngineClient, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Serve an engine that is ready."""
+        self.config, self.client, self.tokenizer = config, client, tokenizer
+        self.texts = Texts(tokenizer)
+        self.sessions = Sessions(client, config)
+        self.counters = Counters(config.names[0])
+        self.created = int(time.time())
+        self.is_draining = False
+        # Tokenizers release the interpreter's lock, so the event loop goes on meanwhile.
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    async def aside(self, act: Callable[..., T], *args: object) -> T:
+        """Run work of more than a moment, such as tokenizing, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, act, *args)
+
+    @property
+    def most_open(self) -> int:
+        """The most samples that may run and wait."""
+        return self.client.ready.max_batch + self.config.max_queue
+
+    def check_model(self, name: str | None) -> str:
+        """Return the model's name for the answer.
+
+        Raises:
+            ApiError: the client asks for another model.
+        """
+        if name is None:
+            return self.config.names[0]
+        if name not in self.config.names:
+            raise ApiError(
+                404,
+                f"the model {name!r:.100} does not exist; this server has "
+                f"{', '.join(self.config.names)}",
+                code="model_not_found",
+                param="model",
+            )
+        return name
+
+    def check_room(self, num_new: int = 1) -> None:
+        """Refuse work that the server cannot take.
+
+        Raises:
+            ApiError: the server stops (503), or too many samples wait (429).
+        """
+        if self.is_draining:
+            raise shutting_down()
+        num_open = self.client.num_open
+        if num_open + num_new > self.most_open:
+            raise ApiError(
+                429,
+                f"{num_open} texts run or wait, at most {self.most_open} may: try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

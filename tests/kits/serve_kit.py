@@ -1,0 +1,149 @@
+"""A server in a process of its own, and what its tests ask of it. All on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from types import TracebackType
+from typing import Any
+
+#: Pages small enough that requests of a test meet their limits.
+SMALL = ("--page-size", "4", "--max-context-len", "256", "--num-pages", "512", "--batch", "8")
+
+
+class Server:
+    """`specpool serve` with options, on a port of its own."""
+
+    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "specpool", "serve", "--port", "0", *options]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        )
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True)
+            for pair in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
+        self.port = self._wait_for_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line)
+
+    def _wait_for_port(self) -> int:
+        end = time.monotonic() + 240
+        while time.monotonic() < end:
+            found = re.search(r"http://[\w.\[\]:]+?:(\d+)/v1", "".join(self.out))
+            if found:
+                return int(found[1])
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        self.process.kill()
+        raise AssertionError("no server:\n" + "".join(self.out + self.err))
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        raw: bytes | None = None,
+    ) -> tuple[int, Any, dict[str, str]]:
+        """One request; returns (status, JSON or text, headers)."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            content = raw if raw is not None else None if body is None else json.dumps(body)
+            given = {"content-type": "application/json"} | (headers or {})
+            connection.request(method, path, content, given)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            is_json = "json" in answer.headers.get("content-type", "")
+            return answer.status, json.loads(text) if is_json else text, dict(answer.headers)
+        finally:
+            connection.close()
+
+    def raw(self, content: bytes, timeout: float = 30) -> bytes:
+        """Send bytes and return what comes until the server closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout) as sock:
+            sock.sendall(content)
+            found = b""
+            while part := sock.recv(65536):
+                found += part
+            return found
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of `/metrics`, by name and labels as they stand there."""
+        lines = self.ask("GET", "/metrics")[1].splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line and line[0] != "#")
+        return {name: float(value) for name, _, value in pairs}
+
+    def idle(self, seconds: float = 20) -> dict[str, float]:
+        """The metrics once nothing runs or waits; no page is held then."""
+        end = time.monotonic() + seconds
+        while True:
+            found = self.metrics()
+            if not (found["specpool_running_requests"] or found["specpool_waiting_requests"]):
+                return found
+            assert time.monotonic() < end, "requests are left"
+            time.sleep(0.05)
+
+    def check_no_leak(self) -> None:
+        """Every page is free or cached, and every row is back."""
+        found = self.idle()
+        for group in ("target", "draft"):
+            label = f'{{group="{group}"}}'
+            free = found[f"specpool_group_free_pages{label}"]
+            cached = found[f"specpool_group_cached_pages{label}"]
+            assert free + cached == found[f"specpool_group_pages{label}"], group
+        assert found["specpool_free_rows"] == found["specpool_rows"]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
+        """Send a signal, and return the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(seconds)
+        for reader in self._readers:
+            reader.join(5)
+        return code
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        assert not re.search("Traceback|ASGI callable", text := "".join(self.err)), text
+
+
+def events(text: str) -> Iterator[Any]:
+    """The events of a stream; `[DONE]` as it is."""
+    for block in text.split("\n\n"):
+        if block:
+            data = block.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)

@@ -1,0 +1,221 @@
+"""Bad input over HTTP: the right status, one clear message, nothing else disturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+
+import pytest
+
+from paths import ROOT
+
+TEXT = {"prompt": "seq: 2, ", "max_tokens": 4}
+CHAT = {"messages": [{"role": "user", "content": "seq: 2, "}], "max_tokens": 4}
+DEEP = "[" * 100_000
+
+COMPLETIONS = [
+    ({}, "prompt: Field required", "prompt"),
+    ({"prompt": None}, "prompt", None),
+    ({"prompt": 7}, "prompt", None),
+    ({"prompt": []}, "there is no prompt", "prompt"),
+    ({"prompt": ""}, "a prompt is empty", "prompt"),
+    ({"prompt": [[]]}, "a prompt is empty", "prompt"),
+    ({"prompt": [-1]}, "prompt", None),
+    ({"prompt": [300]}, "token id 300", None),
+    ({"prompt": ["a", 1]}, "prompt", None),
+    ({"prompt": "a" * 256}, "the prompt has 256 tokens", "prompt"),
+    ({"prompt": ["a"] * 129}, "at most 128 prompts", "prompt"),
+    (TEXT | {"max_tokens": 0}, "max_tokens: Input should be greater", "max_tokens"),
+    (TEXT | {"max_tokens": -5}, "max_tokens: Input should be greater", "max_tokens"),
+    (TEXT | {"max_tokens": "5"}, "max_tokens: Input should be a valid integer", "max_tokens"),
+    (TEXT | {"max_tokens": 1.5}, "max_tokens", "max_tokens"),
+    (TEXT | {"max_tokens": True}, "max_tokens", "max_tokens"),
+    (TEXT | {"n": 0}, "n: Input should be greater", "n"),
+    (TEXT | {"n": 65}, "", None),
+    (TEXT | {"n": 200}, "the call asks for 200 texts; at most 128", "n"),
+    (TEXT | {"temperature": -1}, "temperature: Input should be greater", "temperature"),
+    (TEXT | {"temperature": 2.5}, "temperature: Input should be less", "temperature"),
+    (TEXT | {"temperature": float("nan")}, "temperature", "temperature"),
+    (TEXT | {"temperature": float("inf")}, "temperature", "temperature"),
+    (TEXT | {"top_p": 1.1}, "top_p", "top_p"),
+    (TEXT | {"top_k": -2}, "top_k", "top_k"),
+    (TEXT | {"seed": 1 << 65}, "seed", "seed"),
+    (TEXT | {"seed": 10**4000}, "seed", "seed"),
+    (TEXT | {"stop": [f"{i}!" for i in range(1000)]}, "at most 64 strings, got 1000", "stop"),
+    (TEXT | {"stop": [""]}, "stop must hold strings that are not empty", "stop"),
+    (TEXT | {"stop": [1]}, "stop", None),
+    (TEXT | {"stop": "\ud800"}, "", None),
+    (TEXT | {"stop_token_ids": [300]}, "300 among its stop_token_ids", None),
+    (TEXT | {"logprobs": 21}, "logprobs", "logprobs"),
+    (TEXT | {"logprobs": True}, "logprobs", "logprobs"),
+    (TEXT | {"logit_bias": {"x": 1}}, "'x' is no token id", "logit_bias"),
+    (TEXT | {"logit_bias": {"5": 101}}, "[-100, 100]", "logit_bias"),
+    (TEXT | {"logit_bias": [5]}, "logit_bias", "logit_bias"),
+    (TEXT | {"presence_penalty": 3}, "presence_penalty", "presence_penalty"),
+    (TEXT | {"best_of": 3}, "best_of is not supported", "best_of"),
+    (TEXT | {"suffix": "x"}, "suffix is not supported", "suffix"),
+    (TEXT | {"echo": True, "logprobs": 1}, "echo with logprobs", "echo"),
+    (TEXT | {"stream": "yes"}, "stream", "stream"),
+    (TEXT | {"stream_options": {"include_usage": 1}}, "stream_options.include_usage", None),
+    (TEXT | {"cache_salt": "x" * 300}, "cache_salt must be at most 256 bytes", "cache_salt"),
+    (TEXT | {"priority": 1 << 40}, "priority", "priority"),
+    (TEXT | {"session_offset": 0}, "needs the header x-session-id", "session_offset"),
+    (TEXT | {"session_id": "x"}, "name the session in the header", "session_id"),
+    (TEXT | {"prompt_logprobs": 1}, "prompt_logprobs is not supported", "prompt_logprobs"),
+]
+CHATS = [
+    ({}, "messages: Field required", "messages"),
+    ({"messages": []}, "messages: List should have at least 1 item", "messages"),
+    ({"messages": "hello"}, "messages", "messages"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role: Field required", "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", None),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "part 0 of the content of message 0 of prompt 0 is the type 'image_url': only text",
+        None,
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "", None),
+    (CHAT | {"top_logprobs": 2}, "top_logprobs needs logprobs: true", "top_logprobs"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools.0.function: Field required", None),
+    (CHAT | {"tool_choice": "required"}, "there are no tools", "tool_choice"),
+    (CHAT | {"functions": [{"name": "f"}]}, "functions is not supported", "functions"),
+    (CHAT | {"modalities": ["audio"]}, "modalities is not supported", "modalities"),
+    (
+        CHAT | {"response_format": {"type": "xml"}},
+        "response_format.type must be",
+        "response_format",
+    ),
+    (CHAT | {"response_format": {"type": "json_schema"}}, "must be a JSON schema", None),
+    (CHAT | {"max_tokens": 1 << 40}, "max_tokens", "max_tokens"),
+]
+CASES = [("/v1/completions", *case) for case in COMPLETIONS]
+CASES += [("/v1/chat/completions", *case) for case in CHATS]
+
+
+def check_error(found, status=400):
+    """OpenAI's shape, one line, and nothing of the machine in it."""
+    assert set(found) == {"error"}
+    error = found["error"]
+    assert {"message", "type", "param", "code"} <= set(error)
+    assert error["message"] and "\n" not in error["message"]
+    assert error["type"] == ("invalid_request_error" if status in (400, 413) else error["type"])
+    text = json.dumps(found)
+    assert not re.search(
+        rf"Traceback|File |{re.escape(str(ROOT))}|/home|site-packages|\.py\b", text
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"), CASES, ids=lambda value: repr(value)[:48]
+)
+def test_a_wrong_body_is_a_400_that_says_why(server, path, body, message, param):
+    status, found, _ = server.ask("POST", path, body)
+    if body.get("n") == 65:  # more than the queue takes with what runs, and no mistake
+        assert status in (200, 429)
+        return
+    assert status == 400, found
+    check_error(found)
+    assert message in found["error"]["message"]
+    if param is not None:
+        assert found["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"", {}, 400),
+        (b"[]", {}, 400),
+        (b"null", {}, 400),
+        (b'{"prompt": "a", "temperature": NaN}', {}, 400),
+        (b'{"prompt": "a\xff"}', {}, 400),
+        (DEEP.encode(), {}, 400),
+        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}", {}, 400),
+        (b'{"prompt": "a"}', {"content-type": "text/plain"}, 400),
+        (b'{"prompt": "a"}', {"content-type": "application/x-www-form-urlencoded"}, 400),
+        (b'{"prompt": "' + b"a" * 300_000 + b'"}', {}, 413),
+    ],
+    ids=lambda value: repr(value)[:32],
+)
+def test_what_is_no_json_for_us_is_refused(server, raw, headers, status):
+    found = server.ask("POST", "/v1/completions", raw=raw, headers=headers)
+    assert found[0] == status
+    check_error(found[1], status)
+
+
+def test_paths_and_methods_that_are_not_there(server):
+    for method, path, status in (
+        ("GET", "/v1/none", 404),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/health", 405),
+        ("GET", "/docs", 404),
+        ("POST", "/v1/sessions/xyz/fork", 410),
+    ):
+        found = server.ask(method, path)
+        assert found[0] == status, path
+        check_error(found[1], status)
+
+
+def test_unknown_fields_are_ignored_and_named(server):
+    status, _, headers = server.ask(
+        "POST", "/v1/completions", TEXT | {"temprature": 0, "user": "me", "metadata": {"a": 1}}
+    )
+    assert status == 200 and headers["x-specpool-ignored"] == "temprature"
+
+
+def test_a_failure_of_one_choice_disturbs_no_other(server):
+    """A request that is refused in the engine leaves those beside it alone."""
+    for _ in range(3):
+        assert server.ask("POST", "/v1/completions", {"prompt": [[1, 2], [300]]})[0] == 400
+    assert server.ask("POST", "/v1/completions", TEXT)[0] == 200
+
+
+# --- below HTTP
+
+
+def head(*lines: str) -> bytes:
+    return "\r\n".join(
+        ["POST /v1/completions HTTP/1.1", "Host: localhost", *lines, "", ""]
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"hello\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (head("X-A: " + "a" * 65536), 431),
+        (head(*(f"X-{i}: {'a' * 64}" for i in range(1000))), 431),
+        (b"GET /" + b"a" * 65536 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET /" + b"a" * 65536, 431),
+        (head("Content-Length: -1"), 400),
+        (head("Content-Length: 999999999999999999999"), 400),
+        (head("Content-Type: application/json", "Content-Length: 9999999"), 413),
+    ],
+    ids=lambda value: repr(value)[:32],
+)
+def test_what_is_no_http_for_us_is_refused(server, content, status):
+    answer = server.raw(content)
+    line, _, rest = answer.partition(b"\r\n")
+    assert line.startswith(f"HTTP/1.1 {status}".encode()), answer[:200]
+    check_error(json.loads(rest.partition(b"\r\n\r\n")[2]), status)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"POST /v1/compl", head()[:-2], head("Content-Length: 100") + b'{"prompt"'],
+    ids=["silent", "line", "headers", "body"],
+)
+def test_a_half_open_connection_is_closed(server, content):
+    """After --read-timeout seconds (3); the server answers others meanwhile."""
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        sock.sendall(content)
+        assert server.ask("GET", "/health")[0] == 200
+        answer = sock.recv(65536)
+    assert 2 < time.monotonic() - start < 15
+    assert not answer if not content else answer.startswith(b"HTTP/1.1 408")

@@ -1,0 +1,120 @@
+"""Many clients at once: the server lives, refuses beyond its limit, and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from serve_kit import SMALL, Server
+from specpool.cli.bench_serve.http import Caller, CallFailed
+
+#: Seconds of the soak; `make soak-serve` runs ten minutes.
+SECONDS = float(os.environ.get("SPECPOOL_SOAK_SECONDS", "8"))
+BODY = {"prompt": "seq: 2, 4, ", "temperature": 0, "ignore_eos": True, "max_tokens": 4}
+
+
+def caller_of(server):
+    return Caller(urlsplit(server.url), None)
+
+
+@pytest.fixture(scope="module")
+def flooded():
+    with Server(*SMALL, "--max-queue", "200", "--no-access-log") as server:
+        yield server
+
+
+async def flood(server, num_requests, num_clients):
+    """So many requests of so many clients, with a look at `/health` beside them."""
+    caller, statuses, waits = caller_of(server), [], []
+    left = iter(range(num_requests))
+
+    async def client():
+        for _ in left:
+            statuses.append((await caller.whole("POST", "/v1/completions", BODY))[0])
+
+    async def look():
+        while len(statuses) < num_requests:
+            start = time.perf_counter()
+            assert (await caller.whole("GET", "/health"))[0] == 200
+            waits.append(time.perf_counter() - start)
+            await asyncio.sleep(0.02)
+
+    await asyncio.gather(look(), *(client() for _ in range(num_clients)))
+    caller.close()
+    return statuses, sorted(waits)
+
+
+def test_ten_thousand_requests_are_queued_or_refused(flooded):
+    """512 clients, 208 places. `python -m benches serve` measures how fast health is answered."""
+    statuses, waits = asyncio.run(flood(flooded, 10_000, 512))
+    assert set(statuses) == {200, 429} and len(statuses) == 10_000
+    assert statuses.count(200) >= 208
+    assert waits[len(waits) // 2] < 2.0
+    flooded.check_no_leak()
+    found = flooded.metrics()
+    answered = found['specpool_http_requests_total{path="/v1/completions",status="200"}']
+    assert answered == statuses.count(200)
+
+
+async def soak(server, num_clients, seconds):
+    """A mixed trace whose clients leave at random; returns what was not asked for."""
+    caller, end, odd = caller_of(server), time.monotonic() + seconds, []
+    count = 0
+
+    async def client(number):
+        nonlocal count
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            body = BODY | {
+                "prompt": f"seq: {rng.randrange(99)}, " * rng.randrange(1, 6),
+                "max_tokens": rng.randrange(1, 120),
+                "temperature": rng.choice([0, 0.8]),
+                "stream": True,
+                "n": rng.choice([1, 1, 1, 2]),
+            }
+            leaves = rng.random() < 0.3
+            most = rng.randrange(1, 8) if leaves else 1 << 30
+            try:
+                events = caller.events("/v1/completions", body)
+                seen = 0
+                async for _ in events:
+                    seen += 1
+                    if seen >= most:
+                        await events.aclose()
+                        break
+            except CallFailed as error:
+                odd.append(str(error))
+            count += 1
+
+    await asyncio.gather(*(client(number) for number in range(num_clients)))
+    caller.close()
+    return odd, count
+
+
+def test_sixty_four_streams_whose_clients_leave_at_random(flooded):
+    """No error that was not asked for, no page leaked, memory flat."""
+    asyncio.run(soak(flooded, 64, min(SECONDS, 3)))  # fills caches and pools of memory
+    flooded.idle()
+    before = memory(flooded)
+    odd, count = asyncio.run(soak(flooded, 64, SECONDS))
+    assert odd == [] and count >= 64
+    flooded.check_no_leak()
+    grown = memory(flooded) - before
+    print(f"{count} requests of 64 clients, memory grew by {grown / 2**20:.1f} MiB")
+    assert grown < 64 << 20
+
+
+def memory(server):
+    """Bytes of the server's two processes."""
+    from test_shutdown import children
+
+    total = 0
+    for pid in (server.process.pid, *children(server.process.pid)):
+        with open(f"/proc/{pid}/statm") as file:
+            total += int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return total

@@ -1,0 +1,202 @@
+"""Keys, names, rooms and times: who is refused gets OpenAI's error, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from serve_kit import Server, events
+
+ASK = {"prompt": "seq: 2, 4, ", "max_tokens": 1900, "temperature": 0, "n": 2}
+LONG = ASK | {"n": 1, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """Two texts run, two wait; a second for each; two keys; one site; two sessions."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "1.5"]
+    options += ["--api-key-file", str(keys), "--allow-origin", "https://site.example"]
+    options += ["--max-open-sessions", "2", "--session-timeout", "2", "--write-timeout", "1"]
+    options += ["--name", "toy", "--name", "other", "--max-connections", "40"]
+    with Server(*options, environment={"SPECPOOL_API_KEY": "third-key"}) as server:
+        yield server
+
+
+KEY = {"authorization": "Bearer first-key"}
+
+
+def client_of(server, key="first-key", **options):
+    options = {"max_retries": 0, "timeout": 60} | options
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, **options)
+
+
+@pytest.mark.parametrize("key", ["first-key", "second-key", "third-key"])
+def test_each_key_opens(guarded, key):
+    names = [model.id for model in client_of(guarded, key).models.list().data]
+    assert names == ["toy", "other"]
+
+
+@pytest.mark.parametrize("key", ["first-ke", "first-keyy", "FIRST-KEY", "x", "sch\u00fcssel"])
+def test_a_wrong_key_is_a_401(guarded, key):
+    raw = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
+    for path in ("/v1/models", "/tokenize", "/server_info", "/pool", "/openapi.json", "/v1/none"):
+        status, found, headers = guarded.ask("GET", path, headers=raw)
+        assert status == 401 and found["error"]["code"] == "invalid_api_key", path
+        assert headers["www-authenticate"] == "Bearer"
+    assert guarded.ask("GET", "/v1/models")[0] == 401
+    assert guarded.ask("GET", "/v1/models", headers={"authorization": "Basic first-key"})[0] == 401
+
+
+def test_the_client_sees_an_authentication_error(guarded):
+    with pytest.raises(openai.AuthenticationError) as error:
+        client_of(guarded, "wrong").completions.create(model="toy", prompt="a")
+    assert error.value.code == "invalid_api_key"
+
+
+def test_health_metrics_and_the_page_need_no_key(guarded):
+    for path in ("/health", "/metrics", "/"):
+        assert guarded.ask("GET", path)[0] == 200
+
+
+def test_other_sites_are_named_or_refused(guarded):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    for origin, allowed in (("https://site.example", True), ("https://evil.example", False)):
+        status, _, headers = guarded.ask(
+            "OPTIONS", "/v1/models", headers=asked | {"origin": origin}
+        )
+        assert (headers.get("access-control-allow-origin") == origin) == allowed
+        assert (status == 200) == allowed
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "", "localhost.evil.example"]
+)
+def test_a_loopback_server_has_no_strange_name(guarded, host):
+    """A web page may have pointed its own name here; it must not reach the model."""
+    status, found, _ = guarded.ask("GET", "/v1/models", headers=KEY | {"host": host})
+    assert status == 403 and found["error"]["code"] == "host_not_allowed"
+    assert guarded.ask("GET", "/v1/models", headers=KEY | {"host": "localhost:1"})[0] == 200
+
+
+def test_a_full_queue_is_a_429(guarded):
+    """Four texts fill it; the fifth is refused, and later there is room again."""
+    answers = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(guarded.ask("POST", "/v1/completions", LONG, KEY)[0])
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 5
+    while guarded.metrics()["specpool_waiting_requests"] < 2:
+        assert time.monotonic() < end
+    client = client_of(guarded)
+    with pytest.raises(openai.RateLimitError) as error:
+        client.completions.create(model="toy", prompt="a")
+    assert error.value.code == "queue_full"
+    assert error.value.response.headers["retry-after"] == "1"
+    start = time.perf_counter()
+    assert guarded.ask("GET", "/health")[0] == 200 and time.perf_counter() - start < 1
+    patient = client_of(guarded, max_retries=8)
+    assert patient.completions.create(model="toy", prompt="a", max_tokens=2).choices
+    for thread in threads:
+        thread.join()
+    assert set(answers) <= {200, 504}
+    guarded.check_no_leak()
+
+
+def test_a_request_that_takes_too_long_is_a_504(guarded):
+    with pytest.raises(openai.InternalServerError) as error:
+        client_of(guarded).completions.create(model="toy", extra_body={"ignore_eos": True}, **ASK)
+    assert error.value.status_code == 504 and error.value.code == "request_timeout"
+    assert error.value.response.headers["x-should-retry"] == "false"
+    guarded.check_no_leak()
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(guarded):
+    stream = client_of(guarded).completions.create(
+        model="toy", stream=True, extra_body={"ignore_eos": True}, **ASK
+    )
+    with pytest.raises(openai.APIError) as error:
+        assert sum(1 for _ in stream) > 3
+    assert error.value.code == "request_timeout"
+    _, text, _ = guarded.ask("POST", "/v1/completions", LONG | {"n": 2, "stream": True}, KEY)
+    *_, last = events(text)
+    assert last["error"]["code"] == "request_timeout"  # and no [DONE] behind it
+    guarded.check_no_leak()
+
+
+def test_the_most_sessions_and_their_end(guarded):
+    opened = [guarded.ask("POST", "/v1/sessions", {}, KEY) for _ in range(3)]
+    assert [status for status, *_ in opened] == [200, 200, 429]
+    assert opened[2][1]["error"]["code"] == "too_many_sessions"
+    ident = opened[0][1]["id"]
+    assert guarded.ask("POST", f"/v1/sessions/{ident}/fork", headers=KEY)[0] == 429
+    end = time.monotonic() + 20
+    while guarded.ask("GET", "/v1/sessions", headers=KEY)[1]["data"]:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert guarded.ask("GET", f"/v1/sessions/{ident}", headers=KEY)[0] == 404
+    guarded.check_no_leak()
+
+
+def test_a_reader_that_does_not_read_is_left(guarded):
+    """After --write-timeout seconds (1); its text is aborted, and others go on."""
+    before = guarded.metrics()["specpool_aborted_requests_total"]
+    body = json.dumps(LONG | {"stream": True, "logprobs": 20, "max_tokens": 1000}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Authorization: {KEY['authorization']}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", guarded.port))
+        sock.sendall(head.encode() + body)
+        end = time.monotonic() + 20
+        while guarded.metrics()["specpool_aborted_requests_total"] == before:
+            assert guarded.ask("POST", "/v1/completions", SHORT, KEY)[0] == 200
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    guarded.check_no_leak()
+
+
+def test_connections_beyond_the_most_are_closed(guarded):
+    held = [socket.create_connection(("127.0.0.1", guarded.port), 10) for _ in range(60)]
+    try:
+        closed = 0
+        for sock in held:
+            sock.settimeout(0.05)
+            try:
+                closed += sock.recv(1) == b""
+            except ConnectionResetError:
+                closed += 1
+            except TimeoutError:
+                pass
+        assert 20 <= closed <= 40
+    finally:
+        for sock in held:
+            sock.close()
+    end = time.monotonic() + 10
+    while True:
+        try:
+            assert guarded.ask("GET", "/health")[0] == 200
+            break
+        except OSError:
+            assert time.monotonic() < end
+    guarded.check_no_leak()
+
+
+def test_no_key_and_no_prompt_is_logged(guarded):
+    guarded.ask("POST", "/v1/completions?secret=12345", SHORT | {"prompt": "my secret"}, KEY)
+    log = "".join(guarded.err)
+    assert "POST /v1/completions 200" in log
+    assert not {"first-key", "secret", "third-key"} & set(log.replace("=", " ").split())

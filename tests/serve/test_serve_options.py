@@ -1,0 +1,90 @@
+"""The options of `specpool serve`: checked at once; a wrong one starts nothing."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from cli_kit import call
+from serve_kit import Server
+from specpool import ConfigError
+from specpool.cli.serve import name_of
+from specpool.serve.config import ServeConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "70000"], "--port must be an integer in [0, 65535], got 70000"),
+        (["--host", "no such host"], "--host 'no such host' is no address"),
+        (["--max-queue", "-1"], "--max-queue must be an integer in [0, "),
+        (["--max-body", "lots"], "--max-body must be bytes"),
+        (["--request-timeout", "-1"], "--request-timeout must be seconds above 0"),
+        (["--read-timeout", "nan"], "--read-timeout must be seconds above 0"),
+        (["--drain-timeout", "inf"], "--drain-timeout must be seconds above 0"),
+        (["--allow-origin", "site.example"], "an origin is * or begins with http"),
+        (["--api-key-file", "/no/such"], "--api-key-file /no/such cannot be read"),
+        (["--chat-template", "/no/such"], "--chat-template /no/such cannot be read"),
+        (["--name", ""], "names must be"),
+        (["--target", "/no/such"], "--target: no model at '/no/such'"),
+        (["--batch", "0"], "--batch must be an integer in [1, "),
+        (["--shape", "3x1x9"], "cannot be built"),
+    ],
+)
+def test_wrong_options_are_refused(capsys, options, message):
+    code, out, err = call(capsys, "serve", *options)
+    assert code == 2 and out == "" and message in err, err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_empty_file_of_keys_opens_nothing(capsys, tmp_path):
+    (tmp_path / "keys").write_text("\n \n")
+    code, _, err = call(capsys, "serve", "--api-key-file", str(tmp_path / "keys"))
+    assert code == 2 and "has no key" in err
+    with pytest.raises(ConfigError, match="an API key must be visible ASCII"):
+        ServeConfig(api_keys=("a\u00e9",))
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = call(capsys, "serve", "--port", str(port))
+    assert code == 2 and f"--port {port} of 127.0.0.1 cannot be taken" in err
+
+
+def test_a_models_name_has_no_path(tmp_path):
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    assert name_of(str(tmp_path / "my-model")) == "my-model"
+    assert name_of("specpool/tiny") == "specpool/tiny"
+    assert name_of("org/name") == "org/name"
+
+
+def test_what_is_loopback():
+    for host, found in (
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example", False),
+    ):
+        assert ServeConfig(host=host).is_loopback is found, host
+
+
+def test_an_engine_that_cannot_be_loaded_ends_the_server():
+    with pytest.raises(AssertionError, match=r"error: .*kv_bytes|error: .*memory") as error:
+        Server("--kv-bytes", "1KiB")
+    assert "http://" not in str(error.value)
+
+
+def test_a_server_for_others_warns_without_a_key():
+    with Server("--host", "0.0.0.0", "--max-context-len", "64") as server:
+        assert "warning: whoever reaches this address can use it" in "".join(server.out)
+        status, _, _ = server.ask("GET", "/v1/models", headers={"host": "any.example"})
+        assert status == 200
