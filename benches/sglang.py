@@ -129,13 +129,13 @@ def _sizing(repeats: int) -> list[Result]:
         speculative_algorithm="EAGLE",
         speculative_adaptive=False,
         enable_multi_layer_eagle=False,
-        decoupled_spec_role="null",
         speculative_num_steps=5,
         speculative_eagle_topk=8,
         speculative_num_draft_tokens=64,
         max_speculative_num_draft_tokens=None,
     )
-    bags = {"spec": spec, "schedule": SimpleNamespace(page_size=page_size)}
+    disagg = SimpleNamespace(decoupled_spec_role="null")
+    bags = {"spec": spec, "schedule": SimpleNamespace(page_size=page_size), "disagg": disagg}
     own_lens = sizing.page_aligned_decode_alloc_lens
     own_estimate = ScheduleBatch._new_tokens_required_next_decode_spec_v2
     results = []

@@ -597,7 +597,8 @@ class Ledger:
 
     A verb that takes something raises OutOfMemory (a MemoryError) if the machine has too little
     memory, and changes nothing. Verbs that give back (`launch`, `complete`, `cancel`, `abandon`,
-    `trim`, `end_turn`, `retract`, `finish`, `abort`, `release_prefix`) need no memory. CorruptState
+    `trim`, `end_turn`, `retract`, `finish`, `abort`, `release_prefix`) need no memory, and
+    `release_lent` none unless calls are noted. CorruptState
     means that a verb panicked; afterwards the ledger can only be closed.
 
     Args:
@@ -846,6 +847,11 @@ class Ledger:
 
         Cost: O(1).
         """
+    def lent_pages(self, group: int) -> NDArray[np.int32]:
+        """Return the pages that a prefix cache outside holds, ascending, int32 [n].
+
+        Cost: O(pages).
+        """
     def held_cells(self, group: int) -> int:
         """Return the number of cells of the page table that hold a page, over all rows.
 
@@ -1014,6 +1020,63 @@ class Ledger:
 
         Raises:
             ShapeError: there is no such prefix.
+        """
+    def lend(self, row: int, start: int, end: int) -> None:
+        """Make a prefix cache outside the ledger a holder of the row's pages of `[start, end)`.
+
+        For an engine that keeps its own radix tree. The pages are read-only from now on, in every
+        group, and outlive the row until `release_lent`. The cache reads them from the row of each
+        `page_table`; where a window has passed, there is none. `start` and `end` are multiples of
+        all page sizes, and `start` is at most `protected_len`.
+
+        Cost: O(pages).
+
+        Raises:
+            ShapeError: a bound is no page edge of every group or past resolved_len, the range is
+                empty, or it leaves a gap behind protected_len.
+            NotReady: a step that is not complete writes these pages, or a page copy into the row is
+                not finished.
+            PageStateError: a page is lent already.
+        """
+    def rebind(self, row: int, start: int, end: int, pages: _IntArray) -> None:
+        """Put lent pages in place of the row's own pages of `[start, end)`, which hold the same.
+
+        For a row that has computed what the cache outside had already: it becomes a holder of the
+        lent pages and gives its own back. `pages` int32 [n] has one for each column, group after
+        group, and 0 where the row's window has passed. The caller vouches for the contents. Write
+        the new cells of the table (`take_delta`) before the row's next forward.
+
+        Cost: O(pages of the row).
+
+        Raises:
+            ShapeError: as `lend`; a wrong number of pages; one that is named twice, that the row
+                holds at another position, or that was lent without draft KV which the row has.
+            PageStateError: a page is not lent.
+            NotReady: as `lend`.
+        """
+    def admit_lent(self, pages: _IntArray, length: int, tag: str | None = None) -> int:
+        """Take a free row on `length` tokens whose KV is in lent pages, and return it.
+
+        `pages` int32 [n] has one for each column, group after group, and 0 for those below a
+        window. The row shares them. It has no root until an extend of it has launched. Draft KV is
+        valid up to the first page that was lent without.
+
+        Cost: O(pages).
+
+        Raises:
+            ShapeError: `length` is no multiple of all page sizes in 1..=L, the number of pages is
+                wrong, one is named twice, or there is none within a window.
+            PageStateError: a page is not lent.
+            OutOfRows: no row is free.
+        """
+    def release_lent(self, group: int, pages: _IntArray) -> None:
+        """Note that the cache outside holds these pages no longer: all or none. Rows keep theirs.
+
+        Cost: O(pages).
+
+        Raises:
+            ShapeError: there is no such group or page, or a page is named twice.
+            PageStateError: a page is not lent.
         """
     def index(self, row: int, tokens: _IntArray, salt: bytes = b"") -> int:
         """Let later requests find the row's KV of `tokens`; return how many the index knows now.
@@ -1363,13 +1426,14 @@ class Replay:
         """
 
 def decode_op(
-    ledger: Ledger, code: bytes, *, has_index: bool = False
+    ledger: Ledger, code: bytes, *, has_index: bool = False, has_loans: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Turn bytes into an operation on the ledger: a verb's name and its keyword arguments.
 
     It is for random tests. The same state and code give the same operation. Most operations can
     succeed; one in 16 has arbitrary arguments. Only the first `OP_BYTES` bytes of `code` count, and
-    missing ones are 0. With `has_index`, the verbs of the prefix index are among the operations.
+    missing ones are 0. With `has_index`, the verbs of the prefix index are among the operations,
+    with `has_loans` those for a prefix cache outside the ledger.
     """
 
 # --- Kernels ---

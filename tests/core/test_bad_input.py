@@ -45,6 +45,9 @@ class Busy:
         self.ready, self.idle, self.flying = (prefill(ledger, length) for length in (9, 13, 17))
         ledger.end_turn(self.idle, 12)
         self.prefix = ledger.pin_prefix(self.ready, 8)
+        self.lender = prefill(ledger, 5)
+        ledger.lend(self.lender, 0, 4)
+        self.lent = [int(page) for at in (0, 1) for page in ledger.lent_pages(at)]
         self.launched = start(ledger, self.flying)
         ledger.take_delta(self.launched)
         self.prepared = ledger.prepare_decode([self.flying], [1]).step
@@ -55,6 +58,11 @@ VERBS: dict[str, tuple[Callable[[Busy], tuple], tuple[str, ...]]] = {
     "fork": (lambda b: (b.ready,), ("row",)),
     "pin_prefix": (lambda b: (b.ready, 4), ("row", "length")),
     "release_prefix": (lambda b: (b.prefix,), ("prefix",)),
+    "lend": (lambda b: (b.ready, 0, 8), ("row", "length", "length")),
+    "rebind": (lambda b: (b.ready, 0, 4, b.lent), ("row", "length", "length", "lent")),
+    "admit_lent": (lambda b: (b.lent, 4), ("lent", "length")),
+    "release_lent": (lambda b: (0, b.lent[:1]), ("group", "pages")),
+    "lent_pages": (lambda b: (0,), ("group",)),
     "index": (lambda b: (b.ready, [1, 2, 3], b""), ("row", "tokens", "salt")),
     "match_prefix": (lambda b: ([1, 2, 3], b""), ("any tokens", "salt")),
     "admit_cached": (lambda b: ([1, 2, 3], b""), ("any tokens", "salt")),
@@ -112,9 +120,11 @@ WRONG = {
     "accept_lens": [[], [1, 1], [0], [5], [-1], [2**31 - 1]],
     "tokens": [[], [1] * 10, [2**31], [-(2**31) - 1]],
     "any tokens": [[2**31], [-(2**31) - 1]],
+    "lent": [[], [1], [1, 1, 1], [-1, 1, 2], [0, 1, 2], [61, 1, 2], [2**31, 1, 2]],
+    "pages": [[0], [-1], [61], [59], [2**31 - 1], [2**31]],
     "salt": [b"x" * 257, b"x" * (1 << 20)],
 }
-ARRAYS = {"rows", "lengths", "shapes", "accept_lens", "tokens", "any tokens"}
+ARRAYS = {"lent", "pages", "rows", "lengths", "shapes", "accept_lens", "tokens", "any tokens"}
 NO_ARRAYS = [
     None,
     1,
@@ -353,6 +363,7 @@ def test_a_closed_ledger_refuses_every_verb_and_stays_readable():
             assert "closed" in str(error)
             refused.add(verb)
     queries = {verb for verb in VERBS if "group" in VERBS[verb][1] or "any row" in VERBS[verb][1]}
+    queries -= {"release_lent"}
     queries |= {"match_prefix", "tokens_required", "pages_needed", "prefix_len", "check_quiet"}
     assert refused == set(calls) - queries
     assert (ledger.state_hash(), lengths.tolist()) == (before, resolved)
@@ -589,6 +600,8 @@ def test_a_whole_run_leaves_nothing_behind():
     ledger.cancel(busy.prepared)
     end(ledger, busy.launched, 1)
     ledger.release_prefix(busy.prefix)
-    for row in (busy.ready, busy.idle, busy.flying):
+    for row in (busy.ready, busy.idle, busy.flying, busy.lender):
         ledger.finish(row)
+    for group in (0, 1):
+        ledger.release_lent(group, ledger.lent_pages(group))
     assert_all_back(ledger)

@@ -64,6 +64,7 @@ def test_every_verb_has_a_column():
         "held_cells",
         "index_bytes",
         "index_entries",
+        "lent_pages",
         # What a connector is told is no part of the state.
         "watch_kv",
         "take_kv_events",

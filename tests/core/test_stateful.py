@@ -19,7 +19,7 @@ from specpool.testing import LedgerConfig, decode_op, ledger_configs, operation_
 
 SOAK = int(os.environ.get("SPECPOOL_SOAK", "0"))
 SETTINGS = settings(
-    max_examples=SOAK or 250,
+    max_examples=SOAK or 400,
     stateful_step_count=200 if SOAK else 60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -31,8 +31,9 @@ SETTINGS = settings(
 # What a run must have met, or it proves little: every verb done, and these refusals.
 VERBS = (
     "admit fork pin_prefix release_prefix prepare_extend prepare_decode launch resolve complete "
-    "cancel abandon trim end_turn retract finish abort take_delta ack_delta"
+    "cancel abandon trim end_turn retract finish abort take_delta ack_delta lend release_lent"
 ).split()
+RARE = ["rebind", "admit_lent"]
 REFUSALS = {
     ("fork", "NotReady"),
     ("pin_prefix", "NotReady"),
@@ -45,6 +46,9 @@ REFUSALS = {
     ("complete", "OrderError"),
     ("abandon", "OrderError"),
     ("end_turn", "ConfigError"),
+    ("lend", "NotReady"),
+    ("rebind", "NotReady"),
+    ("release_lent", "PageStateError"),
 }
 
 
@@ -61,7 +65,7 @@ class LedgerAgainstOracle(RuleBasedStateMachine):
     @rule(codes=st.lists(operation_codes(), min_size=1, max_size=5), runs=st.integers(0, 3))
     def operate(self, codes: list[bytes], runs: int) -> None:
         for code in codes:
-            self.both.apply(decode_op(self.both.ledger, code))
+            self.both.apply(decode_op(self.both.ledger, code, has_loans=True))
             for _ in range(runs):
                 self.both.device.run_some()
 
@@ -82,5 +86,6 @@ def test_the_ledger_agrees_with_the_oracle():
     done = sum(count for (_, outcome), count in counts.items() if outcome == "ok")
     print(f"{done} of {counts.total()} operations succeeded: {sorted(counts.items())}")
     assert min(counts[verb, "ok"] for verb in VERBS) >= 20
+    assert min(counts[verb, "ok"] for verb in RARE) >= 10
     assert REFUSALS <= counts.keys()
     assert done > counts.total() / 2

@@ -43,14 +43,14 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         speculative_algorithm="EAGLE",
         speculative_adaptive=False,
         enable_multi_layer_eagle=False,
-        decoupled_spec_role="null",
         max_speculative_num_draft_tokens=None,
     )
-    bags = {"spec": spec, "schedule": SimpleNamespace(page_size=1)}
+    disagg = SimpleNamespace(decoupled_spec_role="null")
+    bags = {"spec": spec, "schedule": SimpleNamespace(page_size=1), "disagg": disagg}
     monkeypatch.setattr(RuntimeContext, "config_bag", lambda _, name: bags[name])
     parallel = SimpleNamespace(attn_dcp_size=1)
     monkeypatch.setattr(allocation_sizing, "get_parallel", lambda: parallel)
-    spec.schedule = bags["schedule"]
+    spec.schedule, spec.disagg = bags["schedule"], disagg
     return spec
 
 
@@ -147,11 +147,12 @@ def test_what_is_not_plain_eagle_keeps_sglangs_reserve(settings: SimpleNamespace
         {"enable_multi_layer_eagle": True},
         {"decoupled_spec_role": "drafter"},
     ):
-        before = {name: getattr(settings, name) for name in change}
-        vars(settings).update(change)
+        where = settings.disagg if "decoupled_spec_role" in change else settings
+        before = {name: getattr(where, name) for name in change}
+        vars(where).update(change)
         assert lens(rows, reserve=2048, page_size=64) == own
         assert reserve._table(64) is None
-        vars(settings).update(before)
+        vars(where).update(before)
 
 
 def write_rows(

@@ -26,14 +26,16 @@ def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
         env=clean | settings,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not ENGINE.exists(), reason="SGLang is not installed: `make engines`")
-@pytest.mark.parametrize("cases", ["sglang_cases.py", "sglang_reserve_cases.py"])
+@pytest.mark.parametrize(
+    "cases", ["sglang_cases.py", "sglang_reserve_cases.py", "sglang_loop_cases.py"]
+)
 def test_on_sglang(cases: str) -> None:
     done = run(
         *(

@@ -34,6 +34,8 @@ class World:
         self.row = self.keeper
         self.extend(8)
         self.prefix = self.ledger.pin_prefix(self.keeper, 8)
+        self.ledger.lend(self.keeper, 0, 4)
+        self.lent = [int(self.ledger.lent_pages(group)[0]) for group in (0, 1)]
         self.ledger.index(self.keeper, [9, 8, 7, 6, 5, 4, 3, 2])
         self.snapshot = self.ledger.snapshot()
         self.row, self.step = 2, 0  # The row that `admit` gives next; no step has the number 0.
@@ -255,6 +257,8 @@ ROW_VERBS: dict[str, Verb] = {
     "retract, finish, abort": lambda w: w.ledger.retract(w.row),
     "fork": lambda w: w.ledger.fork(w.row),
     "pin_prefix": lambda w: w.ledger.pin_prefix(w.row, 4),
+    "lend": lambda w: w.ledger.lend(w.row, 0, 4),
+    "rebind": lambda w: w.ledger.rebind(w.row, 0, 4, w.lent),
     "index": lambda w: w.ledger.index(w.row, [1, 2, 3, 4]),
     "tokens_required": lambda w: w.ledger.tokens_required([w.row], [1]),
 }
@@ -273,6 +277,8 @@ LEDGER_VERBS: dict[str, Verb] = {
     "admit": lambda w: w.ledger.admit(),
     "admit on a prefix": lambda w: w.ledger.admit(prefix=w.prefix, length=6),
     "admit_cached": lambda w: w.ledger.admit_cached([9, 8, 7, 6, 5], limit=4),
+    "admit_lent": lambda w: w.ledger.admit_lent(w.lent, 4),
+    "release_lent": lambda w: w.ledger.release_lent(0, w.lent[:1]),
     "forget": lambda w: w.ledger.forget(),
     "release_prefix": lambda w: w.ledger.release_prefix(w.prefix),
     "snapshot": lambda w: w.ledger.snapshot(),

@@ -27,6 +27,8 @@ class Lockstep:
         self.device = FakeDevice(self.ledger, choose=choose, acknowledge=False)
         self.plans: dict[int, Plan] = {}
         self.prefix_tokens: dict[int, list[int]] = {}
+        # What a cache outside can find: tokens from a start on, and each group's pages of them.
+        self.loans: list[tuple[list[int], list[list[int]]]] = []
         self.saved: tuple[Any, ...] | None = None  # The newest snapshot of all three.
         self.counts: Counter[tuple[str, str]] = Counter()  # (verb, "ok" or the error)
         # The newest step's number and the state hash before it, while nothing else was done.
@@ -76,14 +78,15 @@ class Lockstep:
                 self.ledger.snapshot()
             return
         memory = [self.device._target, self.device._draft, self.device._sequences]
-        kept = [self.oracle.snapshot(), copy.deepcopy(memory), dict(self.prefix_tokens)]
+        tokens = copy.deepcopy(self.prefix_tokens), copy.deepcopy(self.loans)
+        kept = [self.oracle.snapshot(), copy.deepcopy(memory), tokens]
         self.saved = self.ledger.snapshot(), *kept
 
     def restore(self) -> None:
         """Goes back to the newest snapshot, if nothing is in flight; table cells come as deltas."""
         if self.saved is None:
             return
-        ledger, oracle, memory, prefix_tokens = self.saved
+        ledger, oracle, memory, (prefix_tokens, loans) = self.saved
         if self.oracle.steps:
             with pytest.raises(NotReady, match=f"step {self.oracle.steps[0].number} is not over"):
                 self.ledger.restore(ledger)
@@ -92,7 +95,8 @@ class Lockstep:
         self.oracle.restore(oracle)
         device = self.device
         device._target, device._draft, device._sequences = copy.deepcopy(memory)
-        self.prefix_tokens, self.undo = dict(prefix_tokens), None
+        self.prefix_tokens, self.undo = copy.deepcopy(prefix_tokens), None
+        self.loans = copy.deepcopy(loans)
         self.compare()
 
     def finish(self) -> None:
@@ -106,6 +110,10 @@ class Lockstep:
             whole = min((each.start for each in waiting), default=row.written)
             self.device.check_row(number, min(whole, row.written))
         self._read_prefixes()
+        self._read_loans()
+        for group in range(len(self.ledger.groups)):
+            lent = self.ledger.lent_pages(group).tolist()
+            self.apply(("release_lent", {"group": group, "pages": lent}))
         for row in list(self.oracle.rows):
             self.apply(("finish", {"row": row}))
         for prefix in list(self.oracle.prefixes):
@@ -125,11 +133,23 @@ class Lockstep:
                     slot = table[position // size].number * size + position % size
                     assert self.device._target[at][slot] == tokens[position], (number, position)
 
+    def _read_loans(self) -> None:
+        """Check that lent pages still hold the tokens from when they were lent."""
+        for tokens, tables in self.loans:
+            for at, pages in enumerate(tables):
+                size = self.ledger.groups[at].page_size
+                for position, token in enumerate(tokens):
+                    if page := pages[position // size]:
+                        slot = page * size + position % size
+                        assert self.device._target[at][slot] == token, (page, position)
+
     # --- The device takes part ---
 
     def _fit(self, operation: Operation) -> Operation:
         """If the operation asks for a real round, let the device decide what it accepts."""
         verb, arguments = operation
+        if verb in ("rebind", "admit_lent"):
+            return self._fit_loan(verb, arguments)
         if verb == "complete" and arguments["step"] in self.oracle.launched:
             self.device.finish(arguments["step"])
         plan = self.plans.get(arguments["step"]) if verb == "resolve" else None
@@ -145,6 +165,60 @@ class Lockstep:
             return operation
         return verb, {**arguments, "accept_lens": self.device.accept_lens(plan.step, wish)}
 
+    def _fit_loan(self, verb: str, arguments: dict[str, Any]) -> Operation:
+        """If all its pages are lent, name those of one sequence: the device knows contents."""
+        pages = arguments["pages"]
+        lent = {0, *(page.number for page in self.oracle.lent)}
+        if not lent.issuperset(pages):
+            return verb, arguments
+        start, end = arguments.get("start", 0), arguments.get("end", arguments.get("length", 0))
+        live = verb == "admit_lent" or arguments["row"] in self.oracle.rows
+        if not 0 <= start < end or not live or not self.oracle._is_edge(start):
+            return verb, arguments
+        fitting = [loan for loan in self.loans if len(loan[0]) >= end]
+        if not fitting or not self.oracle._is_edge(end):
+            return ("admit", {}) if verb == "admit_lent" else (verb, {**arguments, "pages": [-1]})
+        found = self._loaned(fitting[sum(pages) % len(fitting)], start, end)
+        if verb == "rebind":
+            row = self.oracle.rows[arguments["row"]]
+            cells = self.oracle._range(row, start, end)
+            found = [page if own else 0 for page, (_, _, own) in zip(found, cells, strict=True)]
+        return verb, {**arguments, "pages": found}
+
+    def _loaned(self, loan: tuple[list[int], list[list[int]]], start: int, end: int) -> list[int]:
+        sizes = [group.page_size for group in self.ledger.groups]
+        tables = zip(loan[1], sizes, strict=True)
+        return [page for table, size in tables for page in table[start // size : end // size]]
+
+    def _note_loan(self, row: int, end: int) -> None:
+        tables = []
+        for at, group in enumerate(self.ledger.groups):
+            tables.append(self.ledger.page_table(at)[row, : end // group.page_size].tolist())
+            if not {0, *self.ledger.lent_pages(at).tolist()}.issuperset(tables[-1]):
+                return
+        self.loans.append((self.device.tokens(row)[:end], tables))
+
+    def _equate(self, row: int, start: int, end: int, pages: list[int]) -> None:
+        """The caller says that the row and the pages hold the same tokens there."""
+        if not any(pages):
+            return  # The row's window has passed the range.
+        (loan, *_) = [
+            loan
+            for loan in self.loans
+            if len(loan[0]) >= end
+            and all(
+                page in (0, one)
+                for page, one in zip(pages, self._loaned(loan, start, end), strict=True)
+            )
+        ]
+        new = dict(zip(self.device.tokens(row)[start:end], loan[0][start:end], strict=True))
+        device = self.device
+        for memory in (*device._target, *device._draft):
+            memory.update({slot: new[token] for slot, token in memory.items() if token in new})
+        lists = [sequence.tokens for sequence in device._sequences.values()]
+        for tokens in (*lists, *self.prefix_tokens.values(), *(loan[0] for loan in self.loans)):
+            tokens[:] = [new.get(token, token) for token in tokens]
+
     def _estimate(self, verb: str, arguments: dict[str, Any]) -> list[int] | None:
         if verb != "prepare_decode":
             return None
@@ -157,10 +231,17 @@ class Lockstep:
     def _follow(
         self, verb: str, arguments: dict[str, Any], answer: Any, wanted: Any, estimate: Any
     ) -> None:
-        if verb in ("admit", "fork"):
+        if verb in ("admit", "fork", "admit_lent"):
             self.oracle.seat(wanted, answer)
             if verb == "fork":
                 tokens = self.device.tokens(arguments["row"])
+            elif verb == "admit_lent":
+                length, pages = arguments["length"], arguments["pages"]
+                (tokens, *_) = [
+                    loan[0]
+                    for loan in self.loans
+                    if len(loan[0]) >= length and self._loaned(loan, 0, length) == pages
+                ]
             else:
                 tokens = self.prefix_tokens.get(arguments.get("prefix"), [])
             self.device.begin(answer, tokens[: wanted.resolved])
@@ -178,6 +259,13 @@ class Lockstep:
             self.device.apply_delta(answer)
         elif verb == "abandon":
             self.device.fail(arguments["step"])
+        elif verb == "lend":
+            self._note_loan(arguments["row"], arguments["end"])
+        elif verb == "rebind":
+            self._equate(**arguments)
+        elif verb == "release_lent":
+            at, gone = arguments["group"], set(arguments["pages"])
+            self.loans = [loan for loan in self.loans if gone.isdisjoint(loan[1][at])]
         elif verb == "pin_prefix":
             assert answer == wanted
             length = self.ledger.prefix_len(answer)
@@ -212,6 +300,8 @@ class Lockstep:
 
     def _compare_group(self, group: int) -> None:
         ledger, oracle = self.ledger, self.oracle
+        lent = sorted(page.number for page in oracle.lent if page.group == group)
+        assert ledger.lent_pages(group).tolist() == lent
         for name in ("allocated", "protected", "evicted"):
             expected = [
                 getattr(oracle.rows[row].parts[group], name) if row in oracle.rows else 0

@@ -35,6 +35,10 @@ KINDS: dict[int, tuple[str, tuple[str, ...]]] = {
     24: ("admit", ("tokens[]", "salt")),
     25: ("forget", ("salt",)),
     26: ("forget", ()),
+    27: ("lend", ("row", "start", "end")),
+    28: ("rebind", ("row", "start", "end", "pages[]")),
+    29: ("admit", ("length", "pages[]")),
+    30: ("release_lent", ("group", "pages[]")),
     126: ("closed", ()),
     127: ("limit", ()),
 }

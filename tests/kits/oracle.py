@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from oracle_state import Copy, Lane, Page, Part, Prefix, Round, Row, State, Step
+from oracle_lend import Lending
+from oracle_state import Copy, Lane, Page, Part, Prefix, Refused, Round, Row, Step
 from reference import ceil_align
 
 
-class Refused(Exception):  # noqa: N818 - the contract's word
-    """The model refuses the call; `kind` is the name of specpool's exception, `numbers` its own."""
-
-    def __init__(self, kind: str, **numbers: Any) -> None:
-        super().__init__(kind, numbers)
-        self.kind, self.numbers = kind, numbers
-
-
-class Oracle(State):
+class Oracle(Lending):
     """The ledger as the contract says it."""
 
     # --- Rows come ---
@@ -328,11 +320,8 @@ class Oracle(State):
         if length == 0:
             raise Refused("ShapeError")
         ends = [ceil_align(length, group.page_size) for group in self.groups]
-        for step in self.steps:
-            for lane in step.lanes:
-                still_runs = step.number > self.completed and (step.launched or self._stands(lane))
-                if still_runs and lane.row is one and max(ends) > lane.lo:
-                    raise Refused("NotReady")
+        if self._first_written(one) < max(ends):
+            raise Refused("NotReady")
         if not all(self._window(at, length) <= one.parts[at].table.keys() for at in self._all):
             raise Refused("NotReady")
         if self._is_being_copied(one):
@@ -388,6 +377,17 @@ class Oracle(State):
 
     def _is_being_copied(self, row: Row) -> bool:
         return any(tail.row is row and tail.stands for tail in self.copies())
+
+    def _first_written(self, row: Row) -> int:
+        """The position from which on steps that are not complete write the row."""
+        first = 1 << 31
+        for step in self.steps:
+            for lane in step.lanes:
+                runs = step.number > self.completed and (step.launched or self._stands(lane))
+                if runs and lane.row is row:
+                    waits = step.kind == "decode" and not step.resolved and self._stands(lane)
+                    first = min(first, max(lane.lo, row.resolved) if waits else lane.lo)
+        return first
 
     def _take(self, group: int) -> Page:
         self.pages.append(Page(group))

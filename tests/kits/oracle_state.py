@@ -14,6 +14,14 @@ from typing import Any
 import reference
 
 
+class Refused(Exception):  # noqa: N818 - the contract's word
+    """The model refuses the call; `kind` is the name of specpool's exception, `numbers` its own."""
+
+    def __init__(self, kind: str, **numbers: Any) -> None:
+        super().__init__(kind, numbers)
+        self.kind, self.numbers = kind, numbers
+
+
 @dataclass(frozen=True)
 class Group:
     """What `specpool.Group` says of one."""
@@ -180,6 +188,7 @@ class State:
         self.fenced_rows: dict[int, int] = {}  # Number -> the step it waits for.
         self.prefixes: dict[int, Prefix] = {}
         self.next_prefix = 1
+        self.lent: dict[Page, bool] = {}  # Held outside -> whether with draft KV.
         self.pages: list[Page] = []  # All that are not free.
         self.pending: list[Copy] = []
         self.steps: list[Step] = []
@@ -190,8 +199,11 @@ class State:
 
     # --- What is seen from outside ---
 
-    def holders(self) -> dict[Page, list[Row | Prefix]]:
-        found: dict[Page, list[Row | Prefix]] = {page: [] for page in self.pages}
+    def holders(self) -> dict[Page, list[Row | Prefix | None]]:
+        """Who holds each page; None is a cache outside."""
+        found: dict[Page, list[Row | Prefix | None]] = {page: [] for page in self.pages}
+        for page in self.lent:
+            found[page].append(None)
         for holder in (*self.rows.values(), *self.prefixes.values()):
             for page in holder.pages():
                 found[page].append(holder)

@@ -10,7 +10,7 @@ import pytest
 
 from fake_device import Device, tokens
 from ledger_kit import assert_all_back, end, make, refuses, start
-from specpool import Ledger, NotReady
+from specpool import Ledger, NotReady, PageStateError, ShapeError
 
 
 def running(length: int, **options) -> tuple[Ledger, Device, int]:
@@ -154,3 +154,72 @@ def test_scenario_74_abandon_takes_the_row_whose_tail_was_lost():
     assert device.read(parent) == tokens((1, 0, 10))
     ledger.finish(parent)
     assert_all_back(ledger)
+
+
+def lent(length: int, **options) -> tuple[Ledger, Device, int, list[int]]:
+    """A row of `length` tokens of mark 1, whose whole pages a cache outside holds too."""
+    ledger, device, row = running(length, **options)
+    ledger.lend(row, 0, length // 4 * 4)
+    return ledger, device, row, ledger.page_table(0)[row, : length // 4].tolist()
+
+
+def test_scenario_78_a_lent_page_goes_back_once():
+    """The engine's own tree gives a page up twice, in one call or in two.
+
+    Law: A cache outside gives each lent page up once; a refused call gives up none.
+    """
+    ledger, _, row, pages = lent(10)
+    ledger.finish(row)
+    refuses(ledger, ShapeError, ledger.release_lent, 0, [*pages, pages[0]], match="named twice")
+    ledger.release_lent(0, pages)
+    refuses(ledger, PageStateError, ledger.release_lent, 0, pages, match="not lent")
+    refuses(ledger, PageStateError, ledger.admit_lent, pages, 8, match="not lent")
+    assert_all_back(ledger)
+
+
+def test_scenario_78_a_page_that_the_tree_gives_up_stays_with_its_rows():
+    """The tree evicts what a row began on, and the row goes on.
+
+    Law: A lent page is read-only and lives as long as a row or the cache outside holds it.
+    """
+    ledger, device, row, pages = lent(10)
+    hit = ledger.admit_lent(pages, 8)
+    ledger.finish(row)
+    ledger.release_lent(0, pages)
+    device.extend(hit, 12, mark=2)
+    device.run()
+    other = ledger.admit()
+    device.extend(other, 16, mark=3)
+    device.run()
+    assert device.read(hit) == tokens((1, 0, 8), (2, 8, 12))
+    assert ledger.trim(hit, 6) == 4
+
+
+def test_scenario_78_only_final_pages_are_lent():
+    """A round in flight would still write the page.
+
+    Law: A page is lent once its tokens are resolved and every step that writes it is complete.
+    """
+    ledger, _, row = running(7)
+    step = start(ledger, row)
+    ledger.resolve(step, [1])
+    refuses(ledger, NotReady, ledger.lend, row, 0, 8, match="is not complete")
+    ledger.complete(step)
+    ledger.lend(row, 0, 8)
+
+
+def test_scenario_78_duplicates_wait_for_the_round_that_reads_them():
+    """A row is bound to the tree's pages while a round of it reads its own.
+
+    Law: The pages that a rebind gives back wait for the row's last launched step.
+    """
+    ledger, _, _, pages = lent(10)
+    row = ledger.admit()
+    plan = ledger.prepare_extend([row], [10])
+    ledger.launch(plan.step)
+    ledger.complete(plan.step)
+    step = start(ledger, row)
+    ledger.rebind(row, 0, 8, pages)
+    assert ledger.fenced_pages(0) == 2
+    end(ledger, step, 1)
+    assert ledger.fenced_pages(0) == 0

@@ -63,6 +63,9 @@ def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
         f"prefix {prefix} is not released: call release_prefix, or name it in kept_prefixes"
         for prefix in sorted(pinned - kept)
     ]
+    for at, group in enumerate(ledger.groups):
+        if lent := ledger.lent_pages(at).tolist():
+            report.append(f"group {group.name}: {len(lent)} pages are lent: call release_lent")
     report += [f"prefix {prefix} was to be kept, and is gone" for prefix in sorted(kept - pinned)]
     report += [f"step {step} ({kind}) is {stage}" for step, kind, stage in ledger.steps()]
     return report

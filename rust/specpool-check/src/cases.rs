@@ -140,6 +140,35 @@ fn windows() -> Vec<Case> {
     cases
 }
 
+/// A prefix cache outside the ledger: pages that are lent, rows on them, and rows that are bound to them.
+fn lending() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (sizes, len, window) in [(&[1][..], 2, None), (&[2], 3, None), (&[1, 2], 2, None), (&[1], 3, Some(2))] {
+        for (trims, undrafted, failures, page_fencing) in [
+            (false, false, false, true),
+            (true, false, false, true),
+            (false, true, false, true),
+            (false, false, true, true),
+            (true, false, false, false),
+        ] {
+            let groups = sizes.iter().enumerate();
+            let groups = groups.map(|(at, &size)| group(["draft", "target"][at], size, at == 0, Layout::Dense, window));
+            let mut config = LedgerConfig::new(groups.collect(), vec![], 2, len);
+            config.page_fencing = page_fencing;
+            config.max_chunk = window.map(|_| 2);
+            let plain = Alphabet { cancels: false, trims, undrafted, failures, ..Alphabet::plain(&[1, 2], 2) };
+            let name = format!(
+                "lending P={sizes:?} L={len} w={window:?} trims={trims} undrafted={undrafted} failures={failures} \
+                 fencing={page_fencing}"
+            );
+            let limit = (len > 2 || sizes.len() > 1 || trims || undrafted).then_some(CUT / 2);
+            let is_quick = sizes == [1] && window.is_none() && !trims && !undrafted;
+            cases.push(Case { is_quick, ..case(name, config, 1, Alphabet { max_lent: 2, ..plain }, limit) });
+        }
+    }
+    cases
+}
+
 /// Failed forwards, rounds without draft KV, pending deltas as part of the state, and the upstream policy.
 fn others() -> Vec<Case> {
     let one = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
@@ -172,5 +201,5 @@ fn others() -> Vec<Case> {
 /// Every case of the proof.
 #[must_use]
 pub fn all() -> Vec<Case> {
-    [others(), windows(), sharing(), pools(), rounds()].concat()
+    [others(), windows(), sharing(), lending(), pools(), rounds()].concat()
 }

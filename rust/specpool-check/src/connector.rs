@@ -22,6 +22,11 @@ impl Connector {
         Ok(Self { copies: vec![vec![Vec::new(); ledger.num_rows() + 1]; ledger.num_groups()], num_events: 0 })
     }
 
+    /// From now on `new` stands for the token that was `old`.
+    pub(crate) fn equate(&mut self, old: Tag, new: Tag) {
+        self.copies.iter_mut().flatten().flatten().filter(|tag| **tag == old).for_each(|tag| *tag = new);
+    }
+
     /// Takes the ledger's events and does what they say.
     ///
     /// # Errors

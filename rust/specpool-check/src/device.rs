@@ -171,6 +171,13 @@ impl Device {
         sequence[..(len as usize).min(sequence.len())].to_vec()
     }
 
+    /// From now on `new` stands for the token that was `old`, wherever it lies: they are the same.
+    pub(crate) fn equate(&mut self, old: Tag, new: Tag) {
+        let layers =
+            self.target.iter_mut().chain(&mut self.draft).chain(self.rows.iter_mut().map(|row| &mut row.sequence));
+        layers.flatten().filter(|tag| **tag == old).for_each(|tag| *tag = new);
+    }
+
     /// Sets the length of a row that was cut and has nothing on its way.
     pub fn set_length(&mut self, row: i32, len: i32) {
         if !self.has(Plant::KeepLength) {

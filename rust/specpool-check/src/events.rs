@@ -15,6 +15,8 @@ pub struct Alphabet {
     pub max_flights: usize,
     /// The most prefixes pinned at any time; 0 leaves sharing by prefixes out.
     pub max_prefixes: usize,
+    /// The most pages of a group that are lent at any time; 0 leaves the cache outside out.
+    pub max_lent: usize,
     /// Whether `fork` is used.
     pub forks: bool,
     /// Whether `trim` is used.
@@ -41,6 +43,7 @@ impl Alphabet {
             extend_by: extend_by.to_vec(),
             max_flights,
             max_prefixes: 0,
+            max_lent: 0,
             forks: false,
             trims: true,
             turns: false,
@@ -72,6 +75,9 @@ impl Alphabet {
         for &row in &rows {
             self.row_ops(world, row, &mut ops);
         }
+        if self.max_lent > 0 {
+            self.loan_ops(world, &rows, has_row, &mut ops);
+        }
         if ledger.steps().count() < self.max_flights {
             self.prepare_ops(world, &rows, &mut ops);
         }
@@ -98,6 +104,34 @@ impl Alphabet {
             ops.extend((1..=resolved).map(|len| Op::PinPrefix { row, len }));
         }
         ops.push(Op::Retract { row });
+    }
+
+    /// What a cache outside can do: lend what is behind p, bind rows to what it has, begin rows on it, give it up.
+    fn loan_ops(&self, world: &World, rows: &[i32], has_row: bool, ops: &mut Vec<Op>) {
+        let ledger = &world.ledger;
+        let sizes: Vec<i32> = (0..ledger.num_groups())
+            .filter_map(|group| ledger.group_spec(group).ok().map(|spec| spec.page_size as i32))
+            .collect();
+        let is_edge = |len: &i32| sizes.iter().all(|size| len % size == 0);
+        let lent: Vec<Vec<i32>> = (0..sizes.len()).map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
+        for &row in rows {
+            let protected = |group: usize| ledger.protected_len(group).map_or(0, |lens| lens[row as usize]);
+            let Some(start) = (0..sizes.len()).map(protected).min() else { continue };
+            let ends = (start + 1..=ledger.resolved_len()[row as usize]).filter(is_edge).collect::<Vec<_>>();
+            if lent.iter().all(|pages| pages.len() < self.max_lent) {
+                ops.extend(ends.iter().map(|&end| Op::Lend { row, start, end }));
+            }
+            for (loan, len) in world.loans.iter().map(crate::world::Loan::len).enumerate() {
+                let bound = ends.iter().filter(|&&end| end <= len);
+                ops.extend(bound.map(|&end| world.rebind(loan, row, start, end)));
+            }
+        }
+        for (loan, len) in world.loans.iter().map(crate::world::Loan::len).enumerate().filter(|_| has_row) {
+            ops.extend((1..=len).filter(is_edge).map(|len| world.admit_lent(loan, len)));
+        }
+        for (group, pages) in lent.iter().enumerate() {
+            ops.extend(pages.iter().map(|&page| Op::ReleaseLent { group, pages: vec![page] }));
+        }
     }
 
     fn prepare_ops(&self, world: &World, rows: &[i32], ops: &mut Vec<Op>) {

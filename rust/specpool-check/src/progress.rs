@@ -1,5 +1,5 @@
 //! The progress law (docs/contract.md): a request that the pool cannot serve now can be served in the end. The steps
-//! are: drop idle sessions and unused prefixes; retract, last in first out, until the free and fenced pages suffice;
+//! are: drop idle sessions, unused prefixes and what is lent; retract, last in first out, until the free and fenced pages suffice;
 //! drain what is in flight; retry.
 
 use specpool_core::{Error, StepState};
@@ -28,6 +28,10 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
     let mut world = world.clone();
     for prefix in world.ledger.prefixes().collect::<Vec<_>>() {
         call(&mut world, &Op::ReleasePrefix { prefix })?;
+    }
+    for group in 0..world.ledger.num_groups() {
+        let pages = world.ledger.lent_pages(group).map_err(|error| error.to_string())?;
+        call(&mut world, &Op::ReleaseLent { group, pages })?;
     }
     for other in world.admitted.clone() {
         if world.ledger.idle()[other as usize] && other != row {

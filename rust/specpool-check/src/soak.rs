@@ -171,7 +171,7 @@ impl Run {
             None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
         };
         // The model knows nothing of the index; `tests/prefix_cache.rs` of the core has a device beside it.
-        let scene = Scene { has_index: ledger.is_some(), ..Scene::default() };
+        let scene = Scene { has_index: ledger.is_some(), has_loans: true, ..Scene::default() };
         Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })
     }
 
@@ -290,6 +290,22 @@ fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<
             run_next(world, rng, tally)?;
             return Ok(true);
         }
+        // The device knows contents, so these name what the cache outside has found.
+        Op::AdmitLent { pages, len } if !all_lent(world, &pages) => Op::AdmitLent { pages, len },
+        Op::Rebind { row, start, end, pages } if !all_lent(world, &pages) => Op::Rebind { row, start, end, pages },
+        Op::AdmitLent { len, .. } => match pick_loan(world, rng, len) {
+            Some((loan, len)) => world.admit_lent(loan, len),
+            None => Op::Admit,
+        },
+        Op::Rebind { row, start, end, pages } => {
+            let is_live = world.ledger.is_live(Row(row));
+            let is_range = 0 <= start && start < end && start % world.span() == 0 && end % world.span() == 0;
+            match pick_loan(world, rng, end).filter(|&(_, len)| is_live && is_range && len == end) {
+                Some((loan, _)) => world.rebind(loan, row, start, end),
+                // No page of the cache can stand for itself in a range that it does not have.
+                None => Op::Rebind { row, start, end, pages: vec![0; pages.len()] },
+            }
+        }
         op => op,
     };
     let is_launch = matches!(op, Op::Launch { .. });
@@ -298,6 +314,20 @@ fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<
         world.run_stale()?;
     }
     Ok(is_done)
+}
+
+/// Whether a call with these pages could succeed.
+fn all_lent(world: &World, pages: &[i32]) -> bool {
+    let lent = |group| world.ledger.lent_pages(group).unwrap_or_default();
+    let lent: Vec<i32> = (0..world.ledger.num_groups()).flat_map(lent).collect();
+    pages.iter().all(|page| *page == 0 || lent.contains(page))
+}
+
+/// Some loan, and as much of `len` tokens as it has.
+fn pick_loan(world: &World, rng: &mut Rng, len: i32) -> Option<(usize, i32)> {
+    let loan = rng.below(world.loans.len() as i64) as usize;
+    let most = world.loans.get(loan)?.len();
+    Some((loan, len.min(most).max(0) / world.span() * world.span())).filter(|&(_, len)| len > 0)
 }
 
 fn run_up_to(world: &mut World, step: u64, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {
@@ -373,6 +403,10 @@ fn finish(run: &mut Run) -> Result<(), Fault> {
     }
     for prefix in ledger.prefixes().collect::<Vec<_>>() {
         ledger.release_prefix(prefix).map_err(text)?;
+    }
+    for group in 0..ledger.num_groups() {
+        let lent = ledger.lent_pages(group).map_err(text)?;
+        ledger.release_lent(group, &lent).map_err(text)?;
     }
     ledger.forget(None).map_err(text)?;
     let steps: Vec<_> = ledger.steps().collect();

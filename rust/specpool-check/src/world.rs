@@ -63,6 +63,21 @@ struct Prefix {
     pages: Vec<Vec<i32>>,
 }
 
+/// Lent pages from a sequence's start on, as a cache outside would find them.
+#[derive(Debug, Clone)]
+pub(crate) struct Loan {
+    sequence: Vec<Tag>,
+    /// Per group and column; 0 where the row's window had passed.
+    pages: Vec<Vec<i32>>,
+}
+
+impl Loan {
+    /// Tokens.
+    pub(crate) fn len(&self) -> i32 {
+        self.sequence.len() as i32
+    }
+}
+
 /// Ledger, model, device and engine.
 #[derive(Debug, Clone)]
 pub struct World {
@@ -73,6 +88,7 @@ pub struct World {
     pub device: Device,
     pub(crate) flights: VecDeque<Flight>,
     prefixes: BTreeMap<u64, Prefix>,
+    pub(crate) loans: Vec<Loan>,
     pinned: Pinned,
     /// Per group: the table that the device will have when everything launched has run.
     tail: Vec<Vec<i32>>,
@@ -100,6 +116,7 @@ impl World {
             device,
             flights: VecDeque::new(),
             prefixes: BTreeMap::new(),
+            loans: Vec::new(),
             pinned: vec![Vec::new(); tail.len()],
             tail,
             resets: BTreeMap::new(),
@@ -156,7 +173,14 @@ impl World {
             Op::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
             _ => None,
         };
-        let expected = ask(&mut self.model, op);
+        let ledger = &self.ledger;
+        let expected = match op {
+            // A lend leaves the tables as they are, so the ledger can name the pages before.
+            Op::Lend { row, start, end } => self.model.lend(*row, *start, *end, |group, column| {
+                ledger.page_table(group).map_or(0, |table| table.row(specpool_core::Row(*row))[column as usize])
+            }),
+            op => ask(&mut self.model, op),
+        };
         let found = apply(&mut self.ledger, op);
         let said = outcome(&found);
         if said != expected {
@@ -187,6 +211,18 @@ impl World {
             (Op::PinPrefix { row, .. }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
             (Op::ReleasePrefix { prefix }, _) => {
                 self.prefixes.remove(prefix);
+                self.collect_pinned();
+            }
+            (Op::Lend { row, end, .. }, _) => self.note_loan(*row, *end)?,
+            (Op::Rebind { row, start, end, pages }, _) => self.equate(*row, *start, *end, pages)?,
+            (Op::AdmitLent { pages, len }, Given::Row(row)) => {
+                let found = self.loans.iter().find(|loan| loan.len() >= *len && self.loaned(loan, 0, *len) == *pages);
+                let loan = found.ok_or_else(|| format!("{op:?}: the cache outside has no such pages"))?;
+                let sequence = loan.sequence[..*len as usize].to_vec();
+                self.seat(row.0, sequence);
+            }
+            (Op::ReleaseLent { group, pages }, _) => {
+                self.loans.retain(|loan| !loan.pages[*group].iter().any(|page| pages.contains(page)));
                 self.collect_pinned();
             }
             (_, Given::Plan(plan)) => {
@@ -277,10 +313,95 @@ impl World {
         Ok(())
     }
 
+    /// Q, the least common multiple of the page sizes.
+    pub(crate) fn span(&self) -> i32 {
+        let sizes = (0..self.pinned.len()).filter_map(|group| self.ledger.group_spec(group).ok());
+        let sizes: Vec<i64> = sizes.map(|spec| spec.page_size).collect();
+        let most: i64 = sizes.iter().product();
+        (1..=most).find(|span| sizes.iter().all(|size| span % size == 0)).unwrap_or(most) as i32
+    }
+
+    /// The loan's pages of the tokens `[start, end)`, group after group.
+    fn loaned(&self, loan: &Loan, start: i32, end: i32) -> Vec<i32> {
+        let of_group = |group: usize| {
+            let page_size = self.ledger.group_spec(group).map_or(1, |spec| spec.page_size);
+            let column = |len: i32| (i64::from(len) / page_size) as usize;
+            loan.pages[group][column(start)..column(end)].to_vec()
+        };
+        (0..loan.pages.len()).flat_map(of_group).collect()
+    }
+
+    /// A row on the first `len` tokens of a loan.
+    pub(crate) fn admit_lent(&self, loan: usize, len: i32) -> Op {
+        Op::AdmitLent { pages: self.loaned(&self.loans[loan], 0, len), len }
+    }
+
+    /// The rebind of a row to a loan's pages; 0 for those that the row does not hold.
+    pub(crate) fn rebind(&self, loan: usize, row: i32, start: i32, end: i32) -> Op {
+        let mut pages = self.loaned(&self.loans[loan], start, end);
+        let mut first = 0;
+        for group in 0..self.pinned.len() {
+            let page_size = self.ledger.group_spec(group).map_or(1, |spec| spec.page_size);
+            let evicted = self.ledger.evicted_len(group).map_or(0, |lens| i64::from(lens[row as usize]));
+            let count = (i64::from(end - start) / page_size) as usize;
+            let gone = ((evicted - i64::from(start)) / page_size).clamp(0, count as i64) as usize;
+            pages[first..first + gone].fill(0);
+            first += count;
+        }
+        Op::Rebind { row, start, end, pages }
+    }
+
+    /// Notes what a cache outside can find now that the row's pages up to `end` are lent.
+    fn note_loan(&mut self, row: i32, end: i32) -> Result<(), Fault> {
+        let sequence = self.device.sequence(row, end);
+        if sequence.len() < end as usize {
+            return Err(format!("{end} tokens of row {row} are lent, {} are written", sequence.len()));
+        }
+        let text = |error: specpool_core::Error| error.to_string();
+        let (mut pages, mut is_whole) = (Vec::new(), true);
+        for group in 0..self.ledger.num_groups() {
+            let page_size = self.ledger.group_spec(group).map_err(text)?.page_size;
+            let columns = (i64::from(end) / page_size) as usize;
+            let cells = &self.ledger.page_table(group).map_err(text)?.row(specpool_core::Row(row))[..columns];
+            let lent = self.ledger.lent_pages(group).map_err(text)?;
+            is_whole &= cells.iter().all(|page| *page == 0 || lent.contains(page));
+            pages.push(cells.to_vec());
+        }
+        if is_whole {
+            self.loans.retain(|loan| !loan.pages.iter().zip(&pages).all(|(old, new)| new.starts_with(old)));
+            self.loans.push(Loan { sequence, pages });
+        }
+        self.collect_pinned();
+        Ok(())
+    }
+
+    /// What the row computed and what the loan has are the same tokens: the caller of the rebind says so.
+    fn equate(&mut self, row: i32, start: i32, end: i32, pages: &[i32]) -> Result<(), Fault> {
+        if pages.iter().all(|&page| page == 0) {
+            return Ok(()); // The row's window has passed the range.
+        }
+        let is_it = |loan: &&Loan| {
+            let theirs = if loan.len() < end { Vec::new() } else { self.loaned(loan, start, end) };
+            theirs.len() == pages.len() && theirs.iter().zip(pages).all(|(one, page)| *page == 0 || one == page)
+        };
+        let loan = self.loans.iter().find(is_it);
+        let loan = loan.ok_or_else(|| format!("a rebind to {pages:?}, which no loan has"))?;
+        for (at, new) in (start as usize..end as usize).zip(loan.sequence[start as usize..end as usize].to_vec()) {
+            let old = self.device.rows[row as usize].sequence[at];
+            self.device.equate(old, new);
+            self.connector.iter_mut().for_each(|connector| connector.equate(old, new));
+            let kept = self.prefixes.values_mut().map(|prefix| &mut prefix.sequence);
+            let kept = kept.chain(self.loans.iter_mut().map(|loan| &mut loan.sequence));
+            kept.flatten().filter(|tag| **tag == old).for_each(|tag| *tag = new);
+        }
+        Ok(())
+    }
+
     fn collect_pinned(&mut self) {
         for (group, pinned) in self.pinned.iter_mut().enumerate() {
             pinned.clear();
             self.prefixes.values().for_each(|prefix| pinned.extend(&prefix.pages[group]));
+            pinned.extend(self.ledger.lent_pages(group).unwrap_or_default());
         }
     }
 
@@ -361,7 +482,8 @@ impl World {
         self.ledger.check().map_err(|error| error.to_string())?;
         same(&self.ledger, &self.model, &mut Vec::new())?;
         self.check_pending()?;
-        let nothing_left = self.admitted.is_empty() && self.flights.is_empty() && self.prefixes.is_empty();
+        let is_lent = self.pinned.iter().any(|pages| !pages.is_empty());
+        let nothing_left = self.admitted.is_empty() && self.flights.is_empty() && !is_lent;
         for group in 0..self.pinned.len() {
             let all = self.ledger.group_spec(group).map_err(|error| error.to_string())?.num_pages;
             let free = self.ledger.free_pages(group).map_err(|error| error.to_string())?;
@@ -419,6 +541,10 @@ impl World {
                 }
             }
         }
+        for page in self.loans.iter().flat_map(|loan| loan.pages.iter().enumerate()) {
+            page.1.iter().for_each(|&id| word(names.name(page.0, id)));
+            word(u64::MAX);
+        }
         self.write_contents(names, word);
         self.ledger.write_normal_pages(names, word);
         for group in (0..self.tail.len()).filter(|_| with_deltas) {
@@ -453,6 +579,9 @@ impl World {
         }
         for prefix in self.prefixes.values() {
             sequence(&prefix.sequence, word);
+        }
+        for loan in &self.loans {
+            sequence(&loan.sequence, word);
         }
         for (group, (target, draft)) in self.device.target.iter().zip(&self.device.draft).enumerate() {
             let page_size =

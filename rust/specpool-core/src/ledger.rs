@@ -2,7 +2,7 @@
 //!
 //! Files: this one builds a ledger. `query` answers questions. `prepare` claims pages for a step. `life` launches,
 //! resolves, completes, cancels and abandons steps. `release` cuts rows and gives them back. `share` puts rows on
-//! common pages. `cache` finds them by their tokens. `snapshot` saves and restores the whole state. `kv_events` tells a connector
+//! common pages. `cache` finds them by their tokens. `lend` is for a cache outside. `snapshot` saves and restores the whole state. `kv_events` tells a connector
 //! which KV is verified. `record` keeps the digest and the event log.
 //! `normal_form` is for enumerations.
 //!
@@ -16,6 +16,7 @@ pub(crate) mod audit;
 mod batch;
 mod cache;
 mod kv_events;
+mod lend;
 mod life;
 mod normal_form;
 mod prepare;

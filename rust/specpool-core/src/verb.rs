@@ -8,7 +8,7 @@ pub enum Verb {
     /// No verb yet: the record of a page that was never handed out.
     #[default]
     None,
-    /// `admit`, `admit_on` a prefix, and `admit_cached`.
+    /// `admit`, `admit_on` a prefix, `admit_cached` and `admit_lent`.
     Admit,
     Fork,
     PinPrefix,
@@ -31,6 +31,9 @@ pub enum Verb {
     Restore,
     Index,
     Forget,
+    Lend,
+    Rebind,
+    ReleaseLent,
     Take,
     Drop,
     Put,
@@ -64,6 +67,9 @@ impl Verb {
             Self::Restore => "restore",
             Self::Index => "index",
             Self::Forget => "forget",
+            Self::Lend => "lend",
+            Self::Rebind => "rebind",
+            Self::ReleaseLent => "release_lent",
             Self::Take => "take",
             Self::Drop => "drop",
             Self::Put => "put",

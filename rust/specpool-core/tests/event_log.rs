@@ -7,7 +7,7 @@ use specpool_core::digest::Digest;
 use specpool_core::log::call::Call;
 use specpool_core::log::event_log::EventLog;
 use specpool_core::replay::log_reader::{LogEnd, LogReader, Record};
-use specpool_core::{Error, Group, Layout, LedgerConfig, Policy, Shape};
+use specpool_core::{Error, Group, Layout, LedgerConfig, Policy, Shape, Verb};
 
 const MAX_LANES: usize = 40;
 
@@ -46,7 +46,7 @@ struct Written {
 fn aside(call: &Call<'_>, tag: Option<&str>) -> Vec<u8> {
     match (call, tag) {
         (Call::Snapshot | Call::Restore, _) => vec![0x85, 0x01],
-        (Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. }, Some(tag)) => {
+        (Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. }, Some(tag)) => {
             assert!(tag.len() < 0x80);
             [&[tag.len() as u8], tag.as_bytes()].concat()
         }
@@ -154,6 +154,15 @@ fn call() -> impl Strategy<Value = Call<'static>> {
             salt: salt.into(),
             needs_draft
         }),
+        (row(), len(), len()).prop_map(|(row, start, end)| Call::Lend { row, start, end }),
+        (row(), len(), len(), ints()).prop_map(|(row, start, end, pages)| Call::Rebind {
+            row,
+            start,
+            end,
+            pages: pages.into()
+        }),
+        (len(), ints()).prop_map(|(len, pages)| Call::AdmitLent { pages: pages.into(), len }),
+        (0_i32..4, ints()).prop_map(|(group, pages)| Call::ReleaseLent { group, pages: pages.into() }),
         prop::option::of(salt()).prop_map(|salt| Call::Forget { salt: salt.map(Into::into) }),
     ]
 }
@@ -180,7 +189,7 @@ proptest! {
         let mut digest = Digest::new();
         for (at, (record, (call, tag))) in records.iter().zip(&calls).enumerate() {
             prop_assert_eq!(&record.call, call);
-            let tag = tag.filter(|_| matches!(call, Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. }));
+            let tag = tag.filter(|_| call.verb() == Verb::Admit || call.verb() == Verb::Fork);
             prop_assert_eq!(record.tag.as_deref(), tag);
             prop_assert_eq!(record.snapshot, if matches!(call, Call::Snapshot | Call::Restore) { 133 } else { 0 });
             prop_assert_eq!((record.index, record.offset), (at as u64 + 1, written.offsets[at]));
@@ -193,10 +202,10 @@ proptest! {
 
     /// No checksum guards these bytes. Any refusal is allowed; a panic or a huge array is not.
     #[test]
-    fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..29) {
-        let _ = Call::decode(&bytes, MAX_LANES, MAX_LANES);
+    fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..33) {
+        let _ = Call::decode(&bytes, MAX_LANES, MAX_LANES, MAX_LANES);
         let bytes = [&[kind], &bytes[..]].concat();
-        if let Ok((call, len)) = Call::decode(&bytes, MAX_LANES, MAX_LANES) {
+        if let Ok((call, len)) = Call::decode(&bytes, MAX_LANES, MAX_LANES, MAX_LANES) {
             prop_assert!(len <= bytes.len());
             prop_assert!(call.rows().len() <= MAX_LANES);
         }
@@ -372,7 +381,7 @@ fn a_full_disk_refuses_a_new_log() {
 #[test]
 fn a_call_is_shown_as_it_would_be_written() {
     let lanes: Vec<i32> = (1..=17).collect();
-    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 15] = [
+    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 19] = [
         (Call::Admit { prefix: None }, "admit()", &[], None),
         (Call::Admit { prefix: Some((3, 7)) }, "admit(prefix=3, length=7)", &[], None),
         (Call::ReleasePrefix { prefix: 3 }, "release_prefix(3)", &[], None),
@@ -404,6 +413,10 @@ fn a_call_is_shown_as_it_would_be_written() {
         ),
         (Call::Forget { salt: Some(b"".into()) }, "forget(b\"\")", &[], None),
         (Call::Forget { salt: None }, "forget()", &[], None),
+        (Call::Lend { row: 5, start: 4, end: 8 }, "lend(5, 4, 8)", &[5], None),
+        (Call::Rebind { row: 5, start: 4, end: 8, pages: vec![7].into() }, "rebind(5, 4, 8, [7])", &[5], None),
+        (Call::AdmitLent { pages: vec![7, 9].into(), len: 8 }, "admit_lent([7, 9], 8)", &[], None),
+        (Call::ReleaseLent { group: 0, pages: vec![7].into() }, "release_lent(0, [7])", &[], None),
     ];
     for (call, text, rows, step) in shown {
         assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));

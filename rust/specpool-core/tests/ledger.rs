@@ -52,6 +52,7 @@ fn scene_of(config: &LedgerConfig, model: &Model) -> Scene {
         resolved: row.resolved,
         in_flight: row.rounds.len() as i32,
         has_root: row.has_root,
+        protected: 0,
     };
     let step = |step: &model::ModelStep| SceneStep {
         step: step.step,
@@ -72,11 +73,14 @@ fn scene_of(config: &LedgerConfig, model: &Model) -> Scene {
         max_chunk: config.max_chunk.unwrap_or(config.max_context_len) as i32,
         max_batch: config.max_batch.unwrap_or(config.num_rows) as usize,
         has_index: false,
+        // The model runs ahead of the ledger here, and a loan names the ledger's pages: `specpool-check` has them.
+        has_loans: false,
         has_sessions: config.sessions || config.groups.iter().all(|group| group.window.is_none()),
         max_accept_lens: model.shapes.iter().map(|&(most, _)| most).collect(),
         rows: model.rows.iter().map(row).collect(),
         steps: model.steps.iter().map(step).collect(),
         prefixes: model.prefixes.iter().map(|(&prefix, state)| (prefix, state.len)).collect(),
+        ..Scene::default()
     }
 }
 

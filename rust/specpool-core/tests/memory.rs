@@ -218,6 +218,13 @@ fn live(world: &mut World, checks: usize) {
     world.run(step);
     assert_eq!(world.giving(|ledger| ledger.trim(on, 3_002)), 3_002);
     world.giving(|ledger| ledger.retract(twin));
+    // A cache outside: a row on what it has, and a row that has computed the same.
+    let (pages, [hit, same]) = lending(world);
+    world.giving(|ledger| ledger.abort(hit));
+    world.giving(|ledger| ledger.abort(same));
+    for (group, pages) in pages.iter().enumerate() {
+        world.taking("release_lent", |ledger| ledger.release_lent(group, pages));
+    }
     let snapshot = world.taking("snapshot", Ledger::snapshot);
     world.giving(|ledger| ledger.release_prefix(prefix));
     world.giving(|ledger| ledger.abort(on));
@@ -229,12 +236,39 @@ fn live(world: &mut World, checks: usize) {
     world.giving(Ledger::close);
 }
 
+/// Lends the first 2,000 tokens of a row that goes. Returns the pages, and two rows that hold them now.
+fn lending(world: &mut World) -> (Vec<Vec<i32>>, [Row; 2]) {
+    let long = |world: &mut World| {
+        let row = world.taking("admit", |ledger| ledger.admit(None));
+        for len in [2_000, 2_003] {
+            let step = world.extend(&[row.0], &[len]);
+            world.run(step);
+        }
+        row
+    };
+    let row = long(world);
+    world.giving(|ledger| ledger.lend(row, 0, 2_000));
+    world.giving(|ledger| ledger.finish(row));
+    let pages: Vec<Vec<i32>> = (0..3).map(|group| world.ledger.lent_pages(group).unwrap()).collect();
+    let same = long(world);
+    let mut all: Vec<i32> = Vec::new();
+    for (group, columns) in [500, 500, 1_000].into_iter().enumerate() {
+        all.resize(all.len() + columns - pages[group].len(), 0);
+        all.extend(&pages[group]);
+    }
+    let hit = world.taking("admit_lent", |ledger| ledger.admit_lent(&all, 2_000, None));
+    world.taking("rebind", |ledger| ledger.rebind(same, 0, 2_000, &all));
+    (pages, [hit, same])
+}
+
 #[test]
 fn a_verb_without_memory_changes_nothing_and_what_gives_back_needs_none() {
     let mut world = World::new(Ledger::new(config()).unwrap());
     live(&mut world, 1);
-    // The memory of the prepare is enough for the resolve, unless what it wrote has gone to a log.
-    let is_idle = |(verb, refusals): &(&&str, &usize)| **refusals == 0 && **verb != "resolve";
+    // The memory of the prepare is enough for the resolve, unless what it wrote has gone to a log. So is that of
+    // `admit_lent` for the next calls with as many pages.
+    let reuse = ["resolve", "rebind", "release_lent"];
+    let is_idle = |(verb, refusals): &(&&str, &usize)| **refusals == 0 && !reuse.contains(verb);
     let idle: Vec<_> = world.refusals.iter().filter(is_idle).collect();
     assert_eq!(idle, [], "verbs that took no memory show nothing");
 }

@@ -46,7 +46,7 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
     let step = steps.get(usize::from(a) % steps.len().max(1)).copied().unwrap_or(0);
     let tag = (b % 2 == 1).then(|| format!("request-{b}"));
     let prefix = ledger.prefixes().nth(usize::from(a) % 3).unwrap_or(0);
-    match verb % 24 {
+    match verb % 28 {
         0 | 1 => drop(ledger.admit(tag.as_deref())?),
         2 => drop(ledger.admit_on(prefix, (b % 3 > 0).then_some(len), tag.as_deref())?),
         3 => drop(ledger.fork(row, tag.as_deref())?),
@@ -70,6 +70,19 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
             1 => ledger.finish(row)?,
             _ => ledger.abort(row)?,
         },
+        23 => ledger.lend(row, 0, len / 12 * 12)?,
+        24 => {
+            let pages: Vec<i32> = (0..3).flat_map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
+            ledger.rebind(row, 0, 12, &pages)?;
+        }
+        25 => {
+            let pages: Vec<i32> = (0..3).flat_map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
+            ledger.admit_lent(&pages, 12, tag.as_deref())?;
+        }
+        26 => {
+            let pages = ledger.lent_pages(usize::from(b % 3))?;
+            ledger.release_lent(usize::from(b % 3), &pages)?;
+        }
         _ if a % 2 == 0 => snapshots.push(ledger.snapshot()?),
         _ => {
             if let Some(snapshot) = snapshots.get(usize::from(b) % snapshots.len().max(1)) {
@@ -153,6 +166,25 @@ fn every_verb_is_recorded_and_replayed() {
     ledger.trim(c, 13).unwrap();
     ledger.end_turn(a, 12).unwrap();
     ledger.release_prefix(prefix).unwrap();
+    let step = ledger.prepare_extend(&[b.0], &[13], true);
+    assert!(step.is_err(), "the abandoned row is gone");
+    let d = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend(&[d.0], &[13], true).unwrap().step;
+    run(&mut ledger, step);
+    ledger.lend(d, 0, 12).unwrap();
+    let lent: Vec<i32> = (0..3).flat_map(|group| ledger.lent_pages(group).unwrap()).collect();
+    let e = ledger.admit_lent(&lent, 12, Some("e")).unwrap();
+    ledger.abort(e).unwrap();
+    ledger.abort(d).unwrap();
+    let d = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend(&[d.0], &[13], true).unwrap().step;
+    run(&mut ledger, step);
+    ledger.rebind(d, 0, 12, &lent).unwrap();
+    ledger.abort(d).unwrap();
+    for group in 0..3 {
+        let pages = ledger.lent_pages(group).unwrap();
+        ledger.release_lent(group, &pages).unwrap();
+    }
     let snapshot = ledger.snapshot().unwrap();
     ledger.retract(c).unwrap();
     ledger.restore(&snapshot).unwrap();
@@ -197,6 +229,9 @@ fn every_verb_is_recorded_and_replayed() {
         "abort",
         "snapshot",
         "restore",
+        "lend",
+        "rebind",
+        "release_lent",
     ];
     for verb in all {
         assert!(verbs.contains(&verb), "{verb} is not in {verbs:?}");

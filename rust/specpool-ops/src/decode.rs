@@ -64,13 +64,16 @@ enum Choice {
     GiveBack,
     TakeDelta,
     AckDelta,
+    Lend,
+    Rebind,
+    AdmitLent,
+    ReleaseLent,
     Index,
     AdmitCached,
     Forget,
 }
 
-/// The last three are only for scenes with an index.
-const CHOICES: [Choice; 20] = [
+const CHOICES: [Choice; 24] = [
     Choice::Admit,
     Choice::AdmitOn,
     Choice::Fork,
@@ -91,6 +94,10 @@ const CHOICES: [Choice; 20] = [
     Choice::Index,
     Choice::AdmitCached,
     Choice::Forget,
+    Choice::Lend,
+    Choice::Rebind,
+    Choice::AdmitLent,
+    Choice::ReleaseLent,
 ];
 
 /// The operation that `bytes` mean in this scene.
@@ -98,8 +105,8 @@ const CHOICES: [Choice; 20] = [
 pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
     let mut bytes = Bytes(bytes);
     if bytes.next() >= 240 {
-        let num_choices = if scene.has_index { CHOICES.len() } else { CHOICES.len() - 3 };
-        let choice = CHOICES[bytes.below(num_choices)];
+        let choices: Vec<Choice> = CHOICES.into_iter().filter(|&choice| is_of(choice, scene)).collect();
+        let choice = choices[bytes.below(choices.len())];
         return anything(choice, &mut bytes, scene);
     }
     let able = Able::of(scene);
@@ -116,11 +123,22 @@ pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
     Op::Admit
 }
 
+/// Whether the scene is for operations of that kind.
+fn is_of(choice: Choice, scene: &Scene) -> bool {
+    match choice {
+        Choice::Index | Choice::AdmitCached | Choice::Forget => scene.has_index,
+        Choice::Lend | Choice::Rebind | Choice::AdmitLent | Choice::ReleaseLent => scene.has_loans,
+        _ => true,
+    }
+}
+
 /// What an operation can work on.
 struct Able<'a> {
     live: Vec<i32>,
     can_extend: Vec<i32>,
     can_decode: Vec<i32>,
+    /// Rows with a page edge of every group between p and r.
+    can_lend: Vec<i32>,
     next_launch: Option<u64>,
     newest_unlaunched: Option<u64>,
     is_stuck: bool,
@@ -142,6 +160,8 @@ impl<'a> Able<'a> {
             can_decode: scene.rows_where(|row| {
                 row.has_root && row.in_flight <= scene.overlap_depth && row.resolved < scene.max_context_len
             }),
+            can_lend: (scene
+                .rows_where(|row| scene.has_loans && row.resolved / scene.span > row.protected / scene.span)),
             next_launch: unlaunched.filter(|step| step.state == StepState::Prepared).map(|step| step.step),
             newest_unlaunched: scene.steps.iter().rev().find(|step| !is_launched(step)).map(|step| step.step),
             is_stuck: of_state(StepState::Stale).next().is_some(),
@@ -154,6 +174,10 @@ impl<'a> Able<'a> {
     fn weight(&self, choice: Choice, scene: &Scene) -> usize {
         let given = |weight, is_able: bool| if is_able { weight } else { 0 };
         let has_row = self.live.len() + 1 < scene.rows.len();
+        let has_lent = scene.lent.iter().any(|pages| !pages.is_empty());
+        if !is_of(choice, scene) {
+            return 0;
+        }
         match choice {
             Choice::Admit => given(6, has_row),
             Choice::AdmitOn => given(4, has_row && !scene.prefixes.is_empty()),
@@ -171,9 +195,13 @@ impl<'a> Able<'a> {
             Choice::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
             Choice::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
             Choice::TakeDelta | Choice::AckDelta => given(3, !scene.steps.is_empty()),
-            Choice::Index => given(8, scene.has_index && self.live.iter().any(|&row| scene.resolved(row) > 0)),
-            Choice::AdmitCached => given(10, scene.has_index && has_row),
-            Choice::Forget => usize::from(scene.has_index),
+            Choice::Lend => given(10, !self.can_lend.is_empty()),
+            Choice::Rebind => given(16, has_lent && !self.can_lend.is_empty()),
+            Choice::AdmitLent => given(10, has_row && scene.lent.iter().all(|pages| !pages.is_empty())),
+            Choice::ReleaseLent => given(2, has_lent),
+            Choice::Index => given(8, self.live.iter().any(|&row| scene.resolved(row) > 0)),
+            Choice::AdmitCached => given(10, has_row),
+            Choice::Forget => 1,
         }
     }
 
@@ -248,6 +276,22 @@ impl<'a> Able<'a> {
             Choice::GiveBack => give_back(row(bytes), bytes),
             Choice::TakeDelta => Op::TakeDelta { step: any_step(bytes, scene) },
             Choice::AckDelta => Op::AckDelta { step: any_step(bytes, scene) },
+            Choice::Lend => {
+                let row = bytes.pick(&self.can_lend).unwrap_or(0);
+                let (start, end) = range(row, bytes, scene);
+                Op::Lend { row, start, end }
+            }
+            Choice::Rebind => {
+                let row = bytes.pick(&self.can_lend).unwrap_or(0);
+                let (start, end) = range(row, bytes, scene);
+                Op::Rebind { row, start, end, pages: some_lent(end - start, bytes, scene) }
+            }
+            Choice::AdmitLent => {
+                let most = scene.max_context_len / scene.span;
+                let len = (1 + bytes.below(most.clamp(1, 3) as usize) as i32) * scene.span;
+                Op::AdmitLent { pages: some_lent(len, bytes, scene), len }
+            }
+            Choice::ReleaseLent => release_lent(bytes, scene),
             Choice::Index => {
                 let row = row(bytes);
                 let len = scene.resolved(row) - if bytes.is_rare(5) { bytes.below(9) as i32 } else { 0 };
@@ -274,6 +318,38 @@ fn text(of: u8, len: i32) -> Vec<i32> {
 
 fn salt(bytes: &mut Bytes) -> Vec<u8> {
     if bytes.is_rare(3) { vec![1] } else { Vec::new() }
+}
+
+/// Tokens of the row from a page edge up to p on, to one up to r. Usually all that is not read-only.
+fn range(row: i32, bytes: &mut Bytes, scene: &Scene) -> (i32, i32) {
+    let edge = |len: i32| len / scene.span * scene.span;
+    let start = edge(scene.protected(row)) - if bytes.is_rare(3) { scene.span * bytes.below(3) as i32 } else { 0 };
+    let end = edge(scene.resolved(row)) - if bytes.is_rare(3) { scene.span * bytes.below(3) as i32 } else { 0 };
+    (start.max(0), end)
+}
+
+/// Lent pages for `len` tokens, group after group, one after the other from any of them on. Now and then 0 in front, as
+/// behind a window.
+fn some_lent(len: i32, bytes: &mut Bytes, scene: &Scene) -> Vec<i32> {
+    let mut pages = Vec::new();
+    for (lent, page_size) in scene.lent.iter().zip(&scene.page_sizes) {
+        let (count, first) = ((len.max(0) / page_size) as usize, bytes.below(lent.len()));
+        let gone = if bytes.is_rare(4) { bytes.below(count + 1) } else { 0 };
+        pages.extend((0..count).map(
+            |at| {
+                if at < gone || lent.is_empty() { 0 } else { lent[(first + at) % lent.len()] }
+            },
+        ));
+    }
+    pages
+}
+
+fn release_lent(bytes: &mut Bytes, scene: &Scene) -> Op {
+    let group = bytes.below(scene.lent.len());
+    let lent = scene.lent.get(group).map_or(&[][..], Vec::as_slice);
+    let (count, first) = (bytes.below(4), bytes.below(lent.len()));
+    let pages = (0..(count + 1).min(lent.len())).map(|at| lent[(first + at) % lent.len()]);
+    Op::ReleaseLent { group, pages: pages.collect() }
 }
 
 fn give_back(row: i32, bytes: &mut Bytes) -> Op {
@@ -345,6 +421,26 @@ fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
         Choice::GiveBack => give_back(row(bytes), bytes),
         Choice::TakeDelta => Op::TakeDelta { step: step(bytes) },
         Choice::AckDelta => Op::AckDelta { step: step(bytes) },
+        Choice::Lend => Op::Lend { row: row(bytes), start: len(bytes), end: len(bytes) },
+        Choice::Rebind | Choice::AdmitLent | Choice::ReleaseLent => {
+            let any_page = |bytes: &mut Bytes| match bytes.below(8) {
+                0 => -1,
+                1 => i32::MAX,
+                2 => 1 + bytes.below(6) as i32,
+                _ => {
+                    let lent = scene.lent.get(bytes.below(scene.lent.len())).map_or(&[][..], Vec::as_slice);
+                    bytes.pick(lent).unwrap_or(1)
+                }
+            };
+            let row = row(bytes);
+            let (start, end) = if bytes.is_rare(8) { range(row, bytes, scene) } else { (len(bytes), len(bytes)) };
+            let pages = (0..bytes.below(4)).map(|_| any_page(bytes)).collect();
+            match choice {
+                Choice::Rebind => Op::Rebind { row, start, end, pages },
+                Choice::AdmitLent => Op::AdmitLent { pages, len: end },
+                _ => Op::ReleaseLent { group: bytes.below(scene.lent.len() + 1), pages },
+            }
+        }
         Choice::Index => {
             let (row, num_tokens) = (row(bytes), bytes.below(scene.max_context_len as usize + 2) as i32);
             let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) };

@@ -10,27 +10,103 @@ use specpool_core::{DeltaEntries, Ledger, Plan, Result, Row};
 #[allow(missing_docs, reason = "the names are the ledger's verbs and arguments")]
 pub enum Op {
     Admit,
-    AdmitOn { prefix: u64, len: Option<i32> },
-    Fork { row: i32 },
-    PinPrefix { row: i32, len: i32 },
-    ReleasePrefix { prefix: u64 },
-    PrepareExtend { rows: Vec<i32>, new_lens: Vec<i32>, writes_draft: bool },
-    PrepareDecode { rows: Vec<i32>, shapes: Vec<i32>, writes_draft: bool },
-    Launch { step: u64 },
-    Resolve { step: u64, accept_lens: Vec<i32> },
-    Complete { step: u64 },
-    Cancel { step: u64 },
-    Abandon { step: u64 },
-    Trim { row: i32, len: i32 },
-    EndTurn { row: i32, len: i32 },
-    Retract { row: i32 },
-    Finish { row: i32 },
-    Abort { row: i32 },
-    TakeDelta { step: u64 },
-    AckDelta { step: u64 },
-    Index { row: i32, tokens: Vec<i32>, salt: Vec<u8> },
-    AdmitCached { tokens: Vec<i32>, salt: Vec<u8>, limit: Option<i32>, needs_draft: bool },
-    Forget { salt: Option<Vec<u8>> },
+    AdmitOn {
+        prefix: u64,
+        len: Option<i32>,
+    },
+    Fork {
+        row: i32,
+    },
+    PinPrefix {
+        row: i32,
+        len: i32,
+    },
+    ReleasePrefix {
+        prefix: u64,
+    },
+    PrepareExtend {
+        rows: Vec<i32>,
+        new_lens: Vec<i32>,
+        writes_draft: bool,
+    },
+    PrepareDecode {
+        rows: Vec<i32>,
+        shapes: Vec<i32>,
+        writes_draft: bool,
+    },
+    Launch {
+        step: u64,
+    },
+    Resolve {
+        step: u64,
+        accept_lens: Vec<i32>,
+    },
+    Complete {
+        step: u64,
+    },
+    Cancel {
+        step: u64,
+    },
+    Abandon {
+        step: u64,
+    },
+    Trim {
+        row: i32,
+        len: i32,
+    },
+    EndTurn {
+        row: i32,
+        len: i32,
+    },
+    Retract {
+        row: i32,
+    },
+    Finish {
+        row: i32,
+    },
+    Abort {
+        row: i32,
+    },
+    TakeDelta {
+        step: u64,
+    },
+    AckDelta {
+        step: u64,
+    },
+    Index {
+        row: i32,
+        tokens: Vec<i32>,
+        salt: Vec<u8>,
+    },
+    AdmitCached {
+        tokens: Vec<i32>,
+        salt: Vec<u8>,
+        limit: Option<i32>,
+        needs_draft: bool,
+    },
+    Forget {
+        salt: Option<Vec<u8>>,
+    },
+    Lend {
+        row: i32,
+        start: i32,
+        end: i32,
+    },
+    /// Pages group after group, as in the next one.
+    Rebind {
+        row: i32,
+        start: i32,
+        end: i32,
+        pages: Vec<i32>,
+    },
+    AdmitLent {
+        pages: Vec<i32>,
+        len: i32,
+    },
+    ReleaseLent {
+        group: usize,
+        pages: Vec<i32>,
+    },
 }
 
 /// What a verb gave.
@@ -85,5 +161,9 @@ pub fn apply(ledger: &mut Ledger, op: &Op) -> Result<Given> {
             ledger.admit_cached(tokens, salt, *limit, *needs_draft, None).map(Given::Row)
         }
         Op::Forget { salt } => ledger.forget(salt.as_deref()).map(done),
+        Op::Lend { row, start, end } => ledger.lend(Row(*row), *start, *end).map(done),
+        Op::Rebind { row, start, end, pages } => ledger.rebind(Row(*row), *start, *end, pages).map(done),
+        Op::AdmitLent { pages, len } => ledger.admit_lent(pages, *len, None).map(Given::Row),
+        Op::ReleaseLent { group, pages } => ledger.release_lent(*group, pages).map(done),
     }
 }

@@ -13,6 +13,8 @@ pub struct SceneRow {
     pub in_flight: i32,
     /// Whether an extend has launched since the row was admitted or cut.
     pub has_root: bool,
+    /// The least p of all groups.
+    pub protected: i32,
 }
 
 /// A step that is not over.
@@ -47,6 +49,8 @@ pub struct Scene {
     pub has_sessions: bool,
     /// Whether the verbs of the prefix index are among the operations. Reading a ledger leaves it as it is.
     pub has_index: bool,
+    /// Whether the verbs for a prefix cache outside are.
+    pub has_loans: bool,
     /// Per shape: A.
     pub max_accept_lens: Vec<i32>,
     /// `[num_rows + 1]`; row 0 is never live.
@@ -55,6 +59,16 @@ pub struct Scene {
     pub steps: Vec<SceneStep>,
     /// Ids and lengths.
     pub prefixes: Vec<(u64, i32)>,
+    /// Per group: P.
+    pub page_sizes: Vec<i32>,
+    /// Q, the least common multiple of the page sizes.
+    pub span: i32,
+    /// Per group: the pages that are lent to a cache outside.
+    pub lent: Vec<Vec<i32>>,
+}
+
+fn gcd(a: i32, b: i32) -> i32 {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 impl Scene {
@@ -77,6 +91,7 @@ impl Scene {
         self.max_accept_lens.clear();
         self.max_accept_lens.extend(ledger.shapes().iter().map(|shape| shape.max_accept_len() as i32));
         let (resolved, in_flight) = (ledger.resolved_len(), ledger.in_flight());
+        let protected = |at: usize| move |group: usize| ledger.protected_len(group).map_or(0, |lens| lens[at]);
         self.rows.clear();
         self.rows.extend((0..=ledger.num_rows()).map(|at| {
             let row = Row(at as i32);
@@ -85,6 +100,7 @@ impl Scene {
                 resolved: resolved[at],
                 in_flight: in_flight[at],
                 has_root: ledger.has_root(row),
+                protected: (0..ledger.num_groups()).map(protected(at)).min().unwrap_or(0),
             }
         }));
         let mut count = 0;
@@ -102,6 +118,12 @@ impl Scene {
             count += 1;
         }
         self.steps.truncate(count);
+        let specs = (0..ledger.num_groups()).filter_map(|group| ledger.group_spec(group).ok());
+        self.page_sizes.clear();
+        self.page_sizes.extend(specs.map(|spec| spec.page_size as i32));
+        self.span = self.page_sizes.iter().fold(1, |span, &size| span / gcd(span, size) * size);
+        self.lent.clear();
+        self.lent.extend((0..ledger.num_groups()).map(|group| ledger.lent_pages(group).unwrap_or_default()));
         self.prefixes.clear();
         self.prefixes.extend(ledger.prefixes().map(|prefix| (prefix, ledger.prefix_len(prefix).unwrap_or(0))));
     }
@@ -115,6 +137,12 @@ impl Scene {
     #[must_use]
     pub fn resolved(&self, row: i32) -> i32 {
         self.row(row).resolved
+    }
+
+    /// The least p of a row in all groups, or 0 if there is no such row.
+    #[must_use]
+    pub fn protected(&self, row: i32) -> i32 {
+        self.row(row).protected
     }
 
     /// The rows for which the test holds, in order.

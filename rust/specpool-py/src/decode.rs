@@ -12,15 +12,16 @@ use crate::ledger::Ledger;
 
 #[doc = doc!("decode_op")]
 #[pyfunction]
-#[pyo3(signature = (ledger, code, *, has_index=false))]
+#[pyo3(signature = (ledger, code, *, has_index=false, has_loans=false))]
 pub fn decode_op<'py>(
     py: Python<'py>,
     ledger: &Ledger,
     code: &[u8],
     has_index: bool,
+    has_loans: bool,
 ) -> PyResult<(&'static str, Bound<'py, PyDict>)> {
     let arguments = PyDict::new(py);
-    let mut scene = Scene { has_index, ..Scene::default() };
+    let mut scene = Scene { has_index, has_loans, ..Scene::default() };
     scene.read(&ledger.0);
     let verb = match decode(code, &scene) {
         Op::Admit => Verb::Admit,
@@ -73,6 +74,27 @@ pub fn decode_op<'py>(
             arguments.set_item("limit", limit)?;
             arguments.set_item("needs_draft", needs_draft)?;
             return Ok(("admit_cached", arguments));
+        }
+        Op::Lend { row, start, end } => {
+            arguments.set_item("start", start)?;
+            arguments.set_item("end", end)?;
+            of_row(&arguments, Verb::Lend, row)?
+        }
+        Op::Rebind { row, start, end, pages } => {
+            arguments.set_item("start", start)?;
+            arguments.set_item("end", end)?;
+            arguments.set_item("pages", pages)?;
+            of_row(&arguments, Verb::Rebind, row)?
+        }
+        Op::AdmitLent { pages, len } => {
+            arguments.set_item("pages", pages)?;
+            arguments.set_item("length", len)?;
+            return Ok(("admit_lent", arguments));
+        }
+        Op::ReleaseLent { group, pages } => {
+            arguments.set_item("group", group)?;
+            arguments.set_item("pages", pages)?;
+            Verb::ReleaseLent
         }
         Op::Forget { salt } => {
             arguments.set_item("salt", salt.map(|salt| PyBytes::new(py, &salt)))?;

@@ -407,6 +407,43 @@ impl Ledger {
         self.change(|ledger| ledger.release_prefix(prefix))
     }
 
+    #[doc = doc!("Ledger.lend")]
+    fn lend(&mut self, row: &Bound<'_, PyAny>, start: &Bound<'_, PyAny>, end: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (row, start, end) = (self::row(row)?, int32("start", start)?, int32("end", end)?);
+        self.change(|ledger| ledger.lend(row, start, end))
+    }
+
+    #[doc = doc!("Ledger.rebind")]
+    fn rebind(
+        &mut self,
+        row: &Bound<'_, PyAny>,
+        start: &Bound<'_, PyAny>,
+        end: &Bound<'_, PyAny>,
+        pages: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (row, start, end) = (self::row(row)?, int32("start", start)?, int32("end", end)?);
+        let pages = int_array("pages", pages)?;
+        self.change(|ledger| ledger.rebind(row, start, end, &pages))
+    }
+
+    #[doc = doc!("Ledger.admit_lent")]
+    #[pyo3(signature = (pages, length, tag=None))]
+    fn admit_lent(&mut self, pages: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>, tag: Option<&str>) -> PyResult<i32> {
+        let (pages, length) = (int_array("pages", pages)?, int32("length", length)?);
+        Ok(self.change(|ledger| ledger.admit_lent(&pages, length, tag))?.0)
+    }
+
+    #[doc = doc!("Ledger.release_lent")]
+    fn release_lent(&mut self, group: &Bound<'_, PyAny>, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (group, pages) = (self::group(group)?, int_array("pages", pages)?);
+        self.change(|ledger| ledger.release_lent(group, &pages))
+    }
+
+    #[doc = doc!("Ledger.lent_pages")]
+    fn lent_pages<'py>(&self, py: Python<'py>, group: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        Ok(PyArray1::from_vec(py, self.0.lent_pages(self::group(group)?).map_err(to_py)?))
+    }
+
     #[doc = doc!("Ledger.index")]
     #[pyo3(signature = (row, tokens, salt=Salt::default()), text_signature = "(self, row, tokens, salt=b'')")]
     #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]

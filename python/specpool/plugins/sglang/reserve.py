@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_disagg, get_spec
 
 from specpool._core import Shape, sizing_need_exact
 
@@ -80,7 +80,7 @@ def _table(page_size: int) -> Table | None:
         # Its draft layers each write a window of their own.
         or spec.enable_multi_layer_eagle
         # Its rounds come from another process.
-        or spec.decoupled_spec_role != "null"
+        or get_disagg().decoupled_spec_role != "null"
     ):
         return None
     num_steps, topk = spec.speculative_num_steps or 1, spec.speculative_eagle_topk or 1

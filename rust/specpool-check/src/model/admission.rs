@@ -3,7 +3,7 @@
 use super::{Copy, Holding, Model, ModelPrefix, ModelRow, Outcome, Refusal};
 
 impl Model {
-    fn check_free_row(&self) -> Result<(), Refusal> {
+    pub(super) fn check_free_row(&self) -> Result<(), Refusal> {
         if self.free_rows.is_empty() { Err(Refusal::OutOfRows { fenced: self.fenced_rows.len() }) } else { Ok(()) }
     }
 
@@ -42,7 +42,7 @@ impl Model {
     }
 
     /// Makes a new row on `len` tokens of `sources`: whole pages are shared, the tail is copied.
-    fn take_row_on(&mut self, sources: &[Holding], len: i32, drafted: i32) -> usize {
+    pub(super) fn take_row_on(&mut self, sources: &[Holding], len: i32, drafted: i32) -> usize {
         let row = self.take_row();
         for (group, source) in sources.iter().enumerate() {
             let page_size = self.groups[group].page_size;
@@ -89,7 +89,7 @@ impl Model {
     }
 
     /// Whether a copy into a page of the row waits, or rides on a step that is not complete.
-    fn has_unfinished_copy(&self, row: usize) -> bool {
+    pub(super) fn has_unfinished_copy(&self, row: usize) -> bool {
         let riding = self.steps.iter().filter(|step| step.step > self.completed).flat_map(|step| &step.copies);
         riding.chain(&self.pending).any(|copy| copy.row == row && self.is_wanted(copy))
     }
@@ -117,16 +117,9 @@ impl Model {
         Ok(child as i64)
     }
 
-    pub(crate) fn pin_prefix(&mut self, row: i32, len: i32) -> Outcome {
-        let row = self.live(row)?;
+    /// The position from which on steps that are not complete write the row.
+    pub(super) fn first_written(&self, row: usize) -> i64 {
         let state = &self.rows[row];
-        if len < 1 || len > state.resolved {
-            return Err(Refusal::Shape);
-        }
-        let length = self.groups.iter().map(|spec| i64::from(len) / spec.page_size * spec.page_size).min().unwrap();
-        if length == 0 {
-            return Err(Refusal::Shape);
-        }
         let writes = |step: &super::ModelStep| {
             // A launched step writes whatever became of the plan. An unlaunched step that is stale never writes.
             let its = |lane: &&super::Lane| {
@@ -139,7 +132,20 @@ impl Model {
             })
         };
         let incomplete = self.steps.iter().filter(|step| step.step > self.completed);
-        let least = incomplete.filter_map(writes).min().unwrap_or(i64::MAX);
+        incomplete.filter_map(writes).min().unwrap_or(i64::MAX)
+    }
+
+    pub(crate) fn pin_prefix(&mut self, row: i32, len: i32) -> Outcome {
+        let row = self.live(row)?;
+        let state = &self.rows[row];
+        if len < 1 || len > state.resolved {
+            return Err(Refusal::Shape);
+        }
+        let length = self.groups.iter().map(|spec| i64::from(len) / spec.page_size * spec.page_size).min().unwrap();
+        if length == 0 {
+            return Err(Refusal::Shape);
+        }
+        let least = self.first_written(row);
         let columns = |spec: &super::ModelGroup| (length + spec.page_size - 1) / spec.page_size;
         let unwritten = self.groups.iter().any(|spec| columns(spec) * spec.page_size > least);
         let windows = (0..self.groups.len()).all(|group| self.holds_window(group, &state.groups[group], length as i32));

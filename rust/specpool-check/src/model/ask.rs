@@ -25,6 +25,10 @@ pub(crate) fn ask(model: &mut Model, op: &Op) -> Outcome {
         Op::Retract { row } | Op::Finish { row } | Op::Abort { row } => model.give_back(*row),
         Op::TakeDelta { step } => model.take_delta(*step),
         Op::AckDelta { step } => model.ack_delta(*step),
+        Op::Lend { .. } => Err(Refusal::Never("the world asks the model, with the names of the pages".into())),
+        Op::Rebind { row, start, end, pages } => model.rebind(*row, *start, *end, pages),
+        Op::AdmitLent { pages, len } => model.admit_lent(pages, *len),
+        Op::ReleaseLent { group, pages } => model.release_lent(*group, pages),
         Op::Index { .. } | Op::AdmitCached { .. } | Op::Forget { .. } => {
             Err(Refusal::Never("the model has no index".into()))
         }
@@ -56,6 +60,7 @@ pub(crate) fn outcome(found: &Result<Given, Error>) -> Outcome {
             Refusal::DraftLag { row: *row, drafted: *drafted, resolved: *resolved, undrafted: *undrafted }
         }
         Err(Error::Shape(_)) => Refusal::Shape,
+        Err(Error::PageState { .. }) => Refusal::PageState,
         Err(Error::Config(_)) => Refusal::Config,
         Err(error) => Refusal::Never(error.to_string()),
     })

@@ -7,6 +7,7 @@
 mod admission;
 pub(crate) mod ask;
 mod cuts;
+mod lend;
 mod life;
 mod pages;
 mod prepare;
@@ -47,6 +48,7 @@ pub(crate) enum Refusal {
         undrafted: i32,
     },
     Shape,
+    PageState,
     Config,
     /// An outcome that no call may have.
     Never(String),
@@ -229,6 +231,8 @@ pub(crate) struct Model {
     pub(crate) steps: Vec<ModelStep>,
     /// By id.
     pub(crate) prefixes: BTreeMap<u64, ModelPrefix>,
+    /// What a cache outside holds: (group, the ledger's name of the page) -> the page, and whether it has draft KV.
+    pub(crate) lent: BTreeMap<(usize, i32), (PageId, bool)>,
     /// The next step's number.
     pub(crate) next_step: u64,
     next_prefix: u64,
@@ -284,6 +288,7 @@ impl Model {
             rows: vec![row; num_rows + 1],
             steps: Vec::new(),
             prefixes: BTreeMap::new(),
+            lent: BTreeMap::new(),
             next_step: 1,
             next_prefix: 1,
             next_page: 1,

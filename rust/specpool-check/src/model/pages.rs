@@ -11,6 +11,8 @@ pub(crate) enum Holder {
     Row(usize),
     /// A pinned prefix.
     Prefix(u64),
+    /// A cache outside.
+    Outside,
 }
 
 impl Model {
@@ -20,14 +22,21 @@ impl Model {
         rows.chain(prefixes)
     }
 
+    /// The pages that a cache outside holds.
+    fn lent_pages(&self, group: usize) -> impl Iterator<Item = PageId> {
+        self.lent.iter().filter(move |((at, _), _)| *at == group).map(|(_, &(page, _))| page)
+    }
+
     /// Everyone who holds the page.
     pub(crate) fn holders(&self, group: usize, page: PageId) -> Vec<Holder> {
-        self.holdings(group).filter(|(_, held)| held.pages().any(|other| other == page)).map(|(who, _)| who).collect()
+        let inside = self.holdings(group).filter(|(_, held)| held.pages().any(|other| other == page));
+        let outside = self.lent_pages(group).filter(|&other| other == page).map(|_| Holder::Outside);
+        inside.map(|(who, _)| who).chain(outside).collect()
     }
 
     /// Every page that someone holds.
     pub(crate) fn held_pages(&self, group: usize) -> BTreeSet<PageId> {
-        self.holdings(group).flat_map(|(_, held)| held.pages()).collect()
+        self.holdings(group).flat_map(|(_, held)| held.pages()).chain(self.lent_pages(group)).collect()
     }
 
     /// Whether the page is read-only: it was shared since somebody took it.

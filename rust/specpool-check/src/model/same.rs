@@ -44,6 +44,8 @@ pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Resul
         equal("fenced pages", group, ledger.fenced_pages(group).map_err(text)?, model.fenced_pages(group))?;
         let reclaimable = ledger.reclaimable_pages(group).map_err(text)?;
         equal("reclaimable pages", group, reclaimable, model.reclaimable_pages(group))?;
+        let lent = model.lent.keys().filter(|(at, _)| *at == group).map(|&(_, name)| name).collect();
+        equal("lent pages", group, ledger.lent_pages(group).map_err(text)?, lent)?;
         same_pages(ledger, model, group, names)?;
     }
     equal("free rows", 0, ledger.num_free_rows(), model.num_free_rows())?;
@@ -63,6 +65,9 @@ fn same_pages(ledger: &Ledger, model: &Model, group: usize, names: &mut BTreeMap
             let expected = page.map_or(0, |&page| *names.entry(page).or_insert(cell));
             equal("a cell", at, (column, cell), (column, expected))?;
         }
+    }
+    for (&(_, name), &(page, _)) in model.lent.iter().filter(|((at, _), _)| *at == group) {
+        equal("a lent page", group, *names.entry(page).or_insert(name), name)?;
     }
     let mut distinct: Vec<i32> = names.values().copied().collect();
     distinct.sort_unstable();

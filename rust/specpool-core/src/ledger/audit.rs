@@ -251,6 +251,7 @@ impl Ledger {
         }
         self.prefix_holders(at).for_each(|page| count(page, false));
         self.index_holders(at).for_each(|(_, page)| count(page, false));
+        pool.lent_pages().for_each(|page| count(page, false));
         for (entry, page) in self.index_holders(at).filter(|&(entry, page)| pool.entry_of(page) != entry) {
             let text = format!("entry {entry} holds page {} of group {name}, of entry {}", page.0, pool.entry_of(page));
             report.push(Finding::of_page(page.at(), at, text));

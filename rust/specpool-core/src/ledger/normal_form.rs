@@ -191,7 +191,8 @@ impl Ledger {
         let Some(record) = pool.record(page).filter(|record| record.state != PageState::Free) else { return 0 };
         let owner = if record.state == PageState::Owned { record.owner.0 as u64 } else { 0 };
         let counts = u64::from(record.holders) << 8 | u64::from(pool.copies_of(page));
-        (record.state as u64) << 60 | owner << 40 | self.age(record.fence) << 24 | counts
+        let lent = u64::from(pool.lent_code(page));
+        (record.state as u64) << 60 | owner << 40 | self.age(record.fence) << 24 | lent << 22 | counts
     }
 
     /// A step as its place in the queue, from 1; 0 if it is complete.

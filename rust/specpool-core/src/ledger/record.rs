@@ -83,6 +83,7 @@ impl Ledger {
             match *event {
                 Event::Admit { tag: Some(tag), .. }
                 | Event::AdmitCached { tag: Some(tag), .. }
+                | Event::AdmitLent { tag: Some(tag), .. }
                 | Event::Fork { tag: Some(tag), .. } => put_text(aside, tag),
                 Event::Snapshot { number } | Event::Restore { number } => put_varint(aside, number),
                 _ => {}
@@ -101,7 +102,7 @@ impl Ledger {
         }
         digest.bytes(call);
         match *event {
-            Event::Admit { prefix: 0, row, .. } => digest.word(row.0 as u64),
+            Event::Admit { prefix: 0, row, .. } | Event::AdmitLent { row, .. } => digest.word(row.0 as u64),
             Event::Admit { row, .. } | Event::AdmitCached { row, .. } | Event::Fork { row, .. } => {
                 digest.word(row.0 as u64);
                 for group in &self.groups {

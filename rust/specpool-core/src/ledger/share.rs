@@ -54,7 +54,7 @@ impl Prefix {
 
 /// What a new row starts with in one group.
 pub(super) struct Start {
-    evicted: i32,
+    pub(super) evicted: i32,
     pub(super) shared: Vec<Page>,
     /// The page of its partly filled tail, to be copied.
     pub(super) tail: Option<Page>,

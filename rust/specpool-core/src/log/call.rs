@@ -25,7 +25,7 @@ pub type Salt<'a> = Cow<'a, [u8]>;
 /// let call = Call::Resolve { step: 9, accept_lens: (&[3, 1]).into() };
 /// let mut bytes = Vec::new();
 /// call.encode(&mut bytes);
-/// assert_eq!(Call::decode(&bytes, 2, 0), Ok((call, bytes.len())));
+/// assert_eq!(Call::decode(&bytes, 2, 0, 0), Ok((call, bytes.len())));
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the fields are the arguments of the ledger's verbs")]
@@ -105,6 +105,27 @@ pub enum Call<'a> {
     Forget {
         salt: Option<Salt<'a>>,
     },
+    Lend {
+        row: i32,
+        start: i32,
+        end: i32,
+    },
+    /// `pages` group after group.
+    Rebind {
+        row: i32,
+        start: i32,
+        end: i32,
+        pages: Ints<'a>,
+    },
+    /// `pages` group after group.
+    AdmitLent {
+        pages: Ints<'a>,
+        len: i32,
+    },
+    ReleaseLent {
+        group: i32,
+        pages: Ints<'a>,
+    },
 }
 
 impl<'a> From<Event<'a>> for Call<'a> {
@@ -143,6 +164,14 @@ impl<'a> From<Event<'a>> for Call<'a> {
                 Self::AdmitCached { tokens: Cow::Borrowed(tokens), salt: Cow::Borrowed(salt), needs_draft }
             }
             Event::Forget { salt } => Self::Forget { salt: salt.map(Cow::Borrowed) },
+            Event::Lend { row, start, end } => Self::Lend { row: row.0, start, end },
+            Event::Rebind { row, start, end, pages } => {
+                Self::Rebind { row: row.0, start, end, pages: Cow::Borrowed(pages) }
+            }
+            Event::AdmitLent { pages, len, .. } => Self::AdmitLent { pages: Cow::Borrowed(pages), len },
+            Event::ReleaseLent { group, pages } => {
+                Self::ReleaseLent { group: group as i32, pages: Cow::Borrowed(pages) }
+            }
         }
     }
 }
@@ -152,7 +181,7 @@ impl Call<'_> {
     #[must_use]
     pub fn verb(&self) -> Verb {
         match self {
-            Self::Admit { .. } | Self::AdmitCached { .. } => Verb::Admit,
+            Self::Admit { .. } | Self::AdmitCached { .. } | Self::AdmitLent { .. } => Verb::Admit,
             Self::Fork { .. } => Verb::Fork,
             Self::PinPrefix { .. } => Verb::PinPrefix,
             Self::ReleasePrefix { .. } => Verb::ReleasePrefix,
@@ -172,6 +201,9 @@ impl Call<'_> {
             Self::Restore => Verb::Restore,
             Self::Index { .. } => Verb::Index,
             Self::Forget { .. } => Verb::Forget,
+            Self::Lend { .. } => Verb::Lend,
+            Self::Rebind { .. } => Verb::Rebind,
+            Self::ReleaseLent { .. } => Verb::ReleaseLent,
         }
     }
 
@@ -196,6 +228,8 @@ impl Call<'_> {
             Self::Fork { row }
             | Self::PinPrefix { row, .. }
             | Self::Index { row, .. }
+            | Self::Lend { row, .. }
+            | Self::Rebind { row, .. }
             | Self::Trim { row, .. }
             | Self::EndTurn { row, .. }
             | Self::Retract { row }
@@ -273,11 +307,30 @@ impl Call<'_> {
                 put_bytes(out, salt);
             }
             Self::Forget { salt: None } => out.push(26),
+            &Self::Lend { row, start, end } => {
+                row_event(out, 27, row);
+                put_int(out, start);
+                put_int(out, end);
+            }
+            Self::Rebind { row, start, end, pages } => {
+                row_event(out, 28, *row);
+                put_int(out, *start);
+                put_int(out, *end);
+                put_ints(out, pages);
+            }
+            Self::AdmitLent { pages, len } => {
+                row_event(out, 29, *len);
+                put_ints(out, pages);
+            }
+            Self::ReleaseLent { group, pages } => {
+                row_event(out, 30, *group);
+                put_ints(out, pages);
+            }
         }
     }
 
     /// Decodes the event at the start of `bytes`, and returns how many bytes it takes. No array of lanes is longer than
-    /// `max_lanes`, no array of tokens than `max_tokens`.
+    /// `max_lanes`, no array of tokens than `max_tokens`, no array of pages than `max_pages`.
     ///
     /// # Errors
     /// The text says what is wrong with the bytes.
@@ -285,6 +338,7 @@ impl Call<'_> {
         bytes: &[u8],
         max_lanes: usize,
         max_tokens: usize,
+        max_pages: usize,
     ) -> std::result::Result<(Call<'static>, usize), String> {
         let mut input = Bytes::new(bytes);
         let kind = input.byte()?;
@@ -322,6 +376,15 @@ impl Call<'_> {
             }
             25 => Call::Forget { salt: Some(salt(&mut input)?) },
             26 => Call::Forget { salt: None },
+            27 => Call::Lend { row: input.int()?, start: input.int()?, end: input.int()? },
+            28 => Call::Rebind {
+                row: input.int()?,
+                start: input.int()?,
+                end: input.int()?,
+                pages: input.ints(max_pages)?,
+            },
+            29 => Call::AdmitLent { len: input.int()?, pages: input.ints(max_pages)? },
+            30 => Call::ReleaseLent { group: input.int()?, pages: input.ints(max_pages)? },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
         Ok((call, input.at))
@@ -372,6 +435,12 @@ impl std::fmt::Display for Call<'_> {
                 let needs = if *needs_draft { ", needs_draft=True" } else { "" };
                 write!(formatter, "admit_cached({}{}{needs})", list(tokens, "tokens"), Salted(salt))
             }
+            Self::Lend { row, start, end } => write!(formatter, "{verb}({row}, {start}, {end})"),
+            Self::Rebind { row, start, end, pages } => {
+                write!(formatter, "{verb}({row}, {start}, {end}, {})", list(pages, "pages"))
+            }
+            Self::AdmitLent { pages, len } => write!(formatter, "admit_lent({}, {len})", list(pages, "pages")),
+            Self::ReleaseLent { group, pages } => write!(formatter, "{verb}({group}, {})", list(pages, "pages")),
             Self::Forget { salt: Some(salt) } => write!(formatter, "{verb}(b\"{}\")", salt.escape_ascii()),
             Self::Fork { row } | Self::Retract { row } | Self::Finish { row } | Self::Abort { row } => {
                 write!(formatter, "{verb}({row})")

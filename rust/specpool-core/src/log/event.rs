@@ -125,6 +125,44 @@ pub enum Event<'a> {
         /// The embedder's name for the request.
         tag: Option<&'a str>,
     },
+    /// `lend`.
+    Lend {
+        /// The row.
+        row: Row,
+        /// The first token.
+        start: i32,
+        /// Behind the last token.
+        end: i32,
+    },
+    /// `rebind`.
+    Rebind {
+        /// The row.
+        row: Row,
+        /// The first token.
+        start: i32,
+        /// Behind the last token.
+        end: i32,
+        /// The pages, group after group.
+        pages: &'a [i32],
+    },
+    /// `admit_lent`: `row` is the row given.
+    AdmitLent {
+        /// The pages, group after group.
+        pages: &'a [i32],
+        /// `resolved_len` of the new row.
+        len: i32,
+        /// The row given.
+        row: Row,
+        /// The embedder's name for the request.
+        tag: Option<&'a str>,
+    },
+    /// `release_lent`.
+    ReleaseLent {
+        /// The group's index.
+        group: usize,
+        /// Its pages.
+        pages: &'a [i32],
+    },
     /// `forget`.
     Forget {
         /// The salt, or nothing for all.

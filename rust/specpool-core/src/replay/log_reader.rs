@@ -116,7 +116,9 @@ impl LogReader {
         let max_lanes = self.config.max_batch.map_or(self.config.num_rows, |most| most.min(self.config.num_rows));
         let max_lanes = usize::try_from(max_lanes).unwrap_or(0);
         let max_tokens = usize::try_from(self.config.max_context_len).unwrap_or(0);
-        let next = self.frames.next(|frame| decode(&frame.body, max_lanes, max_tokens))?;
+        let pages = self.config.groups.iter().map(|group| usize::try_from(group.num_pages).unwrap_or(0));
+        let most = [max_lanes, max_tokens, pages.sum()];
+        let next = self.frames.next(|frame| decode(&frame.body, most))?;
         Ok(next.map(|(Frame { index, offset, digest, .. }, (call, tag, snapshot))| Record {
             index,
             offset,
@@ -134,12 +136,17 @@ impl LogReader {
 }
 
 /// The call of a record, its tag and its snapshot.
-fn decode(body: &[u8], max_lanes: usize, max_tokens: usize) -> Decoded<(Call<'static>, Option<String>, u64)> {
-    let (call, len) = Call::decode(body, max_lanes, max_tokens)?;
+fn decode(
+    body: &[u8],
+    [max_lanes, max_tokens, max_pages]: [usize; 3],
+) -> Decoded<(Call<'static>, Option<String>, u64)> {
+    let (call, len) = Call::decode(body, max_lanes, max_tokens, max_pages)?;
     let mut aside = Bytes::new(&body[len..]);
     let (mut tag, mut snapshot) = (None, 0);
     match call {
-        Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. } if !aside.rest().is_empty() => {
+        Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. }
+            if !aside.rest().is_empty() =>
+        {
             tag = Some(aside.text()?);
         }
         Call::Snapshot | Call::Restore => snapshot = aside.varint()?,

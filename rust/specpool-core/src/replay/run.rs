@@ -64,7 +64,7 @@ impl Run {
     #[must_use]
     pub fn rows(&self) -> Vec<i32> {
         let mut rows = self.record.call.rows().to_vec();
-        if let (Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. }, Some(row)) =
+        if let (Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. }, Some(row)) =
             (&self.record.call, self.given)
         {
             rows.push(row as i32);
@@ -77,7 +77,7 @@ impl std::fmt::Display for Run {
     /// The call and what it gave: `prepare_decode([1, 2], [1, 1]) -> step 9`.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let what = match self.record.call {
-            Call::Admit { .. } | Call::AdmitCached { .. } | Call::Fork { .. } => "row ",
+            Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. } => "row ",
             Call::PinPrefix { .. } => "prefix ",
             _ => "",
         };
@@ -184,6 +184,10 @@ impl Replay {
                 given = Some(id(ledger.admit_cached(tokens, salt, limit, *needs_draft, tag)?));
             }
             Call::Forget { salt } => ledger.forget(salt.as_deref())?,
+            &Call::Lend { row, start, end } => ledger.lend(Row(row), start, end)?,
+            Call::Rebind { row, start, end, pages } => ledger.rebind(Row(*row), *start, *end, pages)?,
+            Call::AdmitLent { pages, len } => given = Some(id(ledger.admit_lent(pages, *len, tag)?)),
+            Call::ReleaseLent { group, pages } => ledger.release_lent(*group as usize, pages)?,
         }
         Ok((plan, given))
     }

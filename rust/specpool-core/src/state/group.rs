@@ -215,6 +215,12 @@ impl GroupState {
         self.columns(self.evicted[row.at()].into(), self.allocated[row.at()].into())
     }
 
+    /// Columns of the tokens `[start, end)` that are in the table; the bounds are page edges below `allocated_len`.
+    pub(crate) fn clamped_columns(&self, row: Row, start: i32, end: i32) -> std::ops::Range<usize> {
+        let columns = self.columns(start.into(), end.into());
+        self.held_columns(row).start.clamp(columns.start, columns.end)..columns.end
+    }
+
     pub(crate) fn kept(&self, row: Row) -> &[Kept] {
         self.kept.get(row.at()).map_or(&[], Vec::as_slice)
     }
@@ -226,6 +232,18 @@ impl GroupState {
         }
         let kept = self.kept(row);
         kept.binary_search_by_key(&column, |kept| kept.column as usize).ok().map(|at| kept[at].page)
+    }
+
+    /// A page of the row outside the columns for which the test holds, and its column.
+    pub(crate) fn elsewhere(
+        &self,
+        row: Row,
+        columns: &std::ops::Range<usize>,
+        fits: impl Fn(Page) -> bool,
+    ) -> Option<(usize, Page)> {
+        let held = self.held_columns(row).map(|column| (column, Page(self.table.row(row)[column])));
+        let kept = self.kept(row).iter().map(|kept| (kept.column as usize, kept.page));
+        held.chain(kept).find(|&(column, page)| !columns.contains(&column) && fits(page))
     }
 
     /// Whether the row holds the page at that column.

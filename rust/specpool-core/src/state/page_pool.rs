@@ -16,7 +16,7 @@
 //! that it leaves, in O(1), always.
 //!
 //! The prefix index is a holder too. A page that nobody else holds is *cached* (`indexed_pages`): it keeps its contents,
-//! and it is given up when free pages do not suffice.
+//! and it is given up when free pages do not suffice. So is a prefix cache outside the ledger (`lent_pages`).
 
 use crate::check::in_range;
 use crate::digest::Digest;
@@ -63,7 +63,7 @@ pub struct PageRecord {
     pub state: PageState,
     /// The row that took it from the pool last; row 0 if none ever did.
     pub owner: Row,
-    /// Rows and pinned prefixes that hold it, and the prefix index if it does.
+    /// Rows and pinned prefixes that hold it, and the prefix index and a cache outside if they do.
     pub holders: u32,
     /// The step that it was last taken for.
     pub birth_step: u64,
@@ -91,12 +91,14 @@ pub(super) struct Line {
     pub(super) behind: i32,
     pub(super) state: PageState,
     pub(super) last_verb: Verb,
+    /// Whether a prefix cache outside holds the page (`lent_pages`).
+    pub(super) lent: u8,
 }
 
 /// Who uses one page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct PageCounts {
-    /// Rows and pinned prefixes that hold it, and the prefix index if it does.
+    /// Rows and pinned prefixes that hold it, and the prefix index and a cache outside if they do.
     pub(crate) holders: u32,
     /// How many of these are idle rows.
     pub(crate) idle_holders: u32,
@@ -438,6 +440,9 @@ impl PagePool {
             digest.ints(&[page as i64, line.state as i64, i64::from(line.owner), i64::from(line.holders)]);
             digest.word(line.fence);
             digest.word(line.copies.into());
+            if line.lent > 0 {
+                digest.word(line.lent.into());
+            }
         }
         digest.numbers(self.fenced.iter().map(|page| page.0));
         for list in [&self.waiting, &self.cached].into_iter().filter(|list| list.len() > 0) {

@@ -1,0 +1,544 @@
+"""SGLang's own scheduler, with a fake model, on a CPU: `run(setup)` returns what came of it.
+
+`Loop` is SGLang's `Scheduler` with its two event loops, its batches, policy, radix cache, sessions,
+retraction, result processing and memory checks. What it does not have is a process, a network, a
+tokenizer and a model (`sglang_worker`). Each run is a forked child, so a run of SGLang's own and
+one of the plug-in's at any level start from the same state and do not see each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import os
+import random
+import traceback
+from array import array
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import sglang_torch
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import (
+    CloseSessionReqInput,
+    OpenSessionReqInput,
+    SessionParams,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+from sglang.srt.mem_cache.allocator import paged, token
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_device import STOP, Device, Text, digest
+from sglang_worker import EagleWorker, Worker
+
+Shape = tuple[int, int, int]
+#: Turns of a session.
+TURNS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One run: the engine's settings and its traffic."""
+
+    level: str = "off"
+    page_size: int = 16
+    shape: Shape | None = None  # EAGLE's (S, K, N); None decodes without drafts
+    cache: bool = True
+    overlap: bool = True
+    num_tokens: int = 2048  # slots of the pool
+    num_rows: int = 8
+    chunk: int | None = 48  # tokens of prefill in a batch, rounded up to whole pages
+    num_requests: int = 24
+    num_sessions: int = 0
+    most_prompt: int = 120
+    most_answer: int = 60
+    conservativeness: float = (
+        0.3  # below 1 more requests run than surely fit, so some are retracted
+    )
+    mixed: bool = False  # decode rows ride along with a chunk of prefill
+    seed: int = 0
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens of prefill in a batch."""
+        return self.chunk and -(-self.chunk // self.page_size) * self.page_size
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a run."""
+
+    texts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    expected: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    faults: list[str] = dataclasses.field(default_factory=list)
+    leaks: list[str] = dataclasses.field(default_factory=list)
+    retracted: int = 0
+    aborted: list[str] = dataclasses.field(default_factory=list)
+    forwards: int = 0
+    most_running: int = 0
+    sum_running: int = 0  # running rows, summed over forwards
+    slots_ahead: int = 0  # slots that rows hold beyond their committed tokens, likewise
+    seen: set[str] = dataclasses.field(default_factory=set)  # what happened at all
+    error: str = ""
+
+    @property
+    def mean_running(self) -> float:
+        """Mean rows that decode in a forward."""
+        return self.sum_running / max(1, self.forwards)
+
+
+class Nothing:
+    """Takes every call and every number; stands for metrics, profilers and sockets."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __add__(self, _: Any) -> Any:
+        return self
+
+    __radd__ = __iadd__ = __mod__ = __sub__ = __add__
+
+    @contextlib.contextmanager
+    def record(self, *_: Any) -> Iterator[None]:
+        yield
+
+
+class Stream:
+    """The only stream: what is launched is done at once, in that order."""
+
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+
+
+class Event:
+    def record(self, *_: Any, **__: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def arguments(setup: Setup) -> ServerArgs:
+    """SGLang's settings of a run."""
+    eagle: dict[str, Any] = {}
+    if setup.shape is not None:
+        num_steps, topk, num_draft_tokens = setup.shape
+        eagle = {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": num_steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": num_draft_tokens,
+        }
+    return ServerArgs(
+        model_path="dummy",
+        device="cpu",
+        attention_backend="torch_native",
+        page_size=setup.page_size,
+        chunked_prefill_size=setup.chunk_size or -1,
+        disable_radix_cache=not setup.cache,
+        disable_overlap_schedule=not setup.overlap,
+        schedule_conservativeness=setup.conservativeness,
+        enable_streaming_session=setup.num_sessions > 0,
+        enable_mixed_chunk=setup.mixed,
+        pp_max_micro_batch_size=setup.num_rows,
+        **eagle,
+    )
+
+
+class Loop(Scheduler):
+    """SGLang's scheduler over a fake model, fed with seeded traffic."""
+
+    def __init__(self, setup: Setup) -> None:
+        publish(arguments(setup), role="scheduler")
+        self.setup, self.outcome = setup, Outcome()
+        self._init_memory()
+        self._init_engine()
+        self._init_parts()
+        self.traffic = Traffic(self)
+
+    def _init_memory(self) -> None:
+        setup = self.setup
+        size = setup.num_tokens // setup.page_size * setup.page_size
+        self.max_req_len = setup.num_tokens
+        self.simulated = Device(size + setup.page_size, setup.page_size)
+        width = self.max_req_len + 4 + get_req_to_token_extra_context_len()
+        pool = memory_pool.ReqToTokenPool(setup.num_rows, width, "cpu", False)
+        settings = (torch.float16, "cpu", self.simulated.target, False)
+        if setup.page_size == 1:
+            allocator = token.TokenToKVPoolAllocator(size, *settings)
+        else:
+            allocator = paged.PagedTokenToKVPoolAllocator(size, setup.page_size, *settings)
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = pool, allocator
+        self.tree_cache = UnifiedRadixCache(
+            CacheInitParams(
+                disable=not setup.cache,
+                req_to_token_pool=pool,
+                token_to_kv_pool_allocator=allocator,
+                page_size=setup.page_size,
+                is_eagle=setup.shape is not None,
+                chunked_prefill_size=setup.chunk_size,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend="python",
+            )
+        )
+        self.max_total_num_tokens = size
+
+    def _init_engine(self) -> None:
+        setup = self.setup
+        self.page_size, self.device, self.is_generation = setup.page_size, "cpu", True
+        self.enable_overlap, self.enable_overlap_mlx = setup.overlap, False
+        self.spec_algorithm = SpeculativeAlgorithm.from_string(
+            None if setup.shape is None else "EAGLE"
+        )
+        if setup.shape is None:
+            self.model_worker = Worker(self.simulated, setup.seed)
+        else:
+            self.model_worker = EagleWorker(self.simulated, setup.seed, setup.shape)
+        self.tp_worker = self.model_worker
+        self.draft_worker = None if setup.shape is None else self.model_worker
+        self.model_config = SimpleNamespace(
+            vocab_size=1000,
+            is_encoder_decoder=False,
+            is_multimodal=False,
+            hf_eos_token_id={STOP},
+            context_len=self.max_req_len,
+            think_end_id=None,
+            self_opened_think_start_ids=None,
+        )
+        self.pp_group = SimpleNamespace(is_last_rank=True)
+        self.max_running_requests = setup.num_rows
+        self.max_prefill_tokens = 1 << 14
+        for name in ("metrics_reporter", "profiler_manager", "load_publisher", "grammar_manager",
+                     "ipc_channels", "dllm_manager", "kv_events_publisher", "output_streamer",
+                     "metrics_collector", "load_inquirer"):  # fmt: skip
+            setattr(self, name, Nothing())
+        self.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[])
+        self.dp_attn_adapter = SimpleNamespace(
+            maybe_prepare_mlp_sync_batch=lambda batch, **_: batch,
+            maybe_convert_decode_to_extend=lambda batch: batch,
+            drop_sync_wait_carry=lambda: None,
+        )
+        self.ngram_embedding_manager = SimpleNamespace(prepare_for_forward=lambda batch, **_: batch)
+
+    def _init_parts(self) -> None:
+        self.disaggregation_mode = DisaggregationMode.NULL
+        self.schedule_policy = "fcfs"
+        for name in ("enable_priority_scheduling", "schedule_low_priority_values_first",
+                     "abort_on_priority_when_disabled", "enable_hierarchical_cache",
+                     "enable_hicache_storage", "enable_lmcache", "enable_lora", "enable_hisparse",
+                     "enable_pdmux", "enable_unified_memory", "enable_fpm", "require_mlp_sync",
+                     "enable_unified_cache_external_linker", "attn_dp_enabled", "is_hybrid_swa",
+                     "enable_session_radix_cache", "is_hybrid_ssm", "_war_barrier_enabled",
+                     "enable_decode_hicache"):  # fmt: skip
+            setattr(self, name, False)
+        for name in ("dllm_config", "decode_offload_manager", "hisparse_coordinator",
+                     "scripted_scheduler_hook", "min_free_slots_delayer", "rust_server",
+                     "scheduler_stage_metrics", "load_snapshot_writer", "dynamic_chunk_sizer",
+                     "sliding_window_size", "full_tokens_per_layer", "swa_tokens_per_layer",
+                     "priority_scheduling_preemption_threshold", "max_queued_requests",
+                     "max_new_tokens_limit", "truncation_align_size", "lora_drainer",
+                     "external_corpus_manager"):  # fmt: skip
+            setattr(self, name, None)
+        self.init_running_status()
+        self.init_chunked_prefill_here()
+        self.init_schedule_policy()
+        self.init_streams_here()
+        self.init_load_inquirer_here()
+        self.init_batch_result_processor()
+        self.init_pool_stats_observer()
+        self.scheduler_stage_metrics = Nothing()
+        self.init_invariant_checker()
+        self.scheduler_stage_metrics = None
+
+    def init_chunked_prefill_here(self) -> None:
+        self.chunked_prefill_size = self.setup.chunk_size
+        self.prefill_decode_interval = self._prefill_decode_interval_remaining = 0
+        self.prefill_decode_interval_min_bs = 0
+        self.chunked_req = self._pending_chunked_abort_req = None
+        self.is_mixed_chunk = self.setup.chunk is not None and self.setup.mixed
+
+    def init_streams_here(self) -> None:
+        self.device_module = SimpleNamespace(Event=Event)
+        self.schedule_stream = self.forward_stream = self.copy_stream = Stream()
+        self.forward_stream_ctx = self.copy_stream_ctx = contextlib.nullcontext()
+        self._confidence_budget_prepare = None
+        self.enable_async_d2h_copy = False
+        self.batch_record_buf, self.batch_record_ct = [None] * 2, 0
+        self.future_map = self.spec_algorithm.create_future_map(
+            "cpu", self.req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False
+        )
+
+    def init_load_inquirer_here(self) -> None:
+        self._prev_step = self._prev_prefill_end_ts = self._pause_started_at = None
+        self.total_prefill_uncached_tokens = self.total_prefill_busy_us = 0
+        self.decode_moment_totals, self._pause_intervals = [0.0] * 6, []
+        self._sched_idled = False
+        self.processed_tokens_counter = 0
+
+    # What a run does beside SGLang's loop.
+
+    def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
+        """Feed the traffic; end the loop when all of it is over and the engine is idle."""
+        self.traffic.turn()
+        self.gracefully_exit = self.traffic.is_over() and self.is_idle()
+        return []
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs, waits or is in flight."""
+        return (
+            self.running_batch.is_empty()
+            and not self.waiting_queue
+            and self.chunked_req is None
+            and not self.result_queue
+            and (self.last_batch is None or self.last_batch.is_empty())
+        )
+
+    def on_idle(self) -> None:
+        """SGLang's own sums of the pool, and of the rows, when nothing runs."""
+        if self.is_idle():
+            checker = self.invariant_checker
+            leaks, messages = checker._check_all_pools(self.pool_stats_observer.get_pool_stats())
+            if leaks:
+                self.outcome.leaks += messages
+            held = self.pool_stats_observer.session_held_req_count()
+            if self.req_to_token_pool.available_size() + held != self.setup.num_rows:
+                self.outcome.leaks.append(
+                    f"{self.req_to_token_pool.available_size()} of {self.setup.num_rows} rows are "
+                    f"free, {held} are of sessions"
+                )
+
+    def run_batch(self, batch: Any, **options: Any) -> Any:
+        """Count what runs."""
+        outcome = self.outcome
+        outcome.forwards += 1
+        if batch.forward_mode.is_decode():
+            outcome.seen.add("decode")
+            outcome.most_running = max(outcome.most_running, len(batch.reqs))
+            outcome.sum_running += len(batch.reqs)
+            for req in batch.reqs:
+                outcome.slots_ahead += req.kv.kv_allocated_len - req.kv.kv_committed_len
+        else:
+            outcome.seen.add("extend")
+            if batch.decoding_reqs:
+                outcome.seen.add("mixed")
+            for req in batch.reqs:
+                if req.prefix_len and req.extend_batch_idx <= 1:
+                    outcome.seen.add("hit")
+            if batch.chunked_req is not None:
+                outcome.seen.add("chunk")
+        return super().run_batch(batch, **options)
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        self.outcome.retracted += is_retracted
+        super()._add_request_to_queue(req, is_retracted)
+
+    def send_abort_output(self, abort_req: Any, req: Any) -> None:
+        """A request that does not fit even alone ends."""
+        self.outcome.aborted.append(req.rid)
+
+    def _poll_timeout_aborts(self) -> list[Any]:
+        return []
+
+    def finish(self) -> Outcome:
+        """Close the sessions, drop the cache, and see that every page and row came back."""
+        self.traffic.close()
+        self.on_idle()
+        self.tree_cache.reset() if not self.setup.cache else self._evict_all()
+        allocator, outcome = self.token_to_kv_pool_allocator, self.outcome
+        if allocator.available_size() != self.max_total_num_tokens:
+            outcome.leaks.append(
+                f"{allocator.available_size()} of {self.max_total_num_tokens} slots are free"
+            )
+        if self.req_to_token_pool.available_size() != self.setup.num_rows:
+            outcome.leaks.append(f"{self.req_to_token_pool.available_size()} rows are free")
+        outcome.faults += self.simulated.faults
+        for rid, text in self.model_worker.texts.items():
+            outcome.expected[rid] = text.answer(self.traffic.most[rid])
+        return outcome
+
+    def _evict_all(self) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.tree_cache.evict(EvictParams(num_tokens=self.tree_cache.evictable_size()))
+
+
+class Traffic:
+    """Seeded requests, some with prefixes that others had, and sessions of several turns.
+
+    What a request says depends on the seed and its number alone, not on how the engine runs.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, setup = loop, loop.setup
+        self.seed, self.tick = setup.seed, 0
+        self.most: dict[str, int] = {}  # tokens that each request may say
+        self.running: dict[str, Req] = {}
+        rng = self._rng(0, 0)
+        self.stems = [_tokens(rng, setup.most_prompt) for _ in range(3)]
+        # When each request is sent, and how long a session thinks before a turn.
+        self.sends = sorted(
+            rng.randint(1, 3 * setup.num_requests) for _ in range(setup.num_requests)
+        )
+        self.turns = {f"s{at}": TURNS for at in range(setup.num_sessions)}
+        self.busy: dict[str, str] = {}
+        self.history: dict[str, list[int]] = {name: [] for name in self.turns}
+        self.wakes = {name: rng.randint(1, 20) for name in self.turns}
+        for name in self.turns:
+            opened = OpenSessionReqInput(
+                capacity_of_str_len=1 << 20, session_id=name, streaming=True
+            )
+            loop.session_controller.open(opened)
+
+    def _rng(self, kind: int, number: int) -> random.Random:
+        return random.Random(digest(self.seed, kind, number))
+
+    def is_over(self) -> bool:
+        """Whether all that was to be sent has ended."""
+        return not self.sends and not any(self.turns.values()) and not self.running
+
+    def turn(self) -> None:
+        """Take what ended, and send what is due."""
+        self.tick += 1
+        for rid, req in list(self.running.items()):
+            if req.finished():
+                self._ended(rid, req)
+        while self.sends and self.sends[0] <= self.tick:
+            number = self.loop.setup.num_requests - len(self.sends)
+            self.sends.pop(0)
+            self._send(str(number), self._rng(1, number))
+        for name, turns in self.turns.items():
+            if turns and name not in self.busy and self.wakes[name] <= self.tick:
+                self.turns[name] -= 1
+                number = 1000 * (1 + int(name[1:])) + TURNS - turns
+                self._send_turn(name, str(number), self._rng(1, number))
+
+    def _ended(self, rid: str, req: Any) -> None:
+        del self.running[rid]
+        said = list(req.output_ids)
+        if req.finished_len is not None:
+            said = said[: req.finished_len]
+        self.loop.outcome.texts[rid] = said
+        for name in [name for name, busy in self.busy.items() if busy == rid]:
+            del self.busy[name]
+            self.wakes[name] = self.tick + self._rng(2, int(rid)).randint(0, 6)
+            self.history[name] = list(req.origin_input_ids) + said
+
+    def _parameters(self, rng: random.Random) -> SamplingParams:
+        most = rng.randint(1, self.loop.setup.most_answer)
+        parameters = SamplingParams(max_new_tokens=most, temperature=0, stop_token_ids=[STOP])
+        parameters.normalize(None)
+        return parameters
+
+    def _send(self, rid: str, rng: random.Random) -> None:
+        stem = rng.choice(self.stems)
+        prompt = stem[: rng.randint(1, len(stem))] + _tokens(rng, rng.randint(1, 9))
+        parameters = self._parameters(rng)
+        req = Req(rid, "", array("q", prompt), parameters, eos_token_ids={STOP}, vocab_size=1000)
+        self._queue(rid, req, prompt)
+
+    def _send_turn(self, name: str, rid: str, rng: random.Random) -> None:
+        new = _tokens(rng, rng.randint(1, 40))
+        asked = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text="",
+            input_embeds=None,
+            token_type_ids=None,
+            input_ids=array("q", new),
+            mm_inputs=None,
+            sampling_params=self._parameters(rng),
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            session_params=SessionParams(id=name),
+        )
+        session = self.loop.session_controller.get(name)
+        req = session.create_req(asked, None, 1000, eos_token_ids={STOP})
+        self.busy[name] = rid
+        self.loop.outcome.seen.add("turn" if self.history[name] else "session")
+        self._queue(rid, req, self.history[name] + new)
+
+    def _queue(self, rid: str, req: Any, prompt: list[int]) -> None:
+        loop = self.loop
+        if list(req.origin_input_ids) != prompt:
+            loop.outcome.faults.append(f"{rid}: SGLang's prompt is not the one sent")
+        loop.init_req_max_new_tokens(req)
+        loop.model_worker.texts[rid] = Text(prompt)
+        self.most[rid] = req.sampling_params.max_new_tokens
+        self.running[rid] = req
+        loop._add_request_to_queue(req)
+
+    def close(self) -> None:
+        """Close every session."""
+        for name in self.history:
+            self.loop.session_controller.close(CloseSessionReqInput(session_id=name))
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randint(3, 999) for _ in range(count)]
+
+
+def run(
+    setup: Setup, *, prepare: Callable[[Loop], None] | None = None, seconds: float = 60
+) -> Outcome:
+    """Run a setup in a forked child and return what came of it.
+
+    Args:
+        setup: the run.
+        prepare: called in the child with the loop, before it runs; for hooks and broken guards.
+        seconds: the most that it may take.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(setup, prepare, there))
+    child.start()
+    there.close()
+    try:
+        if not here.poll(seconds):
+            child.kill()
+            return Outcome(error=f"{setup} took more than {seconds} s")
+        return here.recv()
+    finally:
+        child.join()
+
+
+def _child(setup: Setup, prepare: Callable[[Loop], None] | None, out: Any) -> None:
+    logging.disable(logging.WARNING)
+    outcome = Outcome()
+    try:
+        os.environ["SPECPOOL_SGLANG"] = setup.level
+        os.environ["SPECPOOL_SGLANG_DRIFT"] = "exit"
+        load_plugins()
+        sglang_torch.install()
+        loop = Loop(setup)
+        outcome = loop.outcome
+        if prepare is not None:
+            prepare(loop)
+        (loop.event_loop_overlap if setup.overlap else loop.event_loop_normal)()
+        outcome = loop.finish()
+    except BaseException:
+        outcome.error = traceback.format_exc()
+    out.send(outcome)
