@@ -34,6 +34,8 @@ pub enum Verb {
     Take,
     Drop,
     Put,
+    Keep,
+    Unkeep,
 }
 
 impl Verb {
@@ -67,6 +69,8 @@ impl Verb {
             Self::Take => "take",
             Self::Drop => "drop",
             Self::Put => "put",
+            Self::Keep => "keep",
+            Self::Unkeep => "unkeep",
         }
     }
 }
