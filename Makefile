@@ -44,7 +44,23 @@ VISION := import torch; print("torchvision==0.%d.*" % (int(torch.__version__.spl
 	sglang==0.5.23 gguf compressed-tensors "$$($(BIN)/python -c '$(VISION)')"
 	mv $@.new $@
 
-engines: .engines/sglang ## install SGLang (a wheel of 40 MB, no GPU) into .engines, for the tests of the plug-in
+# vLLM's wheel has 336 MB, its source 47 MB: pip fetches the source, and only the Python in it is kept, with its tests.
+# pip runs its setup.py to learn the version, which needs a few packages beside torch.
+VLLM := 0.33.0
+.engines/vllm: tests/embed/vllm.txt $(UV) $(VENV)/.dev
+	rm -rf $@ $@.new
+	$(UV) pip install --quiet --python $(BIN)/python --target $@.new -r tests/embed/vllm.txt
+	$(UV) pip install --quiet --python $(BIN)/python --target $@.new --no-deps xgrammar llguidance
+	$(UV) pip install --quiet --python $(BIN)/python --target $@.new/.setup setuptools-scm setuptools-rust packaging wheel
+	PYTHONPATH=$(abspath $@.new/.setup) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(BIN)/python -m pip download \
+	--quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary vllm --dest $@.new/.setup vllm==$(VLLM)
+	tar -xzf $@.new/.setup/vllm-*.tar.gz -C $@.new/.setup
+	mv $@.new/.setup/vllm-*/vllm $@.new/vllm
+	mkdir -p $@.new/source && mv $@.new/.setup/vllm-*/tests $@.new/source/tests
+	rm -rf $@.new/.setup
+	mv $@.new $@
+
+engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and vLLM's Python (47 MB) into .engines, for the tests of the plug-ins
 
 run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair
 	$(BIN)/specpool generate

@@ -451,6 +451,16 @@ class BlockPool:
             OutOfPages: `count` is more than free and cached blocks, those of `hold` not counted.
             OutOfMemory: the machine has no memory for it.
         """
+    def preview(self, count: int | None = None) -> _I32:
+        """Return the blocks that `take(count)` would give, in order, int32 [n]; change nothing.
+
+        Fewer if fewer can be taken; without `count` all of them.
+
+        Cost: O(num_blocks).
+
+        Raises:
+            ShapeError: `count` is negative.
+        """
     def drop(self, blocks: _IntArray, after: int | None = None) -> None:
         """Let go of each block once; a block may be named as often as it is held.
 
@@ -505,10 +515,33 @@ class BlockPool:
             PageStateError: a block is not held, is named twice, or is known to hold other tokens.
             OutOfMemory: the machine has no memory for it.
         """
-    def forget(self, salt: bytes | None = None) -> None:
-        """Forget what blocks hold, of one salt or of all. Blocks that are held stay held.
+    def keep(self, blocks: _IntArray) -> None:
+        """Note that an index of your own knows what blocks hold.
 
-        Cost: O(blocks forgotten).
+        When nobody holds such a block any more it is cached, not free: `take` gives it up after
+        the free ones, the least recently used first, and you forget it when `take` returns it.
+        `match` does not find it. A block that is kept already stays as it is. Without caching this
+        does nothing.
+
+        Cost: O(len(blocks)).
+
+        Raises:
+            ShapeError: the pool has no such block.
+            PageStateError: a block is not held, or `put` has noted it.
+        """
+    def unkeep(self, blocks: _IntArray) -> None:
+        """Undo `keep`: a block that nobody holds is free. One that is not kept stays as it is.
+
+        Cost: O(len(blocks)).
+
+        Raises:
+            ShapeError: the pool has no such block.
+            PageStateError: `put` has noted a block; `forget` undoes that.
+        """
+    def forget(self, salt: bytes | None = None) -> None:
+        """Forget what blocks hold, of one salt, or of all and of `keep`. Held ones stay held.
+
+        Cost: O(blocks forgotten); without a salt O(num_blocks).
 
         Raises:
             ShapeError: the salt has over 256 bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ class PlainPool:
         self.waiting: list[int] = []  # those whose content is known
         self.cached: list[int] = []  # the first one goes first
         self.known: dict[tuple[bytes, Text], int] = {}  # salt and tokens from the start -> block
+        self.kept: set[int] = set()  # blocks that an index of the caller's knows
         self.completed = 0
 
     def key_of(self, block: int) -> tuple[bytes, Text] | None:
@@ -55,7 +57,8 @@ class PlainPool:
                 listed.remove(block)
         if block in self.refs:
             return
-        is_fenced, is_known = self.fences.get(block, 0) > self.completed, self.key_of(block)
+        is_fenced = self.fences.get(block, 0) > self.completed
+        is_known = self.key_of(block) or block in self.kept
         if is_fenced and block not in self.fenced:
             (self.waiting if is_known else self.fenced).append(block)
         elif not is_fenced:
@@ -68,11 +71,10 @@ class PlainPool:
         for block in hold:
             self.refs[block] = self.refs.get(block, 0) + 1
             self.settle(block)
-        while self.num_free < count:
-            salt, text = self.key_of(self.cached[0]) or (b"", ())
-            self.unknow(self.leaf(salt, text))
         blocks = []
         for _ in range(count):
+            while not self.num_free:
+                self.evict()
             if self.returned:
                 block = self.returned.pop()
             else:
@@ -80,6 +82,23 @@ class PlainPool:
             self.refs[block], self.fences[block] = 1, 0
             blocks.append(block)
         return blocks
+
+    def evict(self) -> None:
+        oldest = self.cached[0]
+        if oldest in self.kept:
+            self.unkeep([oldest])
+        else:
+            salt, text = self.key_of(oldest) or (b"", ())
+            self.unknow(self.leaf(salt, text))
+
+    def keep(self, blocks: list[int]) -> None:
+        self.kept |= set(blocks)
+
+    def unkeep(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block in self.kept:
+                self.kept.remove(block)
+                self.settle(block)
 
     def leaf(self, salt: bytes, text: Text) -> tuple[bytes, Text]:
         """The last of the texts that continue this one, piece by piece."""
@@ -125,6 +144,8 @@ class PlainPool:
         for each in sorted({each for each, _ in self.known if salt in (None, each)}):
             while any(other == each for other, _ in self.known):
                 self.unknow(self.leaf(each, ()))
+        if salt is None:
+            self.unkeep(sorted(self.kept))
 
     def complete(self, step: int) -> None:
         self.completed = step
@@ -181,6 +202,8 @@ class World:
         tokens, blocks, noted, salt = self.rows[at]
         end = self.rng.randint(0, len(tokens))
         noted = min(noted, end // self.size)
+        self.pool.unkeep(blocks_of_kept := [b for b in blocks if b in self.plain.kept])
+        self.plain.unkeep(blocks_of_kept)
         given = self.pool.put(self.array(tokens[:end]), self.array(blocks), noted, salt).tolist()
         assert given == self.plain.put(tokens[:end], blocks, noted, salt)
         # As an engine would: take the block that was first, and drop one's own.
@@ -215,13 +238,31 @@ class World:
             self.pool.forget(salt)
             self.plain.forget(salt)
 
+    def keep(self) -> None:
+        """Blocks that `put` never saw, as an engine with an index of its own has them."""
+        listed = [block for _, blocks, _, _ in self.rows for block in blocks]
+        unknown = [b for b in listed if not self.plain.key_of(b)]
+        blocks = self.rng.sample(unknown, self.rng.randint(0, min(3, len(unknown))))
+        self.pool.keep(self.array(blocks))
+        self.plain.keep(blocks)
+        if self.rng.random() < 0.3:
+            kept = sorted(self.plain.kept)
+            blocks = self.rng.sample(kept, self.rng.randint(0, min(3, len(kept))))
+            self.pool.unkeep(self.array(blocks))
+            self.plain.unkeep(blocks)
+
     def turn(self) -> None:
-        self.rng.choice([self.come, self.come, self.note, self.note, self.go, self.other])()
+        acts = [self.come, self.come, self.note, self.note, self.go, self.other, self.keep]
+        self.rng.choice(acts)()
         pool, plain = self.pool, self.plain
         pool.check()
         counts = pool.num_free, pool.num_cached, pool.num_fenced, pool.index_size[0]
         fenced = len(plain.fenced) + len(plain.waiting)
-        assert counts == (plain.num_free, len(plain.cached), fenced, len(plain.known))
+        known = len(plain.known) + len(plain.kept)
+        assert counts == (plain.num_free, len(plain.cached), fenced, known)
+        if self.rng.random() < 0.3:
+            count = self.rng.randint(0, counts[0] + counts[1])
+            assert pool.preview(count).tolist() == copy.deepcopy(plain).take(count, [])
         assert pool.taken().tolist() == plain.taken()
         assert sum(counts[:3]) + len(plain.refs) == pool.num_blocks
 
@@ -275,6 +316,37 @@ def test_blocks_of_a_step_that_runs_wait_for_its_end() -> None:
     assert (pool.num_free, pool.num_cached, pool.num_fenced) == (3, 1, 0)
 
 
+def test_kept_blocks_are_given_up_after_the_free_ones_oldest_first() -> None:
+    pool = BlockPool(5, 2)
+    blocks = pool.take(4)
+    pool.keep(blocks[1:3])
+    pool.drop(blocks[:2])  # block 1 is let go first
+    pool.drop(blocks[2:])
+    assert (pool.num_free, pool.num_cached, pool.index_size) == (3, 2, (2, 0))
+    assert pool.preview(2).tolist() == [3, 0]
+    assert pool.preview().tolist() == pool.preview(99).tolist() == [3, 0, 4, 1, 2]
+    pool.take(0, hold=[1])  # used again, and last now
+    pool.drop([1])
+    assert pool.take(4).tolist() == [3, 0, 4, 2]
+    assert pool.index_size == (1, 1)
+    with pytest.raises(PageStateError, match="put behind of block 1: it is not known under this"):
+        pool.put([1, 2, 3, 4, 5, 6], [1, 3, 4], 2)
+    pool.unkeep([1])
+    assert (pool.num_free, pool.num_cached) == (1, 0)
+    pool.keep([3])
+    before = pool.state_hash()
+    pool.unkeep([3])
+    assert pool.state_hash() != before
+    pool.keep([3, 3])
+    assert pool.state_hash() == before
+    pool.forget(b"")
+    assert pool.index_size[0] == 1
+    pool.forget()
+    assert pool.index_size[0] == 0
+    pool.drop([3, 0, 4, 2])
+    assert pool.num_free == 5
+
+
 def test_without_caching_nothing_is_found() -> None:
     pool = BlockPool(4, 2, caching=False)
     blocks = pool.take(2)
@@ -308,18 +380,20 @@ def test_a_recorded_run_replays(tmp_path: Path) -> None:
     with BlockPool(8, 2, fencing=True, record=path) as pool:
         blocks = pool.take(3, tag="a")
         pool.put([1, 2, 3, 4], blocks)
+        pool.keep([2])
         pool.drop(blocks, after=1)
         pool.complete(1)
+        pool.unkeep([2])
     with pytest.raises(OrderError, match="the pool is closed"):
         pool.take(1)
     again, num_calls, end = BlockPool.replay(path)
-    assert (num_calls, end) == (4, "closed")
+    assert (num_calls, end) == (6, "closed")
     assert (again.digest, again.state_hash()) == (pool.digest, pool.state_hash())
     assert again.record_of(1)[2] == "a"
     with pytest.raises(RecordError, match=r"it is the log of a BlockPool: BlockPool\.replay reads"):
         Replay(path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RecordError, match=r"event 4 at byte .*truncated"):
+    with pytest.raises(RecordError, match=r"event 6 at byte .*truncated"):
         BlockPool.replay(path)
     with pytest.raises(RecordError, match="cannot write the event log"):
         BlockPool(8, 2, record=tmp_path / "no" / "folder")
@@ -390,6 +464,19 @@ def refused() -> dict[str, Case]:
             PageStateError,
             "put behind of block 1: it is not known under this salt",
         ),
+        "keep free": (lambda pool: pool.keep([2, 4]), PageStateError, "keep of block 4: nobody"),
+        "keep known": (
+            lambda pool: pool.keep([2, 1]),
+            PageStateError,
+            "keep of block 1: the pool's own index knows it",
+        ),
+        "unkeep known": (
+            lambda pool: pool.unkeep([2, 1]),
+            PageStateError,
+            "unkeep of block 1: the pool's own index knows it",
+        ),
+        "keep foreign": (lambda pool: pool.keep([9]), ShapeError, "the pool's blocks are 1 to 8"),
+        "preview": (lambda pool: pool.preview(-1), ShapeError, "count must be 0 or more, got -1"),
         "limit": (lambda pool: pool.match([1], limit=2), ShapeError, r"in \[0, 1\], got 2"),
         "salt": (
             lambda pool: pool.match([1], b"x" * 257),

@@ -16,10 +16,13 @@ use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::ledger::check_salt;
 use crate::log::recorder::Recorder;
-use crate::memory::with_room;
+use crate::memory::{with_room, zeroed};
 use crate::state::page_pool::{PagePool, PageState};
 use crate::state::prefix_index::{NONE, PrefixIndex};
 use crate::verb::Verb;
+
+/// Stands in a page's line for an entry of an index that the caller keeps.
+const KEPT: u32 = u32::MAX;
 
 /// The row that the page pool notes as the owner of every block.
 const OWNER: Row = Row(0);
@@ -108,6 +111,8 @@ pub struct BlockPool {
     marks: Vec<u32>,
     completed: u64,
     num_evictions: u64,
+    /// Blocks that an index of the caller's knows.
+    num_kept: usize,
     recorder: Recorder,
     is_closed: bool,
 }
@@ -129,6 +134,7 @@ impl BlockPool {
             marks: Vec::new(),
             completed: 0,
             num_evictions: 0,
+            num_kept: 0,
             recorder: Recorder::new(config.digest),
             is_closed: false,
         })
@@ -158,10 +164,10 @@ impl BlockPool {
         self.pool.num_fenced()
     }
 
-    /// Blocks that the index knows, and how many it gave up to make room. O(1).
+    /// Blocks whose content is known, here or in an index of the caller's, and how many were given up to make room. O(1).
     #[must_use]
     pub fn index_size(&self) -> (usize, u64) {
-        (self.index.num_entries(), self.num_evictions)
+        (self.index.num_entries() + self.num_kept, self.num_evictions)
     }
 
     /// Bytes that the index takes in memory. O(blocks).
@@ -279,6 +285,33 @@ impl BlockPool {
         Page(self.index.pages(entry, 0)[0])
     }
 
+    /// The blocks that `take(count)` would give, in order; all that can be taken if these are fewer. It changes nothing.
+    /// O(blocks).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn preview(&self, count: usize) -> Result<Vec<i32>> {
+        let count = count.min(self.num_free() + self.num_cached());
+        let mut pages: Vec<Page> = with_room(count, "the next blocks")?;
+        pages.extend(self.pool.free_pages().take(count));
+        let mut is_given = zeroed(self.pool.num_mapped(), "the next blocks")?;
+        let mut oldest = self.pool.cached_pages();
+        while pages.len() < count {
+            let Some(page) = oldest.next() else { break };
+            let entry = self.pool.entry_of(page);
+            let before = if entry == KEPT { Vec::new() } else { self.index.leaves_first(entry)? };
+            let before = before.into_iter().map(|entry| self.page_of(entry));
+            for page in before.chain([page]).filter(|&page| self.pool.is_cached(page)) {
+                if pages.len() < count && !std::mem::replace(&mut is_given[page.at()], true) {
+                    pages.push(page);
+                }
+            }
+        }
+        let mut blocks = with_room(count, "the next blocks")?;
+        blocks.extend(pages.into_iter().map(|page| self.id(page)));
+        Ok(blocks)
+    }
+
     /// Whether `take(count, hold)` would find enough blocks. O(hold).
     ///
     /// # Errors
@@ -295,7 +328,13 @@ impl BlockPool {
         self.pool.hash(&mut digest);
         self.index.hash(&mut digest);
         digest.word(self.completed);
+        digest.numbers(self.kept_pages().map(|page| page.0));
         digest.value()
+    }
+
+    fn kept_pages(&self) -> impl Iterator<Item = Page> + '_ {
+        let mapped = if self.num_kept > 0 { self.pool.num_mapped() } else { 0 };
+        (1..mapped).map(|page| Page(page as i32)).filter(|&page| self.pool.entry_of(page) == KEPT)
     }
 
     /// Every broken rule, with the numbers; none if all is well. O(blocks).
@@ -316,7 +355,7 @@ impl BlockPool {
         }
         let listed =
             self.pool.records(self.pool.num_mapped() - 1).filter(|record| self.pool.entry_of(record.page) != NONE);
-        let listed = listed.count();
+        let listed = listed.count() - self.kept_pages().count();
         if listed != num_indexed {
             report.push(format!("{listed} pages say that they are in the index, which has {num_indexed}"));
         }

@@ -37,6 +37,8 @@ pub enum Verb {
     Take,
     Drop,
     Put,
+    Keep,
+    Unkeep,
 }
 
 impl Verb {
@@ -73,6 +75,8 @@ impl Verb {
             Self::Take => "take",
             Self::Drop => "drop",
             Self::Put => "put",
+            Self::Keep => "keep",
+            Self::Unkeep => "unkeep",
         }
     }
 }

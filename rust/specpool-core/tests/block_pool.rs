@@ -302,6 +302,8 @@ fn a_recorded_run_replays_and_a_damaged_one_says_where() {
         pool.complete(1).unwrap();
         pool.take(1, &blocks[..1], None).unwrap();
         pool.forget(Some(b"salt")).unwrap();
+        pool.keep(&blocks[..1]).unwrap();
+        pool.unkeep(&blocks[..1]).unwrap();
         pool.forget(None).unwrap();
         pool.drop(&blocks[..1], None).unwrap();
         digests.push((pool.digest().unwrap(), pool.state_hash()));
@@ -313,7 +315,7 @@ fn a_recorded_run_replays_and_a_damaged_one_says_where() {
     assert_eq!(pool.num_free(), 5);
     let (again, num_calls, end) = BlockPool::replay(&path).unwrap();
     assert_eq!((again.digest().unwrap(), again.state_hash()), digests[0]);
-    assert_eq!((num_calls, end), (9, LogEnd::Closed));
+    assert_eq!((num_calls, end), (11, LogEnd::Closed));
     assert_eq!(again.record_of(2).unwrap().tag, Some("one"));
 
     let bytes = std::fs::read(&path).unwrap();
@@ -328,7 +330,7 @@ fn a_recorded_run_replays_and_a_damaged_one_says_where() {
         assert!(why.contains("at byte "), "{why}");
     }
     let ends: Vec<_> = (0..bytes.len()).filter_map(|len| replayed(&bytes[..len]).ok()).collect();
-    assert_eq!(ends, (0..=9).map(|num_calls| (num_calls, LogEnd::Open)).collect::<Vec<_>>());
+    assert_eq!(ends, (0..=11).map(|num_calls| (num_calls, LogEnd::Open)).collect::<Vec<_>>());
     // The other kind of log, both ways.
     let group = Group {
         name: "kv".into(),
@@ -346,6 +348,35 @@ fn a_recorded_run_replays_and_a_damaged_one_says_where() {
     let why = Replay::open(&path).map(drop).unwrap_err().to_string();
     assert!(why.ends_with("it is the log of a BlockPool: BlockPool.replay reads it"), "{why}");
     std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn a_kept_block_goes_after_the_free_ones_and_is_found_by_nobody() {
+    let mut pool = pool(4, 2);
+    let blocks = pool.take(3, &[], Some("one")).unwrap();
+    pool.put(&[1, 2], &blocks[..1], 0, b"").unwrap();
+    pool.keep(&blocks[1..2]).unwrap();
+    for refused in [
+        pool.keep(&[1, 0]),
+        pool.unkeep(&[1, 0]),
+        pool.keep(&[3]),
+        pool.put_behind(Some(1), &[1, 2, 3, 4], &blocks[1..], 1, b"").map(drop),
+    ] {
+        assert!(matches!(refused, Err(Error::BlockState { .. })), "{refused:?}");
+    }
+    assert_eq!((pool.index_size(), pool.is_indexed(1)), ((2, 0), Ok(true)));
+    pool.drop(&blocks[1..], None).unwrap();
+    pool.drop(&blocks[..1], None).unwrap();
+    assert_eq!((pool.num_free(), pool.num_cached()), (2, 2));
+    assert_eq!(pool.preview(9), Ok(vec![2, 3, 1, 0]));
+    assert_eq!(pool.take(3, &[], None), Ok(vec![2, 3, 1]));
+    pool.check().unwrap();
+    assert_eq!(pool.match_prefix(&[1, 2], b"", None), Ok(vec![0]));
+    pool.keep(&[2, 3]).unwrap();
+    pool.unkeep(&[3, 1]).unwrap();
+    pool.forget(None).unwrap();
+    pool.check().unwrap();
+    assert_eq!((pool.index_size(), pool.num_free()), ((0, 1), 1));
 }
 
 #[test]

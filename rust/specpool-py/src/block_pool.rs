@@ -170,6 +170,13 @@ impl BlockPool {
         copied(py, &self.change(|pool| pool.take(count, &hold, tag))?)
     }
 
+    #[doc = doc!("BlockPool.preview")]
+    #[pyo3(signature = (count=None))]
+    fn preview<'py>(&self, py: Python<'py>, count: Option<ShapeInt>) -> PyResult<Ints<'py>> {
+        let count = count.map(|count| at_least("count", count, 0)).transpose()?;
+        copied(py, &self.0.preview(count.unwrap_or(usize::MAX)).map_err(to_py)?)
+    }
+
     #[doc = doc!("BlockPool.drop")]
     #[pyo3(signature = (blocks, after=None))]
     fn drop(&mut self, blocks: &Bound<'_, PyAny>, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
@@ -219,6 +226,18 @@ impl BlockPool {
         }
         let (tokens, blocks) = (ints("tokens", tokens)?, ints("blocks", blocks)?);
         copied(py, &self.change(|pool| pool.put(&tokens, &blocks, start, &salt.0))?)
+    }
+
+    #[doc = doc!("BlockPool.keep")]
+    fn keep(&mut self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks = ints("blocks", blocks)?;
+        self.change(|pool| pool.keep(&blocks))
+    }
+
+    #[doc = doc!("BlockPool.unkeep")]
+    fn unkeep(&mut self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks = ints("blocks", blocks)?;
+        self.change(|pool| pool.unkeep(&blocks))
     }
 
     #[doc = doc!("BlockPool.forget")]

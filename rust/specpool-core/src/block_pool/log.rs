@@ -21,6 +21,8 @@ pub(super) enum BlockCall<'a> {
     Put { anchor: Option<i32>, tokens: Ints<'a>, blocks: Ints<'a>, start: usize, salt: Salt<'a> },
     Forget { salt: Option<Salt<'a>> },
     Complete { step: u64 },
+    Keep { blocks: Ints<'a> },
+    Unkeep { blocks: Ints<'a> },
 }
 
 impl BlockCall<'_> {
@@ -31,6 +33,8 @@ impl BlockCall<'_> {
             Self::Put { .. } => "put",
             Self::Forget { .. } => "forget",
             Self::Complete { .. } => "complete",
+            Self::Keep { .. } => "keep",
+            Self::Unkeep { .. } => "unkeep",
         }
     }
 
@@ -67,6 +71,14 @@ impl BlockCall<'_> {
                 out.push(8);
                 put_varint(out, *step);
             }
+            Self::Keep { blocks } => {
+                out.push(9);
+                put_ints(out, blocks);
+            }
+            Self::Unkeep { blocks } => {
+                out.push(10);
+                put_ints(out, blocks);
+            }
         }
     }
 
@@ -91,6 +103,8 @@ impl BlockCall<'_> {
             6 => BlockCall::Forget { salt: Some(input.bytes(MAX_SALT).map(Cow::Owned)?) },
             7 => BlockCall::Forget { salt: None },
             8 => BlockCall::Complete { step: input.varint()? },
+            9 => BlockCall::Keep { blocks: input.ints(most)? },
+            10 => BlockCall::Unkeep { blocks: input.ints(most)? },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
         let has_tag = kind == 1 && !input.rest().is_empty();
@@ -179,6 +193,8 @@ impl BlockPool {
             }
             BlockCall::Forget { salt } => self.forget(salt.as_deref()),
             BlockCall::Complete { step } => self.complete(*step),
+            BlockCall::Keep { blocks } => self.keep(blocks),
+            BlockCall::Unkeep { blocks } => self.unkeep(blocks),
         }
     }
 

@@ -1,9 +1,9 @@
-//! The verbs: `take`, `drop`, `put`, `forget`, `complete`. A refused call changes nothing.
+//! The verbs: `take`, `drop`, `put`, `keep`, `unkeep`, `forget`, `complete`. A refused call changes nothing.
 
 use std::sync::Arc;
 
 use super::log::BlockCall;
-use super::{BlockPool, OWNER, Tag};
+use super::{BlockPool, KEPT, OWNER, Tag};
 use crate::error::{Error, Result};
 use crate::ids::Page;
 use crate::ledger::check_salt;
@@ -46,8 +46,8 @@ impl BlockPool {
             let page = self.page_of_block(block);
             let _ = self.pool.share(page, Verb::Take);
         }
-        self.evict(count);
         for _ in 0..count {
+            self.evict();
             let Some(page) = self.pool.take(OWNER, 0, Verb::Take) else { break };
             blocks.push(self.id(page));
             if keeps_tags {
@@ -113,13 +113,21 @@ impl BlockPool {
         Error::BlockState { verb, block: line.block, why, state, tag, last_verb: line.last_verb }
     }
 
-    /// Gives up cached blocks until `need` are free: the least recently used first, and what continues it before.
-    fn evict(&mut self, need: usize) {
-        while self.pool.num_free() < need {
+    /// Gives up cached blocks until one is free: the least recently used first, and what continues it before.
+    fn evict(&mut self) {
+        while self.pool.num_free() == 0 {
             let Some(page) = self.pool.oldest_cached() else { return };
             self.num_evictions += 1;
-            self.drop_entry(self.index.leaf_below(self.pool.entry_of(page)), Verb::Take);
+            match self.pool.entry_of(page) {
+                KEPT => self.drop_kept(page, Verb::Take),
+                entry => self.drop_entry(self.index.leaf_below(entry), Verb::Take),
+            }
         }
+    }
+
+    fn drop_kept(&mut self, page: Page, verb: Verb) {
+        self.num_kept -= 1;
+        self.pool.unindex(page, self.completed, verb);
     }
 
     /// Makes the index forget an entry that nothing continues, and the root of its salt if it was the last.
@@ -255,11 +263,11 @@ impl BlockPool {
     fn entry_at(&self, block: i32, root: u32) -> Result<u32> {
         let page = self.page("put", block)?;
         let entry = self.pool.entry_of(page);
-        let mut top = entry;
+        let mut top = if entry == KEPT { NONE } else { entry };
         while self.index.parent(top) != NONE {
             top = self.index.parent(top);
         }
-        if entry != NONE && top == root {
+        if top != NONE && top == root {
             return Ok(entry);
         }
         Err(self.refusal("put behind", page, "it is not known under this salt"))
@@ -291,8 +299,60 @@ impl BlockPool {
         })
     }
 
-    /// Makes the index forget what it knows under the salt, or everything. Blocks that are held stay held.
-    /// O(blocks forgotten).
+    /// Notes that the caller's own index knows what the blocks hold: when nobody holds them any more they are cached, not
+    /// free. `match_prefix` does not find them. A block that is kept already stays as it is. O(blocks).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] (no such block), [`Error::BlockState`] (a block that is not held, or that `put` has noted).
+    pub fn keep(&mut self, blocks: &[i32]) -> Result<()> {
+        self.gate()?;
+        if !self.config.caching {
+            return Ok(());
+        }
+        self.check_each("keep", blocks, |pool, page, _| match pool.pool.entry_of(page) {
+            _ if pool.line(page).refs == 0 => Err(pool.refusal("keep", page, "nobody holds it")),
+            NONE | KEPT => Ok(()),
+            _ => Err(pool.refusal("keep", page, "the pool's own index knows it")),
+        })?;
+        self.recorder.make_room(blocks.len(), None)?;
+        for &block in blocks {
+            let page = self.page_of_block(block);
+            if self.pool.entry_of(page) == NONE {
+                self.pool.index(page, KEPT, Verb::Keep);
+                self.num_kept += 1;
+            }
+        }
+        self.note(&BlockCall::Keep { blocks: blocks.into() }, &[], None);
+        Ok(())
+    }
+
+    /// Undoes [`keep`](Self::keep): a block that nobody holds is free. A block that is not kept stays as it is.
+    /// O(blocks).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] (no such block), [`Error::BlockState`] (a block that `put` has noted: see
+    /// [`forget`](Self::forget)).
+    pub fn unkeep(&mut self, blocks: &[i32]) -> Result<()> {
+        self.gate()?;
+        for &block in blocks {
+            let page = self.page("unkeep", block)?;
+            if ![NONE, KEPT].contains(&self.pool.entry_of(page)) {
+                return Err(self.refusal("unkeep", page, "the pool's own index knows it"));
+            }
+        }
+        self.recorder.make_room(blocks.len(), None)?;
+        for &block in blocks {
+            let page = self.page_of_block(block);
+            if self.pool.entry_of(page) == KEPT {
+                self.drop_kept(page, Verb::Unkeep);
+            }
+        }
+        self.note(&BlockCall::Unkeep { blocks: blocks.into() }, &[], None);
+        Ok(())
+    }
+
+    /// Makes the index forget what it knows under the salt, or everything, kept blocks too. Blocks that are held stay
+    /// held. O(blocks forgotten); everything: O(blocks).
     ///
     /// # Errors
     /// [`Error::Shape`] for a salt of more than 256 bytes.
@@ -302,6 +362,13 @@ impl BlockPool {
         self.recorder.make_room(salt.map_or(0, <[u8]>::len), None)?;
         while let Some(root) = self.index.any_root(salt) {
             self.drop_entry(self.index.leaf_below(root), Verb::Forget);
+        }
+        if salt.is_none() {
+            for page in (1..self.pool.num_mapped()).map(|page| Page(page as i32)) {
+                if self.pool.entry_of(page) == KEPT {
+                    self.drop_kept(page, Verb::Forget);
+                }
+            }
         }
         self.note(&BlockCall::Forget { salt: salt.map(Into::into) }, &[], None);
         Ok(())

@@ -70,6 +70,11 @@ impl PagePool {
         self.cached.pages(&self.map).next()
     }
 
+    /// The cached pages, the least recently used one first.
+    pub(crate) fn cached_pages(&self) -> impl Iterator<Item = Page> + '_ {
+        self.cached.pages(&self.map)
+    }
+
     /// The fenced pages of the prefix index, then the cached ones, the least recently used one first.
     pub(crate) fn listed_pages(&self) -> impl Iterator<Item = Page> + '_ {
         self.waiting.pages(&self.map).chain(self.cached.pages(&self.map))

@@ -268,6 +268,12 @@ impl PagePool {
         Some(page)
     }
 
+    /// The free pages, in the order in which they are handed out.
+    pub(crate) fn free_pages(&self) -> impl Iterator<Item = Page> + '_ {
+        let fresh = (self.map.len()..=self.num_pages).map(|page| Page(page as i32));
+        self.returned.iter().rev().copied().chain(fresh)
+    }
+
     /// Whether `row` may hold `page`: it owns it, or the page is shared.
     ///
     /// # Errors

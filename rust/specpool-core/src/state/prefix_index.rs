@@ -301,6 +301,23 @@ impl PrefixIndex {
         entry
     }
 
+    /// An entry and all that continue it, in the order in which [`leaf_below`](Self::leaf_below) names them if each is
+    /// removed then.
+    pub(crate) fn leaves_first(&self, entry: u32) -> Result<Vec<u32>> {
+        let what = "the entries behind one";
+        let (mut found, mut open) = (Vec::new(), with_room(1, what)?);
+        open.push(entry);
+        // Parents first, the first child before the others: the other way round.
+        while let Some(entry) = open.pop() {
+            room(&mut found, 1, what)?;
+            found.push(entry);
+            room(&mut open, self.children(entry).len(), what)?;
+            open.extend(self.children(entry).iter().rev());
+        }
+        found.reverse();
+        Ok(found)
+    }
+
     /// The salts in use, in order, each with its root.
     pub(crate) fn salts(&self) -> impl Iterator<Item = (&[u8], u32)> {
         self.roots.iter().map(|&root| (&*self.entries[root as usize].salt, root))
