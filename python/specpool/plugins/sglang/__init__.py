@@ -7,12 +7,13 @@ set. Nothing here imports SGLang before SGLang calls `register`.
 from __future__ import annotations
 
 import logging
-import os
+
+from specpool.plugins.drift import ON_DRIFT
+from specpool.plugins.settings import setting
 
 _log = logging.getLogger("specpool.plugins.sglang")
 
 LEVELS = ("off", "pages", "reserve")
-ON_DRIFT = ("own", "exit", "trust")
 
 
 def register() -> None:
@@ -24,10 +25,10 @@ def register() -> None:
     Raises:
         SystemExit: a setting is unknown; or SGLang has changed and `SPECPOOL_SGLANG_DRIFT` is exit.
     """
-    level = _setting("SPECPOOL_SGLANG", LEVELS)
+    level = setting("SPECPOOL_SGLANG", LEVELS)
     if level == "off":
         return
-    on_drift = _setting("SPECPOOL_SGLANG_DRIFT", ON_DRIFT)
+    on_drift = setting("SPECPOOL_SGLANG_DRIFT", ON_DRIFT)
     from specpool.plugins.sglang import drift
 
     found = drift.differences(level, bodies=on_drift != "trust")
@@ -46,9 +47,3 @@ def register() -> None:
     else:
         _log.error("specpool: SGLang's own allocator serves: %s", "; ".join(found))
 
-
-def _setting(name: str, allowed: tuple[str, ...]) -> str:
-    value = os.environ.get(name) or allowed[0]
-    if value not in allowed:
-        raise SystemExit(f"specpool: {name}={value!r} is not one of {', '.join(allowed)}")
-    return value

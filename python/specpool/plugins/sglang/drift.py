@@ -1,15 +1,8 @@
-"""Whether the SGLang that is installed is one that the plug-in was checked against.
-
-Two things are compared: the parameters of what the plug-in takes over or calls, and the text of the
-classes whose place it takes.
-"""
+"""What the plug-in takes over of SGLang, or calls, as it is in the releases that it knows."""
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import pkgutil
-import textwrap
+from specpool.plugins import drift
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator."
 _PAGED = _ALLOCATOR + "paged:PagedTokenToKVPoolAllocator"
@@ -43,7 +36,7 @@ RESERVE_SIGNATURES = {
     _SIZING + "page_aligned_decode_alloc_lens": "reqs, reserve, page_size",
     _BATCH + "_new_tokens_required_next_decode_spec_v2": "self, requests, page_size",
 }
-# Digests of the texts, per known release. `text_digest` computes them.
+# Digests of the texts, per known release. `drift.text_digest` computes them.
 BODIES = {
     _PAGED: {"0.5.23": "0b2eb777b0cdacb2"},
     _TOKEN: {"0.5.23": "e451a3a63390cd06"},
@@ -68,30 +61,4 @@ def differences(level: str = "pages", *, bodies: bool = True) -> list[str]:
     signatures, texts = SIGNATURES, BODIES
     if level == "reserve":
         signatures, texts = signatures | RESERVE_SIGNATURES, texts | RESERVE_BODIES
-    found = []
-    for target, known in signatures.items():
-        try:
-            now = ", ".join(inspect.signature(pkgutil.resolve_name(target)).parameters)
-        except (ImportError, AttributeError, ValueError) as error:
-            found.append(f"{target}: {error}")
-            continue
-        if now != known:
-            found.append(f"{target} has the parameters ({now}), known are ({known})")
-    if found or not bodies:
-        return found
-    for target, releases in texts.items():
-        digest = text_digest(target)
-        if digest not in releases.values():
-            found.append(f"{target} has the text {digest}, known are {', '.join(releases)}")
-    return found
-
-
-def text_digest(target: str) -> str:
-    """Return a digest of a class's or function's text, without comments of their own line."""
-    try:
-        text = inspect.getsource(pkgutil.resolve_name(target))
-    except OSError as error:
-        return f"unreadable: {error}"
-    lines = (line.rstrip() for line in textwrap.dedent(text).splitlines())
-    kept = [line for line in lines if line and not line.lstrip().startswith("#")]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+    return drift.differences(signatures, texts if bodies else {})

@@ -1,0 +1,52 @@
+"""The plug-in for vLLM: its KV blocks come from `specpool.BlockPool`. See docs/vllm.md.
+
+vLLM loads it by the entry point `vllm.general_plugins`, in each of its processes. It does nothing
+unless `SPECPOOL_VLLM` is set. Nothing here imports vLLM before vLLM calls `register`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from specpool.plugins.drift import ON_DRIFT
+from specpool.plugins.settings import setting
+
+_log = logging.getLogger("specpool.plugins.vllm")
+
+LEVELS = ("off", "blocks", "speculative")
+ON_FAULT = ("raise", "log")
+
+_POOL = "specpool.plugins.vllm.pool"
+
+
+def register() -> None:
+    """Switch the plug-in on, as the environment asks; a second call changes nothing.
+
+    vLLM does not catch what a plug-in raises, and each of its processes calls this.
+
+    Raises:
+        SystemExit: a setting is unknown; or vLLM has changed and `SPECPOOL_VLLM_DRIFT` is exit.
+    """
+    level = setting("SPECPOOL_VLLM", LEVELS)
+    on_drift = setting("SPECPOOL_VLLM_DRIFT", ON_DRIFT)
+    setting("SPECPOOL_VLLM_FAULTS", ON_FAULT)
+    if level == "off" or _POOL in sys.modules:
+        return
+    from specpool.plugins.vllm import releases
+
+    found = releases.differences(level, bodies=on_drift != "trust")
+    if not found:
+        from specpool.plugins.vllm import pool
+
+        pool.install()
+        _log.warning("specpool: vLLM's KV blocks come from specpool's pool")
+        if level == "speculative":
+            from specpool.plugins.vllm import speculative
+
+            speculative.install()
+            _log.warning("specpool: a round reserves what it can write, and keeps a proved hit")
+    elif on_drift == "exit":
+        raise SystemExit(f"specpool: vLLM is not as known: {'; '.join(found)}")
+    else:
+        _log.error("specpool: vLLM's own block pool serves: %s", "; ".join(found))

@@ -1,0 +1,287 @@
+"""vLLM's block pool, on `specpool.BlockPool`.
+
+Who holds a block, and which is given up next, is the core's. What a block holds stays vLLM's: its
+managers look blocks up by hashes that chain over a text, its groups and its adapters. Imported by
+the plug-in only, because it imports vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from vllm.v1.core import block_pool, kv_cache_coordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from specpool import BlockPool, SpecpoolError
+
+_log = logging.getLogger("specpool.plugins.vllm")
+_logs = itertools.count(1)
+
+OwnBlockPool: Any = block_pool.BlockPool
+
+
+class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
+    """A block whose count of holders is the core's. Two blocks are equal if they are the same."""
+
+    __slots__ = ()
+    pool: SpecpoolBlockPool
+
+    def __init__(self, block_id: int, pool: SpecpoolBlockPool) -> None:
+        self.block_id, self.pool = block_id, pool
+        self._block_hash = self._block_hash_num_tokens = None
+        self.prev_free_block = self.next_free_block = None
+        self.is_null = False
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def ref_cnt(self) -> int:
+        """How often the block is held. vLLM's managers change it, too."""
+        return 0 if self.is_null else self.pool.core.refs(self.block_id)
+
+    @ref_cnt.setter
+    def ref_cnt(self, count: int) -> None:
+        more = count - self.ref_cnt
+        if more > 0:
+            self.pool.core.take(0, hold=[self.block_id] * more)
+        elif more < 0:
+            self.pool.core.drop([self.block_id] * -more)
+
+
+class FreeOrder:
+    """What vLLM reads of its queue of free blocks: those that are given next come first."""
+
+    def __init__(self, core: BlockPool, blocks: Sequence[SpecpoolBlock]) -> None:
+        self._core, self._blocks = core, blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be taken, cached ones among them. O(1)."""
+        return self._core.num_free + self._core.num_cached
+
+    def get_all_free_blocks(self) -> list[SpecpoolBlock]:
+        """Return them in the order in which they are given. O(blocks)."""
+        blocks = self._blocks
+        return [blocks[block] for block in self._core.preview().tolist()]
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[SpecpoolBlock]:
+        """Yield those behind `cursor`, or all. O(blocks)."""
+        free = self.get_all_free_blocks()
+        yield from free if cursor is None else free[free.index(cursor) + 1 :]
+
+
+class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
+    """Takes the place of `BlockPool`. Block 0 is vLLM's null block, which the core does not have.
+
+    `core` is the pool: `core.taken()`, `core.record_of(block)`, `core.digest`.
+    """
+
+    # Of the base, which has no types.
+    enable_caching: bool
+    num_gpu_blocks: int
+    metrics_collector: Any
+    _reuse_watchers: dict[int, Callable[[Any], None]]
+
+    def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(num_gpu_blocks, *args, **kwargs)
+        self.core = _new_core(num_gpu_blocks)
+        self.blocks = [SpecpoolBlock(block, self) for block in range(num_gpu_blocks)]
+        self.null_block = self.blocks[0]
+        self.null_block.is_null = True
+        self.free_block_queue = FreeOrder(self.core, self.blocks)
+        # The request that blocks are taken for, in errors and records.
+        self.tag: str | None = None
+        # For each cached block the token behind it; None unless `speculative` keeps them.
+        self.next_tokens: dict[int, int] | None = None
+        # The text whose hit is looked up, if a last block can be proved.
+        self.reading: Sequence[int] | None = None
+        self._logs_faults = os.environ.get("SPECPOOL_VLLM_FAULTS") == "log"
+        # Blocks of a call of `cache_full_blocks`, to be kept at once.
+        self._new: list[int] | None = None
+
+    # What vLLM takes and frees.
+
+    def get_new_blocks(self, num_blocks: int) -> list[SpecpoolBlock]:
+        """Take blocks; free ones first, then the least recently used cached ones.
+
+        Raises:
+            ValueError: there are not enough.
+        """
+        if num_blocks > self.get_num_free_blocks():
+            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
+        blocks = self.blocks
+        new = [blocks[block] for block in self.core.take(num_blocks, tag=self.tag).tolist()]
+        if self._reuse_watchers:
+            self._notify_reuse(new)
+        collector = self.metrics_collector
+        for block in new:
+            if collector and self.enable_caching:
+                collector.on_block_evicted(block)
+            if block._block_hash is not None:  # the core gave it up
+                self._emit_block_removed_events(self._forget(block))
+            if collector:
+                collector.on_block_allocated(block)
+        return new
+
+    def touch(self, blocks: Sequence[SpecpoolBlock]) -> None:
+        """Hold blocks once more, all of them or none.
+
+        Raises:
+            PageStateError: a block is free, and nobody knows what it holds.
+        """
+        held = [block for block in blocks if not block.is_null]
+        self.core.take(0, hold=[block.block_id for block in held])
+        if self.metrics_collector:
+            for block in held:
+                self.metrics_collector.on_block_accessed(block)
+
+    def free_blocks(self, ordered_blocks: Iterable[SpecpoolBlock]) -> None:
+        """Let go of blocks; the first one is given up first. A refused call changes nothing.
+
+        Raises:
+            PageStateError: a block is held less often than it is named, unless
+                `SPECPOOL_VLLM_FAULTS` is log: then it is left out.
+        """
+        known, unknown = [], []
+        others: dict[Any, list[Any]] = {}
+        for block in ordered_blocks:
+            if block.is_null:
+                continue
+            if block.pool is not self:
+                others.setdefault(block.pool, []).append(block)
+            elif block._block_hash is not None and self.enable_caching:
+                known.append(block.block_id)
+            else:
+                unknown.append(block.block_id)
+        if None in others:
+            named = ", ".join(str(block.block_id) for block in others[None])
+            raise ForeignBlockError(f"free of blocks {named}: they are of no pool")
+        # The core lets go of the last one first; and it gives the block first that became free last.
+        self._drop(unknown + known[::-1])
+        for pool, blocks in others.items():
+            pool.free_blocks(blocks)
+
+    def _drop(self, blocks: list[int]) -> None:
+        try:
+            self.core.drop(blocks)
+        except SpecpoolError:
+            if not self._logs_faults:
+                raise
+            for block in reversed(blocks):
+                try:
+                    self.core.drop([block])
+                except SpecpoolError as error:
+                    _log.error("specpool: left out: %s", error)
+
+    def unpin_blocks(
+        self, blocks: Iterable[SpecpoolBlock], on_reuse: Callable[[Any], None]
+    ) -> None:
+        """Let go of blocks that are still read until they are given again."""
+        ids = [block.block_id for block in blocks]
+        self.core.keep(ids)  # so that free blocks go before them
+        self.core.drop(ids[::-1])
+        self._reuse_watchers.update(dict.fromkeys(ids, on_reuse))
+
+    # What blocks hold: vLLM's index, and whether the core caches them.
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: list[SpecpoolBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        """Note what a request's blocks hold: `blocks[num_cached_blocks:num_full_blocks]`.
+
+        Raises:
+            PageStateError: a block is not held.
+        """
+        parts = num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        self._new = new = []
+        try:
+            super().cache_full_blocks(request, blocks, *parts)
+        finally:
+            self._new = None
+        self.core.keep(new)
+        if self.next_tokens is not None:
+            self.note_next(request, blocks, num_cached_blocks, num_full_blocks, block_size)
+
+    def note_next(self, request: Any, blocks: Any, first: int, end: int, block_size: int) -> None:
+        """Note the tokens behind blocks `first` to `end` of a request; see `speculative`."""
+
+    def _insert_block_hash(self, key: Any, block: SpecpoolBlock, num_tokens: int | None) -> None:
+        if block.pool is not self:
+            raise ForeignBlockError(f"cache of block {block.block_id}: it is not of this pool")
+        is_new = block._block_hash is None
+        super()._insert_block_hash(key, block, num_tokens)
+        if self._new is not None:
+            self._new.append(block.block_id)
+        elif is_new:
+            self.core.keep([block.block_id])
+
+    def _remove_cached_block_hashes(self, block: SpecpoolBlock) -> list[Any]:
+        if not block.is_null:
+            self.core.unkeep([block.block_id])
+        return self._forget(block)
+
+    def _forget(self, block: SpecpoolBlock) -> list[Any]:
+        if self.next_tokens is not None:
+            self.next_tokens.pop(block.block_id, None)
+        removed: list[Any] = super()._remove_cached_block_hashes(block)
+        return removed
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what all blocks hold, if none is held; return whether."""
+        if not super().reset_prefix_cache():
+            return False
+        self.core.forget()
+        if self.next_tokens is not None:
+            self.next_tokens.clear()
+        return True
+
+
+class ForeignBlockError(SpecpoolError, ValueError):
+    """A block that is not the pool's was to be freed or cached."""
+
+
+def install() -> None:
+    """Put the class in the place of vLLM's, and name requests in errors."""
+    for module in (block_pool, kv_cache_coordinator):
+        module.BlockPool = SpecpoolBlockPool
+    wrap(KVCacheManager, "allocate_slots", _allocate_slots)
+
+
+def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
+    """Make `owner.name(...)` call `outer(own, ...)`."""
+    own = getattr(owner, name)
+
+    @functools.wraps(own)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return outer(own, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _allocate_slots(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    manager.block_pool.tag = request.request_id
+    return own(manager, request, *args, **kwargs)
+
+
+def _new_core(num_gpu_blocks: int) -> BlockPool:
+    record = os.environ.get("SPECPOOL_VLLM_RECORD")
+    # Each process and each pool writes a log of its own.
+    path = f"{record}.{os.getpid()}.{next(_logs)}" if record else None
+    core = BlockPool(max(1, num_gpu_blocks - 1), 1, first_id=1, record=path)
+    if num_gpu_blocks == 1:  # vLLM's null block alone: nothing can be taken
+        core.take(1, tag="no block")
+    return core

@@ -1,0 +1,154 @@
+"""Level `speculative`: a round reserves what it can write, and a proved hit keeps its last block.
+
+*Lookahead.* A drafter with S steps writes its first step's KV at the positions that the target has
+just verified, and one position further with each later step: S - 1 behind the last verified one.
+vLLM reserves S.
+
+*Hits.* The draft KV at a block's last position was computed with the token behind the block, which
+the block's hash does not cover. vLLM then drops the last block of each hit. Here that token is
+noted, and a hit whose text goes on with the same token keeps the block: nothing of it is stale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from specpool.plugins.vllm.pool import SpecpoolBlockPool, wrap
+
+#: Methods whose drafters are known to write as above.
+METHODS = ("eagle", "eagle3", "mtp")
+
+
+def install() -> None:
+    """Wrap what reserves slots, and what looks hits up."""
+    wrap(Scheduler, "__init__", _init_scheduler)
+    wrap(KVCacheManager, "__init__", _init_manager)
+    wrap(KVCacheManager, "allocate_slots", _allocate_slots)
+    wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
+    own = FullAttentionManager.find_longest_cache_hit.__func__
+
+    def find(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return _find_longest_cache_hit(own, cls, *args, **kwargs)
+
+    FullAttentionManager.find_longest_cache_hit = classmethod(find)
+    SpecpoolBlockPool.note_next = _note_next  # type: ignore[method-assign]
+
+
+def spare_lookahead(vllm_config: Any) -> int:
+    """Return how many of vLLM's lookahead slots no step of the drafter writes."""
+    spec = vllm_config.speculative_config
+    if (
+        spec is None
+        or spec.method not in METHODS
+        # One forward writes the positions of all drafts.
+        or spec.parallel_drafting
+        # Modules of their own each write a window; others write no KV, or elsewhere.
+        or spec.use_multi_module_mtp()
+        or spec.use_gemma4_mtp()
+        or spec.use_step3p5_mtp()
+    ):
+        return 0
+    return 1 if vllm_config.num_lookahead_tokens > 0 else 0
+
+
+def _init_scheduler(own: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    own(scheduler, vllm_config, *args, **kwargs)
+    scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
+
+
+def _init_manager(own: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    own(manager, *args, **kwargs)
+    manager.spare_lookahead = 0
+    coordinator, pool = manager.coordinator, manager.block_pool
+    if (
+        isinstance(pool, SpecpoolBlockPool)
+        and manager.enable_caching
+        and type(coordinator) is UnitaryKVCacheCoordinator
+        and coordinator.drop_eagle_group_ids
+        # Drafters that read more than the next token need more than it.
+        and coordinator.num_reprefillable_tokens == 0
+        and type(coordinator.single_type_managers[0]) is FullAttentionManager
+    ):
+        pool.next_tokens = {}
+
+
+def _allocate_slots(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(manager, "spare_lookahead", 0) and "num_lookahead_tokens" in kwargs:
+        given = kwargs["num_lookahead_tokens"]
+        kwargs["num_lookahead_tokens"] = max(0, given - manager.spare_lookahead)
+    pool = manager.block_pool
+    if getattr(pool, "next_tokens", None) is not None:
+        if kwargs.get("num_external_computed_tokens"):
+            # Another engine computed these, before it had this request's next token.
+            request.specpool_unproved = True
+        pending = request.__dict__.get("specpool_pending")
+        if pending is not None and request.num_tokens > pending[1]:
+            block, end = pending
+            pool.next_tokens[block] = request.all_token_ids[end]
+            request.specpool_pending = None
+    return own(manager, request, *args, **kwargs)
+
+
+def _note_next(
+    pool: SpecpoolBlockPool, request: Any, blocks: Any, first: int, end: int, block_size: int
+) -> None:
+    if pool.next_tokens is None or not _is_provable(request):
+        return
+    tokens = request.all_token_ids
+    for at in range(first, end):
+        behind = (at + 1) * block_size
+        if behind < len(tokens):
+            pool.next_tokens[blocks[at].block_id] = tokens[behind]
+        else:  # not sampled yet
+            request.specpool_pending = blocks[at].block_id, behind
+
+
+def _is_provable(request: Any) -> bool:
+    # An image's tokens are all the same, and embeddings have none; a resumed text may change.
+    return not (
+        request.mm_features
+        or request.prompt_embeds is not None
+        or request.resumable
+        or request.__dict__.get("specpool_unproved")
+    )
+
+
+def _get_computed_blocks(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    pool = manager.block_pool
+    if getattr(pool, "next_tokens", None) is None or not _is_provable(request):
+        return own(manager, request, *args, **kwargs)
+    pool.reading = request.all_token_ids
+    try:
+        return own(manager, request, *args, **kwargs)
+    finally:
+        pool.reading = None
+
+
+def _find_longest_cache_hit(
+    own: Any, cls: Any, *args: Any, block_pool: Any = None, **kwargs: Any
+) -> Any:
+    tokens = getattr(block_pool, "reading", None)
+    if tokens is None or not kwargs.get("drop_eagle_block"):
+        return own(cls, *args, block_pool=block_pool, **kwargs)
+    whole: Any = own(cls, *args, block_pool=block_pool, **kwargs | {"drop_eagle_block": False})
+    (blocks,), length = whole
+    if not blocks:
+        return whole
+    proved = _proved(block_pool, blocks[-1], tokens[length])
+    if proved is None:
+        return own(cls, *args, block_pool=block_pool, **kwargs)
+    blocks[-1] = proved
+    return whole
+
+
+def _proved(pool: SpecpoolBlockPool, block: Any, token: int) -> Any:
+    """Return a block with the same content whose text went on with `token`; None if none did."""
+    following = pool.next_tokens or {}
+    same = pool.cached_block_hash_to_block._cache.get(block.block_hash)
+    every = same.values() if isinstance(same, dict) else [block]
+    return next((each for each in every if following.get(each.block_id) == token), None)

@@ -1,0 +1,455 @@
+"""The plug-in on the real vLLM, on a CPU; `test_vllm.py` runs this file in a new process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import plugins
+from vllm.v1.core import block_pool, kv_cache_coordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from benches.vllm_setup import OWN_POOL, admit, manager, request
+from specpool import BlockPool, PageStateError
+from specpool.plugins import drift
+from specpool.plugins.vllm import register, releases
+from specpool.testing import assert_no_page_leaked
+
+# Before the plug-in is loaded: afterwards vLLM's names are ours.
+DRIFT = {level: releases.differences(level) for level in ("blocks", "speculative")}
+SIZE = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _plugin() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECPOOL_VLLM", "speculative")
+        patch.setenv("VLLM_PLUGINS", "specpool")
+        plugins.load_general_plugins()
+
+
+def ours() -> Any:
+    from specpool.plugins.vllm import pool
+
+    return pool.SpecpoolBlockPool
+
+
+def test_vllm_loads_it_and_may_load_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kv_cache_coordinator.BlockPool is block_pool.BlockPool is ours()
+    wrapped = KVCacheManager.allocate_slots
+    monkeypatch.setenv("SPECPOOL_VLLM", "speculative")
+    register()
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    plugins.load_general_plugins()
+    assert KVCacheManager.allocate_slots is wrapped
+    assert kv_cache_coordinator.BlockPool is ours()
+
+
+class Pair:
+    """Requests with common beginnings on two managers, vLLM's own and ours."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        window = rng.choice([None, None, 2 * SIZE])
+        self.hashed = rng.choice([0, 1])  # vLLM's own hashes may cover the next token
+        settings = {
+            "window": window,
+            "enable_caching": rng.random() < 0.8,
+            "enable_kv_cache_events": True,
+            "num_hash_lookahead_tokens": self.hashed,
+        }
+        num_blocks = rng.randint(6, 40)
+        self.managers = [manager(cls, num_blocks, SIZE, **settings) for cls in (OWN_POOL, ours())]
+        self.rows: list[list[Any]] = []
+        self.hits = self.evictions = self.ct = 0
+
+    def come(self) -> None:
+        rng = self.rng
+        tokens = [0] * rng.randint(0, 4 * SIZE) + [rng.choice([0, 0, 7]) for _ in range(9)]
+        salt = rng.choice([None, None, "a"])
+        self.ct += 1
+        row = [request(f"r{self.ct}", tokens, SIZE, self.hashed, cache_salt=salt) for _ in "ab"]
+        got = [admit(m, r) for m, r in zip(self.managers, row, strict=True)]
+        self.same(got)
+        if got[0] is not None:
+            self.hits += got[0][0] > 0
+            self.rows.append(row)
+
+    def grow(self) -> None:
+        if not self.rows:
+            return
+        row = self.rng.choice(self.rows)
+        drafts = self.rng.randint(0, 3)
+        new = [
+            managed.allocate_slots(r, 1 + drafts, num_lookahead_tokens=3)
+            for managed, r in zip(self.managers, row, strict=True)
+        ]
+        self.same([None if n is None else n.get_block_ids() for n in new])
+        if new[0] is None:
+            return
+        accepted = [self.rng.choice([0, 7]) for _ in range(self.rng.randint(1, 1 + drafts))]
+        for r in row:
+            r.append_output_token_ids(accepted)
+            r.num_computed_tokens += len(accepted)
+
+    def go(self) -> None:
+        if self.rows:
+            row = self.rows.pop(self.rng.randrange(len(self.rows)))
+            for managed, r in zip(self.managers, row, strict=True):
+                managed.free(r)
+
+    def forget(self) -> None:
+        """Blocks of running requests are found no more; free ones are a test of their own."""
+        if self.rows and self.rng.random() < 0.3:
+            blocks = {b for b in self.managers[0].get_block_ids(self.rows[0][0].request_id)[0] if b}
+            for managed in self.managers:
+                managed.evict_blocks(blocks)
+
+    def same(self, pair: list[Any]) -> None:
+        assert pair[0] == pair[1]
+
+    def turn(self) -> None:
+        self.rng.choice([self.come, self.come, self.grow, self.grow, self.go, self.forget])()
+        own, mine = (managed.block_pool for managed in self.managers)
+        self.same([p.get_num_free_blocks() for p in (own, mine)])
+        self.same([p.get_usage() for p in (own, mine)])
+        self.same([[b.ref_cnt for b in p.blocks] for p in (own, mine)])
+        self.same([[b.block_hash for b in p.blocks] for p in (own, mine)])
+        events = [managed.take_events() for managed in self.managers]
+        self.same(events)
+        self.evictions += sum(isinstance(each, block_pool.BlockRemoved) for each in events[1])
+        order = [
+            [b.block_id for b in p.free_block_queue.get_all_free_blocks()] for p in (own, mine)
+        ]
+        self.same(order)
+        mine.core.check()
+        kept = mine.core.index_size[0]
+        assert kept == sum(b.block_hash is not None for b in mine.blocks)
+
+
+def test_random_requests_get_the_blocks_hits_and_evictions_of_vllms_own_pool() -> None:
+    hits = evictions = 0
+    for seed in range(60):
+        pair = Pair(seed)
+        for _ in range(120):
+            pair.turn()
+        pair.same([managed.reset_prefix_cache() for managed in pair.managers])
+        while pair.rows:
+            pair.go()
+        pair.same([managed.reset_prefix_cache() for managed in pair.managers])
+        assert pair.managers[1].block_pool.core.index_size[0] == 0
+        assert_no_page_leaked(pair.managers[1].block_pool.core)
+        hits, evictions = hits + pair.hits, evictions + pair.evictions
+    assert hits > 500
+    assert evictions > 500
+
+
+def held(num_blocks: int = 8, **settings: Any) -> tuple[Any, list[Any]]:
+    """Return a pool and the blocks of request "r", three of them."""
+    managed = manager(ours(), num_blocks, SIZE, **settings)
+    assert admit(managed, request("r", range(11), SIZE)) == [0, 1, 2, 3]
+    return managed.block_pool, managed.get_blocks("r").blocks[0]
+
+
+def double_free(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks(blocks)
+    pool.free_blocks(blocks[2:])
+
+
+def twice_in_a_call(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks([blocks[0], blocks[2], blocks[2]])
+
+
+def foreign_free(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks([blocks[0], KVCacheBlock(2)])
+
+
+def free_of_another_pool(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks([manager(ours(), 8, SIZE).block_pool.blocks[1]])
+
+
+def hold_of_a_free_block(pool: Any, blocks: list[Any]) -> None:
+    pool.touch([blocks[0], pool.blocks[7]])
+
+
+def count_below_zero(pool: Any, blocks: list[Any]) -> None:
+    blocks[2].ref_cnt -= 2
+
+
+def cache_of_a_foreign_block(pool: Any, blocks: list[Any]) -> None:
+    pool.cache_full_blocks(request("x", range(8), SIZE), [KVCacheBlock(2)], 0, 1, SIZE, 0)
+
+
+FAULTS = [
+    cache_of_a_foreign_block,
+    double_free,
+    twice_in_a_call,
+    foreign_free,
+    free_of_another_pool,
+    hold_of_a_free_block,
+    count_below_zero,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_free_is_refused_at_the_call(fault: Callable[..., None]) -> None:
+    pool, blocks = held()
+    if fault is double_free:
+        pool.free_blocks(blocks)
+        fault = lambda pool, blocks: pool.free_blocks(blocks[2:])  # noqa: E731
+    before = pool.core.state_hash(), pool.core.taken().tolist()
+    with pytest.raises((PageStateError, ValueError), match=r"blocks? \d"):
+        fault(pool, blocks)
+    assert (pool.core.state_hash(), pool.core.taken().tolist()) == before
+
+
+@pytest.mark.parametrize("fault", [double_free, twice_in_a_call, hold_of_a_free_block])
+def test_vllms_own_pool_is_silent(fault: Callable[..., None]) -> None:
+    managed = manager(OWN_POOL, 8, SIZE)
+    admit(managed, request("r", range(11), SIZE))
+    fault(managed.block_pool, managed.get_blocks("r").blocks[0])
+
+
+def test_an_error_names_the_request() -> None:
+    pool, blocks = held()
+    pool.free_blocks(blocks)
+    with pytest.raises(PageStateError, match='drop of block 3: nobody holds it; .*last tag "r"'):
+        pool.free_blocks([blocks[2]])
+    assert pool.core.record_of(1)[2] == "r"
+
+
+def test_faults_can_be_logged_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECPOOL_VLLM_FAULTS", "log")
+    pool, blocks = held()
+    pool.free_blocks([blocks[2], blocks[1], blocks[2]])
+    assert pool.core.taken().tolist() == [1]
+    (line,) = caplog.messages
+    assert "left out: drop of block 3: nobody holds it" in line
+
+
+def test_a_free_block_that_is_forgotten_is_given_before_those_that_are_known() -> None:
+    lost = []
+    for cls in (OWN_POOL, ours()):
+        managed = manager(cls, 8, SIZE)
+        for name, first in (("a", 0), ("b", 50)):
+            wanted = request(name, range(first, first + 2 * SIZE + 1), SIZE)
+            admit(managed, wanted)
+            managed.free(wanted)
+        managed.evict_blocks({4})  # known, and of the request that was freed last
+        managed.block_pool.get_new_blocks(4)
+        hits = [admit(managed, request(f"{n}2", range(n, n + 6), SIZE)) for n in (0, 50)]
+        lost.append(sum(2 * SIZE - (hit[0] if hit else 0) for hit in hits))
+    assert lost[1] <= lost[0]
+
+
+def test_blocks_that_are_still_read_go_last() -> None:
+    pool, blocks = held()
+    told: list[int] = []
+    pool.unpin_blocks([blocks[2]], lambda block: told.append(block.block_id))
+    pool.free_blocks(blocks[1::-1])
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert order == [4, 5, 6, 7, 3, 2, 1]
+    assert [b.block_id for b in pool.free_block_queue.iter_blocks_after(pool.blocks[3])] == [2, 1]
+    pool.get_new_blocks(4)
+    assert told == []
+    pool.get_new_blocks(1)
+    assert told == [3]
+
+
+def test_a_log_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_VLLM_RECORD", str(tmp_path / "blocks"))
+    pool, blocks = held()
+    pool.free_blocks(blocks[::-1])
+    pool.core.close()
+    (log,) = tmp_path.iterdir()
+    again, _, end = BlockPool.replay(log)
+    assert (again.state_hash(), again.digest, end) == (
+        pool.core.state_hash(),
+        pool.core.digest,
+        "closed",
+    )
+
+
+def test_a_pool_of_the_null_block_alone() -> None:
+    pool = ours()(1, True, SIZE)
+    assert (pool.get_num_free_blocks(), pool.get_usage()) == (0, 0)
+    with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
+        pool.get_new_blocks(1)
+
+
+# Level speculative.
+
+
+def decode(managed: Any, wanted: Any, tokens: list[int]) -> None:
+    """Rounds that accept one token each."""
+    for token in tokens:
+        assert managed.allocate_slots(wanted, 1, num_lookahead_tokens=1) is not None
+        wanted.append_output_token_ids(token)
+        wanted.num_computed_tokens = wanted.num_tokens - 1
+
+
+def eagle(pool: Any, **settings: Any) -> Any:
+    return manager(pool, 64, SIZE, use_eagle=True, **settings)
+
+
+@pytest.mark.parametrize("behind", [7, 8])
+def test_a_hit_keeps_its_last_block_if_the_text_goes_on_alike(behind: int) -> None:
+    """The token behind two whole blocks decides, because the draft KV of position 7 has read it."""
+    for cls, hit in ((OWN_POOL, SIZE), (ours(), 2 * SIZE if behind == 8 else SIZE)):
+        managed = eagle(cls)
+        admit(managed, request("a", range(9), SIZE))  # 0..8: the token behind block 1 is 8
+        got = admit(managed, request("b", [*range(8), behind, 5], SIZE))
+        assert got is not None and got[0] == hit
+
+
+def test_a_token_that_is_sampled_later_proves_as_well() -> None:
+    managed = eagle(ours())
+    first = request("a", range(6), SIZE)
+    admit(managed, first)
+    decode(managed, first, [6, 7, 8, 9])  # block 1 fills up before token 8 is known
+    managed.free(first)
+    text = [*range(9), 1]
+    assert admit(managed, request("b", text, SIZE))[0] == 2 * SIZE
+    # Of two blocks with the same content, the one whose text went on alike is taken.
+    managed = eagle(ours())
+    for name, behind in (("a", 8), ("b", 7)):
+        admit(managed, request(name, [*range(8), behind, behind, 1], SIZE))
+    for name, behind in (("c", 8), ("d", 7)):
+        other = request(name, [*range(8), behind, 3, 3], SIZE)
+        got = admit(managed, other)
+        assert got is not None and got[0] == 2 * SIZE
+        assert got[2] == managed.get_block_ids("ab"["cd".index(name)])[0][1]
+
+
+def test_what_is_not_proved_is_dropped_as_vllm_does() -> None:
+    text = [*range(9), 1]
+
+    def hit(writer: Any, reader: Any = None, **settings: Any) -> int:
+        managed = eagle(ours())
+        admit(managed, writer, **settings)
+        return admit(managed, reader or request("b", text, SIZE))[0]
+
+    assert hit(request("a", range(9), SIZE)) == 2 * SIZE
+    assert hit(request("a", range(8), SIZE)) == SIZE  # it never had a next token
+    assert hit(request("a", range(9), SIZE, resumable=True)) == SIZE
+    feature = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=8, length=1))
+    seen = request("a", range(9), SIZE)
+    seen.mm_features = [feature]  # behind block 1 an image begins: its tokens say nothing of it
+    assert _unproved(seen)
+    # Blocks that another engine filled.
+    managed = eagle(ours())
+    loaded = request("a", range(9), SIZE)
+    managed.allocate_slots(loaded, 1, num_external_computed_tokens=8, num_lookahead_tokens=1)
+    assert admit(managed, request("b", text, SIZE))[0] == SIZE
+
+
+def _unproved(wanted: Any) -> bool:
+    from specpool.plugins.vllm import speculative
+
+    return not speculative._is_provable(wanted)
+
+
+def test_a_block_that_was_given_again_proves_nothing() -> None:
+    managed = eagle(ours())
+    pool = managed.block_pool
+    first = request("a", range(9), SIZE)
+    admit(managed, first)
+    managed.free(first)
+    assert set(pool.next_tokens) == {1, 2}
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    assert pool.next_tokens == {}
+
+
+def test_with_vllms_hashes_over_the_next_token_nothing_is_kept() -> None:
+    managed = manager(ours(), 64, SIZE, num_hash_lookahead_tokens=1)
+    assert managed.block_pool.next_tokens is None
+    window = manager(ours(), 64, SIZE, use_eagle=True, window=8)
+    assert window.block_pool.next_tokens is None
+
+
+def settings_of(**changes: Any) -> Any:
+    spec = {
+        "method": "eagle3",
+        "parallel_drafting": False,
+        "use_multi_module_mtp": lambda: False,
+        "use_gemma4_mtp": lambda: False,
+        "use_step3p5_mtp": lambda: False,
+    }
+    lookahead = changes.pop("num_lookahead_tokens", 5)
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(**spec | changes), num_lookahead_tokens=lookahead
+    )
+
+
+def test_the_spare_slot_is_of_drafters_that_write_step_by_step() -> None:
+    from specpool.plugins.vllm import speculative
+
+    spare = speculative.spare_lookahead
+    assert [spare(settings_of(method=m)) for m in ("eagle", "eagle3", "mtp")] == [1, 1, 1]
+    for other in (
+        {"method": "draft_model"},  # its first step reads a token further on
+        {"method": "dflash"},
+        {"parallel_drafting": True},
+        {"use_multi_module_mtp": lambda: True},
+        {"use_gemma4_mtp": lambda: True},
+        {"use_step3p5_mtp": lambda: True},
+        {"num_lookahead_tokens": 0},
+    ):
+        assert spare(settings_of(**other)) == 0, other
+    assert spare(SimpleNamespace(speculative_config=None, num_lookahead_tokens=0)) == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_round_has_the_slots_that_its_drafter_writes_and_no_block_more(
+    num_steps: int, block_size: int
+) -> None:
+    for start in range(1, 2 * block_size + 1):
+        managed = manager(ours(), 64, block_size)
+        managed.spare_lookahead = 1
+        wanted = request("r", range(start), block_size)
+        admit(managed, wanted, num_lookahead_tokens=num_steps)
+        wanted.append_output_token_ids(1)
+        drafts = num_steps
+        managed.allocate_slots(wanted, 1 + drafts, num_lookahead_tokens=num_steps)
+        verified = wanted.num_computed_tokens + drafts  # the last position the target verifies
+        # vLLM's drafter: the verified positions, then one further with each later step.
+        last = verified + len(range(num_steps - 1))
+        blocks = managed.get_block_ids("r")[0]
+        assert len(blocks) == last // block_size + 1
+
+
+def test_this_vllm_is_known() -> None:
+    assert DRIFT == {"blocks": [], "speculative": []}
+
+
+def test_a_change_of_vllm_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_pool, "BlockPool", OWN_POOL)
+
+    def touch(self: Any, blocks: Any, why: str) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OWN_POOL, "touch", touch)
+        (line,) = releases.differences()
+        assert "touch has the parameters (self, blocks, why), known are (self, blocks)" in line
+    monkeypatch.setattr(block_pool, "BlockPool", type("Changed", (OWN_POOL,), {}))
+    (line,) = releases.differences()
+    assert "has the text" in line
+    assert releases.differences(bodies=False) == []
+
+
+def test_a_file_is_read_as_the_module_would_be() -> None:
+    for target in ("BlockPool", "BlockPool.touch", "BlockHashToBlockMap"):
+        name = f"vllm.v1.core.block_pool:{target}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block_pool, "BlockPool", OWN_POOL)
+            assert drift.file_digest(name) == drift.text_digest(name)
+    assert drift.file_digest("vllm.v1.core.block_pool:No").startswith("unreadable: ")
+    assert drift.file_digest("vllm.no.such:No").startswith("unreadable: ")
