@@ -438,7 +438,8 @@ class BlockPool:
         Args:
             count: how many new blocks.
             hold: ids of held or cached blocks.
-            tag: the request's name in errors and records.
+            tag: the request's name, which errors and records give for the new blocks. Blocks of
+                `hold` keep the name of the request that took them.
 
         Returns:
             ids of the new blocks, int32 [count].
@@ -461,15 +462,18 @@ class BlockPool:
         Raises:
             ShapeError: `count` is negative.
         """
-    def drop(self, blocks: _IntArray, after: int | None = None) -> None:
+    def drop(self, blocks: _IntArray, after: int | None = None, *, tag: str | None = None) -> None:
         """Let go of each block once; a block may be named as often as it is held.
 
         A block that nobody holds any more is free, or cached if its content is known. The last
-        block of a call is given up first, because it is the end of a text.
+        block of a call is given up first, because it is the end of a text. A pool counts holds, and
+        does not know whose they are: a request that drops a shared block twice takes another one's
+        hold, and the error comes when that one drops. So empty your list when you drop it.
 
         Args:
             blocks: their ids, in the order of the text.
             after: number of the last step that may still touch them; `complete` ends the wait.
+            tag: the name of the request that drops them, for the error.
 
         Cost: O(len(blocks)).
 

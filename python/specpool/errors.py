@@ -86,7 +86,7 @@ class ContextEnd(SpecpoolError):  # noqa: N818 - the contract's name
 class PageStateError(SpecpoolError):
     """A page is not in the state that the call needs. Attributes: page, state, owner."""
 
-    def __init__(self, message: str, page: int, state: str, owner: str) -> None:
+    def __init__(self, message: str, page: int = -1, state: str = "", owner: str = "") -> None:
         super().__init__(message)
         self.page, self.state, self.owner = page, state, owner
 

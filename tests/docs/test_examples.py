@@ -28,6 +28,13 @@ def test_the_scheduler_serves_everybody_and_leaks_nothing():
     assert rounds > requests and retractions > 0
 
 
+def test_the_scheduler_on_blocks_serves_everybody_and_leaks_nothing():
+    numbers = [int(number) for number in re.findall(r"\d+", run("block_scheduler.py"))]
+    requests, _, computed, tokens, preemptions, left = numbers
+    assert (requests, left) == (60, 0)
+    assert computed < tokens and preemptions
+
+
 @pytest.mark.skipif(shutil.which("cargo") is None, reason="needs cargo")
 def test_the_schedulers_in_rust_and_python_are_twins():
     command = ["cargo", "run", "--quiet", "--package", "specpool-core", "--example", "scheduler"]

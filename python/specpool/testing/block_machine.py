@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specpool import BlockPool
-from specpool.testing.block_device import VOCABULARY, BlockDevice
-from specpool.testing.leaks import assert_no_page_leaked
+from specpool.testing.block_device import VOCABULARY, BlockDevice, answer
+from specpool.testing.leaks import assert_no_page_leaked, blocks_in_use
 
 _MOST_BLOCKS = 8  # of a text with its new tokens
 
@@ -21,7 +21,10 @@ class BlockScheduler(Protocol):
     pool: BlockPool
 
     def submit(self, request: int, tokens: list[int], max_new_tokens: int) -> None:
-        """Take a new request; with its new tokens it fits into the pool alone."""
+        """Take a new request: a number, a text of one token or more, and at least one new token.
+
+        With its new tokens it fits into the pool alone.
+        """
 
     def abort(self, request: int) -> None:
         """End a request whose client is gone. It was submitted once, and may be over by now."""
@@ -64,18 +67,20 @@ class BlockMachine(RuleBasedStateMachine):
         self.most_tokens = min(num_blocks, _MOST_BLOCKS) * block_size
         device = BlockDevice(num_blocks, block_size)
         self.scheduler = self.make_scheduler(num_blocks, block_size, device)
+        device.pool = self.scheduler.pool
 
     @rule(data=st.data())
     def submit(self, data: st.DataObject) -> None:
-        """Submit a text that begins as an earlier one, or is new."""
-        most = self.most_tokens - 1
-        known = data.draw(st.sampled_from([[], *self.texts]), label="begins as")
+        """Submit a text that begins as an earlier one with its answer, or is new."""
+        most, request = self.most_tokens - 1, len(self.texts) + 1
+        label = f"request {request} begins as"
+        known = data.draw(st.sampled_from([[], *self.texts]), label=label)
         kept = data.draw(st.integers(0, min(len(known), most)), label="kept")
         new = st.lists(st.integers(0, VOCABULARY - 1), min_size=not kept, max_size=most - kept)
         tokens = [*known[:kept], *data.draw(new, label="new tokens")]
         max_new_tokens = data.draw(st.integers(1, self.most_tokens - len(tokens)), label="max_new")
-        self.texts.append(tokens)
-        self.scheduler.submit(len(self.texts), list(tokens), max_new_tokens)
+        self.texts.append([*tokens, *answer(tokens, max_new_tokens)])
+        self.scheduler.submit(request, list(tokens), max_new_tokens)
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -102,5 +107,6 @@ class BlockMachine(RuleBasedStateMachine):
             if not self.scheduler.step():
                 break
         else:
-            raise AssertionError(f"not at rest after {self.max_turns} turns")
+            held = "\n  ".join(blocks_in_use(self.scheduler.pool))
+            raise AssertionError(f"not at rest after {self.max_turns} turns:\n  {held}")
         assert_no_page_leaked(self.scheduler.pool)

@@ -34,7 +34,7 @@ def assert_no_page_leaked(ledger: Ledger | BlockPool, *, kept_prefixes: Iterable
         CorruptState: the audit found a broken invariant.
     """
     if isinstance(ledger, BlockPool):
-        report = _blocks_in_use(ledger)
+        report = blocks_in_use(ledger)
     else:
         report = still_out(ledger, kept_prefixes)
     if report:
@@ -85,7 +85,8 @@ def _pages_in_use(ledger: Ledger, group: int) -> list[str]:
     return lines
 
 
-def _blocks_in_use(pool: BlockPool) -> list[str]:
+def blocks_in_use(pool: BlockPool) -> list[str]:
+    """Return a line for each block that is held or fenced, with its last tag."""
     blocks = pool.taken().tolist()
     lines = [f"{len(blocks)} of {pool.num_blocks} blocks are not free"] if blocks else []
     for block in blocks[:_MAX_PAGES]:

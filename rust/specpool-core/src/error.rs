@@ -138,3 +138,16 @@ pub enum Error {
     #[error("{0}")]
     Record(String),
 }
+
+impl Error {
+    /// The same error, with the name of who made the call, if the error is about a block.
+    #[must_use]
+    pub fn by(self, tag: Option<&str>) -> Self {
+        match (self, tag) {
+            (Self::BlockState { verb, block, why, state, tag, last_verb }, Some(name)) => {
+                Self::BlockState { verb: format!("{verb} by {name:?}"), block, why, state, tag, last_verb }
+            }
+            (error, _) => error,
+        }
+    }
+}

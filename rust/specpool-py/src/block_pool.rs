@@ -167,7 +167,7 @@ impl BlockPool {
         tag: Option<&str>,
     ) -> PyResult<Ints<'py>> {
         let (count, hold) = (at_least("count", count, 0)?, blocks("hold", hold)?);
-        copied(py, &self.change(|pool| pool.take(count, &hold, tag))?)
+        copied(py, &self.change(|pool| pool.take(count, &hold, tag).map_err(|error| error.by(tag)))?)
     }
 
     #[doc = doc!("BlockPool.preview")]
@@ -178,10 +178,15 @@ impl BlockPool {
     }
 
     #[doc = doc!("BlockPool.drop")]
-    #[pyo3(signature = (blocks, after=None))]
-    fn drop(&mut self, blocks: &Bound<'_, PyAny>, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    #[pyo3(signature = (blocks, after=None, *, tag=None))]
+    fn drop(
+        &mut self,
+        blocks: &Bound<'_, PyAny>,
+        after: Option<&Bound<'_, PyAny>>,
+        tag: Option<&str>,
+    ) -> PyResult<()> {
         let (blocks, after) = (ints("blocks", blocks)?, after.map(step).transpose()?);
-        self.change(|pool| pool.drop(&blocks, after))
+        self.change(|pool| pool.drop(&blocks, after).map_err(|error| error.by(tag)))
     }
 
     #[doc = doc!("BlockPool.match")]

@@ -290,9 +290,9 @@ impl BlockPool {
         self.check_each("put", blocks, |pool, page, num_named| {
             let line = pool.line(page);
             let why = match () {
+                () if num_named > 0 => "it is named twice",
                 () if line.refs == 0 => "nobody holds it",
                 () if line.is_indexed => "it is known to hold other tokens",
-                () if num_named > 0 => "it is named twice",
                 () => return Ok(()),
             };
             Err(pool.refusal("put", page, why))
