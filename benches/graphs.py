@@ -202,7 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.write / f"{where['date']}-{device}-graphs.json"
         path.write_text(as_json(where, found) + "\n")
         rounds = [result for result in found if result.unit == "us"]
-        draw("a decode round with its graph", rounds, path.with_suffix(".png"))
+        try:
+            draw("a decode round with its graph", rounds, path.with_suffix(".png"))
+        except SpecpoolError as error:
+            print(f"no picture: {error}", file=sys.stderr)
         print(f"wrote {path}", file=sys.stderr)
     return 0
 
