@@ -119,7 +119,7 @@ PARTS = {
         90, module=["benches.kernels", "--device", "cuda", "--repeats", "7", "--write", "OUT"]
     ),
     "bench_graphs": Part(
-        60, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
+        110, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
     ),
     "memcheck": Part(
         90,
