@@ -1,9 +1,9 @@
 """A decode round of the embedded pair with its CUDA graph and without, on a CUDA device.
 
 A figure is the wall time of an engine's turn that consists of one round, until the results are on
-the host: the median of turns that both engines take in turn. flashinfer's rounds are measured
-beside torch's where it is installed. Last comes the share of the time that the device idles between
-the rounds under overlap.
+the host: the median of turns that both engines take in turn. Then come the share of the time that
+the device idles between the rounds under overlap, and random Llamas (`benches.llama`): rounds by
+flashinfer beside torch, a long prompt beside transformers, and decoding beside its KV.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from unittest.mock import patch
 import torch
 
 from benches.kernels import cuda_machine
+from benches.llama import attention_results, decode_results, prefill_results
 from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.cli.results import Result, as_json, draw, interleaved, report
@@ -38,10 +38,12 @@ WARM_UP = 8  # turns: the prompts are among them
 IDLE_BATCH, MOST_IDLE = 32, 0.05  # the target: the device idles at most this share of the time
 
 
-def rounds_of(engine: Engine, batch: int) -> Callable[[], float]:
+def rounds_of(
+    engine: Engine, batch: int, prompts: Sequence[Any] | None = None
+) -> Callable[[], float]:
     """Return a function that measures one more round of so many requests, in microseconds."""
     params = SamplingParams(max_new_tokens=CONTEXT, ignore_eos=True)
-    prompts = corpus.prompts(batch, 40)
+    prompts = corpus.prompts(batch, 40) if prompts is None else prompts
 
     def start() -> None:
         for prompt in prompts:
@@ -139,28 +141,11 @@ def results(
                 graphs = on.stats().graphs
                 assert graphs is not None and graphs.replay_ct and not graphs.eager_ct
                 yield Result(f"graphs, {where}", graphs.num_bytes, "bytes", "KV", on.kv_bytes)
-                yield from _by_flashinfer(on, shape, where, repeats, stack)
     yield _idle(device, min(repeats, 50), context)
-
-
-def _by_flashinfer(
-    torch_engine: Engine, shape: Shape, where: str, repeats: int, stack: contextlib.ExitStack
-) -> Iterator[Result]:
-    """Measure the same round by flashinfer's kernels, if they are there and can serve the model."""
-    config = replace(torch_engine.config, attention="flashinfer")
-    drafter = "specpool/tiny-eagle" if shape.num_steps else None
-    options = {each.name: getattr(config, each.name) for each in fields(config)}
-    device = torch_engine.target.device.type
-    try:
-        engine = Engine.from_pretrained(draft=drafter, device=device, **options)
-    except SpecpoolError as error:
-        print(f"flashinfer, {where}: {error}", file=sys.stderr)
-        return
-    runs = [
-        rounds_of(each, config.max_batch) for each in (stack.enter_context(engine), torch_engine)
-    ]
-    ours, by_torch = interleaved(runs, repeats)
-    yield Result(f"a round by flashinfer, {where}", ours, "us", "by torch", by_torch)
+    few = min(repeats, 15)
+    yield from attention_results(device, few, shapes, batches, rounds_of)
+    yield from prefill_results(device, few)
+    yield from decode_results(device, few)
 
 
 def _idle(device: str, num_rounds: int, context: int) -> Result:
@@ -192,7 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         where = cuda_machine(torch.device("cuda", 0))
-        found = list(results("cuda", options.repeats))
+        found = []
+        for result in results("cuda", options.repeats):
+            # Print each figure as it comes, so that a later failure does not lose it.
+            print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
+            found.append(result)
     except (SpecpoolError, ImportError) as error:
         print(f"bench_graphs: {error}", file=sys.stderr)
         return 2
@@ -202,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.write / f"{where['date']}-{device}-graphs.json"
         path.write_text(as_json(where, found) + "\n")
         rounds = [result for result in found if result.unit == "us"]
-        draw("a decode round with its graph", rounds, path.with_suffix(".png"))
+        try:
+            draw("a decode round with its graph", rounds, path.with_suffix(".png"))
+        except SpecpoolError as error:
+            print(f"no picture: {error}", file=sys.stderr)
         print(f"wrote {path}", file=sys.stderr)
     return 0
 

@@ -250,7 +250,10 @@ def write(where: dict[str, Any], results: Sequence[Result], folder: Path) -> Pat
     path = folder / f"{where['date']}-{device}-kernels.json"
     path.write_text(as_json(where, results) + "\n")
     if any(isinstance(result, Launched) for result in results):
-        picture(where, results, path.with_suffix(".png"))
+        try:
+            picture(where, results, path.with_suffix(".png"))
+        except ImportError as error:
+            print(f"no picture: {error}", file=sys.stderr)
     return path
 
 

@@ -7,7 +7,7 @@ import torch
 import kernel_reference as ref
 from kernel_kit import array, i64
 from specpool import kernels as device
-from specpool.kernels import sample
+from specpool.kernels import launch, sample
 from specpool.kernels import twins as kernels
 
 
@@ -141,6 +141,39 @@ def test_few_rows_take_a_launch_for_each_pass(kit):
         kit.backend.launches.clear()
         both(kit, torch.zeros(n, vocab, dtype=torch.bfloat16), 0, 0, 1, 0.5)
         assert kit.backend.launches == ["sample_tokens_kernel"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("n", [1, 16, 100])
+def test_few_rows_in_a_graph_cuda(n):
+    """Law: a replay draws by what the tensors hold then. 50 of them, to show a missing fence."""
+    cuda, vocab = torch.device("cuda"), 128_256
+    launch.prepare(cuda)
+    rng = np.random.default_rng(n)
+    logits = torch.empty(n, vocab, dtype=torch.bfloat16, device=cuda)
+    params = [
+        torch.zeros(n, dtype=dtype, device=cuda)
+        for dtype in (torch.float32, torch.int32, torch.float32, torch.float64)
+    ]
+    out = torch.empty(n, dtype=torch.int64, device=cuda)
+    device.sample_tokens(logits.zero_(), *params, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        device.sample_tokens(logits, *params, out=out)
+    for _ in range(50):
+        values = torch.from_numpy(rng.standard_normal((n, vocab)).astype(np.float32)).bfloat16()
+        wishes = (
+            rng.choice([0, 0.7, 1.5], n).astype(np.float32),
+            rng.choice([0, 1, 40, 5000], n).astype(np.int32),
+            rng.choice([1, 0.9, 0.2], n).astype(np.float32),
+            rng.random(n),
+        )
+        logits.copy_(values)
+        for tensor, wish in zip(params, wishes, strict=True):
+            tensor.copy_(torch.from_numpy(wish))
+        graph.replay()
+        expected = kernels.sample_tokens(values.float().numpy(), *wishes)
+        assert np.array_equal(array(out), expected)
 
 
 def test_a_large_vocabulary(kit):

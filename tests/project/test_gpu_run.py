@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from types import ModuleType
 
@@ -69,6 +70,49 @@ def test_the_budget_ends_every_part(gpu, tmp_path, monkeypatch, capfd):
     assert code == 1 and "== slow: stopped after 1 s" in log and "begun" in log
     assert "== late: left out, the 6 s are over" in printed
     assert printed.endswith("failed: slow, late\n")
+
+
+def test_a_machine_without_plugins_runs_all_it_can(gpu, tmp_path, monkeypatch, capfd):
+    """No pytest-timeout: its key of pyproject.toml is an error. No pytest-xdist: no `-n`."""
+    part = gpu.Part(9, ["-k", "cuda"], 8)
+    assert part.command(tmp_path)[-2:] == ["-n", "8"]
+    lacking = {"xdist", "pytest_timeout", "hypothesis"}
+    found = gpu.has
+    monkeypatch.setattr(gpu, "has", lambda name: name not in lacking and found(name))
+    command = part.command(tmp_path)
+    assert "-n" not in command and command[-2:] == ["-k", "cuda"]
+    assert "--timeout" not in gpu.Part(9, tool="racecheck").command(tmp_path)
+    assert gpu.missing(gpu.PARTS["flashinfer"])[-1] == "hypothesis"
+    blocked = ["-p", "no:timeout", "-p", "no:xdist", "--collect-only", "tests/core/test_ledger.py"]
+    seen = subprocess.run(
+        [*gpu.pytest_command(), *blocked], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert seen.returncode == 0 and "test_ledger.py::" in seen.stdout, seen.stdout + seen.stderr
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", "--parts", "probe,flashinfer"])
+    assert gpu.main() == 0
+    printed = capfd.readouterr().out
+    assert all(f"there is no {name}: {gpu.NEEDS[name]}\n" in printed for name in lacking)
+    assert printed.endswith("gpu: 1 parts\n")
+
+
+def test_what_a_part_needs_is_listed(gpu):
+    """Law: the run says in its first lines what it will leave out."""
+    assert {name for part in gpu.PARTS.values() for name in part.needs} <= gpu.NEEDS.keys()
+
+
+def test_every_test_for_a_card_is_part_of_the_run(gpu):
+    """Law: a test that only a CUDA device can run, or a case of it, is selected by some part."""
+    selected = {
+        word for part in gpu.PARTS.values() for word in part.selection if word.endswith(".py")
+    }
+    needed = set[str]()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        is_skipped = re.search(r'(reason=|skip\()"no CUDA device', text)
+        if is_skipped or re.search(r"def test_\w+\((.*\W)?kit\b[,)]", text):
+            needed.add(str(path.relative_to(ROOT)))
+    assert len(needed) > 8 and needed <= selected, needed - selected
 
 
 def test_what_the_makefile_runs_exists():
