@@ -27,7 +27,11 @@ log = logging.getLogger("specpool.serve")
 
 
 class EngineGone(SpecpoolError):  # noqa: N818 - a state, not a mistake
-    """The engine's process has ended, or its engine refused something by its own fault."""
+    """The engine's process has ended."""
+
+
+class EngineFault(SpecpoolError):  # noqa: N818 - the engine's, not the caller's
+    """The engine refused something by its own fault; the message is not for clients."""
 
 
 class Carrier(Protocol):
@@ -139,6 +143,7 @@ class EngineClient:
 
         Raises:
             ConfigError: the engine refuses it.
+            EngineFault: it refuses it by its own fault.
             EngineGone: the engine is gone.
         """
         key = next(self._keys)
@@ -159,6 +164,7 @@ class EngineClient:
 
         Raises:
             ConfigError: the engine refuses it.
+            EngineFault: it refuses it by its own fault.
             EngineGone: the engine is gone.
             TimeoutError: no answer came within `timeout` seconds.
         """
@@ -229,8 +235,8 @@ class EngineClient:
             if answer is None or answer.done():
                 return
             if isinstance(message, Refused):
-                kind = ConfigError if message.is_users else EngineGone
-                answer.set_exception(kind(message.message))
+                fault = ConfigError if message.is_users else EngineFault
+                answer.set_exception(fault(message.message))
             else:
                 answer.set_result(message.value if isinstance(message, Reply) else None)
 

@@ -27,6 +27,9 @@ from specpool.serve.bridge.messages import (
 
 log = logging.getLogger("specpool.serve")
 
+#: The most lists of messages that are taken between two turns.
+_MOST_HEARD = 64
+
 
 class Line(Protocol):
     """The way to the front: lists of messages, in order."""
@@ -78,8 +81,10 @@ class Runner:
                 self._line.send(out)
 
     def _hear(self, wait: bool) -> None:
-        """Take all messages that are there; wait for the first if nothing runs."""
-        while self._line.poll(None if wait else 0):
+        """Take messages that are there; wait for the first if nothing runs."""
+        for _ in range(_MOST_HEARD):  # so that a flood does not keep the rounds waiting
+            if not self._line.poll(None if wait else 0):
+                return
             wait = False
             for message in self._line.recv():
                 self._take(message)
