@@ -284,7 +284,7 @@ class Scheduler:
             num_new = result.accept_len
             self.counts.round(num_new)
             if step.choice is not None:
-                self.round_shapes.learn(step.choice, plan.shapes[alive], num_new)
+                self.round_shapes.learn(step.choice, plan.shapes[alive], num_new, requests)
             if self._ledger.overlap_depth:
                 self._running.accept_len[rows] = num_new
         else:
