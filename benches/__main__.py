@@ -376,6 +376,26 @@ def prefix(
     )
 
 
+@app.command("grammar")
+def grammar(
+    vocab: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a vocabulary that is trained on Python's own library, for the masks; "
+            "0 = none."
+        ),
+    ] = 32_000,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Masks of a JSON schema by node, and rounds with forced spans beside rounds without."""
+    from benches.grammar import grammar as run
+
+    run(vocab=vocab, repeats=repeats, threads=threads, json=json, plot=plot)
+
+
 @app.command("adaptive")
 def adaptive(
     batch: Annotated[

@@ -16,7 +16,7 @@ def test_each_figure_has_both_sides(capsys):
     )
     assert code == 0, err
     results = json.loads(out)["results"]
-    assert len(results) == 7
+    assert len(results) == 11
     for result in results:
         assert result["value"] > 0 and result["reference_value"] > 0, result
         assert result["ratio"] == result["value"] / result["reference_value"]

@@ -24,7 +24,8 @@ ENGINES = {
     "eagle-3 tree v1": (HEADS[1], (3, 2, 6), {"worker": "v1"}),
     "eagle holey, mixed": (HEADS[0], (3, 4, 12), {"layout": "holey", "mixed_chunks": True}),
     "ngram D=1": ("ngram", (4, 2, 8), {"overlap_depth": 1}),
-    "few pages": (HEADS[1], (3, 2, 6), {"headroom": 0, "num_pages": 46, "page_size": 4, "overlap_depth": 1}),
+    "few pages": (HEADS[1], (3, 2, 6), {"num_pages": 46, "page_size": 4, "overlap_depth": 1,
+                                         "headroom": 0}),
     "host tier": (HEADS[1], (3, 1, 4), {"num_pages": 46, "page_size": 4, "host_bytes": 1 << 24,
                                         "offload": "always"}),
 }  # fmt: skip
@@ -60,7 +61,8 @@ def plain(target: TargetModel) -> Engine:
 
 
 def prompts(count: int) -> list[list[int]]:
-    return [text[:n] for text, n in zip(corpus.prompts(count, 90), [40, 7, 65, 22] * count)]
+    texts, lens = corpus.prompts(count, 90), [40, 7, 65, 22]
+    return [text[: lens[i % 4]] for i, text in enumerate(texts)]
 
 
 class OpenAiPenalties(LogitsProcessor):
@@ -186,6 +188,17 @@ def test_samples_and_turns_count_their_own_output(target, heads):
     assert first.token_ids == one.token_ids
     (two,) = engine.generate([[*prompt, *one.token_ids, 32, 84]], params)
     assert second.token_ids == two.token_ids
+
+
+def test_min_p_drops_what_is_unlikely(target, heads):
+    """All of it: drawn text is greedy text. None of it: it is not."""
+    texts, tokens = prompts(3), {"max_new_tokens": 30, "ignore_eos": True}
+    engine = make(target, heads, "eagle-3 tree D=1")
+    greedy = [o.token_ids for o in engine.generate(texts, SamplingParams(**tokens))]
+    for min_p, is_greedy in ((1.0, True), (0.0, False)):
+        params = SamplingParams(temperature=1, seed=2, min_p=min_p, **tokens)
+        drawn = [o.token_ids for o in engine.generate(texts, params)]
+        assert (drawn == greedy) == is_greedy
 
 
 def test_log_probabilities_are_the_targets_own(target, heads):

@@ -9,9 +9,7 @@ from specpool.errors import ShapeError
 from specpool.kernels import twins as kernels
 
 
-def draw(
-    logits, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, function=kernels.sample_tokens
-):
+def draw(logits, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, function=kernels.sample_tokens):
     logits = np.ascontiguousarray(logits, np.float32)
     n = len(logits)
     return function(

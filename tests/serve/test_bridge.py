@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import socket
 import threading
+import time
 from collections import deque
 
 import pytest
@@ -216,9 +217,10 @@ class Line:
         self._lists, self.said = deque(lists), []
 
     def poll(self, timeout):
-        if timeout is None and not self._lists:
-            return True
-        return bool(self._lists)
+        """The front stops the engine once it would wait for ever."""
+        if timeout:
+            time.sleep(timeout)
+        return bool(self._lists) or timeout is None
 
     def recv(self):
         messages = self._lists.popleft() if self._lists else [Stop()]

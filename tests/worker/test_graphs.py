@@ -259,6 +259,7 @@ def test_samples_forks_and_pins():
 EAGER = {
     "a prefill in the same forward": (CHAIN, {"mixed_chunks": True, "prefill_tokens": 5}, {}),
     "log probabilities": (CHAIN, {}, {"logprobs": 2}),
+    "penalties": (CHAIN, {}, {"presence_penalty": 1.5}),
     "more lanes than any graph has": (CHAIN, {"graph_sizes": (1,)}, {}),
     "lanes of several shapes": (SEVEN, {"shapes": (ONE,)}, {}),
 }

@@ -17,8 +17,10 @@ from specpool.engine.prompts import Prompts
 from specpool.errors import ConfigError, SpecpoolError
 from specpool.loop.loop import Loop
 from specpool.loop.scrub import scrub_request
+from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
+from specpool.structured.compiler import Compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +58,7 @@ class EngineCore:
         scheduler: decides which requests run.
         loop: runs the scheduler's steps on the worker.
         prompts: makes requests of prompts.
+        compiler: compiles the forms of texts.
         tokenizer: turns tokens into text; None = there is none.
         worker: runs the forwards.
         host: the host tier; None = there is none.
@@ -79,6 +82,7 @@ class EngineCore:
             before_release=partial(scrub_request, parts.ledger, parts.cache),
         )
         self.loop: Loop = parts.loop(self.scheduler, busy_check=config.busy_check)
+        self.compiler = Compiler(tokenizer, target.vocab_size, target.eos_token_ids)
         self.prompts = Prompts(
             target,
             tokenizer,
@@ -87,6 +91,7 @@ class EngineCore:
             shapes=parts.ledger.shapes,
             num_pages=[group.num_pages for group in parts.ledger.groups],
             max_context_len=parts.max_context_len,
+            compiler=self.compiler,
         )
         self._submitted: dict[int, _Submitted] = {}
         # Submitted requests that lost their row and may have news.
@@ -114,6 +119,17 @@ class EngineCore:
         finally:
             with self.lock:
                 run.close()
+
+    def compile(self, params: SamplingParams | None) -> None:
+        """Compile the form that parameters name; making a request then takes no time.
+
+        Call it without the lock, because compiling may take seconds.
+
+        Raises:
+            ConfigError: the form is wrong; see `Compiler.matcher`.
+        """
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            self.compiler.matcher(params.structured)
 
     def submit(self, request: Request, on_item: OnItem | None, decodes: bool = True) -> int:
         """Queue a request and its siblings for `turn`; returns its number. Hold the lock.

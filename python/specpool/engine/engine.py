@@ -254,6 +254,7 @@ class Engine:
             raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
             raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
+        self.core.compile(params)
         request = None
         try:
             with self.core.lock:

@@ -38,6 +38,7 @@ class Prompts:
         shapes: Sequence[Shape],
         num_pages: Sequence[int],
         max_context_len: int,
+        compiler: Compiler,
     ) -> None:
         """Keep the limits that prompts and parameters are checked against.
 
@@ -49,13 +50,14 @@ class Prompts:
             shapes: the ledger's shapes.
             num_pages: the pages of each group.
             max_context_len: the most tokens of a sequence.
+            compiler: compiles the forms of texts.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
         self._texts = Texts(tokenizer)
         self._shape, self._shapes = shape, list(shapes)
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
         self._ids = itertools.count(1)
-        self._compiler = Compiler(tokenizer, target.vocab_size, target.eos_token_ids)
+        self._compiler = compiler
 
     def requests(
         self,
@@ -210,11 +212,9 @@ class Prompts:
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured)
-            forced = self._forced_shape(params)
-            if forced:
-                shape_index, choices = self._scheduler.round_shapes.with_forced(
-                    shape_index, choices
-                )
+            rounds = self._scheduler.round_shapes
+            given = shape_index, choices, most_steps
+            shape_index, choices, forced = rounds.with_forced(*given)
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
         request = Request(
             request_id=next(self._ids),
@@ -240,12 +240,6 @@ class Prompts:
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request
-
-    def _forced_shape(self, params: SamplingParams) -> int:
-        """Return the index of the shape for the forced spans of a request; 0 = its own."""
-        index = self._scheduler.round_shapes.forced
-        most = params.max_draft_steps
-        return index if most is None or self._shapes[index].num_steps <= most else 0
 
     def _check_ids(self, name: str, params: SamplingParams) -> None:
         """Raise `ConfigError` for parameters that the vocabulary cannot fulfil."""

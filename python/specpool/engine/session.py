@@ -159,6 +159,7 @@ class Session:
             ConfigError: the session is closed or busy, or the prompt or a parameter cannot work.
         """
         core, request = self._core, None
+        core.compile(params)
         try:
             with core.lock:
                 request = self.next_turn(prompt, params, shape, priority)

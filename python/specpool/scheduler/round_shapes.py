@@ -106,13 +106,19 @@ class RoundShapes:
         return most, len(shapes) + self.all_choices.index(choices), choices
 
     def with_forced(
-        self, index: int, choices: tuple[int, ...] | None
-    ) -> tuple[int, tuple[int, ...]]:
-        """Return the `shape_index` and `choices` of a request that also uses the forced shape.
+        self, index: int, choices: tuple[int, ...] | None, max_steps: int | None
+    ) -> tuple[int, tuple[int, ...] | None, int]:
+        """Return `shape_index`, `choices` and `forced_shape` of a request with a form.
 
-        The arguments are those of the request without it.
+        Args:
+            index: its `shape_index` without the shape for forced spans.
+            choices: likewise.
+            max_steps: the most steps that it drafts; None = any number.
         """
-        return self._first_with_forced + index, choices or (index,) * len(self._following)
+        if not self.forced or (max_steps is not None and self._steps[self.forced] > max_steps):
+            return index, choices, 0
+        choices = choices or (index,) * len(self._following)
+        return self._first_with_forced + index, choices, self.forced
 
     def _choices(self, max_steps: int | None) -> tuple[int, ...]:
         """Return the shape index for each candidate of the controller, within `max_steps`."""
@@ -197,11 +203,17 @@ class RoundShapes:
         following: Int32 = self._following[line, rows]
         return following
 
-    def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
-        """Pass a round's results to the controller: each lane's shape and accept length [B]."""
+    def learn(
+        self, choice: Choice, shapes: Int32, accept_len: Int32, requests: Sequence[Request]
+    ) -> None:
+        """Pass a round's results to the controller: each lane's shape, accept length and request.
+
+        Lanes whose drafts were forced do not count: they say nothing about the drafter.
+        """
         assert self.controller is not None
         self.round_cts[choice.shape] += 1
         chosen = shapes == self._index[choice.shape]
+        chosen &= np.array([not request.forced for request in requests], np.bool_)
         if chosen.any():
             num_correct_drafts = accept_len[chosen] - 1
             self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)

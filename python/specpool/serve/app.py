@@ -74,7 +74,7 @@ def paths(service: Service) -> FastAPI:
 def build_app(service: Service) -> ASGIApp:
     """Return the application of a server."""
     app = paths(service)
-    guarded: ASGIApp = AccessGuard(BodyGuard(app, service.config), service)
+    guarded: ASGIApp = AccessGuard(BodyGuard(app, service), service)
     if service.config.origins:
         guarded = CORSMiddleware(
             guarded,

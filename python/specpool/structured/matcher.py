@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ class Matcher:
 
 def shortened(message: str) -> str:
     """Return an error of the grammar library in one line of at most 300 characters."""
-    return " ".join(message.partition("<state>")[0].split())[:300]
+    return " ".join(re.split("<state>|<non-verbose", message)[0].split())[:300]
 
 
 def refusal(message: str) -> ConfigError:

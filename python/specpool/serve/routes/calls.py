@@ -164,6 +164,7 @@ class Call:
         }
         try:
             await generation.start()
+            self.request.scope["specpool.leave"]()
             if self.body.stream:
                 events = self._events(generation, form, head)
                 seconds = self.service.config.write_timeout

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from specpool.serve.api.errors import json_response
+from specpool.serve.api.errors import json_response, shutting_down
 from specpool.serve.api.requests import RewindRequest, SessionRequest
 from specpool.serve.service import Service
 
@@ -20,7 +20,8 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/sessions", summary="Open a session")
     async def open_session(body: SessionRequest | None = None) -> Response:
         service.check_model(None if body is None else body.model)
-        service.check_room(0)
+        if service.is_draining:
+            raise shutting_down()
         record = await sessions.open(None if body is None else body.max_tokens)
         return json_response(record.body())
 

@@ -1,0 +1,310 @@
+"""Grammars: what is refused, at once and with a reason, and the masks along a tree."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import sys
+import time
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from specpool import ConfigError, Engine, Grammar, SamplingParams
+from specpool.assets import resolve
+from specpool.draft.base import DraftTree
+from specpool.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from specpool.structured import compiler as compiler_module
+from specpool.structured.compiler import Compiler
+from specpool.structured.matcher import Matcher
+
+EOS = 257
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    return Compiler(tokenizer, 259, frozenset([EOS]))
+
+
+def ids_of(bits: np.ndarray) -> set[int]:
+    return {token for token in range(259) if bits[token // 32] >> (token % 32) & 1}
+
+
+def root_ids(matcher: Matcher) -> set[int]:
+    none = np.full(1, -1, np.int32)
+    _, bits = matcher.masks(np.zeros(1, np.int64), none, none)
+    return ids_of(bits[0])
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Grammar("xml", "a"), "kind must be one of json_schema, .* got 'xml'"),
+        (lambda: Grammar("regex", 5), "text must be a string, got 5"),
+        (lambda: Grammar("regex", " "), "the text of a regex is empty"),
+        (lambda: Grammar("regex", "a\ud800"), "a lone surrogate at position 1"),
+        (lambda: Grammar("json_object", "{}"), "json_object has no text, got '{}'"),
+        (lambda: Grammar.json_schema("{"), "the schema is no JSON: .* at line 1, column 2"),
+        (lambda: Grammar.json_schema({"a": {1}}), "the schema is no JSON: .* set"),
+        (lambda: Grammar.json_schema({"a": float("nan")}), "the schema is no JSON"),
+        (lambda: Grammar.json_schema("[" * 50_000), "the schema is no JSON"),
+        (lambda: Grammar.json_schema("[1]"), r"a schema is an object or true, got '\[1\]'"),
+        (lambda: Grammar.json_schema(False), "false allows no text"),
+        (lambda: Grammar.json_schema({"enum": ["x" * 1_000_000]}), f"{MAX_GRAMMAR_CHARS} char"),
+        (lambda: Grammar.choice("abc"), "a choice is a list of strings, got 'abc'"),
+        (lambda: Grammar.choice([]), f"a choice has 1 to {MAX_CHOICES} strings, got 0"),
+        (lambda: Grammar.choice(["a", ""]), "strings that are not empty"),
+        (lambda: Grammar.choice(["a", 1]), "a choice is a list of strings, got 1"),
+        (lambda: Grammar.choice(["a"] * 4097), "got 4097"),
+        (lambda: Grammar("choice", "{"), "a choice is a JSON list of strings"),
+        (lambda: SamplingParams(structured=Grammar.json_object(), ignore_eos=True), "ignore_eos"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_at_once(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+DEEP: dict[str, object] = {"type": "integer"}
+for _ in range(300):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar.json_schema({"type": "objct"}), r"Invalid type: objct \(at #/type\)"),
+        (
+            Grammar.json_schema({"properties": {"a": {"items": {"type": "nmber"}}}}),
+            r"Invalid type: nmber \(at #/properties/a/items/type\)",
+        ),
+        (
+            Grammar.json_schema({"properties": {"a/b": {"not": {}}}}),
+            r'Unimplemented keys: \["not"\] \(at #/properties/a~1b/not\)',
+        ),
+        (
+            Grammar.json_schema({"type": "array", "uniqueItems": True}),
+            r'Unimplemented keys: \["uniqueItems"\] \(at #/uniqueItems\)',
+        ),
+        (
+            Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
+            r"Unsatisfiable schema: minimum \(5\) is greater than maximum \(3\)",
+        ),
+        (Grammar.json_schema({"allOf": [{"type": "null"}, {"type": "string"}]}), "Unsatisfiable"),
+        (
+            Grammar.json_schema({"type": "string", "pattern": "^aaa$", "maxLength": 2}),
+            "Unsatisfiable schema",
+        ),
+        (Grammar.json_schema({"$ref": "#"}), "allows no text at all"),
+        (Grammar.json_schema({"$ref": "#/$defs/x"}), "Pointer '/.defs/x' does not exist"),
+        (Grammar.json_schema({"$ref": "http://127.0.0.1/x"}), "retrieving it failed"),
+        (Grammar.json_schema(DEEP), "recursion limit exceeded"),
+        (Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (Grammar.regex("[a-z"), "unclosed character class"),
+        (Grammar.regex(r"(a)\1"), "backreferences are not supported"),
+        (Grammar.ebnf('root ::= "a" missing'), "missing"),
+        (Grammar.ebnf('start: "a" missing'), 'unknown name: "missing"'),
+        (Grammar.ebnf('start: start "a"'), "allows no text at all"),
+        (Grammar.ebnf('root ::= "a" [0-9+'), "structured: "),
+    ],
+    ids=lambda value: value.text[:40] if isinstance(value, Grammar) else "",
+)
+def test_a_wrong_grammar_is_refused_with_its_place(compiler, grammar, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        compiler.matcher(grammar)
+    text = str(caught.value)
+    assert text.startswith("structured: ") and len(text) < 400 and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.regex("(a{1,1000}){1,1000}"),
+        Grammar.regex("(.{0,1000}a.{0,1000}){5}"),
+        Grammar.regex(".*a.{300}"),
+        Grammar.regex("((a{0,100}){0,100}){0,100}"),
+        Grammar.json_schema({"type": "array", "items": {"$ref": "#"}, "maxItems": 100_000}),
+        Grammar.json_schema({"enum": [f"x{i:05d}" for i in range(5000)]}),
+        Grammar.json_schema({"type": "string", "maxLength": 1_000_000}),
+        Grammar.ebnf('root ::= a\na ::= "x" a'),  # no text ever ends
+    ],
+    ids=lambda grammar: grammar.text[:30],
+)
+def test_a_grammar_that_explodes_is_bounded(compiler, grammar):
+    """It is compiled, or refused, within the limit; each later step is bounded too."""
+    begin = time.monotonic()
+    try:
+        matcher = compiler.matcher(grammar)
+        rng = random.Random(1)
+        tokens = [1]
+        for _ in range(60):
+            matcher.follow(tokens, 1)
+            matcher.forced(20)
+            allowed = root_ids(matcher) - {EOS}
+            if matcher.error or not allowed:
+                break
+            tokens.append(rng.choice(sorted(allowed)))
+    except ConfigError:
+        pass
+    assert time.monotonic() - begin < 60  # a loaded machine; alone it is well below a second
+
+
+def test_a_grammar_that_takes_too_long_is_refused(compiler, monkeypatch):
+    monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(compiler_module, "_compile", lambda *_: time.sleep(0.5))
+    with pytest.raises(ConfigError, match=r"a regex of 7 characters took more than 0.05 s"):
+        compiler.matcher(Grammar.regex("[x-z]+1"))
+
+
+def test_without_the_package_the_error_names_the_extra(compiler, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'specpool\[grammar\]'"):
+        compiler.matcher(Grammar.regex("[q]+"))
+
+
+def test_a_target_without_tokenizer_or_end_is_refused():
+    with pytest.raises(ConfigError, match="fast tokenizer; the target's is NoneType"):
+        Compiler(None, 259, frozenset([EOS])).matcher(Grammar.json_object())
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    with pytest.raises(ConfigError, match="a token that ends the text, and the target has none"):
+        Compiler(tokenizer, 259, frozenset()).matcher(Grammar.json_object())
+
+
+def test_a_wrong_grammar_changes_nothing_in_an_engine():
+    with Engine.from_pretrained("specpool/tiny", draft="specpool/tiny-eagle") as engine:
+        wrong = SamplingParams(structured=Grammar.regex("(?=a)"))
+        with engine.open_session() as session:
+            for call in (
+                lambda: engine.generate(["a", "b"], [SamplingParams(), wrong]),
+                lambda: engine.submit("a", wrong),
+                lambda: session.append("a", wrong),
+                lambda: list(engine.stream("a", wrong)),
+            ):
+                with pytest.raises(ConfigError, match=r"structured: .*look-around"):
+                    call()
+            stats = engine.stats()
+            assert stats.num_waiting == stats.num_running == 0 and not session.is_busy
+
+
+def test_a_grammar_is_compiled_once(compiler, monkeypatch):
+    calls = []
+    real = compiler_module._compile
+    monkeypatch.setattr(compiler_module, "_compile", lambda *a: calls.append(a) or real(*a))
+    for _ in range(3):
+        compiler.matcher(Grammar.regex("once[0-9]"))
+    assert len(calls) == 1
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            compiler.matcher(Grammar.regex("never["))
+    assert len(calls) == 3  # a refusal is not kept
+
+
+def test_grammars_are_values():
+    one, other = (Grammar.json_schema({"type": "null"}) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    params = SamplingParams(structured=one, logit_bias={1: 2})
+    assert pickle.loads(pickle.dumps(params)) == params and hash(params) == hash(params)
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+
+def allowed_after(choices: list[bytes], prefix: bytes) -> set[int]:
+    """The oracle: the bytes that continue a prefix to one of the choices, and the end."""
+    mine = [one for one in choices if one.startswith(prefix)]
+    ends = {EOS} if prefix in mine else set()
+    return {one[len(prefix)] for one in mine if len(one) > len(prefix)} | ends
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_masks_along_a_tree_are_those_of_each_path(compiler, seed):
+    """Random choices, outputs and trees: each node's mask is that of its own path alone."""
+    rng = random.Random(seed)
+    choices = [bytes(rng.choices(b"abc", k=rng.randint(1, 8))) for _ in range(rng.randint(1, 12))]
+    matcher = compiler.matcher(Grammar.choice(sorted({one.decode() for one in choices})))
+    output = rng.choice(choices)
+    output = output[: rng.randrange(len(output))]
+    for step in range(3):
+        matcher.follow([7, 7, *output], 2)
+        parents = [-1, *(rng.randrange(i) for i in range(1, 14))]
+        tokens = [output[-1] if output else 7, *rng.choices([*b"abcx", EOS, 256], k=13)]
+        tree = DraftTree.from_parents(np.array([tokens]), np.array([parents], np.int32))
+        links = tree.first_child[0].numpy(), tree.next_sibling[0].numpy()
+        nodes, bits = matcher.masks(np.array(tokens), *links)
+        found = dict(zip(nodes.tolist(), map(ids_of, bits), strict=True))
+        for node in range(14):
+            path, at = [], node
+            while at:
+                path.append(tokens[at])
+                at = parents[at]
+            prefix, is_allowed = bytes(output), True
+            for token in reversed(path):
+                is_allowed &= token != EOS and token in allowed_after(choices, prefix)
+                prefix += bytes([token]) if is_allowed else b""
+            if is_allowed:
+                assert found.pop(node) == allowed_after(choices, prefix), (step, node)
+        assert not found
+        more = sorted(allowed_after(choices, bytes(output)) - {EOS})
+        if not more:
+            break
+        output = bytes([*output, rng.choice(more)])
+    assert matcher.error is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_forced_span_is_what_every_text_goes_on_with(compiler, seed):
+    rng = random.Random(seed)
+    stem = "".join(rng.choices("ab", k=rng.randint(1, 9)))
+    choices = {stem + "".join(rng.choices("ab", k=rng.randint(0, 3))) for _ in range(3)}
+    matcher = compiler.matcher(Grammar.choice(sorted(choices)))
+    tokens, texts = [1], [one.encode() for one in choices]
+    for _ in range(12):
+        matcher.follow(tokens, 1)
+        prefix, expected = bytes(tokens[1:]), []
+        while len(after := allowed_after(texts, prefix)) == 1:
+            expected += after
+            if after == {EOS}:
+                break
+            prefix += bytes(after)
+        most = rng.randint(1, 12)
+        assert matcher.forced(most) == expected[:most]
+        choice = rng.choice(sorted(allowed_after(texts, bytes(tokens[1:]))))
+        tokens.append(choice)
+        if choice == EOS:
+            matcher.follow(tokens, 1)
+            assert matcher.forced(5) == []
+            return
+    raise AssertionError("the text has no end")
+
+
+def test_samples_do_not_share_their_place(compiler):
+    first = compiler.matcher(Grammar.regex("a[0-9]b"))
+    second = first.fresh()
+    first.follow([1, 97], 1)
+    assert root_ids(first) == {*range(48, 58)}
+    assert root_ids(second) == {97}
+
+
+def test_an_output_outside_the_form_is_an_error(compiler):
+    matcher = compiler.matcher(Grammar.regex("ab"))
+    matcher.follow([1, 98], 1)
+    assert matcher.error == "structured: the form does not allow the output"
+
+
+def test_special_tokens_are_never_allowed(compiler):
+    for grammar in (Grammar.regex("(?s).*"), Grammar.json_object(), Grammar.json_schema(True)):
+        assert root_ids(compiler.matcher(grammar)).isdisjoint({256, 258})
+
+
+def test_whitespace_is_not_a_choice(compiler):
+    """Between the parts of JSON there are no blanks, so that keys are forced."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    matcher = compiler.matcher(Grammar.json_schema(schema))
+    assert bytes(matcher.forced(20)[:-1]) == json.dumps({"a": 1}, separators=(",", ":")).encode()
