@@ -53,7 +53,7 @@ class Wire:
 
 
 def done(key, sample=0, reason="stop"):
-    return Done(key, sample, reason, None, None, 3, [1, 2], 0, 0, 0, 1, 0.0, 0.1, 0.2)
+    return Done(key, sample, reason, None, None, 3, [1, 2], 0, 0, 0, [2], 0.0, 0.1, 0.2)
 
 
 def with_client(test):

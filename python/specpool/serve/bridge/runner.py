@@ -257,7 +257,7 @@ def done(key: int, output: RequestOutput) -> Done:
         num_reused=output.num_reused,
         num_drafts=output.num_drafts,
         num_accepted=sum(output.from_draft),
-        num_rounds=output.verify_ct,
+        accept_lens=output.accept_lens,
         queue_seconds=output.queue_seconds,
         first_token_seconds=output.first_token_seconds,
         seconds=output.seconds,

@@ -225,9 +225,11 @@ class Call:
 
     def _end(self, generation: Generation) -> dict[str, Any]:
         """Return what an answer tells beside its choices."""
-        ended = [choice.done for choice in generation.choices if choice.done is not None]
         end: dict[str, Any] = {"usage": usage_of(generation.order.num_prompt, generation.choices)}
-        end["metrics"] = drafting_of(ended)
+        done = generation.choices[0].done
+        if len(generation.choices) == 1 and done is not None:  # of several texts it would be mixed
+            num_steps = self.service.client.ready.config["speculative_num_steps"]
+            end["metrics"] = {"speculative_decoding": drafting_of(done, num_steps)}
         record = generation.order.session
         if record is not None:
             end["session"] = {"id": record.ident, "offset": record.offset}
