@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specpool.config import EngineConfig
-from specpool.serve.bridge.messages import Stop
 from specpool.serve.config import ServeConfig
 
 
@@ -24,25 +23,23 @@ class ThreadEngine:
         self._in: deque[Any] = deque()
         self._came = threading.Event()
         self._out: deque[list[Any]] = deque()
-        self._reader, self._writer = os.pipe()
+        self._hear: Callable[[list[Any]], None] | None = None
+        self._running: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, args=(dict(loading), threads))
         self._thread.start()
 
     # --- the front's end
 
-    def fileno(self) -> int:
-        return self._reader
-
-    def recv(self) -> list[Any]:
-        os.read(self._reader, 1)
-        return self._out.popleft()
+    async def listen(self, hear: Callable[[list[Any]], None]) -> None:
+        self._hear, self._running = hear, asyncio.get_running_loop()
+        self._tell()
+        await asyncio.to_thread(self._thread.join)
 
     def send(self, message: Any) -> None:
         self._in.append(message)
         self._came.set()
 
     def close(self) -> None:
-        self.send(Stop())
         self._thread.join()
 
     # --- the engine's end
@@ -58,7 +55,12 @@ class ThreadEngine:
 
     def put(self, messages: list[Any]) -> None:
         self._out.append(messages)
-        os.write(self._writer, b".")
+        if self._running is not None:
+            self._running.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        while self._out and self._hear is not None:
+            self._hear(self._out.popleft())
 
     def _run(self, loading: dict[str, Any], threads: int) -> None:
         import torch

@@ -11,7 +11,7 @@ from cli_kit import call
 
 
 def test_forced_spans_bring_rounds(capsys, monkeypatch):
-    """Law: on a schema with long keys a round gives 1.3 times the tokens at least, the same text."""
+    """Law: with long keys a round gives 1.3 times the tokens at least, and the same text."""
     cases = [case for case in grammar._cases() if case.name == "EAGLE-3 chain 3x1x4"]
     monkeypatch.setattr(grammar, "_cases", lambda: iter(cases))
     code, out, err = call(

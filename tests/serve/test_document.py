@@ -45,8 +45,13 @@ def operations():
 def test_random_calls_are_answered_as_the_document_says(server, operation):
     """Texts are cut to some tokens, so that no call takes long."""
 
-    @settings(max_examples=20, deadline=None, database=None, derandomize=True)
-    @settings(suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=20,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(case=operation.as_strategy())
     def call(case):
         if isinstance(case.body, dict):

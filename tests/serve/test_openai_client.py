@@ -165,6 +165,23 @@ def test_plain_decoding_can_be_asked_for(client, engine):
     assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0
 
 
+def test_a_text_tells_how_its_drafts_went(client, engine):
+    """Law: the histogram is that of the accept lengths, in vLLM's form; of several texts, none."""
+    params = {"model": "specpool/tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    found = client.completions.create(**params).metrics["speculative_decoding"]
+    expected = said(engine, PROMPT, max_new_tokens=24)
+    correct = [length - 1 for length in expected.accept_lens]
+    assert found["acceptance_histogram"] == [correct.count(i) for i in range(4)]
+    assert found["num_spec_steps"] == len(correct) and found["num_spec_tokens"] == 3
+    assert found["num_accepted_draft_tokens"] == sum(correct)
+    assert found["num_draft_tokens"] == expected.num_drafts
+    assert found["mean_acceptance_length"] == pytest.approx(expected.accept_len)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.completions.create(**params, **options)
+    assert last.metrics["speculative_decoding"] == found and last.choices == []
+    assert not hasattr(client.completions.create(n=2, **params), "metrics")
+
+
 def test_drafts_are_marked_when_asked_for(client, engine):
     stream = client.completions.create(
         model="specpool/tiny",

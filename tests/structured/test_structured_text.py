@@ -217,6 +217,18 @@ def test_other_lanes_are_drafted_by_the_head_beside_a_forced_one(make):
     assert outputs[0].accept_len > 2 and outputs[1].accept_len > 3
 
 
+def test_the_controller_learns_from_the_drafter_alone(make, monkeypatch):
+    """Forced drafts are always right; counted, they would make the drafter look better."""
+    engine, learnt = make("adaptive", forced_steps=0), []
+    controller = engine.core.scheduler.round_shapes.controller
+    monkeypatch.setattr(controller, "on_verify_complete", lambda *a: learnt.extend(a[2].tolist()))
+    schema = closed(a_key_of_more_than_thirty_bytes_length={"const": "and a text that is fixed"})
+    params = SamplingParams(structured=Grammar.json_schema(schema), max_new_tokens=200)
+    (output,) = engine.generate(["Once"], params)
+    assert output.accept_len > 2
+    assert not any(learnt)  # of the last round at most, with one token left
+
+
 def test_samples_and_turns_have_their_form(make):
     """Samples of one prompt each follow the form; a session's turns may each have another."""
     engine, plain = make("eagle-3 tree D=1"), make("plain")

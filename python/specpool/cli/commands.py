@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +10,13 @@ import typer
 
 import specpool
 from specpool.checks import check_int
+from specpool.cli.bench_serve.options import GoalChoice, ServerChoice, TraceChoice
 from specpool.cli.engine_commands import chat, generate, serve, tune
 from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import (
     Adaptive,
     DeviceName,
-    Draft,
     Json,
     Plot,
     ShapeText,
@@ -102,81 +103,19 @@ def bench_generate(
 
 
 @bench.command("serve")
+@grouped
 def bench_serve(
-    url: Annotated[
-        str | None,
-        typer.Option(help="Any OpenAI server. [default: start specpool serve for the run]"),
-    ] = None,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="--url may be another machine.")
-    ] = False,
-    target: Target = "specpool/tiny",
-    draft: Draft = None,
-    batch: Annotated[int, typer.Option(help="Texts that run at once, without --url.")] = 32,
-    model: Annotated[
-        str | None, typer.Option(help="The model's name. [default: the first that is listed]")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Chats instead of completions.")] = False,
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts: ShareGPT's JSON, or lines of JSON with turns, prompt or messages. "
-            "[default: synthetic texts]"
-        ),
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Most requests.")] = 128,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second, by a Poisson process.")
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(help="Requests that run at once, each begun when one ends. [default: 16]"),
-    ] = None,
-    prompt_characters: Annotated[int, typer.Option(help="Mean length of synthetic texts.")] = 128,
-    max_tokens: Annotated[int, typer.Option(help="Mean of the most new tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--stop-at-eos", help="Send ignore_eos (vLLM's, ours).")
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Decides order, lengths and arrivals.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Most seconds; what runs then is given up.")] = 120,
-    slo_ttft: Annotated[
-        float | None, typer.Option(help="Goodput: most ms to the first token.")
-    ] = None,
-    slo_tpot: Annotated[
-        float | None, typer.Option(help="Goodput: most ms for a further token.")
-    ] = None,
+    *,
+    server: ServerChoice,
+    requests: TraceChoice,
+    goal: GoalChoice,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Drive an OpenAI server with a seeded trace: times, goodput and accept length."""
     from specpool.cli.bench_serve.command import Job, run
 
-    run(
-        Job(
-            url=url,
-            allow_remote=allow_remote,
-            target=target,
-            draft=draft,
-            batch=batch,
-            model=model,
-            chat=chat,
-            dataset=dataset,
-            num_requests=requests,
-            rate=rate,
-            concurrency=concurrency if rate is not None else concurrency or 16,
-            prompt_characters=prompt_characters,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            ignore_eos=ignore_eos,
-            seed=seed,
-            seconds=seconds,
-            slo_ttft=slo_ttft,
-            slo_tpot=slo_tpot,
-            json=json,
-            plot=plot,
-        )
-    )
+    run(Job(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
 
 
 def _version(show: bool) -> None:

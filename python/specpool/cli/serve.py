@@ -68,7 +68,8 @@ def run(job: Job) -> None:
 
     # Lines of libraries too, on standard error.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2"):  # of the hub's client
+        logging.getLogger(name).setLevel(logging.WARNING)
     serve(
         config,
         {

@@ -203,11 +203,17 @@ class RoundShapes:
         following: Int32 = self._following[line, rows]
         return following
 
-    def learn(self, choice: Choice, shapes: Int32, accept_len: Int32) -> None:
-        """Pass a round's results to the controller: each lane's shape and accept length [B]."""
+    def learn(
+        self, choice: Choice, shapes: Int32, accept_len: Int32, requests: Sequence[Request]
+    ) -> None:
+        """Pass a round's results to the controller: each lane's shape, accept length and request.
+
+        Lanes whose drafts were forced do not count: they say nothing about the drafter.
+        """
         assert self.controller is not None
         self.round_cts[choice.shape] += 1
         chosen = shapes == self._index[choice.shape]
+        chosen &= np.array([not request.forced for request in requests], np.bool_)
         if chosen.any():
             num_correct_drafts = accept_len[chosen] - 1
             self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)

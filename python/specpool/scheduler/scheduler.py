@@ -286,7 +286,7 @@ class Scheduler:
             for request, num in zip(requests, num_drafts, strict=True):
                 request.num_drafts += num
             if step.choice is not None:
-                self.round_shapes.learn(step.choice, plan.shapes[alive], num_new)
+                self.round_shapes.learn(step.choice, plan.shapes[alive], num_new, requests)
             if self._ledger.overlap_depth:
                 self._running.accept_len[rows] = num_new
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,13 +13,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from specpool._core import __version__
-from specpool.serve.api.errors import ApiError, bad, internal
+from specpool.errors import ConfigError
+from specpool.serve.api.errors import ApiError, bad, gone, internal
+from specpool.serve.api.sampling import refused
+from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.guard.access import AccessGuard
 from specpool.serve.guard.access_log import AccessLog
 from specpool.serve.guard.body import BodyGuard
 from specpool.serve.page import routes as page_routes
 from specpool.serve.routes import chat, completions, figures, sessions, state, tokens
 from specpool.serve.service import Service
+
+log = logging.getLogger("specpool.serve")
 
 _ERROR = {
     "description": "An error in OpenAI's shape",
@@ -57,7 +63,8 @@ def paths(service: Service) -> FastAPI:
     for module in (chat, completions, tokens, sessions, state, figures):
         app.include_router(module.routes(service))
     app.include_router(page_routes())
-    app.add_exception_handler(ApiError, _api_error)
+    for kind in (ApiError, ConfigError, EngineFault, EngineGone):
+        app.add_exception_handler(kind, _own_error)
     app.add_exception_handler(RequestValidationError, _wrong_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
@@ -67,7 +74,7 @@ def paths(service: Service) -> FastAPI:
 def build_app(service: Service) -> ASGIApp:
     """Return the application of a server."""
     app = paths(service)
-    guarded: ASGIApp = AccessGuard(BodyGuard(app, service.config), service)
+    guarded: ASGIApp = AccessGuard(BodyGuard(app, service), service)
     if service.config.origins:
         guarded = CORSMiddleware(
             guarded,
@@ -79,8 +86,14 @@ def build_app(service: Service) -> ASGIApp:
     return AccessLog(guarded, service)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    return error.response() if isinstance(error, ApiError) else internal().response()
+async def _own_error(request: Request, error: Exception) -> Response:
+    """Answer an error of ours; a fault's reason goes to the log alone."""
+    if isinstance(error, ApiError):
+        return error.response()
+    if isinstance(error, ConfigError):
+        return refused(error).response()
+    log.error("request %s: %s", request.scope.get("specpool.id"), error)
+    return (gone() if isinstance(error, EngineGone) else internal()).response()
 
 
 async def _wrong_body(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import ApiError, bad, gone, internal
 from specpool.serve.api.sampling import refused
-from specpool.serve.bridge.client import EngineGone, Stream
+from specpool.serve.bridge.client import EngineFault, EngineGone, Stream
 from specpool.serve.bridge.messages import Done, Tokens
 from specpool.serve.service import Service
 from specpool.serve.sessions import SessionRecord
@@ -77,6 +77,9 @@ class Generation:
                 self._streams.append(stream)
         except ConfigError as error:
             raise refused(error) from None
+        except EngineFault as error:
+            log.error("a request was refused: %s", error)
+            raise internal() from None
         except EngineGone as error:
             raise _gone(error) from None
         seconds = service.config.request_timeout

@@ -149,7 +149,7 @@ async def _main(
             service.close()
     if client.failure is not None:
         raise EngineGone(f"the engine has ended: {client.failure}")
-    client.close()
+    await client.close()
 
 
 class Front(uvicorn.Server):

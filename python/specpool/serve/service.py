@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Paths whose work waits for the engine.
+WORK_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+#: Requests that are parsed, tokenized and submitted at once.
+_AT_DESK = 16
 #: A chat template for models without one: the texts as they are, a line each.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
@@ -34,6 +38,9 @@ class Service:
         texts: tokenizes prompts.
         sessions: the open sessions.
         counters: what the front measures.
+        desk: work is parsed, tokenized and submitted a few requests at a time, so that a crowd of
+            them does not keep the event loop from everything else.
+        num_arriving: requests for work that have come and are not submitted yet.
         created: seconds since 1970 when the server began.
         is_draining: the server stops, and takes no new work.
     """
@@ -46,6 +53,8 @@ class Service:
         self.texts = Texts(tokenizer)
         self.sessions = Sessions(client, config)
         self.counters = Counters(config.names[0])
+        self.desk = asyncio.Semaphore(_AT_DESK)
+        self.num_arriving = 0
         self.created = int(time.time())
         self.is_draining = False
         # Tokenizers release the interpreter's lock, so the event loop goes on meanwhile.
@@ -78,8 +87,11 @@ class Service:
             )
         return name
 
-    def check_room(self, num_new: int = 1) -> None:
+    def check_room(self, num_new: int = 0) -> None:
         """Refuse work that the server cannot take.
+
+        Args:
+            num_new: the texts that it asks for; 0 = it has only arrived.
 
         Raises:
             ApiError: the server stops (503), or too many samples wait (429).
@@ -87,6 +99,8 @@ class Service:
         if self.is_draining:
             raise shutting_down()
         num_open = self.client.num_open
+        if not num_new:
+            num_open, num_new = num_open + self.num_arriving, 1
         if num_open + num_new > self.most_open:
             raise ApiError(
                 429,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specpool.engine.texts import NextTurn, Prompt, Texts
+from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.serve.api.errors import ApiError
@@ -240,7 +242,8 @@ class Sessions:
             limit = time.monotonic() - self._config.session_timeout
             for record in self:
                 if not record.is_busy and record.used < limit:
-                    await self.close(record.ident)
+                    with contextlib.suppress(SpecpoolError):  # its client has closed it meanwhile
+                        await self.close(record.ident)
 
     def _take(self, record: SessionRecord) -> SessionRecord:
         if record.is_busy:

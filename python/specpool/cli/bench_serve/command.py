@@ -40,7 +40,7 @@ class Job:
     model: str | None
     chat: bool
     dataset: Path | None
-    num_requests: int
+    requests: int
     rate: float | None
     concurrency: int | None
     prompt_characters: int
@@ -65,7 +65,7 @@ def run(job: Job) -> None:
     from specpool.cli.bench_serve.trace import of_file, synthetic
 
     prompts = (
-        synthetic(min(job.num_requests, 1024), job.prompt_characters, job.seed)
+        synthetic(min(job.requests, 1024), job.prompt_characters, job.seed)
         if job.dataset is None
         else of_file(job.dataset)
     )
@@ -98,10 +98,10 @@ async def _measured(job: Job, url: SplitResult, prompts: list[str]) -> list[Resu
         )
         if errors := [r.error for r in singles if r.error]:
             raise ConfigError(f"the server does not answer as OpenAI's: {errors[0]:.300}")
-        items = trace_of(prompts, num_requests=job.num_requests, rate=job.rate, **sizes)
+        items = trace_of(prompts, num_requests=job.requests, rate=job.rate, **sizes)
         before = await drafting(caller)
         records, seconds = await drive(
-            caller, items, how, concurrency=job.concurrency, seconds=job.seconds
+            caller, items, how, concurrency=_concurrency(job), seconds=job.seconds
         )
         after = await drafting(caller)
     except CallFailed as error:
@@ -119,7 +119,7 @@ async def _measured(job: Job, url: SplitResult, prompts: list[str]) -> list[Resu
 
 def _checked(job: Job) -> SplitResult | None:
     """Check a job; return its URL, None = a server of our own."""
-    check_int("requests", job.num_requests, 1, 1 << 20)
+    check_int("requests", job.requests, 1, 1 << 20)
     check_int("max_tokens", job.max_tokens, 1, 1 << 20)
     check_int("prompt_characters", job.prompt_characters, 1, 1 << 20)
     if job.concurrency is not None:
@@ -147,6 +147,11 @@ def _checked(job: Job) -> SplitResult | None:
             "--allow-remote if it may be"
         )
     return url
+
+
+def _concurrency(job: Job) -> int | None:
+    """Return how many requests run at once; None = they come by a process of their own."""
+    return None if job.rate is not None else job.concurrency or 16
 
 
 def _is_loopback(host: str) -> bool:

@@ -87,6 +87,7 @@ class Caller:
 
     def __init__(self, url: SplitResult, api_key: str | None) -> None:
         """Call the server at `url`, whose path comes in front of every path."""
+        self.url = url.geturl()
         self._host, self._prefix = url.hostname or "", url.path.rstrip("/")
         self._is_tls = url.scheme == "https"
         self._port = url.port or (443 if self._is_tls else 80)

@@ -45,7 +45,7 @@ class Generation(Body):
     # vLLM's and SGLang's
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None

@@ -34,16 +34,22 @@ def usage_of(num_prompt: int, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def drafting_of(ended: Sequence[Done]) -> dict[str, Any]:
-    """Return how drafting went, in the names that AIPerf reads at the root of an answer."""
-    rounds, drafts = sum(d.num_rounds for d in ended), sum(d.num_drafts for d in ended)
-    accepted = sum(d.num_accepted for d in ended)
+def drafting_of(done: Done, num_steps: int) -> dict[str, Any]:
+    """Return how the drafts of one text went, as vLLM reports it and AIPerf reads it.
+
+    Args:
+        done: the text's end.
+        num_steps: drafts of a round at most, as far as the engine has a fixed shape.
+    """
+    correct = [length - 1 for length in done.accept_lens]
+    most = max([num_steps, *correct])
+    accepted, rounds = sum(correct), len(correct)
     return {
-        "speculative_decoding": {
-            "num_drafts": rounds,
-            "num_draft_tokens": drafts,
-            "num_accepted_tokens": accepted,
-            "acceptance_rate": accepted / drafts if drafts else 0.0,
-            "mean_acceptance_length": 1 + accepted / rounds if rounds else 0.0,
-        }
+        "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+        "draft_acceptance_rate": accepted / done.num_drafts if done.num_drafts else 0.0,
+        "acceptance_histogram": [correct.count(number) for number in range(most + 1)],
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": done.num_drafts,
+        "num_spec_steps": rounds,
+        "num_spec_tokens": most,
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from specpool.engine.texts import NextTurn
@@ -19,6 +21,7 @@ from specpool.serve.bridge.messages import (
     Ready,
     Refused,
     Reply,
+    Stop,
     Submit,
     Tokens,
 )
@@ -27,17 +30,18 @@ log = logging.getLogger("specpool.serve")
 
 
 class EngineGone(SpecpoolError):  # noqa: N818 - a state, not a mistake
-    """The engine's process has ended, or its engine refused something by its own fault."""
+    """The engine's process has ended."""
+
+
+class EngineFault(SpecpoolError):  # noqa: N818 - the engine's, not the caller's
+    """The engine refused something by its own fault; the message is not for clients."""
 
 
 class Carrier(Protocol):
     """What carries messages to an engine and back."""
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `recv` has something."""
-
-    def recv(self) -> list[Any]:
-        """Return the next list of messages."""
+    async def listen(self, hear: Callable[[list[Any]], None]) -> None:
+        """Give each list of messages to `hear`; return when the engine is gone."""
 
     def send(self, message: Any) -> None:
         """Send a message; never waits."""
@@ -115,7 +119,7 @@ class EngineClient:
         self._readiness: asyncio.Future[Ready] = self._loop.create_future()
         self.ended = asyncio.Event()
         self.failure: str | None = None
-        self._loop.add_reader(carrier.fileno(), self._read)
+        self._listening = asyncio.create_task(self._listen())
 
     async def start(self) -> Ready:
         """Wait until the engine is loaded.
@@ -139,6 +143,7 @@ class EngineClient:
 
         Raises:
             ConfigError: the engine refuses it.
+            EngineFault: it refuses it by its own fault.
             EngineGone: the engine is gone.
         """
         key = next(self._keys)
@@ -159,6 +164,7 @@ class EngineClient:
 
         Raises:
             ConfigError: the engine refuses it.
+            EngineFault: it refuses it by its own fault.
             EngineGone: the engine is gone.
             TimeoutError: no answer came within `timeout` seconds.
         """
@@ -184,10 +190,13 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.fail(error)
 
-    def close(self) -> None:
-        """Stop reading."""
-        if not self.ended.is_set():
-            self._end("the server is shutting down")
+    async def close(self) -> None:
+        """Tell the engine to stop, and hear no more."""
+        self.send(Stop())
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._listening), 10)
+        self._listening.cancel()
+        self._end("the server is shutting down")
 
     async def _ask(self, key: int, message: Any) -> Any:
         if self.ended.is_set():
@@ -199,13 +208,12 @@ class EngineClient:
         finally:
             self._answers.pop(key, None)
 
-    def _read(self) -> None:
-        """Take a list of messages; called when there is one."""
-        try:
-            messages = self._carrier.recv()
-        except (EOFError, OSError):
-            self._end("the engine's process has ended")
-            return
+    async def _listen(self) -> None:
+        await self._carrier.listen(self._take)
+        self._end("the engine's process has ended")
+
+    def _take(self, messages: list[Any]) -> None:
+        """Take a list of messages."""
         for message in messages:
             if isinstance(message, Tokens | Done):
                 if (stream := self._streams.get(message.key)) is not None:
@@ -229,8 +237,8 @@ class EngineClient:
             if answer is None or answer.done():
                 return
             if isinstance(message, Refused):
-                kind = ConfigError if message.is_users else EngineGone
-                answer.set_exception(kind(message.message))
+                fault = ConfigError if message.is_users else EngineFault
+                answer.set_exception(fault(message.message))
             else:
                 answer.set_result(message.value if isinstance(message, Reply) else None)
 
@@ -239,7 +247,6 @@ class EngineClient:
             return
         self.failure = why
         self.ended.set()
-        self._loop.remove_reader(self._carrier.fileno())
         gone = EngineGone(why)
         if not self._readiness.done():
             self._readiness.set_exception(gone)

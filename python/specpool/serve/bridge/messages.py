@@ -127,7 +127,7 @@ class Done:
     num_reused: int
     num_drafts: int
     num_accepted: int
-    num_rounds: int
+    accept_lens: list[int]
     queue_seconds: float | None
     first_token_seconds: float | None
     seconds: float

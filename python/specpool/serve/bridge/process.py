@@ -1,31 +1,34 @@
 """`EngineProcess`: the process in which the engine runs, and its way to the front.
 
-The engine's process ends with the front's: its line breaks then.
+The engine's process ends with the front's: its socket breaks then.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import multiprocessing
+import pickle
 import signal
-import threading
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
+import socket
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specpool.errors import ConfigError
-from specpool.serve.bridge.messages import Failed, Stop
+from specpool.serve.bridge.frames import HEAD, SocketLine, frame_of
+from specpool.serve.bridge.messages import Failed
 
 log = logging.getLogger("specpool.serve")
 
 
-def run_engine(line: Connection, loading: Mapping[str, Any], threads: int) -> None:
-    """Load an engine and serve it on the line; the target of the process."""
+def run_engine(sock: socket.socket, loading: Mapping[str, Any], threads: int) -> None:
+    """Load an engine and serve it on the socket; the target of the process."""
     # Ctrl-C and a service manager's signal reach all processes of a group: the front decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    line = SocketLine(sock)
     try:
         import torch
         from transformers.utils import logging as hf_logging
@@ -40,15 +43,15 @@ def run_engine(line: Connection, loading: Mapping[str, Any], threads: int) -> No
     except (BrokenPipeError, ConnectionResetError):  # the front has died
         return
     except BaseException as error:
-        log.exception("the engine has ended")
-        try:
-            line.send([Failed(f"{type(error).__name__}: {error}", isinstance(error, ConfigError))])
-        except OSError:
-            return
+        is_users = isinstance(error, ConfigError)
+        if not is_users:
+            log.exception("the engine has ended")
+        with contextlib.suppress(OSError):
+            line.send([Failed(f"{type(error).__name__}: {error}", is_users)])
 
 
 class EngineProcess:
-    """A process with an engine. `send` never waits; `line.fileno()` says when there is news."""
+    """A process with an engine."""
 
     def __init__(self, loading: Mapping[str, Any], threads: int) -> None:
         """Start the process; it loads the engine and then sends `Ready` or `Failed`.
@@ -57,50 +60,42 @@ class EngineProcess:
             loading: the arguments of `Engine.from_pretrained`; they must be picklable.
             threads: CPU threads of torch.
         """
-        context = multiprocessing.get_context("spawn")
-        self.line, far = context.Pipe()
-        self._process = context.Process(
+        self._near, far = socket.socketpair()
+        self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine, args=(far, dict(loading), threads), name="specpool-engine"
         )
         self._process.start()
         far.close()
-        # Writes wait while the engine computes and the pipe is full, so a thread does them.
-        self._outbox: SimpleQueue[list[Any] | None] = SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="to-engine", daemon=True)
-        self._writer.start()
+        self._early: list[bytes] = []  # said before `listen`
+        self._writer: asyncio.StreamWriter | None = None
 
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable with news, or when the engine is gone."""
-        return self.line.fileno()
-
-    def recv(self) -> list[Any]:
-        """Return the next list of messages. EOFError or OSError: the process is gone."""
-        found: list[Any] = self.line.recv()
-        return found
+    async def listen(self, hear: Callable[[list[Any]], None]) -> None:
+        """Give each list of messages to `hear`; return when the process is gone."""
+        reader, self._writer = await asyncio.open_connection(sock=self._near, limit=1 << 24)
+        self._writer.writelines(self._early)
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(HEAD), "little")
+                hear(pickle.loads(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, OSError):
+            return
+        finally:
+            self._writer.close()
 
     def send(self, message: Any) -> None:
-        """Send a message; never waits."""
-        self._outbox.put([message])
+        """Send a message. It never waits: what the engine has not read yet is kept."""
+        frame = frame_of([message])
+        if self._writer is None:
+            self._early.append(frame)
+        elif not self._writer.is_closing():
+            self._writer.write(frame)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Stop the engine; kill the process if it has not ended after `seconds`."""
-        self.send(Stop())
-        self._outbox.put(None)
+        """Wait for the process, which ends when it is told so or hears nobody; then kill it."""
+        with contextlib.suppress(OSError):
+            self._near.close()
         self._process.join(seconds)
         if self._process.is_alive():
             log.warning("the engine did not stop within %s s: killed", seconds)
             self._process.kill()
             self._process.join()
-        self.line.close()
-
-    @property
-    def pid(self) -> int | None:
-        """The process's number."""
-        return self._process.pid
-
-    def _write(self) -> None:
-        while (messages := self._outbox.get()) is not None:
-            try:
-                self.line.send(messages)
-            except (OSError, ValueError):  # gone; the reader finds out
-                return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,11 @@ from specpool.serve.bridge.messages import (
 )
 
 log = logging.getLogger("specpool.serve")
+
+#: Seconds between two looks at forms that are being compiled, if nothing else runs.
+_COMPILE_POLL = 0.002
+#: The most lists of messages that are taken between two turns.
+_MOST_HEARD = 64
 
 
 class Line(Protocol):
@@ -52,6 +58,9 @@ class Runner:
         self._numbers: dict[int, set[int]] = {}  # the front's key -> the engine's numbers
         self._sessions: dict[int, Session] = {}
         self._stopped = False
+        # Forms are compiled beside the rounds: it may take seconds.
+        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiling: list[tuple[Future[None], Submit]] = []
         self.verbs: dict[str, Callable[..., Any]] = {
             "stats": engine.stats,
             "pool": self._pool,
@@ -67,20 +76,23 @@ class Runner:
         busy = False
         while True:
             try:
-                self._hear(wait=not busy)
+                self._hear(0 if busy else _COMPILE_POLL if self._compiling else None)
             except EOFError:  # the front has died
                 return
             if self._stopped:
                 return
+            self._take_compiled()
             busy = self._engine.turn()
             if self._out:
                 out, self._out = self._out, []
                 self._line.send(out)
 
-    def _hear(self, wait: bool) -> None:
-        """Take all messages that are there; wait for the first if nothing runs."""
-        while self._line.poll(None if wait else 0):
-            wait = False
+    def _hear(self, timeout: float | None) -> None:
+        """Take messages that are there; wait for the first up to `timeout` seconds, None = ever."""
+        for _ in range(_MOST_HEARD):  # so that a flood does not keep the rounds waiting
+            if not self._line.poll(timeout):
+                return
+            timeout = 0
             for message in self._line.recv():
                 self._take(message)
             if self._out:
@@ -90,15 +102,33 @@ class Runner:
                 return
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, Submit) and message.params.structured is not None:
+            compiling = self._compilers.submit(self._engine.core.compile, message.params)
+            self._compiling.append((compiling, message))
+        elif isinstance(message, Submit):
             self._answer(message.key, self._submit, message)
         elif isinstance(message, Call):
             self._answer(message.key, self._call, message)
         elif isinstance(message, Abort):
+            self._compiling = [each for each in self._compiling if each[1].key != message.key]
             for number in sorted(self._numbers.get(message.key, ())):
                 self._engine.abort(number)
         elif isinstance(message, Stop):
             self._stopped = True
+
+    def _take_compiled(self) -> None:
+        """Submit what waited for its form."""
+        if not self._compiling:
+            return
+        done = [each for each in self._compiling if each[0].done()]
+        self._compiling = [each for each in self._compiling if not each[0].done()]
+        for compiling, message in done:
+
+            def submit(message: Submit, compiling: Future[None] = compiling) -> Accepted:
+                compiling.result()  # raises what is wrong with the form
+                return self._submit(message)
+
+            self._answer(message.key, submit, message)
 
     def _answer(self, key: int, act: Callable[[Any], Any], message: Any) -> None:
         """Do what a message asks for, and queue the answer; an error is an answer too."""
@@ -227,7 +257,7 @@ def done(key: int, output: RequestOutput) -> Done:
         num_reused=output.num_reused,
         num_drafts=output.num_drafts,
         num_accepted=sum(output.from_draft),
-        num_rounds=output.verify_ct,
+        accept_lens=output.accept_lens,
         queue_seconds=output.queue_seconds,
         first_token_seconds=output.first_token_seconds,
         seconds=output.seconds,

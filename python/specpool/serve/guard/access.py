@@ -10,12 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
-from specpool.serve.service import Service
+from specpool.serve.service import WORK_PATHS, Service
 
 #: Paths without a key: whether the server lives, what it counts, and the page, which asks for one.
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
-#: Paths whose work waits for the engine.
-WORK_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 

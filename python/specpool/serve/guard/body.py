@@ -1,27 +1,52 @@
-"""`BodyGuard`: reads a request's body within its limits, before any path sees the request."""
+"""`BodyGuard`: reads a request's body within its limits, and lets work in a few at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specpool.serve.api.errors import ApiError
-from specpool.serve.config import ServeConfig
+from specpool.serve.service import WORK_PATHS, Service
 
 
 class BodyGuard:
     """Middleware: a body that is too large gets 413, one that is too slow 408."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         """Guard this application."""
-        self._app, self._config = app, config
+        self._app, self._service, self._config = app, service, service.config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
+        if scope["path"] not in WORK_PATHS:
+            await self._pass(scope, receive, send)
+            return
+        self._service.num_arriving += 1
+        leaves = contextlib.ExitStack()
+        leaves.callback(self._arrived)
+        # The path calls it once its texts are submitted; they may run for minutes.
+        scope["specpool.leave"] = leaves.close
+        try:
+            await self._pass(scope, receive, send, leaves)
+        finally:
+            leaves.close()
+
+    def _arrived(self) -> None:
+        self._service.num_arriving -= 1
+
+    async def _pass(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        leaves: contextlib.ExitStack | None = None,
+    ) -> None:
+        """Read the body and go on; work waits for its turn at the desk."""
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
@@ -36,6 +61,9 @@ class BodyGuard:
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
+        if leaves is not None:
+            await self._service.desk.acquire()
+            leaves.callback(self._service.desk.release)
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:

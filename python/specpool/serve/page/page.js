@@ -201,7 +201,7 @@ async function say(text) {
         session.offset = event.session.offset;
         const found = event.metrics.speculative_decoding;
         const used = event.usage.prompt_tokens_details.cached_tokens;
-        const part = percent(found.num_accepted_tokens, found.num_draft_tokens);
+        const part = percent(found.num_accepted_draft_tokens, found.num_draft_tokens);
         $("accepted").textContent = part;
         turn.note += `, ${part} of drafts accepted, ${used} of ${event.usage.prompt_tokens} tokens reused`;
       }

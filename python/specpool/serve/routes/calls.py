@@ -164,6 +164,7 @@ class Call:
         }
         try:
             await generation.start()
+            self.request.scope["specpool.leave"]()
             if self.body.stream:
                 events = self._events(generation, form, head)
                 seconds = self.service.config.write_timeout
@@ -224,9 +225,11 @@ class Call:
 
     def _end(self, generation: Generation) -> dict[str, Any]:
         """Return what an answer tells beside its choices."""
-        ended = [choice.done for choice in generation.choices if choice.done is not None]
         end: dict[str, Any] = {"usage": usage_of(generation.order.num_prompt, generation.choices)}
-        end["metrics"] = drafting_of(ended)
+        done = generation.choices[0].done
+        if len(generation.choices) == 1 and done is not None:  # of several texts it would be mixed
+            num_steps = self.service.client.ready.config["speculative_num_steps"]
+            end["metrics"] = {"speculative_decoding": drafting_of(done, num_steps)}
         record = generation.order.session
         if record is not None:
             end["session"] = {"id": record.ident, "offset": record.offset}

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from specpool._core import __version__
 from specpool.engine.stats import EngineStats
-from specpool.serve.api.errors import ApiError, gone, json_response
-from specpool.serve.bridge.client import EngineGone
+from specpool.serve.api.errors import ApiError, json_response
 from specpool.serve.exposition import exposition
 from specpool.serve.service import Service
 
@@ -98,7 +97,8 @@ async def asked(service: Service, verb: str) -> Any:
     """Return what the engine answers to a verb of `Runner`.
 
     Raises:
-        ApiError: it does not answer in time, or is gone.
+        ApiError: it does not answer in time.
+        EngineGone: it is gone.
     """
     try:
         return await service.client.call(verb, timeout=_PATIENCE)
@@ -106,8 +106,6 @@ async def asked(service: Service, verb: str) -> Any:
         raise ApiError(
             503, f"the engine did not answer within {_PATIENCE:g} s", code="engine_busy"
         ) from None
-    except EngineGone:
-        raise gone() from None
 
 
 async def stats_of(service: Service) -> EngineStats:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from specpool.errors import ConfigError
-from specpool.serve.api.errors import json_response
+from specpool.serve.api.errors import json_response, shutting_down
 from specpool.serve.api.requests import RewindRequest, SessionRequest
-from specpool.serve.api.sampling import refused
 from specpool.serve.service import Service
 
 
@@ -22,11 +20,9 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/sessions", summary="Open a session")
     async def open_session(body: SessionRequest | None = None) -> Response:
         service.check_model(None if body is None else body.model)
-        service.check_room(0)
-        try:
-            record = await sessions.open(None if body is None else body.max_tokens)
-        except ConfigError as error:
-            raise refused(error) from None
+        if service.is_draining:
+            raise shutting_down()
+        record = await sessions.open(None if body is None else body.max_tokens)
         return json_response(record.body())
 
     @router.get("/v1/sessions", summary="List the sessions")
@@ -39,10 +35,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/sessions/{ident}/rewind", summary="Forget the tokens from an offset on")
     async def rewind(ident: str, body: RewindRequest) -> Response:
-        try:
-            record, kept = await sessions.rewind(ident, body.offset)
-        except ConfigError as error:
-            raise refused(error) from None
+        record, kept = await sessions.rewind(ident, body.offset)
         return json_response(record.body() | {"kept_tokens": kept})
 
     @router.post("/v1/sessions/{ident}/fork", summary="Open a copy of a session")

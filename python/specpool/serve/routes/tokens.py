@@ -7,10 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from specpool.errors import ConfigError
 from specpool.serve.api.errors import bad, json_response
 from specpool.serve.api.requests import DetokenizeRequest, TokenizeRequest
-from specpool.serve.api.sampling import refused
 from specpool.serve.routes.chat import messages_of
 from specpool.serve.service import Service
 
@@ -29,10 +27,7 @@ def routes(service: Service) -> APIRouter:
         def work() -> list[int]:
             return service.texts.encode(0, prompt, goes_on=not body.add_special_tokens)
 
-        try:
-            ids = await service.aside(work)
-        except ConfigError as error:
-            raise refused(error) from None
+        ids = await service.aside(work)
         most = service.client.ready.max_context_len
         return json_response({"count": len(ids), "max_model_len": most, "tokens": ids})
 

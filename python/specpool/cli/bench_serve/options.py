@@ -1,0 +1,74 @@
+"""The options of `specpool bench serve`, in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specpool.cli.options.types import Draft, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerChoice:
+    """The server, and how it is asked."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(help="Any OpenAI server. [default: start specpool serve for the run]"),
+    ] = None
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="--url may be another machine.")
+    ] = False
+    target: Target = "specpool/tiny"
+    draft: Draft = None
+    batch: Annotated[int, typer.Option(help="Texts that run at once, without --url.")] = 32
+    model: Annotated[
+        str | None, typer.Option(help="The model's name. [default: the first that is listed]")
+    ] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Chats instead of completions.")] = False
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos/--stop-at-eos", help="Send ignore_eos (vLLM's, ours).")
+    ] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceChoice:
+    """The requests, and when they come."""
+
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts: ShareGPT's JSON, or lines of JSON with turns, prompt or messages. "
+            "[default: synthetic texts]"
+        ),
+    ] = None
+    requests: Annotated[int, typer.Option(help="Most requests.")] = 128
+    rate: Annotated[float | None, typer.Option(help="Requests a second, by a Poisson process.")] = (
+        None
+    )
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Requests that run at once, each begun when one ends. [default: 16]"),
+    ] = None
+    prompt_characters: Annotated[int, typer.Option(help="Mean length of synthetic texts.")] = 128
+    max_tokens: Annotated[int, typer.Option(help="Mean of the most new tokens.")] = 64
+    seed: Annotated[int, typer.Option(help="Decides order, lengths and arrivals.")] = 0
+    seconds: Annotated[float, typer.Option(help="Most seconds; what runs then is given up.")] = (
+        120.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalChoice:
+    """The service level; None = no limit."""
+
+    slo_ttft: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = (
+        None
+    )
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="Goodput: most ms for a further token.")
+    ] = None
