@@ -21,10 +21,10 @@ from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, machine, report
 from specpool.errors import CorruptState
-from specpool.grammar import Grammar
 from specpool.sampling_params import SamplingParams
-from specpool.structured.compiler import Compiler
-from specpool.structured.matcher import Matcher
+from specpool.text.structured.compiler import Compiler
+from specpool.text.structured.grammar import Grammar
+from specpool.text.structured.matcher import Matcher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
