@@ -11,7 +11,7 @@ import os
 
 _log = logging.getLogger("specpool.plugins.sglang")
 
-LEVELS = ("off", "pages", "reserve")
+LEVELS = ("off", "pages", "reserve", "rows")
 ON_DRIFT = ("own", "exit", "trust")
 
 
@@ -32,6 +32,12 @@ def register() -> None:
 
     found = drift.differences(level, bodies=on_drift != "trust")
     if not found:
+        if level == "rows":
+            from specpool.plugins.sglang import rows
+
+            rows.install()
+            _log.warning("specpool: SGLang's rows and KV pages are those of specpool's ledger")
+            return
         from specpool.plugins.sglang import allocator
 
         allocator.install()
