@@ -14,6 +14,8 @@ StreamingSession: what lies past a turn          trim
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +29,6 @@ from specpool.plugins.sglang.book import Book
 
 def install() -> None:
     """Put the classes and functions of this level in the place of SGLang's."""
-    import importlib
-
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     memory = "sglang.srt.mem_cache."
@@ -71,11 +71,16 @@ def tokens_required(
     own: Callable[..., int], batch: Any, selected_indices: Sequence[int] | None = None
 ) -> int:
     """The slots that the next round of these requests will take."""
-    reqs = batch.reqs
+    rows = rows_of(batch)
     if selected_indices is not None:
-        reqs = [reqs[at] for at in selected_indices]
+        rows = rows[selected_indices]
     ledger = batch.req_to_token_pool.book.ledger
-    return int(ledger.tokens_required(row_pool.rows_of(reqs), np.ones(len(reqs), np.int32))[0])
+    return int(ledger.tokens_required(rows, np.ones(len(rows), np.int32))[0])
+
+
+def rows_of(batch: Any) -> Any:
+    """Return the rows of a batch that decodes, int32 [requests], from SGLang's host copy."""
+    return batch.req_pool_indices_cpu.numpy().astype(np.int32)
 
 
 def prepare_round(own: Callable[..., None], batch: Any) -> None:
@@ -88,7 +93,7 @@ def prepare_round(own: Callable[..., None], batch: Any) -> None:
     if batch.sampling_info.penalizer_orchestrator.is_required:
         batch.cumulate_penalty_output_tokens()
     book, reqs = batch.req_to_token_pool.book, batch.reqs
-    rows = row_pool.rows_of(reqs)
+    rows = rows_of(batch)
     allocator = book.allocator
     needed = int(book.ledger.tokens_required(rows, np.ones(len(rows), np.int32))[0])
     if needed > allocator.available_size():
@@ -140,7 +145,7 @@ def checkpoint(
         )
     edges = [0, *(np.flatnonzero(taken[1:] != taken[:-1]) + 1).tolist(), len(taken)]
     try:
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             if start == end:
                 continue
             span = (first + start) * page_size, (first + end) * page_size
