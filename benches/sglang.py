@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from benches import sglang_rows
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.errors import ConfigError
@@ -215,5 +216,6 @@ def sglang(path: Path | None, *, repeats: int, json: bool, plot: Path | None) ->
                 title = f"P={page_size}, {rows} rows: {name}"
                 results.append(Result(title, value, "us", "SGLang's own", reference))
     results += _sizing(repeats)
+    results += sglang_rows.measure(repeats)
     where = machine(threads=torch.get_num_threads(), packages=("torch", "sglang"))
     report("bench sglang", where, results, json_only=json, plot=plot)

@@ -34,7 +34,8 @@ def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not ENGINE.exists(), reason="SGLang is not installed: `make engines`")
 @pytest.mark.parametrize(
-    "cases", ["sglang_cases.py", "sglang_reserve_cases.py", "sglang_loop_cases.py"]
+    "cases",
+    ["sglang_cases.py", "sglang_reserve_cases.py", "sglang_loop_cases.py", "sglang_rows_cases.py"],
 )
 def test_on_sglang(cases: str) -> None:
     done = run(
@@ -74,7 +75,10 @@ def test_without_the_setting_nothing_heavy_is_imported() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"SPECPOOL_SGLANG": "page"}, "SPECPOOL_SGLANG='page' is not one of off, pages, reserve"),
+        (
+            {"SPECPOOL_SGLANG": "page"},
+            "SPECPOOL_SGLANG='page' is not one of off, pages, reserve, rows",
+        ),
         (
             {"SPECPOOL_SGLANG": "pages", "SPECPOOL_SGLANG_DRIFT": "x"},
             "SPECPOOL_SGLANG_DRIFT='x' is not one of own, exit, trust",

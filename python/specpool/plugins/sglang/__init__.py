@@ -13,7 +13,7 @@ from specpool.plugins.settings import setting
 
 _log = logging.getLogger("specpool.plugins.sglang")
 
-LEVELS = ("off", "pages", "reserve")
+LEVELS = ("off", "pages", "reserve", "rows")
 
 
 def register() -> None:
@@ -33,6 +33,12 @@ def register() -> None:
 
     found = drift.differences(level, bodies=on_drift != "trust")
     if not found:
+        if level == "rows":
+            from specpool.plugins.sglang import rows
+
+            rows.install()
+            _log.warning("specpool: SGLang's rows and KV pages are those of specpool's ledger")
+            return
         from specpool.plugins.sglang import allocator
 
         allocator.install()

@@ -1,0 +1,183 @@
+"""The book of level `rows`: one `specpool.Ledger` for SGLang's rows and its KV slots."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specpool import Group, Ledger, OutOfPages, Shape, SpecpoolError
+from specpool._core import sizing_row_width, slot_ranges
+from specpool.plugins.sglang import limits
+from specpool.plugins.sglang.allocator import AllocatorError
+
+_I32 = npt.NDArray[np.int32]
+_logs = itertools.count(1)
+
+
+class Book:
+    """The ledger of a row pool and an allocator, and the rounds whose results are not in yet.
+
+    SGLang makes the row pool first, then the allocator: `Book.latest` joins them. The ledger is
+    built when both are there. There is one stream, so whatever is launched comes before all that
+    follows: each step is complete at once, and no page waits behind a fence.
+    """
+
+    latest: Book | None = None
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.allocator: Any = None
+        self._ledger: Ledger | None = None
+        #: Launched rounds, oldest first.
+        self.rounds: deque[int] = deque()
+        #: The batch whose prefill is being allocated.
+        self.batch: Any = None
+        #: Pages that the tree dropped as duplicates; None outside a checkpoint.
+        self.duplicates: list[int] | None = None
+        Book.latest = self
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger; SGLang's settings are published before its first use."""
+        if self._ledger is None:
+            self._ledger = self._build()
+        return self._ledger
+
+    def _build(self) -> Ledger:
+        limits.check(self.pool.device)
+        allocator, shape = self.allocator, limits.shape()
+        if allocator is None or not allocator.num_pages:
+            raise AllocatorError("the row pool has no allocator with a page")
+        kv = Group(
+            "kv",
+            page_size=allocator.page_size,
+            num_pages=allocator.num_pages,
+            hosts_drafts=True,
+            layout="holey",
+        )
+        record = os.environ.get("SPECPOOL_SGLANG_RECORD")
+        return Ledger(
+            [kv],
+            [shape],
+            num_rows=self.pool.size,
+            max_context_len=self._max_context_len(shape),
+            overlap_depth=1,
+            page_fencing=False,
+            record=f"{record}.{os.getpid()}.{next(_logs)}" if record else None,
+        )
+
+    def _max_context_len(self, shape: Shape) -> int:
+        """The longest text whose round fits into SGLang's row, and into the pool."""
+        page_size = self.allocator.page_size
+        most = min(self.pool.req_to_token.shape[1], self.allocator.num_pages * page_size)
+
+        def width(length: int) -> int:
+            return sizing_row_width(
+                [shape],
+                page_size=page_size,
+                max_context_len=length,
+                overlap_depth=1,
+                hosts_drafts=True,
+                layout="holey",
+            )
+
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if width(middle) <= most else (low, middle - 1)
+        if low < 2:
+            raise AllocatorError(f"no round of {shape} fits into rows of {most} slots")
+        return low
+
+    def clear(self) -> None:
+        """Begin anew, as SGLang's flush does.
+
+        Raises:
+            AllocatorError: a round is in flight.
+        """
+        if self.rounds:
+            raise AllocatorError(f"clear with {len(self.rounds)} rounds in flight")
+        if self._ledger is not None:
+            self._ledger.close()
+        self._ledger = None
+
+    # What a step does.
+
+    def extend(self, rows: _I32, starts: _I32, ends: _I32) -> torch.Tensor | None:
+        """Grow the rows to `ends` tokens for a prefill; return the new slots, int64, lane by lane.
+
+        None means that pages lack, and nothing has changed.
+
+        Raises:
+            AllocatorError: a row does not end at its lane of `starts`, or the ledger refuses.
+        """
+        ledger = self.ledger
+        try:
+            for row in rows[ledger.resolved_len[rows] > starts].tolist():
+                ledger.trim(row, int(starts[rows == row][0]))
+            at = ledger.resolved_len[rows]
+            if (at != starts).any():
+                raise AllocatorError(
+                    f"rows {rows.tolist()} have {at.tolist()} tokens, the batch begins at "
+                    f"{starts.tolist()}"
+                )
+            plan = ledger.prepare_extend(rows, ends)
+        except OutOfPages:
+            return None
+        except SpecpoolError as error:
+            raise AllocatorError(str(error)) from error
+        self._launched(plan.step)
+        page_size = self.allocator.page_size
+        slots = slot_ranges(ledger.page_table(0), page_size, rows, starts, ends - starts)
+        return torch.from_numpy(slots)
+
+    def decode(self, rows: _I32) -> list[int]:
+        """Claim and launch a round of each row; return the slots that each row has then.
+
+        Raises:
+            AllocatorError: pages lack, or the ledger refuses; nothing has changed.
+        """
+        try:
+            plan = self.ledger.prepare_decode(rows, np.ones(len(rows), np.int32))
+        except SpecpoolError as error:
+            raise AllocatorError(str(error)) from error
+        self.rounds.append(plan.step)
+        self._launched(plan.step)
+        held: list[int] = plan.allocated_after[0].tolist()
+        return held
+
+    def resolve(self, accept_lens: npt.NDArray[np.int32]) -> None:
+        """Count the oldest round's tokens, as the device accepted them.
+
+        A grammar may keep fewer, even none: then its request ends, and SGLang's own length stays
+        below the row's. Lanes whose row was given back or cut are dropped by the ledger.
+        """
+        if not self.rounds:
+            raise AllocatorError("the result of a round that was not launched")
+        try:
+            self.ledger.resolve(self.rounds.popleft(), accept_lens)
+        except SpecpoolError as error:
+            raise AllocatorError(str(error)) from error
+
+    def _launched(self, step: int) -> None:
+        """Launch the step and write its new cells, slot by slot, into SGLang's table."""
+        ledger = self.ledger
+        ledger.launch(step)
+        ((rows, columns, pages),) = ledger.take_delta(step)
+        if len(rows):
+            page_size = self.allocator.page_size
+            table = self.pool.req_to_token.numpy()
+            if page_size == 1:
+                table[rows, columns] = pages
+            else:
+                offsets = np.arange(page_size, dtype=np.int32)
+                at = columns[:, None] * page_size + offsets
+                table[rows[:, None], at] = pages[:, None] * page_size + offsets
+        ledger.ack_delta(step)
+        ledger.complete(step)

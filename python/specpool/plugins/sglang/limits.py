@@ -1,0 +1,62 @@
+"""What level `rows` cannot serve: each with its reason, found when the ledger is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_server_args, get_spec
+
+from specpool import Shape
+
+#: Algorithms whose rounds write slots as SGLang's `prepare_for_draft` does, and no others.
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+
+
+def check(device: Any) -> None:
+    """End the process if the settings need what the ledger does not do.
+
+    Raises:
+        SystemExit: one line for each reason.
+    """
+    if found := reasons(get_server_args(), get_spec(), device):
+        lines = "\n".join(f"specpool: SPECPOOL_SGLANG=rows: {reason}" for reason in found)
+        raise SystemExit(f"{lines}\nspecpool: use SPECPOOL_SGLANG=reserve or pages")
+
+
+def shape() -> Shape:
+    """The shape of SGLang's rounds now."""
+    spec = get_spec()
+    steps = spec.speculative_num_steps or 1
+    return Shape(
+        steps, spec.speculative_eagle_topk or 1, spec.speculative_num_draft_tokens or steps + 1
+    )
+
+
+def reasons(arguments: Any, spec: Any, device: Any) -> list[str]:
+    """Return why these settings cannot be served, a line each."""
+    algorithm = spec.speculative_algorithm
+
+    def has(name: str, idle: Any = False) -> bool:
+        return getattr(arguments, name, idle) not in (idle, None, False)
+
+    refused = {
+        "decoding without drafts claims slots in another way": algorithm is None,
+        f"{algorithm} places its drafts in another way than EAGLE": (
+            algorithm is not None and algorithm not in ALGORITHMS
+        ),
+        "an adaptive shape may change between a claim and its round": spec.speculative_adaptive,
+        "several EAGLE layers each write a window of their own": spec.enable_multi_layer_eagle,
+        "drafts from another process claim slots there": has("decoupled_spec_role", "null"),
+        "PD disaggregation moves rows between engines": has("disaggregation_mode", "null"),
+        "HiCache holds pages that the ledger does not see": has("enable_hierarchical_cache"),
+        "LMCache holds pages that the ledger does not see": has("enable_lmcache"),
+        "HiSparse gives rows slots of its own": has("enable_hisparse"),
+        "a dLLM writes its blocks again": has("dllm_algorithm"),
+        "context parallel decoding widens pages": has("dcp_size", 1),
+        "unified memory shares pages with other pools": has("enable_unified_memory"),
+        "page ids of the radix tree lie on the device; reading them would wait for it": (
+            torch.device(device).type != "cpu"
+        ),
+    }
+    return [reason for reason, holds in refused.items() if holds]

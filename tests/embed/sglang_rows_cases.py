@@ -1,0 +1,332 @@
+"""Level `rows` on the real SGLang, on a CPU; `test_sglang.py` runs this in a new process.
+
+Its scheduler loop runs on the fake model of `sglang_loop`. `SGLANG_LOOP_SETUPS=0` runs all setups.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.session import streaming_session
+from sglang_loop import Loop, Outcome, Setup, run
+
+from specpool import Ledger
+from specpool.plugins.sglang import drift, limits
+from specpool.plugins.sglang.allocator import AllocatorError
+
+#: Chains and trees, and slots of the pool that make SGLang's own retract.
+SHAPES = {(3, 1, 4): 420, (3, 4, 8): 900}
+
+
+def _setups() -> list[Setup]:
+    """The grid, or a part of it that is always the same."""
+    grid = [
+        Setup(
+            page_size=page_size,
+            shape=shape,
+            cache=cache,
+            overlap=overlap,
+            num_tokens=num_tokens * (4 if page_size == 64 else 1),
+            num_requests=12,
+            num_sessions=num_sessions,
+            seed=seed,
+        )
+        for seed, (page_size, (shape, num_tokens), cache, overlap, num_sessions) in enumerate(
+            itertools.product((1, 3, 16, 64), SHAPES.items(), (True, False), (True, False), (0, 2))
+        )
+    ]
+    count = int(os.environ.get("SGLANG_LOOP_SETUPS", "12"))
+    return random.Random(2).sample(grid, count) if count else grid
+
+
+def _name(setup: Setup) -> str:
+    parts = [f"P{setup.page_size}", str(setup.shape)]
+    for name in ("cache", "overlap", "num_sessions"):
+        parts += [name] if getattr(setup, name) else []
+    return "-".join(parts)
+
+
+run_once = functools.cache(run)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def audited(loop: Loop) -> None:
+    """Audit the ledger after each forward, and at the end see that all of it came back."""
+    book, run_batch, finish = loop.req_to_token_pool.book, loop.run_batch, loop.finish
+
+    def audit(batch: Any, **options: Any) -> Any:
+        book.ledger.check()
+        same_rows(loop, batch)
+        return run_batch(batch, **options)
+
+    def end() -> Outcome:
+        outcome = finish()
+        book.ledger.check()
+        if book.ledger.lent_pages(0).size or book.ledger.free_pages(0) != book.allocator.num_pages:
+            outcome.leaks.append("pages of the ledger are held at the end")
+        return outcome
+
+    loop.run_batch, loop.finish = audit, end
+
+
+def same_rows(loop: Loop, batch: Any) -> None:
+    """SGLang's table, lengths and protected prefixes are the ledger's."""
+    book = loop.req_to_token_pool.book
+    page_size, table = loop.setup.page_size, loop.req_to_token_pool.req_to_token.numpy()
+    for req in batch.reqs:
+        row, held = req.kv.req_pool_idx, int(book.ledger.allocated_len(0)[req.kv.req_pool_idx])
+        pages = book.ledger.page_table(0)[row, : held // page_size]
+        slots = pages[:, None] * page_size + np.arange(page_size)
+        assert (table[row, :held] == slots.ravel()).all(), req.rid
+        assert req.kv.kv_committed_len <= book.ledger.resolved_len[row], req.rid
+        assert req.kv.cache_protected_len == book.ledger.protected_len(0)[row], req.rid
+
+
+def target_faults(outcome: Outcome) -> list[str]:
+    """Faults of the target's KV.
+
+    The draft's KV of a turn's last token is that of another next token. It costs a draft, never a
+    text, and is so in SGLang's own too.
+    """
+    return [fault for fault in outcome.faults if " draft slots wrongly" not in fault]
+
+
+@pytest.mark.parametrize("setup", _setups(), ids=_name)
+def test_sglangs_loop_runs_on_the_ledger(setup: Setup) -> None:
+    own = run_once(setup)
+    outcome = run_once(replace(setup, level="rows"), prepare=audited)
+    assert not outcome.error, outcome.error
+    assert outcome.leaks == []
+    assert outcome.aborted == []
+    assert outcome.texts == outcome.expected
+    assert target_faults(outcome) == []
+    if not setup.num_sessions:  # what a session is asked depends on when its last turn ended
+        assert outcome.texts == own.texts
+        assert outcome.faults == []
+    # Shorter reserves admit more requests, and one more may be too many in a single run.
+    assert outcome.retracted <= own.retracted + 1
+
+
+def test_no_more_retractions_than_sglangs_own() -> None:
+    own = sum(run_once(setup).retracted for setup in _setups())
+    ours = sum(
+        run_once(replace(setup, level="rows"), prepare=audited).retracted for setup in _setups()
+    )
+    assert 0 < ours <= own
+
+
+def test_sessions_of_sglangs_own_read_kv_that_nobody_wrote() -> None:
+    """So the law that ours do not is one that can fail."""
+    setup = Setup(page_size=1, shape=(3, 1, 4), num_sessions=2, overlap=False, num_tokens=420,
+                  num_requests=12)  # fmt: skip
+    assert target_faults(run_once(setup)) != []
+    assert target_faults(run_once(replace(setup, level="rows"), prepare=audited)) == []
+
+
+BUSY = Setup(level="rows", shape=(3, 4, 8), num_tokens=900, num_requests=12, seed=1)
+
+
+def unhooked(owner: Any, name: str) -> Callable[[Loop], None]:
+    """SGLang's own function serves again."""
+
+    def prepare(loop: Loop) -> None:
+        setattr(owner, name, getattr(owner, name).__wrapped__)
+
+    return prepare
+
+
+def replaced(owner: str, name: str, function: Any) -> Callable[[Loop], None]:
+    """A function of the plug-in does something else."""
+
+    def prepare(loop: Loop) -> None:
+        book = loop.req_to_token_pool.book
+        found = {"book": book, "rows": book.pool, "pages": book.allocator}[owner]
+        setattr(found, name, functools.partial(function, found))
+
+    return prepare
+
+
+def resolve_one_less(book: Any, accept_lens: Any) -> None:
+    type(book).resolve(book, np.maximum(accept_lens - 1, 1))
+
+
+def launch_only(book: Any, step: int) -> None:
+    book.ledger.launch(step)
+    book.ledger.complete(step)
+
+
+def finish_nothing(rows: Any, indices: Any) -> None:
+    pass
+
+
+def release_nothing(pages: Any, ids: Any) -> None:
+    if pages.book.duplicates is not None:
+        pages.book.duplicates += ids.tolist()
+
+
+def lend_nothing(loop: Loop) -> None:
+    unhooked(type(loop.tree_cache), "checkpoint_into_tree")(loop)
+
+
+BROKEN = {
+    "a result counts one token less": replaced("book", "resolve", resolve_one_less),
+    "new cells are not written": replaced("book", "_launched", launch_only),
+    "a row is not finished": replaced("rows", "free_rows", finish_nothing),
+    "an eviction is not told": replaced("pages", "_drop", release_nothing),
+    "a checkpoint is not told": lend_nothing,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_laws_fail_without_one_guard(name: str) -> None:
+    outcome = run(BUSY, prepare=BROKEN[name])
+    kept = not outcome.error and not outcome.leaks and not outcome.faults
+    assert not (kept and outcome.texts == outcome.expected)
+
+
+def test_the_same_run_keeps_them() -> None:
+    outcome = run(BUSY, prepare=audited)
+    assert (outcome.error, outcome.leaks, outcome.faults) == ("", [], [])
+    assert {"hit", "chunk", "decode"} <= outcome.seen
+
+
+def test_a_session_without_its_guard_claims_unwritten_kv() -> None:
+    setup = Setup(level="rows", page_size=1, shape=(3, 1, 4), num_sessions=2, overlap=False,
+                  num_tokens=420, num_requests=12)  # fmt: skip
+    guard = "try_cache_finished_req"
+
+    def broken(loop: Loop) -> None:
+        unhooked(streaming_session.StreamingSession, guard)(loop)
+
+    outcome = run(setup, prepare=broken)
+    assert outcome.error or target_faults(outcome)
+
+
+SERVED = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_adaptive": False,
+    "enable_multi_layer_eagle": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"speculative_algorithm": None}, "decoding without drafts"),
+        ({"speculative_algorithm": "DFLASH"}, "DFLASH places its drafts"),
+        ({"speculative_adaptive": True}, "an adaptive shape"),
+        ({"enable_multi_layer_eagle": True}, "several EAGLE layers"),
+        ({"decoupled_spec_role": "drafter"}, "drafts from another process"),
+        ({"disaggregation_mode": "decode"}, "PD disaggregation"),
+        ({"enable_hierarchical_cache": True}, "HiCache"),
+        ({"enable_lmcache": True}, "LMCache"),
+        ({"enable_hisparse": True}, "HiSparse"),
+        ({"dllm_algorithm": "x"}, "a dLLM"),
+        ({"dcp_size": 2}, "context parallel"),
+        ({"enable_unified_memory": True}, "unified memory"),
+    ],
+)
+def test_what_it_cannot_serve_has_one_reason(change: dict[str, Any], reason: str) -> None:
+    arguments = {"decoupled_spec_role": "null", "disaggregation_mode": "null", "dcp_size": 1}
+    settings = SimpleNamespace(**(SERVED | arguments))
+    assert limits.reasons(settings, settings, "cpu") == []
+    vars(settings).update(change)
+    (line,) = limits.reasons(settings, settings, "cpu")
+    assert line.startswith(reason)
+
+
+def test_the_tree_of_an_accelerator_is_refused() -> None:
+    (line,) = limits.reasons(SimpleNamespace(), SimpleNamespace(**SERVED), "cuda")
+    assert line.startswith("page ids of the radix tree lie on the device")
+
+
+def test_decoding_without_drafts_ends_the_process_with_the_reason() -> None:
+    outcome = run(Setup(level="rows", num_requests=1))
+    last = outcome.error.strip().splitlines()[-2:]
+    assert "SPECPOOL_SGLANG=rows: decoding without drafts" in last[0]
+    assert last[1] == "specpool: use SPECPOOL_SGLANG=reserve or pages"
+
+
+def test_errors_at_the_border_are_assertions() -> None:
+    def prepare(loop: Loop) -> None:
+        pages, book = loop.token_to_kv_pool_allocator, loop.req_to_token_pool.book
+        before = book.ledger.state_hash()
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("not lent", lambda: pages.free_page_ids(torch.tensor([1]))),
+            ("its pages are 1 to", lambda: pages.free(torch.tensor([1 << 30]))),
+            ("not page-aligned", lambda: pages.free_segment(torch.tensor([3]), start_pos=3)),
+            ("for no row", lambda: pages.alloc(16)),
+            ("without drafts", lambda: pages.alloc_decode(None, None, None)),
+            ("beam search", lambda: loop.req_to_token_pool.alloc_rows(1)),
+            ("not admitted", lambda: loop.req_to_token_pool.free_rows([1])),
+            ("was not launched", lambda: book.resolve(np.ones(1, np.int32))),
+        ]
+        for text, call in calls:
+            with pytest.raises(AssertionError, match=text) as caught:
+                call()
+            assert isinstance(caught.value, AllocatorError)
+        assert book.ledger.state_hash() == before
+
+    outcome = run(replace(BUSY, num_requests=1), prepare=prepare)
+    assert not outcome.error, outcome.error
+
+
+def test_a_grammar_that_keeps_nothing_leaves_the_round_counted() -> None:
+    """SGLang's own length stays below the row's; the row goes with its request."""
+
+    def prepare(loop: Loop) -> None:
+        audited(loop)
+        cut = {"left": 3}
+        processor = type(loop.batch_result_processor)
+        resolve = processor._resolve_spec_v2_tokens
+
+        def with_grammar(self: Any, result: Any, batch: Any) -> Any:
+            for req in batch.reqs:
+                if cut["left"] and not req.finished() and len(req.output_ids) > 2:
+                    cut["left"] -= 1
+                    req.grammar = SimpleNamespace()
+            result.grammar_retained_tokens = [[] for _ in batch.reqs]
+            tokens = resolve(self, result, batch)
+            for req in batch.reqs:
+                if req.grammar is not None:
+                    req.grammar = None
+                    req.to_finish = schedule_batch.FINISH_ABORT("the grammar ended")
+            return tokens
+
+        processor.advance_grammar_fsm = lambda *_: None
+        processor._resolve_spec_v2_tokens = with_grammar
+
+    outcome = run(BUSY, prepare=prepare)
+    assert not outcome.error, outcome.error
+    assert (outcome.leaks, outcome.faults) == ([], [])
+    assert sum(outcome.texts[rid] != outcome.expected[rid] for rid in outcome.texts) == 3
+
+
+def test_this_sglang_is_known_at_this_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drift.differences("rows") == []
+    monkeypatch.setattr(memory_pool.ReqToTokenPool, "free_rows", Ledger.finish)
+    (line,) = drift.differences("rows")
+    assert "free_rows has the parameters" in line
+    monkeypatch.undo()
+    name = "try_cache_finished_req"
+    monkeypatch.setattr(
+        "specpool.plugins.drift.text_digest", lambda target: name if "Streaming" in target else "?"
+    )
+    assert any(name in line for line in drift.differences("rows"))
+    assert drift.differences("rows", bodies=False) == []
