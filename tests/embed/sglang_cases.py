@@ -191,8 +191,11 @@ def test_a_refused_free_names_the_page_and_the_call_that_gave_it() -> None:
     pool = allocator.SpecpoolPagedAllocator(64, 4, *SETTINGS)
     row = pool.alloc(4)
     pool.free(row)
-    with pytest.raises(allocator.AllocatorError, match=r"block 1: .*\"alloc, call 1\""):
+    said = r"block 1: .*; taken by alloc, call 1; freed by call 2$"
+    with pytest.raises(allocator.AllocatorError, match=said):
         pool.free(row)
+    with pytest.raises(allocator.AllocatorError, match=r"block 9: .*; no call took it$"):
+        pool.free(lens(36))
 
 
 def test_a_group_keeps_what_it_was_told() -> None:

@@ -32,9 +32,10 @@ def register() -> None:
 
     found = drift.differences(level, bodies=on_drift != "trust")
     if not found:
-        from specpool.plugins.sglang import allocator
+        from specpool.plugins.sglang import allocator, history
 
         allocator.install()
+        history.install()
         _log.warning("specpool: SGLang's KV pages come from specpool's pool")
         if level == "reserve":
             from specpool.plugins.sglang import reserve
