@@ -65,8 +65,26 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         self.is_recorded = bool(os.environ.get("SPECPOOL_SGLANG_RECORD"))
         self.clear()
 
+    def resize(self, config: Any) -> None:
+        """Begin a new pool of `config.max_total_num_tokens` slots.
+
+        Raises:
+            AllocatorError: a group of frees is open, or the pool would have no page.
+        """
+        if config.max_total_num_tokens < self.page_size:
+            raise AllocatorError(
+                f"resize to {config.max_total_num_tokens} tokens: a page has {self.page_size}"
+            )
+        self._refuse_in_group("resize")
+        super().resize(config)
+
     def clear(self) -> None:
-        """Forget all that was handed out; `resize` calls it with a new `size`."""
+        """Forget all that was handed out; `resize` calls it with a new `size`.
+
+        Raises:
+            AllocatorError: a group of frees is open; its pages would be of the pool before.
+        """
+        self._refuse_in_group("clear")
         if self.pool is not None:
             self.pool.close()
         self.num_pages = self.size // self.page_size
@@ -76,6 +94,10 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         self.freers: list[tuple[torch.Tensor, int, str]] = []
         self.frees = FreesInFlight()
         self.history = History(self.num_pages)
+
+    def _refuse_in_group(self, verb: str) -> None:
+        if self.free_group is not None:
+            raise AllocatorError(f"{verb} inside a group of frees: end the group first")
 
     # What is free.
 
@@ -226,6 +248,8 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             pages = pool.take(count, tag=tag)
         except OutOfPages:
             return None
+        except SpecpoolError as error:
+            raise AllocatorError(f"{VERBS[verb]}: {error}") from error
         self.history.took(verb, pages, counts)
         return pages
 

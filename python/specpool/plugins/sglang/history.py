@@ -114,7 +114,7 @@ def alloc_for_decode(own: Any, batch: Any, token_per_req: int) -> Any:
     before = 0 if history is None else history.call
     out = own(batch, token_per_req)
     if history is not None:
-        history.belongs(before, batch.req_pool_indices_cpu, _ones(batch, token_per_req))
+        history.belongs(before, _rows(batch), np.full(len(batch.reqs), token_per_req, np.int64))
     return out
 
 
@@ -125,7 +125,7 @@ def alloc_for_spec_decode(own: Any, tree_cache: Any, *args: Any, **kwargs: Any) 
     out = own(tree_cache, *args, **kwargs)
     if history is not None and batch is not None:
         counts = kwargs["nxt_kv_lens_cpu"] - kwargs["cur_kv_lens_cpu"]
-        history.belongs(before, batch.req_pool_indices_cpu, counts)
+        history.belongs(before, _rows(batch), counts)
     return out
 
 
@@ -161,5 +161,6 @@ def _of(allocator: Any) -> History | None:
     return found if isinstance(found, History) else None
 
 
-def _ones(batch: Any, count: int) -> _I64:
-    return np.full(len(batch.reqs), count, np.int64)
+def _rows(batch: Any) -> Any:
+    """The rows of a batch on the host; None if SGLang has them on the device only."""
+    return getattr(batch, "req_pool_indices_cpu", None)
