@@ -163,7 +163,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         if None in others:
             named = ", ".join(str(block.block_id) for block in others[None])
             raise ForeignBlockError(f"free of blocks {named}: they are of no pool")
-        # The core lets go of the last one first; and it gives the block first that became free last.
+        # The core lets go of the last one first, and first gives the block that became free last.
         self._drop(unknown + known[::-1])
         for pool, blocks in others.items():
             pool.free_blocks(blocks)
