@@ -46,4 +46,3 @@ def register() -> None:
         raise SystemExit(f"specpool: SGLang is not as known: {'; '.join(found)}")
     else:
         _log.error("specpool: SGLang's own allocator serves: %s", "; ".join(found))
-
