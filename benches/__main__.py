@@ -346,6 +346,22 @@ def sglang(
     run(path, repeats=repeats, json=json, plot=plot)
 
 
+@app.command("vllm")
+def vllm(
+    path: Annotated[
+        Path | None,
+        typer.Option(help="Folder of vLLM's package; by default that of `make engines`."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 15,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """The plug-in for vLLM beside vLLM's own block pool."""
+    from benches.vllm import vllm as run
+
+    run(path, repeats=repeats, json=json, plot=plot)
+
+
 @app.command("prefix")
 def prefix(
     target: Target = "specpool/tiny",

@@ -54,7 +54,11 @@ def manager(pool: type, num_blocks: int, block_size: int, **settings: Any) -> An
 
 
 def request(
-    name: str, tokens: Sequence[int], block_size: int, num_hash_lookahead_tokens: int = 0, **rest: Any
+    name: str,
+    tokens: Sequence[int],
+    block_size: int,
+    num_hash_lookahead_tokens: int = 0,
+    **rest: Any,
 ) -> Any:
     """Return a request for up to 1,000 tokens behind these."""
     return Request(

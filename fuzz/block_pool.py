@@ -46,7 +46,7 @@ def sensible(source: Source, pool: BlockPool, step: int) -> Callable[[], Any]:
     # Few different tokens, so that texts begin alike.
     tokens = array(source, "i4", (source.below(4 * pool.block_size + 2),), 2)
     salt = source.pick((b"", b"a"))
-    verb = source.below(6)
+    verb = source.below(8)
     if verb == 0:
         hold = held if source.is_rare(8) else pool.match(tokens, salt)
         return partial(pool.take, source.below(6), hold, source.pick((None, "request")))
@@ -56,6 +56,8 @@ def sensible(source: Source, pool: BlockPool, step: int) -> Callable[[], Any]:
         return partial(pool.put, tokens[: len(held) * pool.block_size], held, 0, salt)
     if verb == 4:
         return partial(pool.put, tokens, held, source.below(3), salt)
+    if verb > 5:
+        return partial(pool.keep if verb == 6 else pool.unkeep, held)
     return partial(pool.complete, step) if source.is_rare(8) else partial(pool.forget, salt)
 
 

@@ -218,7 +218,7 @@ def test_vllms_own_pool_is_silent(fault: Callable[..., None]) -> None:
 def test_an_error_names_the_request() -> None:
     pool, blocks = held()
     pool.free_blocks(blocks)
-    with pytest.raises(PageStateError, match='drop of block 3: nobody holds it; .*last tag "r"'):
+    with pytest.raises(PageStateError, match=r'drop of block 3: nobody holds it; .*last tag "r"'):
         pool.free_blocks([blocks[2]])
     assert pool.core.record_of(1)[2] == "r"
 
@@ -404,6 +404,10 @@ def test_the_spare_slot_is_of_drafters_that_write_step_by_step() -> None:
     ):
         assert spare(settings_of(**other)) == 0, other
     assert spare(SimpleNamespace(speculative_config=None, num_lookahead_tokens=0)) == 0
+    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
+    assert scheduler.kv_cache_manager.spare_lookahead == 0
+    speculative._init_scheduler(lambda *args: None, scheduler, settings_of())
+    assert scheduler.kv_cache_manager.spare_lookahead == 1
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])

@@ -24,6 +24,8 @@ _log = logging.getLogger("specpool.plugins.vllm")
 _logs = itertools.count(1)
 
 OwnBlockPool: Any = block_pool.BlockPool
+_own_insert = OwnBlockPool._insert_block_hash
+own_allocate_slots: Any = KVCacheManager.allocate_slots
 
 
 class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
@@ -33,10 +35,10 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
     pool: SpecpoolBlockPool
 
     def __init__(self, block_id: int, pool: SpecpoolBlockPool) -> None:
-        self.block_id, self.pool = block_id, pool
-        self._block_hash = self._block_hash_num_tokens = None
-        self.prev_free_block = self.next_free_block = None
-        self.is_null = False
+        block: Any = self  # its slots are the base's, which has no types
+        block.block_id, block.pool, block.is_null = block_id, pool, False
+        block._block_hash = block._block_hash_num_tokens = None
+        block.prev_free_block = block.next_free_block = None
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -93,7 +95,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         super().__init__(num_gpu_blocks, *args, **kwargs)
         self.core = _new_core(num_gpu_blocks)
         self.blocks = [SpecpoolBlock(block, self) for block in range(num_gpu_blocks)]
-        self.null_block = self.blocks[0]
+        self.null_block: Any = self.blocks[0]
         self.null_block.is_null = True
         self.free_block_queue = FreeOrder(self.core, self.blocks)
         # The request that blocks are taken for, in errors and records.
@@ -163,7 +165,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         if None in others:
             named = ", ".join(str(block.block_id) for block in others[None])
             raise ForeignBlockError(f"free of blocks {named}: they are of no pool")
-        # The core lets go of the last one first, and first gives the block that became free last.
+        # The core lets go of the last one first, and gives first what became free last.
         self._drop(unknown + known[::-1])
         for pool, blocks in others.items():
             pool.free_blocks(blocks)
@@ -207,7 +209,8 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             PageStateError: a block is not held.
         """
         parts = num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
-        self._new = new = []
+        new: list[int] = []
+        self._new = new
         try:
             super().cache_full_blocks(request, blocks, *parts)
         finally:
@@ -223,7 +226,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         if block.pool is not self:
             raise ForeignBlockError(f"cache of block {block.block_id}: it is not of this pool")
         is_new = block._block_hash is None
-        super()._insert_block_hash(key, block, num_tokens)
+        _own_insert(self, key, block, num_tokens)
         if self._new is not None:
             self._new.append(block.block_id)
         elif is_new:
@@ -258,23 +261,13 @@ def install() -> None:
     """Put the class in the place of vLLM's, and name requests in errors."""
     for module in (block_pool, kv_cache_coordinator):
         module.BlockPool = SpecpoolBlockPool
-    wrap(KVCacheManager, "allocate_slots", _allocate_slots)
+    KVCacheManager.allocate_slots = _allocate_slots
 
 
-def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
-    """Make `owner.name(...)` call `outer(own, ...)`."""
-    own = getattr(owner, name)
-
-    @functools.wraps(own)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return outer(own, *args, **kwargs)
-
-    setattr(owner, name, wrapper)
-
-
-def _allocate_slots(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+@functools.wraps(own_allocate_slots)
+def _allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     manager.block_pool.tag = request.request_id
-    return own(manager, request, *args, **kwargs)
+    return own_allocate_slots(manager, request, *args, **kwargs)
 
 
 def _new_core(num_gpu_blocks: int) -> BlockPool:

@@ -11,6 +11,8 @@ noted, and a hit whose text goes on with the same token keeps the block: nothing
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
@@ -18,7 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from specpool.plugins.vllm.pool import SpecpoolBlockPool, wrap
+from specpool.plugins.vllm.pool import SpecpoolBlockPool, own_allocate_slots
 
 #: Methods whose drafters are known to write as above.
 METHODS = ("eagle", "eagle3", "mtp")
@@ -28,15 +30,26 @@ def install() -> None:
     """Wrap what reserves slots, and what looks hits up."""
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
-    wrap(KVCacheManager, "allocate_slots", _allocate_slots)
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
+    KVCacheManager.allocate_slots = _allocate_slots
     own = FullAttentionManager.find_longest_cache_hit.__func__
 
     def find(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _find_longest_cache_hit(own, cls, *args, **kwargs)
 
     FullAttentionManager.find_longest_cache_hit = classmethod(find)
-    SpecpoolBlockPool.note_next = _note_next  # type: ignore[method-assign]
+    SpecpoolBlockPool.note_next = _note_next  # type: ignore[assignment, method-assign]
+
+
+def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
+    """Make `owner.name(...)` call `outer(own, ...)`."""
+    own = getattr(owner, name)
+
+    @functools.wraps(own)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return outer(own, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
 
 
 def spare_lookahead(vllm_config: Any) -> int:
@@ -77,11 +90,13 @@ def _init_manager(own: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
         pool.next_tokens = {}
 
 
-def _allocate_slots(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    if getattr(manager, "spare_lookahead", 0) and "num_lookahead_tokens" in kwargs:
-        given = kwargs["num_lookahead_tokens"]
-        kwargs["num_lookahead_tokens"] = max(0, given - manager.spare_lookahead)
+@functools.wraps(own_allocate_slots)
+def _allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     pool = manager.block_pool
+    pool.tag = request.request_id
+    given = kwargs.get("num_lookahead_tokens", 0)
+    if given:
+        kwargs["num_lookahead_tokens"] = given - getattr(manager, "spare_lookahead", 0)
     if getattr(pool, "next_tokens", None) is not None:
         if kwargs.get("num_external_computed_tokens"):
             # Another engine computed these, before it had this request's next token.
@@ -91,7 +106,7 @@ def _allocate_slots(own: Any, manager: Any, request: Any, *args: Any, **kwargs: 
             block, end = pending
             pool.next_tokens[block] = request.all_token_ids[end]
             request.specpool_pending = None
-    return own(manager, request, *args, **kwargs)
+    return own_allocate_slots(manager, request, *args, **kwargs)
 
 
 def _note_next(
