@@ -179,12 +179,7 @@ impl BlockPool {
 
     #[doc = doc!("BlockPool.drop")]
     #[pyo3(signature = (blocks, after=None, *, tag=None))]
-    fn drop(
-        &mut self,
-        blocks: &Bound<'_, PyAny>,
-        after: Option<&Bound<'_, PyAny>>,
-        tag: Option<&str>,
-    ) -> PyResult<()> {
+    fn drop(&mut self, blocks: &Bound<'_, PyAny>, after: Option<&Bound<'_, PyAny>>, tag: Option<&str>) -> PyResult<()> {
         let (blocks, after) = (ints("blocks", blocks)?, after.map(step).transpose()?);
         self.change(|pool| pool.drop(&blocks, after).map_err(|error| error.by(tag)))
     }
