@@ -224,7 +224,7 @@ __device__ __forceinline__ int draw(const Row& row, Scratch& scratch, int begin,
     }
 }
 
-// What the blocks of a row share, and what one launch hands to the next. It begins anywhere in memory.
+// What the blocks of a row share, and what one launch hands to the next. The first launch sets what is read.
 struct Space {
     unsigned long long* cells;  // [BINS + 3 * parts + 9]
     int parts;

@@ -70,6 +70,17 @@ def test_scenario_15_and_17_compaction_equals_gather_then_scatter(kit, width):
         cache.check()
 
 
+def test_wide_slots_are_compacted_in_parts(kit):
+    """Slots of 128 accesses at batch 1: several blocks share a slot, each its own columns."""
+    batch = Batch(4, 1, num_nodes=30)
+    cache = Cache(kit, batch, [((8, 64), torch.float32), ((33,), torch.float32)])
+    index = i32([[0, 5, 9, 17, 28, 29]])
+    place = put_place(kit, batch)
+    device.compact_accepted(cache.fields, *place, kit.put(index), num_draft_tokens=batch.n)
+    moves.compact_accepted(cache.twins, *batch.place, index, num_draft_tokens=batch.n)
+    cache.check()
+
+
 def test_prefix_tails(kit):
     for batch in batches(kit):
         cache = Cache(kit, batch)

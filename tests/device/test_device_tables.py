@@ -5,7 +5,7 @@ import torch
 
 from kernel_kit import Batch, array, i32, put_place
 from specpool import kernels as device
-from specpool.kernels import launch
+from specpool.kernels import launch, tables
 from specpool.kernels import twins as kernels
 
 
@@ -68,6 +68,13 @@ def test_entries_of_no_table_are_left(kit):
         device.apply_table_deltas([one, other], [(rows, columns, pages), (rows, columns, pages)])
     assert one.tolist() == [[0, 0], [0, 8], [0, 6]]
     assert other.tolist() == [[0] * 5, [0, 8, 0, 0, 7]]
+    described = np.zeros(2, tables._CELLS)
+    described["base"], described["num_rows"] = [one.data_ptr(), other.data_ptr()], [3, 2]
+    described["pages_per_row"] = [2, 5]
+    entries = kit.put(i32([[-1, 2, 2**31 - 1, 1], [1] * 4, [0] * 4, [4] * 4]))
+    args = (kit.put(described.view(np.uint8)), np.int32(2), entries, np.int32(4))
+    launch.launch("apply_table_deltas", (1,), (32,), args, touches=(one, other))
+    assert one[1].tolist() == [0, 8] and other[1].tolist() == [4, 8, 0, 0, 7]
 
 
 def test_slots_of_positions(kit):
