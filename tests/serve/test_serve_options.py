@@ -78,7 +78,7 @@ def test_what_is_loopback():
 
 
 def test_an_engine_that_cannot_be_loaded_ends_the_server():
-    with pytest.raises(AssertionError, match="error: .* of KV, 1 KiB are to be had") as error:
+    with pytest.raises(AssertionError, match=r"error: .* of KV, 1 KiB are to be had") as error:
         Server("--kv-bytes", "1KiB")
     assert "http://" not in str(error.value)
 
