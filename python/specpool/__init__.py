@@ -29,8 +29,8 @@ from specpool.errors import (
     SpecpoolError,
     StalePlan,
 )
-from specpool.grammar import Grammar
 from specpool.sampling_params import SamplingParams
+from specpool.text.structured.grammar import Grammar
 
 if TYPE_CHECKING:
     from specpool.engine.comparison import Comparison

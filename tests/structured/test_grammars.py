@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 from specpool import ConfigError, Engine, Grammar, SamplingParams
 from specpool.assets import resolve
 from specpool.draft.base import DraftTree
-from specpool.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
-from specpool.structured import compiler as compiler_module
-from specpool.structured.compiler import Compiler
-from specpool.structured.matcher import Matcher
+from specpool.text.structured import compiler as compiler_module
+from specpool.text.structured.compiler import Compiler
+from specpool.text.structured.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from specpool.text.structured.matcher import Matcher
 
 EOS = 257
 

@@ -251,7 +251,7 @@ def test_samples_and_turns_have_their_form(make):
 
 def test_a_form_that_cannot_go_on_ends_its_request_alone(make, monkeypatch):
     """The library gives up in the middle: an error with the reason, and the others go on."""
-    from specpool.structured.matcher import Matcher
+    from specpool.text.structured.matcher import Matcher
 
     engine, calls = make("eagle chain D=1"), []
     mask = Matcher._mask

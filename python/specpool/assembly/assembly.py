@@ -115,12 +115,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     )
     controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
     shape = _shape(config, drafter, controller)
-    shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
-    for each in shapes if drafter is None else ():
-        if each.num_draft_tokens > 1:
-            raise ConfigError(f"{each} drafts, but there is no draft model")
-    if (chain := forced_shape(config)) is not None:
-        shapes.append(chain)
+    shapes = _shapes(config, drafter, shape, controller)
     _check(config, drafter, attention, shapes)
     kind = routed(config, target, drafter, shapes)
     max_context_len = _context_len(config, target)
@@ -181,6 +176,22 @@ def _shape(config: EngineConfig, drafter: Drafter | None, controller: Controller
     if controller is not None:
         return max(controller.candidates, key=lambda each: each.num_draft_tokens)
     return Shape.none() if drafter is None else Shape.eagle(3, 1, 4)
+
+
+def _shapes(
+    config: EngineConfig, drafter: Drafter | None, shape: Shape, controller: Controller | None
+) -> list[Shape]:
+    """Return all shapes that may run beside shape 0.
+
+    Raises:
+        ConfigError: there is no draft model for one of them.
+    """
+    shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
+    for each in shapes if drafter is None else ():
+        if each.num_draft_tokens > 1:
+            raise ConfigError(f"{each} drafts, but there is no draft model")
+    chain = forced_shape(config)
+    return shapes if chain is None else [*shapes, chain]
 
 
 def _check(

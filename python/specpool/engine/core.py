@@ -20,7 +20,7 @@ from specpool.loop.scrub import scrub_request
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
-from specpool.structured.compiler import Compiler
+from specpool.text.structured.compiler import Compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

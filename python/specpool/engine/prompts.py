@@ -18,8 +18,8 @@ from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
-from specpool.structured.compiler import Compiler
 from specpool.text.stream import TextStream
+from specpool.text.structured.compiler import Compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -201,9 +201,8 @@ class Prompts:
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
         self._check_ids(name, params)
-        most_steps, choices = params.max_draft_steps, None
+        most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
         if shape is None:
-            rounds = self._scheduler.round_shapes
             shape, shape_index, choices = rounds.allowed(self._shape, most_steps)
         else:
             shape_index = self._shapes.index(shape)
@@ -212,7 +211,6 @@ class Prompts:
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured)
-            rounds = self._scheduler.round_shapes
             given = shape_index, choices, most_steps
             shape_index, choices, forced = rounds.with_forced(*given)
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids

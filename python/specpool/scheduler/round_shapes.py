@@ -204,16 +204,22 @@ class RoundShapes:
         return following
 
     def learn(
-        self, choice: Choice, shapes: Int32, accept_len: Int32, requests: Sequence[Request]
+        self,
+        choice: Choice,
+        shapes: Int32,
+        accept_len: Int32,
+        requests: Sequence[Request] = (),
     ) -> None:
         """Pass a round's results to the controller: each lane's shape, accept length and request.
 
-        Lanes whose drafts were forced do not count: they say nothing about the drafter.
+        Lanes whose drafts were forced do not count: they say nothing about the drafter. No requests
+        = there are none.
         """
         assert self.controller is not None
         self.round_cts[choice.shape] += 1
         chosen = shapes == self._index[choice.shape]
-        chosen &= np.array([not request.forced for request in requests], np.bool_)
+        if any(request.forced for request in requests):
+            chosen &= np.array([not request.forced for request in requests], np.bool_)
         if chosen.any():
             num_correct_drafts = accept_len[chosen] - 1
             self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)

@@ -16,8 +16,7 @@ from specpool.errors import (
     ConfigError,
     OrderError,
 )
-from specpool.sampling_params import check_stop
-from specpool.text.stop_search import StopHit, StopSearch
+from specpool.text.stop_search import StopHit, StopSearch, check_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,8 +13,8 @@ from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import common_len
 from specpool.scheduler.requests.latency import Times
-from specpool.structured.matcher import Matcher
 from specpool.text.stream import TextStream
+from specpool.text.structured.matcher import Matcher
 
 if TYPE_CHECKING:
     from specpool.memory.host.handle import Handle

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from specpool.errors import ConfigError
-from specpool.grammar import Grammar
 from specpool.serve.api.errors import ApiError, bad
 from specpool.serve.api.requests import ChatRequest, Generation, Tool
+from specpool.text.structured.grammar import Grammar
 
 _KINDS = {
     "json": "json_schema",

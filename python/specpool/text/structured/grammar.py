@@ -1,4 +1,4 @@
-"""`Grammar`: the form that a request's text must have. `specpool.structured` compiles it."""
+"""`Grammar`: the form that a request's text must have. `specpool.text.structured` compiles it."""
 
 from __future__ import annotations
 

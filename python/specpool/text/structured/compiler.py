@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from specpool.errors import ConfigError
-from specpool.grammar import Grammar
-from specpool.structured.matcher import Matcher, refusal, shortened
+from specpool.text.structured.grammar import Grammar
+from specpool.text.structured.matcher import Matcher, refusal, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
