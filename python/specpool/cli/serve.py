@@ -54,6 +54,7 @@ def run(job: Job) -> None:
         graph_sizes=job.options.get("graph_sizes"),
     )
     shape, draft = shape_of(job.shape), draft_of(job.target, job.draft)
+    checks.check_models(job.target, draft)
     from specpool.serve.config import ServeConfig
 
     config = ServeConfig(
@@ -62,7 +63,6 @@ def run(job: Job) -> None:
         **job.serve,
     )
     checks.check_engine_config(shape, draft, job.options)
-    checks.check_models(job.target, draft)
     template = None if job.chat_template is None else _read(job.chat_template, "chat_template")
     from specpool.serve.server import serve
 

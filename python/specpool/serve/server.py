@@ -80,7 +80,7 @@ def bind(config: ServeConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, proto)
     except OSError as error:
-        raise ConfigError(f"host {config.host!r:.80} is no address: {error.strerror}") from None
+        raise ConfigError(f"host: {config.host!r:.80} is no address: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -88,7 +88,7 @@ def bind(config: ServeConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"port {config.port} of {config.host} cannot be taken: {error.strerror}; give another"
+            f"port: {config.port} of {config.host} cannot be taken: {error.strerror}; give another"
         ) from None
 
 

@@ -125,7 +125,7 @@ def _checked(job: Job) -> SplitResult | None:
     if job.concurrency is not None:
         check_int("concurrency", job.concurrency, 1, 1 << 14)
         if job.rate is not None:
-            raise ConfigError("--rate says when requests come, --concurrency how many run: give 1")
+            raise ConfigError("--rate and --concurrency both say when requests come: give one")
     for name in ("rate", "seconds", "slo_ttft", "slo_tpot"):
         value = getattr(job, name)
         if value is not None and not 0 < value < math.inf:

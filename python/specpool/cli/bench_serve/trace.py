@@ -77,14 +77,14 @@ def of_file(path: Path) -> list[str]:
     """
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"dataset {path} has more than {MOST_BYTES} bytes")
+            raise ConfigError(f"dataset: {path} has more than {MOST_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"dataset {path} cannot be read: {why}") from None
+        raise ConfigError(f"dataset: {path} cannot be read: {why}") from None
     found = [prompt for record in _records(path, text) if (prompt := _prompt(record))]
     if not found:
-        raise ConfigError(f"dataset {path} has no prompt in a form that is known")
+        raise ConfigError(f"dataset: {path} has no prompt in a form that is known")
     return found
 
 
@@ -97,7 +97,7 @@ def _records(path: Path, text: str) -> Iterator[Any]:
             if line.strip():
                 yield json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"dataset {path} is neither JSON nor lines of it: {error}") from None
+        raise ConfigError(f"dataset: {path} is neither JSON nor lines of it: {error}") from None
 
 
 def _prompt(record: Any) -> str | None:

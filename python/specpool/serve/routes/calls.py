@@ -24,6 +24,14 @@ from specpool.serve.generation import Generation, Order
 from specpool.serve.service import Service
 from specpool.serve.sessions import SessionRecord
 
+#: What a call for texts answers, for the OpenAPI document.
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The texts, or with `stream` their parts as server-sent events",
+        "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {}}},
+    }
+}
+
 
 class Form(Protocol):
     """An answer's form: a chat's or a completion's."""

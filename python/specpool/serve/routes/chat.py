@@ -15,7 +15,7 @@ from specpool.serve.api.requests import ChatRequest, Message
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
-from specpool.serve.routes.calls import Call
+from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.service import Service
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", summary="Answer a chat")
+    @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = service.check_model(body.model)
         call = Call(service, request, body, model, check_supported(body))

@@ -14,7 +14,7 @@ from specpool.serve.api.errors import bad
 from specpool.serve.api.logprobs import completion_logprobs
 from specpool.serve.api.requests import CompletionRequest
 from specpool.serve.api.sampling import check_supported, params_of
-from specpool.serve.routes.calls import Call
+from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.service import Service
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def routes(service: Service) -> APIRouter:
     """Return the route of completions."""
     router = APIRouter()
 
-    @router.post("/v1/completions", summary="Go on with a text")
+    @router.post("/v1/completions", summary="Go on with a text", responses=ANSWERS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         model = service.check_model(body.model)
         call = Call(service, request, body, model, check_supported(body, "suffix"))

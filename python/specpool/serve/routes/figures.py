@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from specpool._core import __version__
 from specpool.engine.stats import EngineStats
@@ -43,7 +43,7 @@ def routes(service: Service) -> APIRouter:
             }
         )
 
-    @router.get("/metrics", summary="Prometheus metrics")
+    @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text, kind = exposition(service.counters, await stats_of(service))
         return Response(text, media_type=kind)
