@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,8 +193,11 @@ def test_a_refused_free_names_the_page_and_the_call_that_gave_it() -> None:
     pool = allocator.SpecpoolPagedAllocator(64, 4, *SETTINGS)
     row = pool.alloc(4)
     pool.free(row)
-    with pytest.raises(allocator.AllocatorError, match=r"block 1: .*\"alloc, call 1\""):
+    said = r"block 1: .*; taken by alloc, call 1; freed by call 2$"
+    with pytest.raises(allocator.AllocatorError, match=said):
         pool.free(row)
+    with pytest.raises(allocator.AllocatorError, match=r"block 9: .*; no call took it$"):
+        pool.free(lens(36))
 
 
 def test_a_group_keeps_what_it_was_told() -> None:
@@ -226,6 +231,27 @@ def test_sizes_that_fit_no_page() -> None:
     assert (empty.available_size(), empty.alloc(4), len(empty.alloc(0))) == (0, None, 0)
     with pytest.raises(allocator.AllocatorError, match="the pool has no page"):
         empty.free(lens(4))
+
+
+def test_nothing_begins_anew_inside_a_group_of_frees() -> None:
+    pool = allocator.SpecpoolPagedAllocator(64, 4, *SETTINGS)
+    row = pool.alloc(8)
+    pool.free_group_begin()
+    pool.free(row)
+    for verb in (pool.clear, partial(pool.resize, SimpleNamespace(max_total_num_tokens=32))):
+        with pytest.raises(allocator.AllocatorError, match="inside a group of frees"):
+            verb()
+    with pytest.raises(allocator.AllocatorError, match="resize to 3 tokens: a page has 4"):
+        pool.resize(SimpleNamespace(max_total_num_tokens=3))
+    with pytest.raises(allocator.AllocatorError, match="alloc: "):
+        pool.alloc(-4)
+    assert (pool.size, pool.available_size()) == (64, 56)
+    pool.free_group_end()
+    assert pool.available_size() == 64
+    pool.resize(SimpleNamespace(max_total_num_tokens=32))
+    assert (pool.size, pool.available_size()) == (32, 32)
+    with pytest.raises(allocator.AllocatorError, match="no call took it"):
+        pool.free(row)
 
 
 def test_a_log_of_each_pool_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,16 @@ import functools
 import itertools
 import os
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from sglang_loop import Outcome, Setup, run
+from sglang_loop import Loop, Outcome, Setup, run
+
+from specpool import BlockPool
 
 LEVELS = ["pages", "reserve"]
 #: Plain decoding, a chain, a tree; and slots of the pool that make SGLang's own retract.
@@ -115,3 +120,58 @@ def test_no_more_retractions_than_sglangs_own(level: str) -> None:
     own = sum(run_once(setup).retracted for setup in setups)
     ours = sum(run_once(replace(setup, level=level)).retracted for setup in setups)
     assert 0 < ours <= own
+
+
+def _steal(loop: Loop) -> None:
+    """Free a page of a running request behind its back, as a fault in the engine would."""
+    run_batch, done = loop.run_batch, []
+
+    def with_fault(batch: Any) -> Any:
+        if not done and batch.forward_mode.is_decode() and len(batch.reqs) > 1:
+            row = loop.req_to_token_pool.req_to_token[batch.reqs[0].kv.req_pool_idx]
+            last = row[batch.reqs[0].kv.kv_committed_len - 1]
+            loop.token_to_kv_pool_allocator.free(last[None].to(torch.int64))
+            done.append(batch.reqs[0].rid)
+        return run_batch(batch)
+
+    loop.run_batch = with_fault
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_free_too_many_names_the_requests(page_size: int, shape: Any, level: str) -> None:
+    setup = Setup(
+        level=level, page_size=page_size, shape=shape, cache=False, num_tokens=SHAPES[shape]
+    )
+    outcome = run(setup, prepare=_steal)
+    last = outcome.error.strip().splitlines()[-1]
+    assert re.search(
+        r"AllocatorError: .*block \d+.*; taken by alloc\w*, call \d+, for request \d+"
+        r".*freed now by request \d+",
+        last,
+    ), outcome.error
+    assert run(replace(setup, level="off"), prepare=_steal).error == ""  # SGLang's own is silent
+
+
+def _close(loop: Loop) -> None:
+    """Write the log out when the run is over."""
+    finish = loop.finish
+
+    def and_close() -> Outcome:
+        outcome = finish()
+        loop.token_to_kv_pool_allocator.pool.close()
+        return outcome
+
+    loop.finish = and_close
+
+
+def test_a_log_of_the_loop_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_RECORD", str(tmp_path / "pages"))
+    outcome = run(Setup(level="pages", shape=(3, 1, 4)), prepare=_close)
+    assert not outcome.error, outcome.error
+    pools = [BlockPool.replay(log) for log in tmp_path.iterdir()]
+    assert sum(calls for _, calls, _ in pools) > 100
+    for pool, _, _ in pools:
+        pool.check()
+        assert len(pool.taken()) == 0

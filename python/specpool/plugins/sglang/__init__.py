@@ -38,9 +38,10 @@ def register() -> None:
             rows.install()
             _log.warning("specpool: SGLang's rows and KV pages are those of specpool's ledger")
             return
-        from specpool.plugins.sglang import allocator
+        from specpool.plugins.sglang import allocator, history
 
         allocator.install()
+        history.install()
         _log.warning("specpool: SGLang's KV pages come from specpool's pool")
         if level == "reserve":
             from specpool.plugins.sglang import reserve

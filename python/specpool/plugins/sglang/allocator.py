@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from specpool import BlockPool, OutOfPages, SpecpoolError
 from specpool.plugins.sglang import slots
 from specpool.plugins.sglang.frees import MOST_COPIES, FreesInFlight
+from specpool.plugins.sglang.history import VERBS, History
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator."
 _logs = itertools.count(1)
+_ALLOC, _EXTEND, _DECODE = range(len(VERBS))
 
 
 class AllocatorError(SpecpoolError, AssertionError):
@@ -36,7 +39,8 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
     ids come up the same way (`FreesInFlight`). What is free is known at once in both cases.
     `SPECPOOL_SGLANG_STRICT=1` checks every free at once, and waits.
 
-    `pool` is the pool: `pool.taken()`, `pool.record_of(page)`, `pool.digest`.
+    `pool` is the pool: `pool.taken()`, `pool.record_of(page)`, `pool.digest`. `history` knows which
+    call took a page, and for which request if SGLang's own functions made the call.
     """
 
     # Of the base, which has no types.
@@ -58,18 +62,42 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         self.debug_mode = False  # composites of SGLang read it; the checks here are always on
         self.is_on_host = torch.device(device).type == "cpu"
         self.is_strict = os.environ.get("SPECPOOL_SGLANG_STRICT") == "1"
+        self.is_recorded = bool(os.environ.get("SPECPOOL_SGLANG_RECORD"))
         self.clear()
 
+    def resize(self, config: Any) -> None:
+        """Begin a new pool of `config.max_total_num_tokens` slots.
+
+        Raises:
+            AllocatorError: a group of frees is open, or the pool would have no page.
+        """
+        if config.max_total_num_tokens < self.page_size:
+            raise AllocatorError(
+                f"resize to {config.max_total_num_tokens} tokens: a page has {self.page_size}"
+            )
+        self._refuse_in_group("resize")
+        super().resize(config)
+
     def clear(self) -> None:
-        """Forget all that was handed out; `resize` calls it with a new `size`."""
+        """Forget all that was handed out; `resize` calls it with a new `size`.
+
+        Raises:
+            AllocatorError: a group of frees is open; its pages would be of the pool before.
+        """
+        self._refuse_in_group("clear")
         if self.pool is not None:
             self.pool.close()
         self.num_pages = self.size // self.page_size
         self.pool = _new_pool(self.num_pages, self.page_size)
         self.free_group = None
         self.page_group: list[torch.Tensor] = []
+        self.freers: list[tuple[torch.Tensor, int, str]] = []
         self.frees = FreesInFlight()
-        self.num_calls = 0
+        self.history = History(self.num_pages)
+
+    def _refuse_in_group(self, verb: str) -> None:
+        if self.free_group is not None:
+            raise AllocatorError(f"{verb} inside a group of frees: end the group first")
 
     # What is free.
 
@@ -124,10 +152,12 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             raise AllocatorError(
                 f"alloc of {need_size} tokens: not a multiple of the page size {self.page_size}"
             )
-        pages = self._take(need_size // self.page_size, "alloc")
+        pages = self._take(need_size // self.page_size, _ALLOC)
         if pages is None:
             return None
         if self.is_on_host:
+            if self.page_size == 1:
+                return torch.from_numpy(pages.astype(np.int64))
             return torch.from_numpy(slots.of_pages(pages, self.page_size))
         down = self._down(pages)
         offsets = torch.arange(self.page_size, device=self.device)
@@ -162,7 +192,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             lens = f"from {prefix.tolist()} to {seq.tolist()}"
             raise AllocatorError(f"alloc_extend of {extend_num_tokens} tokens: {lens}")
         counts = slots.new_pages(prefix, seq, self.page_size)
-        pages = self._take(int(counts.sum()), "alloc_extend")
+        pages = self._take(int(counts.sum()), _EXTEND, counts)
         if pages is None:
             return None
         if self.is_on_host:
@@ -191,7 +221,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             last_loc: slot of each request's last token, int64 [requests], on the device.
         """
         opens = (_host(seq_lens_cpu) - 1) % self.page_size == 0
-        pages = self._take(int(np.count_nonzero(opens)), "alloc_decode")
+        pages = self._take(int(np.count_nonzero(opens)), _DECODE, opens)
         if pages is None:
             return None
         if self.is_on_host:
@@ -205,16 +235,23 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         kernel(seq_lens, last_loc, down, out, paged.next_power_of_2(len(opens)), self.page_size)
         return out
 
-    def _take(self, count: int, verb: str) -> npt.NDArray[np.int32] | None:
-        if self.pool is None:
+    def _take(self, count: int, verb: int, counts: Any = None) -> npt.NDArray[np.int32] | None:
+        pool = self.pool
+        if pool is None:
             return None if count else np.empty(0, np.int32)
         # Frees that are needed are waited for; of the others, only what landed long ago.
-        self._land(0 if count > self.pool.num_free else MOST_COPIES)
-        self.num_calls += 1
+        if self.frees.num_pages:
+            self._land(0 if count > pool.num_free else MOST_COPIES)
         try:
-            return self.pool.take(count, tag=f"{verb}, call {self.num_calls}")
+            # The history has it too; a log is read where there is none.
+            tag = f"{VERBS[verb]}, call {self.history.call + 1}" if self.is_recorded else None
+            pages = pool.take(count, tag=tag)
         except OutOfPages:
             return None
+        except SpecpoolError as error:
+            raise AllocatorError(f"{VERBS[verb]}: {error}") from error
+        self.history.took(verb, pages, counts)
+        return pages
 
     def _down(self, pages: npt.NDArray[Any]) -> torch.Tensor:
         ids = torch.from_numpy(pages.astype(np.int64)).pin_memory()
@@ -225,10 +262,12 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
     def free(self, free_index: torch.Tensor) -> None:
         """Free the pages of these slots, each page once."""
         if self.free_group is not None:
-            self.free_group.append(self._copy_for_free_group(free_index))
+            self._defer(self.free_group, free_index, self.page_size)
+        elif self.page_size == 1 and self.is_on_host:
+            # A slot that is named twice is a double free.
+            self._drop(free_index.numpy())
         elif free_index.numel():
             pages = free_index // self.page_size if self.page_size > 1 else free_index
-            # With pages of one slot, a slot that is named twice is a double free.
             self._give(torch.unique(pages) if self.page_size > 1 else pages)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
@@ -250,16 +289,28 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             AllocatorError: a page is free, is named twice, or is none of the pool's.
         """
         if self.free_group is not None:
-            self.page_group.append(self._copy_for_free_group(page_ids))
+            self._defer(self.page_group, page_ids, 1)
         elif page_ids.numel():
             self._give(page_ids)
 
     def free_group_end(self) -> None:
         """Free what was named since `free_group_begin`."""
-        super().free_group_end()
-        pending, self.page_group = self.page_group, []
-        if pending:
-            self.free_page_ids(torch.cat(pending))
+        try:
+            super().free_group_end()
+            pending, self.page_group = self.page_group, []
+            if pending:
+                self.free_page_ids(torch.cat(pending))
+            for index, tokens, request in self.freers:
+                self.history.freed(_host(index) // tokens, request)
+        finally:
+            self.page_group, self.freers = [], []
+
+    def _defer(self, group: list[torch.Tensor], index: torch.Tensor, tokens: int) -> None:
+        """Keep a free for the group's end, and whose it is; reading a device here would wait."""
+        kept = self._copy_for_free_group(index)
+        group.append(kept)
+        if self.history.freer is not None and self.is_on_host:
+            self.freers.append((kept, tokens, self.history.freer))
 
     def _give(self, pages: torch.Tensor) -> None:
         if pages.device.type == "cpu":
@@ -278,7 +329,24 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         try:
             self.pool.drop(pages)
         except SpecpoolError as error:
-            raise AllocatorError(str(error)) from error
+            raise AllocatorError(self._told(str(error))) from error
+        self.history.freed(pages, self.history.freer)
+
+    def _told(self, said: str) -> str:
+        """A refusal, with what is known of the page that it names and of who asked."""
+        named = re.search(r"block (-?\d+)", said)
+        if named is None:
+            return said
+        page = int(named[1])
+        askers = [
+            request
+            for index, tokens, request in self.freers
+            if (_host(index) // tokens == page).any()
+        ]
+        if self.history.freer is not None:
+            askers.append(self.history.freer)
+        whose = f"; freed now by request {' and '.join(askers)}" if askers else ""
+        return f"{said}; {self.history.tell(page)}{whose}"
 
     # The KV itself.
 

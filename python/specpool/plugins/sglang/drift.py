@@ -12,6 +12,7 @@ import pkgutil
 import textwrap
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator."
+_ALLOCATION = "sglang.srt.mem_cache.allocation:"
 _PAGED = _ALLOCATOR + "paged:PagedTokenToKVPoolAllocator"
 _TOKEN = _ALLOCATOR + "token:TokenToKVPoolAllocator"
 _BASE = _ALLOCATOR + "base:BaseTokenToKVPoolAllocator"
@@ -35,6 +36,11 @@ SIGNATURES = {
     _BASE + ".free_group_end": "self",
     _BASE + "._copy_for_free_group": "free_index",
     _BASE + ".resize": "self, config",
+    _ALLOCATION + "alloc_for_extend": "batch",
+    _ALLOCATION + "alloc_for_decode": "batch, token_per_req",
+    _ALLOCATION + "alloc_for_spec_decode": "tree_cache, req_to_token_pool, reqs, req_pool_indices, "
+    "cur_kv_lens, cur_kv_lens_cpu, nxt_kv_lens, nxt_kv_lens_cpu, num_needed_tokens, batch",
+    "sglang.srt.mem_cache.common:release_kv_cache": "req, tree_cache, checkpoint",
     "sglang.srt.plugins.hook_registry:HookRegistry.register": "target, hook, hook_type, source",
 }
 _SIZING = "sglang.srt.mem_cache.allocation_sizing:"

@@ -42,15 +42,19 @@ def decode_alloc_lens(
     table = _table(page_size)
     if table is None:
         return own(reqs, reserve=reserve, page_size=page_size)
-    now, after = [], []
+    now, after, total = [], [], 0
     for req in reqs:
         kv = req.kv
         committed, allocated = kv.kv_committed_len, kv.kv_allocated_len
         # Once a round was prepared, one may be in flight: it is not asked whether it is resolved.
         need = committed + table[req.decode_batch_idx > 0][committed % page_size]
         now.append(allocated)
-        after.append(need if need > allocated else allocated)
-    return now, after, sum(after) - sum(now)
+        if need > allocated:
+            after.append(need)
+            total += need - allocated
+        else:
+            after.append(allocated)
+    return now, after, total
 
 
 def tokens_required(
@@ -71,20 +75,36 @@ def tokens_required(
 
 
 def _table(page_size: int) -> Table | None:
-    """The table of SGLang's settings now; None if its own reserve has to stay."""
+    """The table of SGLang's settings now; None if its own reserve has to stay. O(1)."""
     spec = get_spec()
-    if (
-        spec.speculative_algorithm not in ALGORITHMS
+    return _table_of(
+        spec.speculative_algorithm,
         # Its shape may change between the reserve and the round.
-        or spec.speculative_adaptive
+        spec.speculative_adaptive
         # Its draft layers each write a window of their own.
         or spec.enable_multi_layer_eagle
         # Its rounds come from another process.
-        or get_disagg().decoupled_spec_role != "null"
-    ):
+        or get_disagg().decoupled_spec_role != "null",
+        spec.speculative_num_steps,
+        spec.speculative_eagle_topk,
+        spec.speculative_num_draft_tokens,
+        page_size,
+    )
+
+
+@lru_cache(maxsize=64)
+def _table_of(
+    algorithm: str | None,
+    is_special: bool,
+    num_steps: int | None,
+    topk: int | None,
+    num_draft_tokens: int | None,
+    page_size: int,
+) -> Table | None:
+    if algorithm not in ALGORITHMS or is_special:
         return None
-    num_steps, topk = spec.speculative_num_steps or 1, spec.speculative_eagle_topk or 1
-    return ahead(num_steps, topk, spec.speculative_num_draft_tokens or num_steps + 1, page_size)
+    num_steps = num_steps or 1
+    return ahead(num_steps, topk or 1, num_draft_tokens or num_steps + 1, page_size)
 
 
 @lru_cache(maxsize=64)

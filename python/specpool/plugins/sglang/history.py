@@ -1,0 +1,166 @@
+"""Which call took each page of SGLang's pool, for which request, and who freed it.
+
+A call only appends a line. Lines become arrays by page now and then, or when an error asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_I64 = npt.NDArray[np.int64]
+
+# Lines that are kept as lines; frees beyond them are forgotten.
+MOST_LINES = 512
+# Requests that a row of SGLang's table is remembered for.
+MOST_REQUESTS = 64
+VERBS = ("alloc", "alloc_extend", "alloc_decode")
+
+
+class History:
+    """The takes and frees of one pool. `call` counts both; call 0 is none."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.call = 0
+        self.freer: str | None = None  # the request that SGLang gives back now
+        self._take_of = np.zeros(num_pages + 1, np.int64)  # call * len(VERBS) + verb
+        self._row_of = np.zeros(num_pages + 1, np.int64)  # row of SGLang's table; 0: not known
+        self._takes: list[tuple[int, _I64, Any, Any]] = []
+        self._frees: deque[tuple[int, _I64, str | None]] = deque(maxlen=MOST_LINES)
+        self._requests: dict[int, deque[tuple[int, str]]] = {}
+
+    def took(self, verb: int, pages: npt.NDArray[Any], counts: Any = None) -> None:
+        """Note pages that were handed out. O(1).
+
+        Args:
+            verb: index of `VERBS`.
+            pages: their ids, request by request.
+            counts: how many each request got; None if only the caller knows.
+        """
+        self.call += 1
+        self._takes.append((self.call * len(VERBS) + verb, pages, counts, None))
+        if len(self._takes) >= MOST_LINES:
+            self._write()
+
+    def freed(self, pages: npt.NDArray[Any], request: str | None) -> None:
+        """Note pages that were given back, and by which request if that is known. O(pages)."""
+        self.call += 1
+        self._frees.append((self.call, pages.copy(), request))
+
+    def belongs(self, before: int, rows: Any, counts: Any = None) -> None:
+        """Say for which rows the pages since call `before` were taken: one count for each row."""
+        if self._takes and self._takes[-1][0] >= (before + 1) * len(VERBS):
+            call, pages, known, _ = self._takes[-1]
+            self._takes[-1] = (call, pages, counts if known is None else known, rows)
+
+    def admit(self, row: int, request: str) -> None:
+        """Note that a row of SGLang's table is now a request's."""
+        known = self._requests.setdefault(row, deque(maxlen=MOST_REQUESTS))
+        if not known or known[-1][1] != request:
+            known.append((self.call, request))
+
+    def tell(self, page: int) -> str:
+        """Return who took a page, and who freed it since, as far as it is known."""
+        self._write()
+        if not 0 <= page < len(self._take_of) or not self._take_of[page]:
+            return "no call took it"
+        call, verb = divmod(int(self._take_of[page]), len(VERBS))
+        said = f"taken by {VERBS[verb]}, call {call}"
+        request = self._request(int(self._row_of[page]), call)
+        if request is not None:
+            said += f", for request {request}"
+        for freed, pages, freer in reversed(self._frees):
+            if freed > call and (pages == page).any():
+                said += f"; freed by call {freed}" + (f" of request {freer}" if freer else "")
+                break
+        return said
+
+    def _request(self, row: int, call: int) -> str | None:
+        # A row is filled before its request is noted, in the call that admits it.
+        known = [name for at, name in self._requests.get(row, ()) if at <= call]
+        return known[-1] if known else None
+
+    def _write(self) -> None:
+        for call, pages, counts, rows in self._takes:
+            at = np.asarray(pages, np.int64)
+            self._take_of[at] = call
+            self._row_of[at] = 0
+            if rows is not None and counts is not None:
+                lanes = np.repeat(np.asarray(rows, np.int64), np.asarray(counts, np.int64))
+                if len(lanes) == len(at):
+                    self._row_of[at] = lanes
+        self._takes.clear()
+
+
+def alloc_for_extend(own: Any, batch: Any) -> Any:
+    """Around SGLang's: name the requests that a prefill takes pages for."""
+    history = _of(batch.token_to_kv_pool_allocator)
+    if history is None:
+        return own(batch)
+    before = history.call
+    out = own(batch)
+    for req in batch.reqs:
+        history.admit(req.kv.req_pool_idx, req.rid)
+    history.belongs(before, out[2], batch.extend_lens)
+    return out
+
+
+def alloc_for_decode(own: Any, batch: Any, token_per_req: int) -> Any:
+    """Around SGLang's: name the requests of a plain decode step."""
+    history = _of(batch.token_to_kv_pool_allocator)
+    before = 0 if history is None else history.call
+    out = own(batch, token_per_req)
+    if history is not None:
+        history.belongs(before, _rows(batch), np.full(len(batch.reqs), token_per_req, np.int64))
+    return out
+
+
+def alloc_for_spec_decode(own: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's: name the requests of a round."""
+    history, batch = _of(tree_cache.token_to_kv_pool_allocator), kwargs.get("batch")
+    before = 0 if history is None else history.call
+    out = own(tree_cache, *args, **kwargs)
+    if history is not None and batch is not None:
+        counts = kwargs["nxt_kv_lens_cpu"] - kwargs["cur_kv_lens_cpu"]
+        history.belongs(before, _rows(batch), counts)
+    return out
+
+
+def release_kv_cache(own: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's: name the request that gives its pages back."""
+    history = _of(tree_cache.token_to_kv_pool_allocator)
+    if history is None:
+        return own(req, tree_cache, *args, **kwargs)
+    history.freer = req.rid
+    try:
+        return own(req, tree_cache, *args, **kwargs)
+    finally:
+        history.freer = None
+
+
+def install() -> None:
+    """Put the four functions around SGLang's."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    cache = "sglang.srt.mem_cache."
+    for target, hook in (
+        ("allocation.alloc_for_extend", alloc_for_extend),
+        ("allocation.alloc_for_decode", alloc_for_decode),
+        ("allocation.alloc_for_spec_decode", alloc_for_spec_decode),
+        ("common.release_kv_cache", release_kv_cache),
+    ):
+        HookRegistry.register(cache + target, hook, HookType.AROUND)
+
+
+def _of(allocator: Any) -> History | None:
+    """The history of an allocator of ours; None for another."""
+    found = getattr(allocator, "history", None)
+    return found if isinstance(found, History) else None
+
+
+def _rows(batch: Any) -> Any:
+    """The rows of a batch on the host; None if SGLang has them on the device only."""
+    return getattr(batch, "req_pool_indices_cpu", None)
