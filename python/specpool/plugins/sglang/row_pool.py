@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from specpool import SpecpoolError
-from specpool.plugins.sglang.allocator import AllocatorError, SpecpoolPagedAllocator
+from specpool.plugins.sglang.allocator import AllocatorError
 from specpool.plugins.sglang.book import Book
 
 
@@ -99,21 +100,41 @@ class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
             self._aux_cache.clear()
 
 
-class SpecpoolRowAllocator(SpecpoolPagedAllocator):
+class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # no stubs
     """Takes the place of `PagedTokenToKVPoolAllocator`: its pages are the ledger's.
 
     Rows give back by their finish. What is freed here is the tree's: an eviction, or the
     duplicates of a checkpoint, which the rebind that follows gives back.
     """
 
-    book: Book | None = None
+    # Of the base, which has no types.
+    size: int
+    page_size: int
+    free_group: list[torch.Tensor] | None
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: Any,
+        need_sort: bool,
+    ) -> None:
+        self.book: Book | None = None
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        self.debug_mode = False  # composites of SGLang read it; the checks here are always on
+        self.clear()
 
     def clear(self) -> None:
-        """Forget all that was handed out; `resize` calls it with a new `size`."""
+        """Forget all that was handed out; `resize` calls it with a new `size`.
+
+        Raises:
+            AllocatorError: a round is in flight, or a group of frees is open.
+        """
+        if self.free_group is not None:
+            raise AllocatorError("clear inside a group of frees: end the group first")
         self.num_pages = self.size // self.page_size
-        self.free_group = None
-        self.page_group: list[torch.Tensor] = []
-        self.num_calls = 0
         book = self.book if self.book is not None else Book.latest
         if book is None:
             raise AllocatorError("an allocator before its row pool")
@@ -134,6 +155,18 @@ class SpecpoolRowAllocator(SpecpoolPagedAllocator):
         """Return the free pages, int64, ascending."""
         states, _, _ = self._book().ledger.ownership_map(0)
         return torch.from_numpy(np.flatnonzero(states[1:] == 0) + 1)
+
+    @property
+    def release_pages(self) -> torch.Tensor:
+        """No page: none is staged."""
+        return torch.empty((0,), dtype=torch.int64)
+
+    @release_pages.setter
+    def release_pages(self, pages: torch.Tensor | None) -> None:
+        pass
+
+    def merge_and_sort_free(self) -> None:
+        """Nothing is staged."""
 
     @property
     def free_pages(self) -> torch.Tensor:
