@@ -69,6 +69,7 @@ class Setup:
     conservativeness: float = (
         0.3  # below 1 more requests run than surely fit, so some are retracted
     )
+    spread: int = 3  # turns of the loop between two requests, on average; 0 sends all at once
     mixed: bool = False  # decode rows ride along with a chunk of prefill
     seed: int = 0
 
@@ -89,16 +90,17 @@ class Outcome:
     retracted: int = 0
     aborted: list[str] = dataclasses.field(default_factory=list)
     forwards: int = 0
+    decodes: int = 0  # forwards that decode
     most_running: int = 0
-    sum_running: int = 0  # running rows, summed over forwards
+    sum_running: int = 0  # running rows, summed over decodes
     slots_ahead: int = 0  # slots that rows hold beyond their committed tokens, likewise
     seen: set[str] = dataclasses.field(default_factory=set)  # what happened at all
     error: str = ""
 
     @property
-    def mean_running(self) -> float:
-        """Mean rows that decode in a forward."""
-        return self.sum_running / max(1, self.forwards)
+    def mean_decoding(self) -> float:
+        """Mean rows of a forward that decodes."""
+        return self.sum_running / max(1, self.decodes)
 
 
 class Nothing:
@@ -335,6 +337,7 @@ class Loop(Scheduler):
         outcome.forwards += 1
         if batch.forward_mode.is_decode():
             outcome.seen.add("decode")
+            outcome.decodes += 1
             outcome.most_running = max(outcome.most_running, len(batch.reqs))
             outcome.sum_running += len(batch.reqs)
             for req in batch.reqs:
@@ -398,9 +401,8 @@ class Traffic:
         rng = self._rng(0, 0)
         self.stems = [_tokens(rng, setup.most_prompt) for _ in range(3)]
         # When each request is sent, and how long a session thinks before a turn.
-        self.sends = sorted(
-            rng.randint(1, 3 * setup.num_requests) for _ in range(setup.num_requests)
-        )
+        last = 1 + setup.spread * setup.num_requests
+        self.sends = sorted(rng.randint(1, last) for _ in range(setup.num_requests))
         self.turns = {f"s{at}": TURNS for at in range(setup.num_sessions)}
         self.busy: dict[str, str] = {}
         self.history: dict[str, list[int]] = {name: [] for name in self.turns}
