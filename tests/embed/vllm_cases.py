@@ -347,7 +347,26 @@ def test_what_is_not_proved_is_dropped_as_vllm_does() -> None:
     managed = eagle(ours())
     loaded = request("a", range(9), SIZE)
     managed.allocate_slots(loaded, 1, num_external_computed_tokens=8, num_lookahead_tokens=1)
+    loaded.num_computed_tokens = 9
     assert admit(managed, request("b", text, SIZE))[0] == SIZE
+    decode(managed, loaded, [9, 10, 11, 12, 13])  # this engine computes block 2 itself
+    assert admit(managed, request("c", range(14), SIZE))[0] == 3 * SIZE
+
+
+def test_a_preempted_request_proves_nothing_of_a_block_that_it_lost() -> None:
+    managed = eagle(ours())
+    first = request("a", range(8), SIZE)
+    admit(managed, first)  # block 1 is full, and token 8 unknown
+    (lost,) = managed.get_block_ids("a")[0][1:]
+    managed.free(first)
+    pool = managed.block_pool
+    others = pool.get_new_blocks(pool.get_num_free_blocks())
+    assert pool.next_tokens == {}
+    pool.free_blocks([block for block in others if block.block_id != lost])
+    first.append_output_token_ids(8)
+    first.num_computed_tokens = 0
+    admit(managed, first)
+    assert lost not in pool.next_tokens
 
 
 def _unproved(wanted: Any) -> bool:

@@ -100,8 +100,9 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         self.free_block_queue = FreeOrder(self.core, self.blocks)
         # The request that blocks are taken for, in errors and records.
         self.tag: str | None = None
-        # For each cached block the token behind it; None unless `speculative` keeps them.
-        self.next_tokens: dict[int, int] | None = None
+        # For each cached block the token behind it, or a mark until there is one; None unless
+        # `speculative` keeps them.
+        self.next_tokens: dict[int, int | tuple[int, int]] | None = None
         # The text whose hit is looked up, if a last block can be proved.
         self.reading: Sequence[int] | None = None
         self._logs_faults = os.environ.get("SPECPOOL_VLLM_FAULTS") == "log"

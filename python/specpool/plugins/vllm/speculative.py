@@ -98,14 +98,17 @@ def _allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> An
     if given:
         kwargs["num_lookahead_tokens"] = given - getattr(manager, "spare_lookahead", 0)
     if getattr(pool, "next_tokens", None) is not None:
-        if kwargs.get("num_external_computed_tokens"):
-            # Another engine computed these, before it had this request's next token.
-            request.specpool_unproved = True
-        pending = request.__dict__.get("specpool_pending")
-        if pending is not None and request.num_tokens > pending[1]:
-            block, end = pending
-            pool.next_tokens[block] = request.all_token_ids[end]
-            request.specpool_pending = None
+        external = kwargs.get("num_external_computed_tokens")
+        if external:
+            # Another engine computed these, and with which next token nobody knows.
+            local = args[1] if len(args) > 1 else kwargs.get("num_new_computed_tokens", 0)
+            request.specpool_unproved = request.num_computed_tokens + local + external
+        mark = request.__dict__.get("specpool_mark")
+        if mark is not None and request.num_tokens > mark[1]:
+            # Unless the block was given up meanwhile, as those of a preempted request may be.
+            if pool.next_tokens.get(mark[0]) is mark:
+                pool.next_tokens[mark[0]] = request.all_token_ids[mark[1]]
+            request.specpool_mark = None
     return own_allocate_slots(manager, request, *args, **kwargs)
 
 
@@ -114,23 +117,18 @@ def _note_next(
 ) -> None:
     if pool.next_tokens is None or not _is_provable(request):
         return
-    tokens = request.all_token_ids
+    tokens, unproved = request.all_token_ids, request.__dict__.get("specpool_unproved", 0)
     for at in range(first, end):
-        behind = (at + 1) * block_size
-        if behind < len(tokens):
-            pool.next_tokens[blocks[at].block_id] = tokens[behind]
-        else:  # not sampled yet
-            request.specpool_pending = blocks[at].block_id, behind
+        behind, block = (at + 1) * block_size, blocks[at].block_id
+        if unproved < behind < len(tokens):
+            pool.next_tokens[block] = tokens[behind]
+        elif behind == len(tokens):  # not sampled yet: `_allocate_slots` notes it
+            request.specpool_mark = pool.next_tokens[block] = block, behind
 
 
 def _is_provable(request: Any) -> bool:
     # An image's tokens are all the same, and embeddings have none; a resumed text may change.
-    return not (
-        request.mm_features
-        or request.prompt_embeds is not None
-        or request.resumable
-        or request.__dict__.get("specpool_unproved")
-    )
+    return not (request.mm_features or request.prompt_embeds is not None or request.resumable)
 
 
 def _get_computed_blocks(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
