@@ -53,7 +53,7 @@ def _setups() -> list[Setup]:
             )
         )
     ]
-    count = int(os.environ.get("SGLANG_LOOP_SETUPS", "16"))
+    count = int(os.environ.get("SGLANG_LOOP_SETUPS", "8"))
     return random.Random(5).sample(grid, count) if count else grid
 
 
