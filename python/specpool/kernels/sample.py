@@ -5,6 +5,7 @@ Twins: `specpool.kernels.twins`, equal bit for bit.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,16 +20,18 @@ from specpool.kernels.checks import (
     number,
     output,
 )
-from specpool.kernels.launch import launch
+from specpool.kernels.launch import Arg, launch
 from specpool.kernels.with_twin import with_twin
 
 MAX_VOCAB = 1 << 19
 """The most columns of the logits: up to here the kernel's sums are exact."""
 
 # Logits that a block reads at least where several blocks share a row.
-_PART = 8192
+_PART = 4096
 # Blocks that fill a GPU; with as many rows, each has one block.
 _BLOCKS = 264
+# Sums that the blocks of a row share, as in cuda/sample.cu.
+_BINS = 2048
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -84,13 +87,33 @@ def sample_tokens(
     expect("top_p", top_p, torch.float32, (n,), device)
     expect("u", u, torch.float64, (n,), device)
     tokens = output("out", out, torch.int64, (n,), device)
-    block = (min(max(ceil_pow2(vocab) // 4, 64), 1024),)
-    kind = i32(_DTYPES.index(logits.dtype))
+    of = (logits, i32(_DTYPES.index(logits.dtype)), i32(vocab))
+    wishes = (temperature, top_k, top_p, u)
     parts = min(-(-vocab // _PART), _BLOCKS // max(n, 1))
-    found = None
-    if parts > 1:  # few rows: several blocks read each
-        found = torch.empty(n * parts, dtype=torch.int64, device=device)
-        launch("greatest_logits", (n, parts), (256,), (logits, kind, i32(vocab), found))
-    args = (logits, kind, i32(vocab), temperature, top_k, top_p, u, found, i32(parts), tokens)
-    launch("sample_tokens", (n,), block, args)
+    if parts > 1:
+        _in_parts(of, wishes, n, parts, tokens)
+    else:
+        launch("sample_tokens", (n,), (_threads(vocab),), (*of, *wishes, tokens))
     return tokens
+
+
+def _in_parts(of: tuple[Arg, ...], wishes: tuple[Arg, ...], n: int, parts: int, to: Tensor) -> None:
+    """Draw for few rows: several blocks read each, and a launch ends where they must agree.
+
+    Which rows draw at all, and by what, only the device knows. So a row that needs no more goes
+    through the rest of the launches without reading its logits.
+    """
+    logits, _, vocab = of
+    assert isinstance(logits, Tensor) and isinstance(vocab, np.integer)
+    space = torch.empty(n, _BINS + 3 * parts + 9, dtype=torch.int64, device=to.device)
+    grid, block = (n, parts), (_threads(-(-int(vocab) // parts)),)
+    launch("greatest_logits", grid, block, (*of, space))
+    passes = 3 if logits.dtype == torch.float32 else 2
+    for step in range(2 * passes):  # top-k, then top-p
+        launch("narrow_logits", grid, block, (*of, *wishes, space, i32(step)))
+    launch("draw_tokens", grid, block, (*of, *wishes, space, to))
+
+
+def _threads(count: int) -> int:
+    """Return the size of a block that reads so many logits: 16 or more a thread."""
+    return min(max(ceil_pow2(count) // 16, 64), 1024)
