@@ -386,11 +386,15 @@ def test_a_block_that_was_given_again_proves_nothing() -> None:
     assert pool.next_tokens == {}
 
 
-def test_with_vllms_hashes_over_the_next_token_nothing_is_kept() -> None:
+def test_where_the_next_token_does_not_prove_a_hit_nothing_is_noted() -> None:
     managed = manager(ours(), 64, SIZE, num_hash_lookahead_tokens=1)
     assert managed.block_pool.next_tokens is None
     window = manager(ours(), 64, SIZE, use_eagle=True, window=8)
     assert window.block_pool.next_tokens is None
+    # Modules that read two tokens ahead need more than the next one.
+    several = eagle(ours(), num_prefill_lookahead=2)
+    assert several.block_pool.next_tokens is None
+    assert eagle(ours(), num_prefill_lookahead=1).block_pool.next_tokens == {}
 
 
 def settings_of(**changes: Any) -> Any:
