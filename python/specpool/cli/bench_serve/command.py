@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import ipaddress
 import math
 import os
@@ -119,6 +120,8 @@ async def _measured(job: Job, url: SplitResult, prompts: list[str]) -> list[Resu
 
 def _checked(job: Job) -> SplitResult | None:
     """Check a job; return its URL, None = a server of our own."""
+    if importlib.util.find_spec("httptools") is None:
+        raise ConfigError("bench serve needs httptools: pip install 'specpool[serve]'")
     check_int("requests", job.requests, 1, 1 << 20)
     check_int("max_tokens", job.max_tokens, 1, 1 << 20)
     check_int("prompt_characters", job.prompt_characters, 1, 1 << 20)
