@@ -176,10 +176,12 @@ def _ours(
     num_rows: int, page_size: int, steps: int
 ) -> tuple[Callable[[], None], Callable[[], None], Any]:
     """Return the same of level `rows`."""
-    from specpool.plugins.sglang import row_pool, rows
+    from specpool.plugins.sglang import row_allocator, row_pool, rows
 
     pool_cls = (
-        row_pool.SpecpoolRowTokenAllocator if page_size == 1 else row_pool.SpecpoolRowAllocator
+        row_allocator.SpecpoolRowTokenAllocator
+        if page_size == 1
+        else row_allocator.SpecpoolRowAllocator
     )
     side = _Side(_late(row_pool.SpecpoolRows), pool_cls, num_rows, page_size, steps)
     book, batch = side.pool.book, side.batch

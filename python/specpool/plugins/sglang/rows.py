@@ -15,16 +15,12 @@ StreamingSession: what lies past a turn          trim
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from specpool import SpecpoolError
-from specpool.plugins.sglang import row_pool
-from specpool.plugins.sglang.allocator import AllocatorError
-from specpool.plugins.sglang.book import Book
+from specpool.plugins.sglang import row_allocator, row_pool, row_sessions, row_tree
 
 
 def install() -> None:
@@ -36,8 +32,8 @@ def install() -> None:
     importlib.import_module(memory + "allocator.page_interleave")
     for target, cls in {
         "memory_pool.ReqToTokenPool": row_pool.SpecpoolRows,
-        "allocator.paged.PagedTokenToKVPoolAllocator": row_pool.SpecpoolRowAllocator,
-        "allocator.token.TokenToKVPoolAllocator": row_pool.SpecpoolRowTokenAllocator,
+        "allocator.paged.PagedTokenToKVPoolAllocator": row_allocator.SpecpoolRowAllocator,
+        "allocator.token.TokenToKVPoolAllocator": row_allocator.SpecpoolRowTokenAllocator,
     }.items():
         HookRegistry.register(memory + target, cls, HookType.REPLACE)
     batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
@@ -45,13 +41,13 @@ def install() -> None:
     session = "sglang.srt.session.streaming_session.StreamingSession."
     hooks: dict[str, Callable[..., Any]] = {
         memory + "allocation.alloc_for_extend": alloc_for_extend,
-        memory + "base_prefix_cache.BasePrefixCache.free_kv_row": free_kv_row,
-        memory + "unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": checkpoint,
+        memory + "base_prefix_cache.BasePrefixCache.free_kv_row": row_tree.free_kv_row,
+        memory + "unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": row_tree.checkpoint,
         batch + "new_tokens_required_next_decode": tokens_required,
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": prepare_round,
         results + "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": resolve_round,
-        session + "_free_kv_aligned": free_kv_aligned,
-        session + "try_cache_finished_req": end_turn,
+        session + "_free_kv_aligned": row_sessions.free_kv_aligned,
+        session + "try_cache_finished_req": row_sessions.end_turn,
     }
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -111,77 +107,3 @@ def resolve_round(own: Callable[..., Any], processor: Any, result: Any, batch: A
     """Count the result in the ledger before SGLang looks at any lane."""
     batch.req_to_token_pool.book.resolve(result.accept_lens.numpy().astype(np.int32))
     return own(processor, result, batch)
-
-
-def free_kv_row(own: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
-    """Free nothing: the row's finish, which follows, gives back all of it."""
-
-
-def checkpoint(
-    own: Callable[..., None], cache: Any, req: Any, *, up_to: int, **options: Any
-) -> None:
-    """Insert a request's tokens into the tree; the ledger follows what it took and had already.
-
-    Raises:
-        AllocatorError: the tree dropped other pages than those that it had already.
-    """
-    book: Book = cache.req_to_token_pool.book
-    kv, page_size = req.kv, book.allocator.page_size
-    row, first = kv.req_pool_idx, kv.cache_protected_len // page_size
-    book.duplicates = []
-    try:
-        own(cache, req, up_to=up_to, **options)
-    finally:
-        dropped, book.duplicates = book.duplicates, None
-    last = kv.cache_protected_len // page_size
-    cells = book.pool.req_to_token.numpy()[row, first * page_size : last * page_size : page_size]
-    pages = cells // page_size
-    own_pages = book.ledger.page_table(0)[row, first:last].copy()
-    taken = pages == own_pages
-    if sorted(dropped) != sorted(own_pages[~taken].tolist()):
-        raise AllocatorError(
-            f"checkpoint of row {row}: the tree dropped pages {sorted(dropped)}, it had "
-            f"{sorted(own_pages[~taken].tolist())} already"
-        )
-    edges = [0, *(np.flatnonzero(taken[1:] != taken[:-1]) + 1).tolist(), len(taken)]
-    try:
-        for start, end in itertools.pairwise(edges):
-            if start == end:
-                continue
-            span = (first + start) * page_size, (first + end) * page_size
-            if taken[start]:
-                book.ledger.lend(row, *span)
-            else:
-                book.ledger.rebind(row, *span, pages[start:end])
-    except SpecpoolError as error:
-        raise AllocatorError(str(error)) from error
-
-
-def free_kv_aligned(own: Callable[..., None], session: Any, kv: Any, target: int, end: int) -> None:
-    """Cut a session's row to `target` tokens."""
-    book: Book = session.cache.req_to_token_pool.book
-    ledger, row = book.ledger, kv.req_pool_idx
-    if target < max(int(ledger.allocated_len(0)[row]), int(ledger.resolved_len[row])):
-        try:
-            ledger.trim(row, target)
-        except SpecpoolError as error:
-            raise AllocatorError(str(error)) from error
-
-
-def end_turn(own: Callable[..., bool], session: Any, req: Any) -> bool:
-    """Note a session's turn as long as its KV is written.
-
-    SGLang takes the whole turn for committed, also a last token whose KV no forward wrote. The row
-    knows: its cut ended at what is written.
-    """
-    name = None if req.session is None else req.session.session_id
-    kept = own(session, req)
-    slot = session.slots.get(name) if kept else None
-    if slot is not None and slot.kv.holds_kv:
-        book: Book = session.cache.req_to_token_pool.book
-        row = slot.kv.req_pool_idx
-        slot.kv.kv_committed_len = int(book.ledger.resolved_len[row])
-        slot.kv.kv_allocated_len = min(
-            slot.kv.kv_allocated_len, int(book.ledger.allocated_len(0)[row])
-        )
-    return kept

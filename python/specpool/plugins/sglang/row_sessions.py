@@ -1,0 +1,40 @@
+"""Level `rows`: a streaming session's row between its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specpool import SpecpoolError
+from specpool.plugins.sglang.allocator import AllocatorError
+from specpool.plugins.sglang.book import Book
+
+
+def free_kv_aligned(own: Callable[..., None], session: Any, kv: Any, target: int, end: int) -> None:
+    """Cut a session's row to `target` tokens."""
+    book: Book = session.cache.req_to_token_pool.book
+    ledger, row = book.ledger, kv.req_pool_idx
+    if target < max(int(ledger.allocated_len(0)[row]), int(ledger.resolved_len[row])):
+        try:
+            ledger.trim(row, target)
+        except SpecpoolError as error:
+            raise AllocatorError(str(error)) from error
+
+
+def end_turn(own: Callable[..., bool], session: Any, req: Any) -> bool:
+    """Note a session's turn as long as its KV is written.
+
+    SGLang takes the whole turn for committed, also a last token whose KV no forward wrote. The row
+    knows: its cut ended at what is written.
+    """
+    name = None if req.session is None else req.session.session_id
+    kept = own(session, req)
+    slot = session.slots.get(name) if kept else None
+    if slot is not None and slot.kv.holds_kv:
+        book: Book = session.cache.req_to_token_pool.book
+        row = slot.kv.req_pool_idx
+        slot.kv.kv_committed_len = int(book.ledger.resolved_len[row])
+        slot.kv.kv_allocated_len = min(
+            slot.kv.kv_allocated_len, int(book.ledger.allocated_len(0)[row])
+        )
+    return kept

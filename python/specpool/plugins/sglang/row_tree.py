@@ -1,0 +1,57 @@
+"""Level `rows`: what SGLang's radix tree takes from a row, or had already."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from specpool import SpecpoolError
+from specpool.plugins.sglang.allocator import AllocatorError
+from specpool.plugins.sglang.book import Book
+
+
+def free_kv_row(own: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
+    """Free nothing: the row's finish, which follows, gives back all of it."""
+
+
+def checkpoint(
+    own: Callable[..., None], cache: Any, req: Any, *, up_to: int, **options: Any
+) -> None:
+    """Insert a request's tokens into the tree; the ledger follows what it took and had already.
+
+    Raises:
+        AllocatorError: the tree dropped other pages than those that it had already.
+    """
+    book: Book = cache.req_to_token_pool.book
+    kv, page_size = req.kv, book.allocator.page_size
+    row, first = kv.req_pool_idx, kv.cache_protected_len // page_size
+    book.duplicates = []
+    try:
+        own(cache, req, up_to=up_to, **options)
+    finally:
+        dropped, book.duplicates = book.duplicates, None
+    last = kv.cache_protected_len // page_size
+    cells = book.pool.req_to_token.numpy()[row, first * page_size : last * page_size : page_size]
+    pages = cells // page_size
+    own_pages = book.ledger.page_table(0)[row, first:last].copy()
+    taken = pages == own_pages
+    if sorted(dropped) != sorted(own_pages[~taken].tolist()):
+        raise AllocatorError(
+            f"checkpoint of row {row}: the tree dropped pages {sorted(dropped)}, it had "
+            f"{sorted(own_pages[~taken].tolist())} already"
+        )
+    edges = [0, *(np.flatnonzero(taken[1:] != taken[:-1]) + 1).tolist(), len(taken)]
+    try:
+        for start, end in itertools.pairwise(edges):
+            if start == end:
+                continue
+            span = (first + start) * page_size, (first + end) * page_size
+            if taken[start]:
+                book.ledger.lend(row, *span)
+            else:
+                book.ledger.rebind(row, *span, pages[start:end])
+    except SpecpoolError as error:
+        raise AllocatorError(str(error)) from error
