@@ -81,7 +81,7 @@ fn a_row_on_lent_pages_starts_where_they_end() {
     let row = filled(&mut ledger, 9);
     ledger.lend(row, 0, 8).unwrap();
     let pages = cells(&ledger, row, 2);
-    for (len, text) in [(0, "multiple of 4 in [4, 24], got 0"), (6, "got 6"), (28, "got 28"), (-4, "got -4")] {
+    for (len, text) in [(0, "multiple of 4 up to 24, got 0"), (6, "got 6"), (28, "got 28"), (-4, "got -4")] {
         refused(&mut ledger, |ledger| ledger.admit_lent(&pages, len, None), text);
     }
     refused(&mut ledger, |ledger| ledger.admit_lent(&pages, 4, None), "4 tokens are 1 pages of all groups, got 2");
@@ -136,6 +136,22 @@ fn a_rebind_gives_the_duplicates_back_behind_the_fence() {
     let delta = ledger.take_delta(next).unwrap().swap_remove(0);
     let entries = delta.rows.iter().zip(&delta.columns).zip(&delta.pages);
     assert!(entries.into_iter().any(|((&row, &column), &page)| (row, column, page) == (second.0, 0, pages[0])));
+}
+
+/// The longest text has 24 tokens.
+#[test]
+fn a_page_longer_than_any_text_has_no_edge_in_it() {
+    for (groups, edge) in
+        [(vec![group("kv", 64, None)], 64), (vec![group("kv", 6, None), group("window", 16, Some(16))], 48)]
+    {
+        let mut ledger = ledger(groups);
+        let row = filled(&mut ledger, 24);
+        let text = format!("must be a range in [0, 24) with multiples of {edge}");
+        refused(&mut ledger, |ledger| ledger.lend(row, 0, 24), &text);
+        refused(&mut ledger, |ledger| ledger.rebind(row, 0, 24, &[]), &text);
+        let text = format!("length must be a multiple of {edge} up to 24, got 24");
+        refused(&mut ledger, |ledger| ledger.admit_lent(&[1], 24, None), &text);
+    }
 }
 
 #[test]

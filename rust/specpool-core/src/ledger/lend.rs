@@ -153,10 +153,10 @@ impl Ledger {
     /// [`Error::OutOfMemory`].
     pub fn admit_lent(&mut self, pages: &[i32], len: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        let (span, most) = (self.index.span() as i64, self.max_context_len);
-        if len < 1 || len > most || i64::from(len) % span != 0 {
+        let (edge, most) = (self.page_edge(), self.max_context_len);
+        if len < 1 || len > most || i64::from(len) % edge != 0 {
             return Err(Error::Shape(format!(
-                "admit_lent: length must be a multiple of {span} in [{span}, {most}], got {len}"
+                "admit_lent: length must be a multiple of {edge} up to {most}, got {len}"
             )));
         }
         self.check_num_pages(Verb::Admit, len, pages.len())?;
@@ -232,12 +232,24 @@ impl Ledger {
         Err(Error::Shape(format!("{verb}: {len} tokens are {needed} pages of all groups, got {given}")))
     }
 
+    /// The least common multiple of the page sizes. An entry of the index may be shorter, because it ends where the
+    /// longest text does.
+    fn page_edge(&self) -> i64 {
+        self.groups.iter().fold(1, |edge: i64, group| {
+            let (mut divisor, mut rest) = (edge, group.page_size);
+            while rest > 0 {
+                (divisor, rest) = (rest, divisor % rest);
+            }
+            (edge / divisor).saturating_mul(group.page_size)
+        })
+    }
+
     fn check_range(&self, verb: Verb, row: Row, start: i32, end: i32) -> Result<()> {
-        let (span, resolved) = (self.index.span() as i64, self.rows.resolved[row.at()]);
-        let is_edge = |len: i32| i64::from(len) % span == 0;
+        let (edge, resolved) = (self.page_edge(), self.rows.resolved[row.at()]);
+        let is_edge = |len: i32| i64::from(len) % edge == 0;
         if start < 0 || start >= end || end > resolved || !is_edge(start) || !is_edge(end) {
             return Err(Error::Shape(format!(
-                "{verb} of {}: [{start}, {end}) must be a range in [0, {resolved}) with multiples of {span}, the least \
+                "{verb} of {}: [{start}, {end}) must be a range in [0, {resolved}) with multiples of {edge}, the least \
                  common multiple of the page sizes, as bounds",
                 self.rows.describe(row)
             )));
