@@ -53,44 +53,44 @@ class BlockScheduler:
     def abort(self, request: int) -> None:
         """End a request, wherever it is."""
         for each in [one for one in self.running if one.number == request]:
-            self._drop(each)
+            self.give_back(each)
         self.waiting = deque(one for one in self.waiting if one.number != request)
 
     def step(self) -> bool:
         """Run one turn; return False when all is done."""
-        while self.waiting and self._admit(self.waiting[0]):
+        while self.waiting and self.admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         for request in list(self.running):
-            if request in self.running and self._grow(request):
-                self._forward(request)
+            if request in self.running and self.grow(request):
+                self.forward(request)
         return bool(self.waiting or self.running)
 
-    def _admit(self, request: Request) -> bool:
+    def admit(self, request: Request) -> bool:
         size = self.pool.block_size
         # The last token's forward gives the next token, so it is computed in any case.
         hit = self.pool.match(request.tokens, limit=len(request.tokens) - 1)
         count = -(-len(request.tokens) // size) - len(hit)
         if not self.pool.fits(count, hit):
             return False
-        request.blocks = hit.tolist() + self.pool.take(count, hit, self._tag(request)).tolist()
+        request.blocks = hit.tolist() + self.pool.take(count, hit, self.name_of(request)).tolist()
         request.computed, request.noted = len(hit) * size, len(hit)
         return True
 
-    def _grow(self, request: Request) -> bool:
+    def grow(self, request: Request) -> bool:
         """Give the request a block for its next token; return False if it had to give way."""
         while len(request.tokens) > len(request.blocks) * self.pool.block_size:
             if self.pool.fits(1):
-                request.blocks += self.pool.take(1, tag=self._tag(request)).tolist()
+                request.blocks += self.pool.take(1, tag=self.name_of(request)).tolist()
             else:
                 last = self.running[-1]
-                self._drop(last)
+                self.give_back(last)
                 self.waiting.appendleft(last)  # its blocks stay cached until others need them
                 self.num_preempted += 1
                 if last is request:
                     return False
         return True
 
-    def _forward(self, request: Request) -> None:
+    def forward(self, request: Request) -> None:
         token = self.device.forward(request.tokens, request.blocks, request.computed)
         self.num_computed += len(request.tokens) - request.computed
         request.computed = len(request.tokens)
@@ -100,15 +100,15 @@ class BlockScheduler:
             request.noted = request.computed // self.pool.block_size
         request.tokens.append(token)
         if len(request.tokens) == request.end:
-            self._drop(request)
+            self.give_back(request)
             self.texts[request.number] = request.tokens
 
-    def _drop(self, request: Request) -> None:
-        self.pool.drop(request.blocks, tag=self._tag(request))
+    def give_back(self, request: Request) -> None:
+        self.pool.drop(request.blocks, tag=self.name_of(request))
         request.blocks, request.computed, request.noted = [], 0, 0
         self.running.remove(request)
 
-    def _tag(self, request: Request) -> str:
+    def name_of(self, request: Request) -> str:
         return f"request {request.number}"
 
 

@@ -21,6 +21,7 @@ from specpool.models import EagleHead, TargetModel
 if TYPE_CHECKING:
     from kernel_kit import Kit
     from lossless import Reference
+    from serve_kit import Server
 
 pytest_plugins = ["pytester"]
 
@@ -144,3 +145,24 @@ def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
         pytest.skip(cuda_host.unavailable())
     with Kit(kind, order).running() as kit:
         yield kit
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Server]:
+    """A server that the tests of `tests/serve` share."""
+    from serve_kit import SMALL, Server
+
+    with Server(
+        *SMALL, "--max-queue", "64", "--max-body", "256KiB", "--read-timeout", "3"
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    """The shared server; after the test it still works, and has leaked no page."""
+    yield shared
+    assert shared.ask("GET", "/health")[0] == 200
+    for session in shared.ask("GET", "/v1/sessions")[1]["data"]:
+        shared.ask("DELETE", f"/v1/sessions/{session['id']}")
+    shared.check_no_leak()

@@ -48,22 +48,22 @@ def run(make: Callable[..., Any]) -> None:
 
 
 class DropsTwice(example.BlockScheduler):
-    def _drop(self, request):
-        self.pool.drop(request.blocks, tag=self._tag(request))
-        super()._drop(request)
+    def give_back(self, request):
+        self.pool.drop(request.blocks, tag=self.name_of(request))
+        super().give_back(request)
 
 
 class DropsNothing(example.BlockScheduler):
-    def _drop(self, request):
+    def give_back(self, request):
         request.blocks = []
-        super()._drop(request)
+        super().give_back(request)
 
 
 class HoldsNoHit(example.BlockScheduler):
-    def _admit(self, request):
+    def admit(self, request):
         self.pool = _Pool(self.pool, take=lambda take, count, hold=None, tag=None: take(count))
         try:
-            return super()._admit(request)
+            return super().admit(request)
         finally:
             self.pool = self.pool.inner
 
@@ -71,10 +71,10 @@ class HoldsNoHit(example.BlockScheduler):
 class MatchesAll(example.BlockScheduler):
     """Also the last token, whose forward would give the next one."""
 
-    def _admit(self, request):
+    def admit(self, request):
         self.pool = _Pool(self.pool, match=lambda match, tokens, limit: match(tokens))
         try:
-            return super()._admit(request)
+            return super().admit(request)
         finally:
             self.pool = self.pool.inner
 
@@ -82,8 +82,8 @@ class MatchesAll(example.BlockScheduler):
 class NotesTheNewToken(example.BlockScheduler):
     """The new token has no KV before its own forward."""
 
-    def _forward(self, request):
-        super()._forward(request)
+    def forward(self, request):
+        super().forward(request)
         whole = len(request.tokens) // self.pool.block_size
         if request.blocks and request.noted < whole <= len(request.blocks):
             self.pool.put(request.tokens, request.blocks, request.noted)
@@ -93,8 +93,8 @@ class NotesTheNewToken(example.BlockScheduler):
 class ComputesHitsAgain(example.BlockScheduler):
     """It writes blocks that others read, with the same content as before."""
 
-    def _admit(self, request):
-        admitted = super()._admit(request)
+    def admit(self, request):
+        admitted = super().admit(request)
         request.computed = 0
         return admitted
 

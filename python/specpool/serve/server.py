@@ -137,6 +137,8 @@ async def _main(
         )
         front = asyncio.create_task(server.serve(sockets=[listener]))
         expiry = asyncio.create_task(service.sessions.expire())
+        while not (server.started or front.done()):  # whoever reads the greeting may call at once
+            await asyncio.sleep(0.005)
         for line in _greeting(config, listener, loading, time.monotonic() - started):
             tell(line)
         try:
