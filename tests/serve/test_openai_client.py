@@ -28,6 +28,11 @@ def client(server):
         yield client
 
 
+def alone(name: str) -> dict[str, str]:
+    """Options of a request that shares no KV with other tests: a shared prefix may draft worse."""
+    return {"cache_salt": name}
+
+
 def said(engine, prompt, **options):
     (output,) = engine.generate(prompt, SamplingParams(**options))
     return output
@@ -35,7 +40,11 @@ def said(engine, prompt, **options):
 
 def test_a_completion_is_what_the_engine_says(client, engine):
     answer = client.completions.create(
-        model="specpool/tiny", prompt=PROMPT, max_tokens=24, temperature=0
+        model="specpool/tiny",
+        prompt=PROMPT,
+        max_tokens=24,
+        temperature=0,
+        extra_body=alone("completion"),
     )
     expected = said(engine, PROMPT, max_new_tokens=24)
     assert answer.choices[0].text == expected.text
@@ -167,7 +176,13 @@ def test_plain_decoding_can_be_asked_for(client, engine):
 
 def test_a_text_tells_how_its_drafts_went(client, engine):
     """Law: the histogram is that of the accept lengths, in vLLM's form; of several texts, none."""
-    params = {"model": "specpool/tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    params = {
+        "model": "specpool/tiny",
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+        "extra_body": alone("metrics"),
+    }
     found = client.completions.create(**params).metrics["speculative_decoding"]
     expected = said(engine, PROMPT, max_new_tokens=24)
     correct = [length - 1 for length in expected.accept_lens]
@@ -189,7 +204,7 @@ def test_drafts_are_marked_when_asked_for(client, engine):
         max_tokens=24,
         temperature=0,
         stream=True,
-        extra_body={"include_drafts": True},
+        extra_body={"include_drafts": True} | alone("drafts"),
     )
     pieces = [piece for part in stream for piece in getattr(part, "drafts", None) or []]
     expected = said(engine, PROMPT, max_new_tokens=24)
