@@ -61,6 +61,14 @@ class Server:
         self._close()
         raise AssertionError("no server:\n" + "".join(self.out + self.err))
 
+    def log(self, wanted: str) -> str:
+        """What stands in the log, once `wanted` stands there: a line may come after its answer."""
+        end = time.monotonic() + 20
+        while wanted not in (text := "".join(self.err)):
+            assert time.monotonic() < end, f"no {wanted!r} in the log:\n{text}"
+            time.sleep(0.02)
+        return text
+
     def _close(self) -> None:
         for reader in self._readers:
             reader.join(20)
