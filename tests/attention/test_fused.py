@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer_kit import Pages, Rig
+from fused_kit import Ops, inputs, reading, use_doubles
 from graph_kit import graphs_run
 from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape
@@ -41,78 +41,14 @@ CASES = {
 }
 
 
-def varlen(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    q_starts: Tensor,
-    k_starts: Tensor,
-    used: Tensor,
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    """Attend lane by lane; the last query sees the last of the `used` cells."""
-    out = torch.full_like(q, torch.nan)
-    groups = q.shape[1] // keys.shape[1]
-    for lane, kv_len in enumerate(used.tolist()):
-        first, end = q_starts[lane : lane + 2].tolist()
-        at = int(k_starts[lane])
-        assert at + kv_len <= int(k_starts[lane + 1]) <= len(keys)
-        k, v = (x[at : at + kv_len].repeat_interleave(groups, 1).double() for x in (keys, values))
-        for i in range(first, end):
-            last = kv_len - (end - i)
-            lo = 0 if window is None else max(0, last - window + 1)
-            scores = torch.einsum("hd,lhd->hl", q[i].double(), k[lo : last + 1]) * scaling
-            out[i] = torch.einsum("hl,lhd->hd", scores.softmax(1), v[lo : last + 1]).to(q.dtype)
-    return out
-
-
-def flash(q, k, v, q_starts, k_starts, max_q, max_k, dropout, causal, debug, **options) -> Any:
-    assert q.dtype in (torch.float16, torch.bfloat16) and (dropout, causal, debug) == (0, 1, 0)
-    used = options["seqused_k"]
-    assert max_q == q_starts.diff().max() and max_k >= used.max()
-    left, right = options["window_size_left"], options["window_size_right"]
-    assert right == (-1 if left == -1 else 0)  # -1: unlimited
-    window = None if left == -1 else left + 1
-    return (varlen(q, k, v, q_starts, k_starts, used, options["scale"], window),)
-
-
-def efficient(q, k, v, bias, q_starts, k_starts, max_q, max_k, dropout, kind, **options) -> Any:
-    assert len(q) == 1 and q.shape[2] == k.shape[2], "it groups no heads"
-    assert bias is None and dropout == 0 and kind == 2  # causal, aligned to the last key
-    used = options["seqlen_k"]
-    assert max_q == q_starts.diff().max() and max_k >= used.max()
-    out = varlen(
-        q[0], k[0], v[0], q_starts, k_starts, used, options["scale"], options["window_size"]
-    )
-    return (out[None],)
-
-
 @pytest.fixture
 def doubles(monkeypatch) -> list[str]:
-    """Run the doubles on CPU tensors; say which ran."""
-    ran: list[str] = []
-
-    def noting(run: Any) -> Any:
-        return lambda *args, **options: (ran.append(run.__name__), run(*args, **options))[1]
-
-    monkeypatch.setattr(torch_backend.in_place, "serves_in_place", lambda *args: False)
-    monkeypatch.setattr(fused, "_DEVICE", "cpu")
-    monkeypatch.setattr(fused, "_flash", noting(flash))
-    monkeypatch.setattr(fused, "_efficient", noting(efficient))
-    return ran
+    return use_doubles(monkeypatch)
 
 
 def view_of(pages: Pages, case: str) -> AttentionView:
     starts, widths = CASES[case]
     return causal_view(pages, 0, pages.lanes(starts, widths))  # type: ignore[arg-type]
-
-
-def inputs(view: AttentionView, heads: int, dtype: torch.dtype, dim: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(view.num_tokens, n, dim, generator=generator).to(dtype) for n in (heads, 2, 2)
-    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -187,24 +123,6 @@ def test_a_round_reads_live_pages_only(doubles, kind, window, page_size):
     assert doubles == ["flash"] * half
 
 
-def reading(counts: list[Tensor], page_size: int) -> Any:
-    """A reader that notes how many pages it reads of each of three lanes, and spoils the rest."""
-
-    def read(keys: Tensor, values: Tensor, pages: Tensor) -> list[Tensor]:
-        assert pages.dtype == torch.int32
-        counts.append((pages.view(3, -1) >= 0).sum(1))
-        return [
-            torch.where(
-                (pages >= 0).view(-1, 1),
-                buffer.view(-1, page_size * buffer[0].numel())[pages.long().clamp(min=0)],
-                torch.nan,
-            )
-            for buffer in (keys, values)
-        ]
-
-    return read
-
-
 @pytest.mark.parametrize(
     ("why", "options", "dim"),
     [
@@ -247,18 +165,6 @@ def test_no_call_has_both_a_mask_and_groups_of_heads(monkeypatch, queries):
         assert device == "cpu" or not any(calls)
         calls.clear()
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-
-
-class Ops(TorchDispatchMode):
-    """The names of all operations within the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from specpool.kernels.transfer import upload
 
 _flash = torch.ops.aten._flash_attention_forward
 _efficient = torch.ops.aten._efficient_attention_forward
-_DEVICE = "cuda"
+DEVICE = "cuda"
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_MAX_DIM = 256
 _LAST_QUERY_SEES_ALL = 2  # torch's number of the causal mask that is aligned to the last key
@@ -29,7 +29,7 @@ _MANY_QUERIES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Lanes:
+class FusedLanes:
     """The lanes of a view, as the kernels want them.
 
     Attributes:
@@ -58,18 +58,19 @@ def serves_fused(view: AttentionView, q: Tensor, v_buffer: Tensor) -> bool:
         q: [T, H, Dk] queries.
         v_buffer: [num_slots, Hkv, Dv], the layer's value buffer.
     """
-    if q.device.type != _DEVICE or view.decode_len is not None:
+    if q.device.type != DEVICE or view.decode_len is not None:
         return False
     # The kernels read 16 bytes at a time.
     if q.shape[2] != v_buffer.shape[2] or q.shape[2] * q.itemsize % 16:
         return False
-    if _is_flash(q):
+    if takes_flash(q):
         return view.is_causal or view.causal_lens is not None
     many = view.max_q_len > _MANY_QUERIES and view.causal_lens is not None
     return many or (view.is_causal and view.max_q_len > 1)
 
 
-def _is_flash(q: Tensor) -> bool:
+def takes_flash(q: Tensor) -> bool:
+    """Return whether torch's flash kernel takes queries of this dtype and width."""
     return q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_DIM
 
 
@@ -95,37 +96,15 @@ def attend_fused(
         [T, H, D].
     """
     lanes = _lanes(view)
-    if view.reader is not None:
-        keys, values = view.reader(k_buffer, v_buffer, lanes.pages)
-    else:
-        pages = lanes.pages.long().clamp(min=0)
-        keys, values = (
-            buffer.view(-1, view.page_size, *buffer.shape[1:])[pages]
-            for buffer in (k_buffer, v_buffer)
-        )
-    keys = keys.view(-1, *k_buffer.shape[1:]).to(q.dtype)
-    values = values.view(-1, *v_buffer.shape[1:]).to(q.dtype)
+    keys, values = gather(view, lanes, k_buffer, v_buffer, q.dtype)
     places = (lanes.q_starts, lanes.k_starts, lanes.max_q_len, lanes.max_kv_len)
     q = q[: view.num_queries]
-    if _is_flash(q):
-        out: Tensor = _flash(
-            q,
-            keys,
-            values,
-            *places,
-            0.0,
-            True,
-            False,
-            scale=scaling,
-            window_size_left=-1 if window is None else window - 1,
-            window_size_right=-1 if window is None else 0,
-            seqused_k=lanes.kv_lens,
-        )[0]
-        return out
+    if takes_flash(q):
+        return flash(lanes, q, keys, values, scaling, window)[0]
     groups = q.shape[1] // keys.shape[1]
     if groups > 1:  # this kernel wants a head of keys for each head of queries
         keys, values = (part.repeat_interleave(groups, 1) for part in (keys, values))
-    out = _efficient(
+    out: Tensor = _efficient(
         q.unsqueeze(0),
         keys.unsqueeze(0),
         values.unsqueeze(0),
@@ -140,17 +119,67 @@ def attend_fused(
     return out.squeeze(0)
 
 
-def _lanes(view: AttentionView) -> _Lanes:
+def gather(
+    view: AttentionView, lanes: FusedLanes, k_buffer: Tensor, v_buffer: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the lanes' pages, [n * P, Hkv, D]; page -1 holds anything."""
+    if view.reader is not None:
+        keys, values = view.reader(k_buffer, v_buffer, lanes.pages)
+    else:
+        pages = lanes.pages.long().clamp(min=0)
+        keys, values = (
+            buffer.view(-1, view.page_size, *buffer.shape[1:])[pages]
+            for buffer in (k_buffer, v_buffer)
+        )
+    keys = keys.view(-1, *k_buffer.shape[1:]).to(dtype)
+    return keys, values.view(-1, *v_buffer.shape[1:]).to(dtype)
+
+
+def flash(
+    lanes: FusedLanes,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    window: int | None = None,
+    *,
+    is_causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Run torch's flash kernel: the result, [T, H, D], and its softmax sums' logarithms, [H, T].
+
+    A lane without cells gives zeros; its logarithms are infinite.
+    """
+    found = _flash(
+        q,
+        keys,
+        values,
+        lanes.q_starts,
+        lanes.k_starts,
+        lanes.max_q_len,
+        lanes.max_kv_len,
+        0.0,
+        is_causal,
+        False,
+        scale=scaling,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=-1 if window is None else 0,
+        seqused_k=lanes.kv_lens,
+    )
+    return found[0], found[1]
+
+
+def _lanes(view: AttentionView) -> FusedLanes:
     """Return the view's lanes; computed once per view, without a wait for the device."""
-    found = view.plans.get(_Lanes)
+    found = view.plans.get(FusedLanes)
     if found is None:
-        found = view.plans[_Lanes] = _split(view)
+        found = view.plans[FusedLanes] = _split(view)
     return found  # type: ignore[return-value]
 
 
-def _split(view: AttentionView) -> _Lanes:
+def _split(view: AttentionView) -> FusedLanes:
     if not view.is_causal:
-        return _split_on_device(view)
+        assert view.causal_lens is not None
+        return live_lanes(view, view.causal_lens())
     assert view.kv_lens is not None
     lens = view.kv_lens.astype(np.int64)
     counts = -(-lens // view.page_size)
@@ -165,7 +194,7 @@ def _split(view: AttentionView) -> _Lanes:
         np.concatenate([[0], ends * view.page_size]).astype(np.int32),
         lens.astype(np.int32),
     )
-    return _Lanes(
+    return FusedLanes(
         view.read_pages.reshape(-1).index_select(0, at),
         q_starts,
         k_starts,
@@ -175,10 +204,14 @@ def _split(view: AttentionView) -> _Lanes:
     )
 
 
-def _split_on_device(view: AttentionView) -> _Lanes:
-    """Return the lanes where only the device knows the lengths: each keeps all columns' room."""
-    assert view.causal_lens is not None
-    lens, pages = view.causal_lens(), view.read_pages
+def live_lanes(view: AttentionView, lens: Tensor) -> FusedLanes:
+    """Return the lanes where only the device knows the lengths: each keeps all columns' room.
+
+    Args:
+        view: the view of the forward.
+        lens: int32 [B], on the device: the first cells of each lane, which are read.
+    """
+    pages = view.read_pages
     num_lanes, columns = pages.shape
     first_cells = torch.arange(columns, device=pages.device) * view.page_size
     live = torch.where(first_cells < lens.unsqueeze(1), pages, -1)
@@ -191,4 +224,4 @@ def _split_on_device(view: AttentionView) -> _Lanes:
         q_starts = starts(view.q_lens)
     else:
         (q_starts,) = upload(pages.device, np.cumsum([0, *view.q_lens]).astype(np.int32))
-    return _Lanes(live.reshape(-1), q_starts, starts(width), lens.int(), view.max_q_len, width)
+    return FusedLanes(live.reshape(-1), q_starts, starts(width), lens.int(), view.max_q_len, width)

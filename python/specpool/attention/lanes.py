@@ -14,7 +14,7 @@ from torch import Tensor
 from specpool import kernels
 from specpool.arrays import Int32
 from specpool.attention.seq_lens import SeqLens
-from specpool.attention.view import AttentionView, TokenReads
+from specpool.attention.view import AttentionView, OwnCells, TokenReads
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache, first_cells
 
@@ -318,18 +318,40 @@ def own_view(
             return bias
         return _chunks(bias, chunk, q_positions, origins, counts)
 
-    return AttentionView(
+    write_slots = slots.reshape(-1).long()
+
+    view = AttentionView(
         page_size=cache.page_sizes[group],
-        write_slots=slots.reshape(-1).long(),
+        write_slots=write_slots,
         read_pages=pages,
         q_lens=num_queries if isinstance(lanes.widths, int) else lanes.widths.tolist(),
         mask_for=bias_for,
         reader=cache.reader,
         kv_lens=_kv_lens(lanes, origins, lanes.widths if ragged else num_cells),
+        own=None
+        if chunk is not None
+        else OwnCells(
+            lambda: origins.since(lanes.starts),
+            own_mask,
+            lambda: _own_slots(cache, group, lanes, view, num_cells),
+        ),
         read_tokens=read_tokens,
         attend_with=cache.attend_with,
         scratch=cache.scratch,
     )
+    return view
+
+
+def _own_slots(
+    cache: KVCache, group: int, lanes: Lanes, view: AttentionView, num_cells: int
+) -> Tensor:
+    """Return the slots of the `num_cells` cells behind each lane's prefix, int64 [B, W]."""
+    if not isinstance(lanes.widths, int):  # node i lies in cell start + i
+        assert view.pad_index is not None
+        return view.write_slots.index_select(0, view.pad_index).view(-1, num_cells)
+    if num_cells == view.max_q_len:
+        return view.write_slots.view(-1, num_cells)
+    return Lanes(lanes.rows, lanes.seq_lens, num_cells).slots(cache, group).view(-1, num_cells)
 
 
 def _kv_lens(lanes: Lanes, origins: Origins, ahead: Int32 | int) -> Int32 | None:

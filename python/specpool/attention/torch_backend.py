@@ -2,7 +2,7 @@
 
 It accepts any mask, so dense draft layouts and exact ancestry work at any page size. On a CPU,
 `in_place` serves few queries and `prompts` serves long chunks without gathering whole lanes. On a
-GPU, `fused` serves causal lanes without a mask.
+GPU, `fused` serves causal lanes and `trees` serves trees, both without a mask over the prefix.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specpool.attention import in_place
 from specpool.attention.fused import attend_fused, serves_fused
 from specpool.attention.prompts import attend_prompts, serves_prompts
+from specpool.attention.trees import attend_trees, serves_trees
 from specpool.attention.view import AttentionView, Reads
 
 # Up to this many queries per lane, query heads are folded into the query axis, so that each K and V
@@ -55,14 +56,17 @@ def attend(
     explicit = softcap is not None or sinks is not None
     by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
     fused = not explicit and serves_fused(view, q, v_buffer)
+    tree = not explicit and not fused and serves_trees(view, q, v_buffer, window)
     # `reads` raises for a bad mask, so call it before anything is written.
-    reads = None if by_lane or fused else view.reads(window, dtype)
+    reads = None if by_lane or fused or tree else view.reads(window, dtype)
     if k.dtype != k_buffer.dtype:
         k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
     k_buffer.index_copy_(0, view.write_slots, k)
     v_buffer.index_copy_(0, view.write_slots, v)
     if fused:
         return attend_fused(view, k_buffer, v_buffer, q, scaling, window)
+    if tree:
+        return attend_trees(view, k_buffer, v_buffer, q, scaling)
     if reads is None:
         return attend_prompts(view, k_buffer, v_buffer, q, k.to(dtype), v.to(dtype), scaling)
     keys, values = reads.gather(k_buffer, v_buffer, view.num_lanes, view.page_size)

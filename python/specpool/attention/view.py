@@ -94,6 +94,24 @@ class TokenReads:
     kv_indices: Tensor  # int32 [kv_indptr[-1] or more], slots, device
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCells:
+    """The cells behind a lane's prefix, each of which some queries see.
+
+    All queries of the lane see its whole prefix, the cells ``[0, start)``.
+
+    Attributes:
+        starts: returns int32 [B], on the device.
+        mask: bool [B, Q, W], on the device: query i sees cell ``start + j``.
+        slots: returns int64 [B, W], the slot of each of these cells; any slot where no query of the
+            lane sees the cell.
+    """
+
+    starts: Callable[[], Tensor]
+    mask: Tensor
+    slots: Callable[[], Tensor]
+
+
 @dataclass(slots=True)
 class AttentionView:
     """The slots and cells that one forward writes and reads in ONE group.
@@ -122,6 +140,8 @@ class AttentionView:
             its window does not hide.
         causal_lens: returns int32 [B], on the device: the same rule with these lengths, which the
             host need not know; None = the queries see other columns.
+        own: what the mask of no window shows, as a prefix and the cells behind it; None = it shows
+            other cells.
         read_tokens: returns the same reads as slots per query, for draft branches that read
             different slots of one lane; None = not known.
         attend_with: the back end's `attend`; None = torch's.
@@ -141,6 +161,7 @@ class AttentionView:
     kv_lens: NDArray[np.int32] | None = None
     is_causal: bool = False
     causal_lens: Callable[[], Tensor] | None = None
+    own: OwnCells | None = None
     read_tokens: Callable[[], TokenReads] | None = None
     attend_with: Attend | None = None
     scratch: Scratch | None = None
