@@ -1,8 +1,9 @@
 """Part of `python -m benches sglang`: a decode step at level `rows`, beside SGLang's own code.
 
 A step is the estimate, the claim, the new cells of the rows, and the result of the round before.
-"Calls" are the calls alone, without the row writes: on SGLang's side its estimate, the lengths of a
-round and its allocator; here the ledger's verbs, the result of the round before among them.
+"Calls" are the calls alone: on SGLang's side its estimate, the lengths of a round, its allocator
+and the loop that keeps the new lengths, without the row writes; here the ledger's calls, which
+write the rows and hold the lengths, the result of the round before among them.
 "Prepare path" is SGLang's own `eagle_prepare_for_decode` with its tensors and row writes, and what
 takes its place; the loop over the committed lengths, which stays SGLang's, is in both. SGLang's
 kernel that writes rows needs a GPU: in both columns NumPy writes them. All memory was used before.
@@ -195,25 +196,18 @@ def _ours(
     batch.req_pool_indices_cpu = batch.req_pool_indices
     at = row_pool.rows_of(side.reqs)
     book.extend(at, np.zeros(num_rows, np.int32), np.array(side.lens, np.int32))
-    ones = np.ones(num_rows, np.int32)
-
-    ledger = book.ledger
+    claimed = batch.req_pool_indices.numpy()
 
     def claim() -> None:
-        ledger.tokens_required(at, ones)
-        plan = ledger.prepare_decode(at, ones)
-        ledger.launch(plan.step)
-        ledger.take_delta(plan.step)
-        ledger.ack_delta(plan.step)
-        ledger.complete(plan.step)
-        book.rounds.append(plan.step)
+        book.tokens_required(claimed)
+        book.decode(claimed)
 
     def prepare() -> None:
         rows.tokens_required(lambda *_: 0, batch)
         rows.prepare_round(lambda _: None, batch)
 
     def result(accept_lens: torch.Tensor) -> None:
-        book.resolve(accept_lens.numpy().astype(np.int32))
+        book.resolve(accept_lens)
 
     return claim, prepare, (result, side)
 
@@ -237,6 +231,7 @@ def _timed(
     """Return a run that returns the median microseconds of a step, one round in flight.
 
     It is time on the CPU: what else the machine does, while a step waits for it, does not count.
+    What the clock itself takes does not count, either.
     """
     most = min(shape[0] + 1, shape[2])
 
@@ -249,7 +244,7 @@ def _timed(
             for _ in range(STEPS)
         ]
         step()
-        spent = []
+        spent, clock = [], _clock_ns()
         for accept_lens in accepted:
             start = time.thread_time_ns()
             step()
@@ -259,9 +254,15 @@ def _timed(
             spent.append(time.thread_time_ns() - start)
             if alone:
                 side.commit(accept_lens)
-        return statistics.median(spent) / 1e3
+        return (statistics.median(spent) - clock) / 1e3
 
     return run
+
+
+def _clock_ns() -> float:
+    """Return the median nanoseconds between two readings of the clock."""
+    read = time.thread_time_ns
+    return statistics.median(-(read() - read()) for _ in range(99))
 
 
 def _slots_ahead(make: Callable[..., Any], shape: Shape) -> float:

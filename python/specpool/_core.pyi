@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,14 @@ __all__ = [
     "check_moves",
     "check_slots",
     "compact_moves",
+    "decode_into",
     "decode_op",
     "draft_read_indices",
     "draft_visibility",
     "draft_write_positions",
     "draft_write_slots",
     "kernel_source",
+    "launch_into",
     "move_slots",
     "organize",
     "page_csr",
@@ -429,7 +431,15 @@ class BlockPool:
         Raises:
             ShapeError, PageStateError: as `take`, for a wrong `hold`.
         """
-    def take(self, count: int, hold: _IntArray | None = None, tag: str | None = None) -> _I32:
+    @overload
+    def take(
+        self,
+        count: int,
+        hold: _IntArray | None = None,
+        tag: str | None = None,
+        *,
+        int64: Literal[False] = False,
+    ) -> _I32:
         """Take `count` blocks and hold those of `hold` once more: all of it or nothing.
 
         `hold` are blocks that the request shares: a hit of `match`, or another request's blocks.
@@ -440,6 +450,7 @@ class BlockPool:
             hold: ids of held or cached blocks.
             tag: the request's name, which errors and records give for the new blocks. Blocks of
                 `hold` keep the name of the request that took them.
+            int64: return int64, for an engine whose slots are.
 
         Returns:
             ids of the new blocks, int32 [count].
@@ -452,6 +463,15 @@ class BlockPool:
             OutOfPages: `count` is more than free and cached blocks, those of `hold` not counted.
             OutOfMemory: the machine has no memory for it.
         """
+    @overload
+    def take(
+        self,
+        count: int,
+        hold: _IntArray | None = None,
+        tag: str | None = None,
+        *,
+        int64: Literal[True],
+    ) -> _I64: ...
     def preview(self, count: int | None = None) -> _I32:
         """Return the blocks that `take(count)` would give, in order, int32 [n]; change nothing.
 
@@ -1196,8 +1216,10 @@ class Ledger:
             ContextEnd: lists every row whose new length is past L.
             OutOfPages: states need, free and fenced pages of the group.
         """
-    def tokens_required(self, rows: _IntArray, shapes: _IntArray) -> NDArray[np.int64]:
+    def tokens_required(self, rows: _IntArray, shapes: _IntArray | int) -> NDArray[np.int64]:
         """Return the slots of each group that `prepare_decode` would take, [num_groups].
+
+        `shapes` is one index into `shapes` for all rows, or one for each.
 
         Cost: O(num_rows + groups * b).
         """
@@ -1214,9 +1236,11 @@ class Ledger:
             ShapeError: not `0 <= lo <= hi < max_context_len`, or the shape is unknown.
         """
     def prepare_decode(
-        self, rows: _IntArray, shapes: _IntArray, *, writes_draft: bool = True
+        self, rows: _IntArray, shapes: _IntArray | int, *, writes_draft: bool = True
     ) -> Plan:
         """Prepare one round of each row, each with its own shape: claim pages for all, or for none.
+
+        `shapes` is one index into `shapes` for all rows, or one for each.
 
         Raises:
             NotReady: a stale step is not cancelled, or no extend of the row has launched since its
@@ -1471,6 +1495,41 @@ def decode_op(
     succeed; one in 16 has arbitrary arguments. Only the first `OP_BYTES` bytes of `code` count, and
     missing ones are 0. With `has_index`, the verbs of the prefix index are among the operations,
     with `has_loans` those for a prefix cache outside the ledger.
+    """
+
+# --- Engines with a table of slots ---
+
+def launch_into(ledger: Ledger, step: int, slot_table: _I32) -> None:
+    """Launch a prepared step, write the slots of its new cells into a table, and complete it.
+
+    It is `launch`, `take_delta`, `ack_delta` and `complete` in one call, for an engine whose steps
+    run one after the other and whose table lies on the host. Build the ledger with one group.
+
+    Args:
+        ledger: where the step was prepared.
+        step: its number.
+        slot_table: int32 [num_rows + 1 or more, pages_per_row * P or more]; cell (row, position)
+            gets `page * P + position % P`.
+
+    Raises:
+        ShapeError: the table is of another type or smaller, or the ledger has several groups.
+        OrderError: as `launch`.
+        StalePlan: as `launch`.
+    """
+
+def decode_into(
+    ledger: Ledger, rows: _IntArray, shapes: _IntArray | int, slot_table: _I32
+) -> tuple[int, list[int]]:
+    """Claim a round of each row and `launch_into` the table, in one call.
+
+    Returns:
+        the step's number, and each row's allocated_len then.
+
+    Cost: O(num_rows + rows + slots of new pages).
+
+    Raises:
+        ShapeError: the table is of another type or smaller, or the ledger has several groups; and
+            all that `prepare_decode` raises. Nothing has changed then.
     """
 
 # --- Kernels ---

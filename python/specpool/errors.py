@@ -17,10 +17,10 @@ class SpecpoolError(Exception):
 
 
 class OutOfPages(SpecpoolError):  # noqa: N818 - the contract's name
-    """A group has too few free pages.
+    """A group has too few free pages, or a `BlockPool` too few blocks.
 
     Attributes:
-        group: name of the group.
+        group: name of the group; "blocks" of a `BlockPool`.
         need: pages that the call needs.
         free: pages that can be handed out now.
         cached: pages that only the prefix cache holds; they can be handed out too.

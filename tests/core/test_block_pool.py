@@ -191,7 +191,9 @@ class World:
                 self.pool.take(count, hold)
             assert self.pool.state_hash() == before
             return
-        new = self.pool.take(count, self.array(hold), tag="r").tolist()
+        taken = self.pool.take(count, self.array(hold), tag="r", int64=self.rng.random() < 0.5)
+        assert taken.dtype in (np.int32, np.int64)
+        new = taken.tolist()
         assert new == self.plain.take(count, hold)
         self.rows.append((tokens, hold + new, len(hold), salt))
 
@@ -301,6 +303,14 @@ def test_a_hit_survives_while_it_is_held_and_goes_last_to_first() -> None:
     assert not pool.fits(1)
 
 
+def test_ids_come_as_wide_as_they_are_asked_for() -> None:
+    pool = BlockPool(4, 2, first_id=1)
+    narrow, wide = pool.take(2), pool.take(2, int64=True)
+    assert (narrow.dtype, wide.dtype) == (np.int32, np.int64)
+    assert (narrow.tolist(), wide.tolist()) == ([1, 2], [3, 4])
+    pool.drop(wide)
+
+
 def test_blocks_of_a_step_that_runs_wait_for_its_end() -> None:
     pool = BlockPool(4, 2, fencing=True)
     blocks = pool.take(4)
@@ -308,7 +318,7 @@ def test_blocks_of_a_step_that_runs_wait_for_its_end() -> None:
     pool.drop(blocks, after=7)
     assert (pool.num_free, pool.num_cached, pool.num_fenced) == (0, 0, 4)
     assert pool.match([1, 2]).tolist() == [blocks[0]]  # read only: no need to wait
-    with pytest.raises(OutOfPages, match="need 1 pages, 0 free, 0 cached, 4 fenced"):
+    with pytest.raises(OutOfPages, match="out of blocks: need 1, 0 are free, 0 cached, 4 fenced"):
         pool.take(1)
     pool.complete(6)
     assert pool.num_fenced == 4
@@ -439,9 +449,9 @@ def refused() -> dict[str, Case]:
             PageStateError,
             "take of block 5: nobody holds it and it is not cached",
         ),
-        "too many": (lambda pool: pool.take(6), OutOfPages, "need 6 pages, 5 free, 0 cached, 1"),
+        "too many": (lambda pool: pool.take(6), OutOfPages, "need 6, 5 are free, 0 cached, 1"),
         "negative": (lambda pool: pool.take(-1), ShapeError, "count must be 0 or more, got -1"),
-        "huge": (lambda pool: pool.take(1 << 62), OutOfPages, "need 4611686018427387904 pages"),
+        "huge": (lambda pool: pool.take(1 << 62), OutOfPages, "need 4611686018427387904, "),
         "few blocks": (lambda pool: pool.put([1] * 4, [1]), ShapeError, "fill 2 blocks, 1 are"),
         "start": (lambda pool: pool.put([1, 2], [1], 2), ShapeError, "from block 2 on"),
         "put free": (

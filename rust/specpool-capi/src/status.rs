@@ -102,6 +102,10 @@ pub(crate) fn report(refusal: Refusal) -> Status {
                     shortage = Some(ShortageInfo { need, free, cached, fenced, reclaimable });
                     Status::SpecpoolOutOfPages
                 }
+                Error::OutOfBlocks { need, free, cached, fenced } => {
+                    shortage = Some(ShortageInfo { need, free, cached, fenced, reclaimable: 0 });
+                    Status::SpecpoolOutOfPages
+                }
                 Error::ContextEnd { rows: ended, .. } => {
                     rows = Some(ended.into_iter().map(|row| row as i32).collect());
                     Status::SpecpoolContextEnd

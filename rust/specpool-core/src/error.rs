@@ -27,6 +27,18 @@ pub enum Error {
         /// Pages whose every holder is idle.
         reclaimable: usize,
     },
+    /// A [`BlockPool`](crate::BlockPool) has too few blocks for the call. Nothing was taken.
+    #[error("out of blocks: need {need}, {free} are free, {cached} cached, {fenced} fenced")]
+    OutOfBlocks {
+        /// Blocks that the call needs.
+        need: usize,
+        /// Blocks that hold nothing.
+        free: usize,
+        /// Blocks that nobody holds and whose content is known, those of the call's `hold` not counted.
+        cached: usize,
+        /// Dropped blocks that a step may still touch.
+        fenced: usize,
+    },
     /// The machine has too little memory for the call.
     #[error("no memory for {what}: {entries} entries of {entry_bytes} bytes")]
     OutOfMemory {

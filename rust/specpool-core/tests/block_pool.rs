@@ -106,7 +106,7 @@ impl World {
         assert_eq!(self.pool.fits(count, hold), Ok(count <= room));
         let before = self.pool.state_hash();
         let new = match self.pool.take(count, hold, Some("one")) {
-            Err(Error::OutOfPages { need, free, cached, .. }) => {
+            Err(Error::OutOfBlocks { need, free, cached, .. }) => {
                 assert!(need == count && count > room && free + cached == room);
                 assert_eq!(self.pool.state_hash(), before);
                 return;
@@ -242,7 +242,7 @@ fn what_was_used_least_recently_goes_first_and_the_end_of_a_text_before_its_begi
     }
     assert_eq!(pool.index_size(), (0, 4));
     assert!(pool.index_bytes() > 0);
-    assert!(matches!(pool.take(1, &[], None), Err(Error::OutOfPages { need: 1, free: 0, cached: 0, .. })));
+    assert!(matches!(pool.take(1, &[], None), Err(Error::OutOfBlocks { need: 1, free: 0, cached: 0, .. })));
 }
 
 #[test]

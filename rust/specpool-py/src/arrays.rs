@@ -16,7 +16,7 @@ use numpy::{
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PySequence, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 use specpool_core::{Error, Page, Row, check_salt, memory};
 
 use crate::errors::{config_error, shape_error, to_py};
@@ -199,14 +199,12 @@ fn expect_lanes(name: &str, len: usize) -> PyResult<()> {
 
 /// Each number as an int32, in the order of the batch.
 fn narrowed(name: &str, numbers: &[i64]) -> PyResult<Vec<i32>> {
-    let mut narrow = memory::with_room(numbers.len(), "the array of a batch").map_err(to_py)?;
-    for &number in numbers {
-        let number = i32::try_from(number);
-        narrow.push(
-            number.map_err(|_| shape_error(format!("{name} holds {}, which is no int32", numbers[narrow.len()])))?,
-        );
+    // One pass without an exit serves the usual case.
+    if numbers.iter().fold(false, |is_wrong, &number| is_wrong | (i64::from(number as i32) != number)) {
+        let wrong = numbers.iter().find(|&&number| i32::try_from(number).is_err());
+        return Err(shape_error(format!("{name} holds {}, which is no int32", wrong.copied().unwrap_or_default())));
     }
-    Ok(narrow)
+    memory::collected(numbers.iter().map(|&number| number as i32), "the array of a batch").map_err(to_py)
 }
 
 /// The `NumPy` array of a CPU tensor; nothing if the value is none.
@@ -225,7 +223,10 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
         return elements(name, array);
     }
     if let Ok(array) = value.cast::<PyArray1<i64>>() {
-        return narrowed(name, &elements(name, array)?);
+        return match in_place(name, array)? {
+            Some(numbers) => narrowed(name, numbers),
+            None => narrowed(name, &elements(name, array)?),
+        };
     }
     if let Ok(array) = value.cast::<PyUntypedArray>() {
         return Err(shape_error(format!(
@@ -254,14 +255,27 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
 /// As [`int_array`], but an array that can be read as it lies is not copied.
 pub fn ints<'a>(name: &str, value: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [i32]>> {
     let Ok(array) = value.cast::<PyArray1<i32>>() else { return int_array(name, value).map(Cow::Owned) };
+    in_place(name, array)?.map_or_else(|| elements(name, array).map(Cow::Owned), |entries| Ok(Cow::Borrowed(entries)))
+}
+
+/// The entries of an array that can be read as it lies; none of another one.
+fn in_place<'a, T: Element>(name: &str, array: &'a Bound<'_, PyArray1<T>>) -> PyResult<Option<&'a [T]>> {
     // SAFETY: as in `elements`.
     let is_aligned = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags } & NPY_ARRAY_ALIGNED != 0;
     if !is_aligned || !array.is_c_contiguous() {
-        return elements(name, array).map(Cow::Owned);
+        return Ok(None);
     }
     expect_lanes(name, array.len())?;
     // SAFETY: as in `elements`, and contiguous. The argument lives longer than the call.
-    Ok(Cow::Borrowed(unsafe { std::slice::from_raw_parts(array.data(), array.len()) }))
+    Ok(Some(unsafe { std::slice::from_raw_parts(array.data(), array.len()) }))
+}
+
+/// One number for each of `lanes` rows: the same for all, or an array.
+pub fn per_row(name: &str, value: &Bound<'_, PyAny>, lanes: usize) -> PyResult<Vec<i32>> {
+    if value.is_instance_of::<PyInt>() {
+        return memory::filled(int32(name, value)?, lanes, "the array of a batch").map_err(to_py);
+    }
+    int_array(name, value)
 }
 
 /// An array that is only read.
@@ -402,7 +416,21 @@ pub fn vector<T: Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<
 
 /// A new one-dimensional array with the same values. For a few values this is faster than [`vector`].
 pub fn copied<'py, T: Element + Copy>(py: Python<'py>, values: &[T]) -> PyResult<Bound<'py, PyArray1<T>>> {
-    let mut dims = [values.len() as npy_intp];
+    written(py, values.len(), |cells| cells.copy_from_slice(values))
+}
+
+/// A new one-dimensional array of int64 with the same values.
+pub fn widened<'py>(py: Python<'py>, values: &[i32]) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    written(py, values.len(), |cells| cells.iter_mut().zip(values).for_each(|(cell, &value)| *cell = value.into()))
+}
+
+/// A new one-dimensional array, which `write` fills.
+fn written<T: Element + Copy>(
+    py: Python<'_>,
+    len: usize,
+    write: impl FnOnce(&mut [T]),
+) -> PyResult<Bound<'_, PyArray1<T>>> {
+    let mut dims = [len as npy_intp];
     // SAFETY: a new array of that length, written before anyone sees it; where there is no memory for it, an error.
     unsafe {
         let array = npyffi::PY_ARRAY_API.PyArray_NewFromDescr(
@@ -417,7 +445,7 @@ pub fn copied<'py, T: Element + Copy>(py: Python<'py>, values: &[T]) -> PyResult
             std::ptr::null_mut(),
         );
         let array = Bound::from_owned_ptr_or_err(py, array)?.cast_into_unchecked::<PyArray1<T>>();
-        array.as_slice_mut()?.copy_from_slice(values);
+        write(array.as_slice_mut()?);
         Ok(array)
     }
 }

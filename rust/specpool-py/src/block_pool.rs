@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple};
 use specpool_core::{BlockPoolConfig, Result as CoreResult};
 
-use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step};
+use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step, widened};
 use crate::errors::{config_error, guarded, to_py};
 
 #[doc = doc!("BlockPool")]
@@ -158,16 +158,18 @@ impl BlockPool {
     }
 
     #[doc = doc!("BlockPool.take")]
-    #[pyo3(signature = (count, hold=None, tag=None))]
+    #[pyo3(signature = (count, hold=None, tag=None, *, int64=false))]
     fn take<'py>(
         &mut self,
         py: Python<'py>,
         count: ShapeInt,
         hold: Option<&Bound<'_, PyAny>>,
         tag: Option<&str>,
-    ) -> PyResult<Ints<'py>> {
+        int64: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let (count, hold) = (at_least("count", count, 0)?, blocks("hold", hold)?);
-        copied(py, &self.change(|pool| pool.take(count, &hold, tag).map_err(|error| error.by(tag)))?)
+        let taken = self.change(|pool| pool.take(count, &hold, tag).map_err(|error| error.by(tag)))?;
+        Ok(if int64 { widened(py, &taken)?.into_any() } else { copied(py, &taken)?.into_any() })
     }
 
     #[doc = doc!("BlockPool.preview")]

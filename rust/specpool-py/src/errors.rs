@@ -30,6 +30,9 @@ pub fn to_py(error: Error) -> PyErr {
         Error::OutOfPages { group, need, free, cached, fenced, reclaimable } => {
             py::OutOfPages::new_err((text, group, need, free, cached, fenced, reclaimable))
         }
+        Error::OutOfBlocks { need, free, cached, fenced } => {
+            py::OutOfPages::new_err((text, "blocks", need, free, cached, fenced, 0))
+        }
         Error::OutOfMemory { entries, entry_bytes, .. } => {
             py::OutOfMemory::new_err((text, entries.saturating_mul(entry_bytes)))
         }

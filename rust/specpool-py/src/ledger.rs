@@ -9,7 +9,8 @@ use pyo3::types::{PyBytes, PyTuple};
 use specpool_core::{DeltaEntries, Indexed, KvEvent, LedgerConfig, Result as CoreResult, memory};
 
 use crate::arrays::{
-    ConfigInt, List, Salt, array, copied, group, int_array, int32, page, prefix, row, step, vector, view, view_2d,
+    ConfigInt, List, Salt, array, copied, group, int_array, int32, page, per_row, prefix, row, step, vector, view,
+    view_2d,
 };
 use crate::errors::{config_error, guarded, shape_error, to_py};
 use crate::finding::Finding;
@@ -548,7 +549,8 @@ impl Ledger {
         shapes: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = rows.py();
-        let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
+        let rows = int_array("rows", rows)?;
+        let shapes = per_row("shapes", shapes, rows.len())?;
         copied(py, &self.0.tokens_required(&rows, &shapes).map_err(to_py)?)
     }
 
@@ -572,7 +574,8 @@ impl Ledger {
         shapes: &Bound<'_, PyAny>,
         writes_draft: bool,
     ) -> PyResult<Plan> {
-        let (rows, shapes) = (int_array("rows", rows)?, int_array("shapes", shapes)?);
+        let rows = int_array("rows", rows)?;
+        let shapes = per_row("shapes", shapes, rows.len())?;
         self.change(|ledger| ledger.prepare_decode(&rows, &shapes, writes_draft)).map(Plan)
     }
 

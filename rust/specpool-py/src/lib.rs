@@ -22,6 +22,7 @@ mod plan;
 mod replay;
 mod shape;
 mod sizing;
+mod slot_table;
 mod slots;
 mod snapshot;
 mod tree;
@@ -58,6 +59,8 @@ mod _core {
         sizing_alloc_len_per_decode, sizing_most_window_pages, sizing_need_double_buffer, sizing_need_exact,
         sizing_next_allocated, sizing_pages_needed, sizing_row_headroom, sizing_row_width,
     };
+    #[pymodule_export]
+    use super::slot_table::{decode_into, launch_into};
     #[pymodule_export]
     use super::slots::{
         advance_ancestors, apply_table_delta, branch_copy_moves, branch_pages, check_moves, check_slots, compact_moves,

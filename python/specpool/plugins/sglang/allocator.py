@@ -157,7 +157,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             return None
         if self.is_on_host:
             if self.page_size == 1:
-                return torch.from_numpy(pages.astype(np.int64))
+                return torch.from_numpy(pages)
             return torch.from_numpy(slots.of_pages(pages, self.page_size))
         down = self._down(pages)
         offsets = torch.arange(self.page_size, device=self.device)
@@ -196,9 +196,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         if pages is None:
             return None
         if self.is_on_host:
-            new = slots.of_extension(
-                prefix, seq, _host(last_loc), counts, pages.astype(np.int64), self.page_size
-            )
+            new = slots.of_extension(prefix, seq, _host(last_loc), counts, pages, self.page_size)
             return torch.from_numpy(new)
         from sglang.srt.mem_cache.allocator import paged
 
@@ -225,7 +223,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         if pages is None:
             return None
         if self.is_on_host:
-            starts = pages.astype(np.int64) * self.page_size
+            starts = pages * self.page_size
             return torch.from_numpy(slots.of_next_token(_host(last_loc), opens, starts))
         from sglang.srt.mem_cache.allocator import paged
 
@@ -235,17 +233,17 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         kernel(seq_lens, last_loc, down, out, paged.next_power_of_2(len(opens)), self.page_size)
         return out
 
-    def _take(self, count: int, verb: int, counts: Any = None) -> npt.NDArray[np.int32] | None:
+    def _take(self, count: int, verb: int, counts: Any = None) -> npt.NDArray[np.int64] | None:
         pool = self.pool
         if pool is None:
-            return None if count else np.empty(0, np.int32)
+            return None if count else np.empty(0, np.int64)
         # Frees that are needed are waited for; of the others, only what landed long ago.
         if self.frees.num_pages:
             self._land(0 if count > pool.num_free else MOST_COPIES)
         try:
             # The history has it too; a log is read where there is none.
             tag = f"{VERBS[verb]}, call {self.history.call + 1}" if self.is_recorded else None
-            pages = pool.take(count, tag=tag)
+            pages = pool.take(count, tag=tag, int64=True)
         except OutOfPages:
             return None
         except SpecpoolError as error:
@@ -254,7 +252,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         return pages
 
     def _down(self, pages: npt.NDArray[Any]) -> torch.Tensor:
-        ids = torch.from_numpy(pages.astype(np.int64)).pin_memory()
+        ids = torch.from_numpy(pages).pin_memory()
         return ids.to(self.device, non_blocking=True)
 
     # Freeing. Inside a group frees wait for its end.

@@ -12,11 +12,14 @@ import numpy.typing as npt
 import torch
 
 from specpool import Group, Ledger, OutOfPages, Shape, SpecpoolError
-from specpool._core import sizing_row_width, slot_ranges
+from specpool._core import decode_into, launch_into, sizing_row_width, slot_ranges
 from specpool.plugins.sglang import limits
 from specpool.plugins.sglang.allocator import AllocatorError
 
 _I32 = npt.NDArray[np.int32]
+_I64 = npt.NDArray[np.int64]
+#: The ledger's index of the one shape.
+ROUND = 1
 _logs = itertools.count(1)
 
 
@@ -34,6 +37,8 @@ class Book:
         self.pool = pool
         self.allocator: Any = None
         self._ledger: Ledger | None = None
+        #: SGLang's table of slots, and the same memory as an array.
+        self._seen: tuple[torch.Tensor | None, Any] = (None, None)
         #: Launched rounds, oldest first.
         self.rounds: deque[int] = deque()
         #: The batch whose prefill is being allocated.
@@ -128,31 +133,33 @@ class Book:
                     f"{starts.tolist()}"
                 )
             plan = ledger.prepare_extend(rows, ends)
+            launch_into(ledger, plan.step, self._slot_table())
         except OutOfPages:
             return None
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
-        self._launched(plan.step)
         page_size = self.allocator.page_size
         slots = slot_ranges(ledger.page_table(0), page_size, rows, starts, ends - starts)
         return torch.from_numpy(slots)
 
-    def decode(self, rows: _I32) -> list[int]:
+    def tokens_required(self, rows: _I64) -> int:
+        """Return the slots that the next round of these rows will take."""
+        return self.ledger.tokens_required(rows, ROUND).item()
+
+    def decode(self, rows: _I64) -> list[int]:
         """Claim and launch a round of each row; return the slots that each row has then.
 
         Raises:
             AllocatorError: pages lack, or the ledger refuses; nothing has changed.
         """
         try:
-            plan = self.ledger.prepare_decode(rows, np.ones(len(rows), np.int32))
+            step, held = decode_into(self.ledger, rows, ROUND, self._slot_table())
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
-        self.rounds.append(plan.step)
-        self._launched(plan.step)
-        held: list[int] = plan.allocated_after[0].tolist()
+        self.rounds.append(step)
         return held
 
-    def resolve(self, accept_lens: npt.NDArray[np.int32]) -> None:
+    def resolve(self, accept_lens: torch.Tensor) -> None:
         """Count the oldest round's tokens, as the device accepted them.
 
         A grammar may keep fewer, even none: then its request ends, and SGLang's own length stays
@@ -160,24 +167,19 @@ class Book:
         """
         if not self.rounds:
             raise AllocatorError("the result of a round that was not launched")
+        # A list of a few numbers is made in less time than an array on the tensor.
+        lens = accept_lens.tolist() if len(accept_lens) <= 4 else accept_lens.numpy()
         try:
-            self.ledger.resolve(self.rounds.popleft(), accept_lens)
+            self.ledger.resolve(self.rounds.popleft(), lens)
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
 
-    def _launched(self, step: int) -> None:
-        """Launch the step and write its new cells, slot by slot, into SGLang's table."""
-        ledger = self.ledger
-        ledger.launch(step)
-        ((rows, columns, pages),) = ledger.take_delta(step)
-        if len(rows):
-            page_size = self.allocator.page_size
-            table = self.pool.req_to_token.numpy()
-            if page_size == 1:
-                table[rows, columns] = pages
-            else:
-                offsets = np.arange(page_size, dtype=np.int32)
-                at = columns[:, None] * page_size + offsets
-                table[rows[:, None], at] = pages[:, None] * page_size + offsets
-        ledger.ack_delta(step)
-        ledger.complete(step)
+    def _slot_table(self) -> _I32:
+        """SGLang's table, int32 [rows, slots of a row]."""
+        table, cells = self._seen
+        if table is not self.pool.req_to_token:
+            table = self.pool.req_to_token
+            cells = table.numpy()
+            self._seen = table, cells
+        view: _I32 = cells
+        return view

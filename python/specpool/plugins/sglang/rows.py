@@ -18,8 +18,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from specpool.plugins.sglang import row_allocator, row_pool, row_sessions, row_tree
 
 
@@ -70,13 +68,13 @@ def tokens_required(
     rows = rows_of(batch)
     if selected_indices is not None:
         rows = rows[selected_indices]
-    ledger = batch.req_to_token_pool.book.ledger
-    return int(ledger.tokens_required(rows, np.ones(len(rows), np.int32))[0])
+    required: int = batch.req_to_token_pool.book.tokens_required(rows)
+    return required
 
 
 def rows_of(batch: Any) -> Any:
-    """Return the rows of a batch that decodes, int32 [requests], from SGLang's host copy."""
-    return batch.req_pool_indices_cpu.numpy().astype(np.int32)
+    """Return the rows of a batch that decodes, int64 [requests], from SGLang's host copy."""
+    return batch.req_pool_indices_cpu.numpy()
 
 
 def prepare_round(own: Callable[..., None], batch: Any) -> None:
@@ -90,9 +88,8 @@ def prepare_round(own: Callable[..., None], batch: Any) -> None:
         batch.cumulate_penalty_output_tokens()
     book, reqs = batch.req_to_token_pool.book, batch.reqs
     rows = rows_of(batch)
-    allocator = book.allocator
-    needed = int(book.ledger.tokens_required(rows, np.ones(len(rows), np.int32))[0])
-    if needed > allocator.available_size():
+    needed = book.tokens_required(rows)
+    if needed > book.allocator.available_size():
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
         evict_from_tree_cache(batch.tree_cache, needed)
@@ -105,5 +102,5 @@ def prepare_round(own: Callable[..., None], batch: Any) -> None:
 
 def resolve_round(own: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
     """Count the result in the ledger before SGLang looks at any lane."""
-    batch.req_to_token_pool.book.resolve(result.accept_lens.numpy().astype(np.int32))
+    batch.req_to_token_pool.book.resolve(result.accept_lens)
     return own(processor, result, batch)

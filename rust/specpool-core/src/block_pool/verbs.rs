@@ -19,14 +19,12 @@ impl BlockPool {
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (no such block), [`Error::BlockState`] (a block of `hold` that
-    /// nobody holds and that is not cached), [`Error::OutOfPages`], [`Error::OutOfMemory`].
+    /// nobody holds and that is not cached), [`Error::OutOfBlocks`], [`Error::OutOfMemory`].
     pub fn take(&mut self, count: usize, hold: &[i32], tag: Option<&str>) -> Result<Vec<i32>> {
         self.gate()?;
         let (free, cached) = (self.num_free(), self.num_cached() - self.num_cached_of("take", hold)?);
         if count > free + cached {
-            let fenced = self.num_fenced();
-            let group = "blocks".into();
-            return Err(Error::OutOfPages { group, need: count, free, cached, fenced, reclaimable: 0 });
+            return Err(Error::OutOfBlocks { need: count, free, cached, fenced: self.num_fenced() });
         }
         let mut blocks = with_room(count, "the blocks of a take")?;
         self.recorder.make_room(hold.len(), tag)?;
@@ -46,21 +44,30 @@ impl BlockPool {
             let page = self.page_of_block(block);
             let _ = self.pool.share(page, Verb::Take);
         }
-        for _ in 0..count {
+        self.take_free(count, &mut blocks);
+        while blocks.len() < count {
             self.evict();
-            let Some(page) = self.pool.take(OWNER, 0, Verb::Take) else { break };
-            blocks.push(self.id(page));
-            if keeps_tags {
-                if self.tags.len() <= page.at() {
-                    self.tags.resize(page.at() + 1, None);
-                }
-                self.tags[page.at()].clone_from(&kept_tag);
+            if self.take_free(1, &mut blocks) == 0 {
+                break;
             }
         }
         let num_mapped = self.pool.num_mapped();
         self.marks.resize(num_mapped, 0);
+        if keeps_tags {
+            self.tags.resize(num_mapped.max(self.tags.len()), None);
+            for &block in &blocks {
+                let page = self.page_of_block(block);
+                self.tags[page.at()].clone_from(&kept_tag);
+            }
+        }
         self.note(&BlockCall::Take { count, hold: hold.into() }, &blocks, tag);
         Ok(blocks)
+    }
+
+    /// Takes up to `count` free blocks; returns how many.
+    fn take_free(&mut self, count: usize, blocks: &mut Vec<i32>) -> usize {
+        let first = self.config.first_id as i32 - 1;
+        self.pool.take_each(count, OWNER, 0, Verb::Take, |page| blocks.push(page.0 + first))
     }
 
     /// How many different cached blocks are among `hold`, which must be held, cached, or fenced with known content.

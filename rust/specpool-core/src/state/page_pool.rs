@@ -107,6 +107,11 @@ pub(crate) struct PageCounts {
 }
 
 impl Line {
+    /// Of a page that was just taken.
+    fn taken(owner: Row, birth_step: u64, last_verb: Verb) -> Self {
+        Self { birth_step, owner: owner.0, holders: 1, state: PageState::Owned, last_verb, ..Self::default() }
+    }
+
     /// Rows and pinned prefixes that hold the page.
     pub(super) fn others(&self) -> u32 {
         self.holders.saturating_sub(u32::from(self.entry > 0))
@@ -263,9 +268,31 @@ impl PagePool {
             }
             None => return None,
         };
-        self.map[page.at()] =
-            Line { birth_step, owner: owner.0, holders: 1, state: PageState::Owned, last_verb, ..Line::default() };
+        self.map[page.at()] = Line::taken(owner, birth_step, last_verb);
         Some(page)
+    }
+
+    /// Hands `count` pages to `owner`, the same ones as [`take`](Self::take) one after the other; fewer if fewer are
+    /// free. Returns how many.
+    pub(crate) fn take_each(
+        &mut self,
+        count: usize,
+        owner: Row,
+        birth_step: u64,
+        last_verb: Verb,
+        mut visit: impl FnMut(Page),
+    ) -> usize {
+        let count = count.min(self.num_free());
+        let line = Line::taken(owner, birth_step, last_verb);
+        let again = count.min(self.returned.len());
+        for page in self.returned.drain(self.returned.len() - again..).rev() {
+            self.map[page.at()] = line;
+            visit(page);
+        }
+        let first = self.map.len();
+        self.map.resize(first + count - again, line);
+        (first..self.map.len()).for_each(|page| visit(Page(page as i32)));
+        count
     }
 
     /// The free pages, in the order in which they are handed out.
