@@ -8,8 +8,6 @@ allocator alone. Beside it, the sizing of a round for all rows, at level `reserv
 from __future__ import annotations
 
 import random
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,46 +18,14 @@ from unittest import mock
 import torch
 
 from benches import sglang_rows
-from specpool.checks import check_int
-from specpool.cli.results import Result, check_plot, interleaved, machine, report
-from specpool.errors import ConfigError
+from benches.engines import freed, load, timed
+from specpool.cli.results import Result, interleaved, machine, report
 
-ENGINE = Path(__file__).parent.parent / ".engines" / "sglang"
 ROWS, PAGE_SIZES, RESERVE = (1, 32, 256, 1024), (1, 16, 64), 64
 
 
-def _timed(
-    alloc: Callable[[], torch.Tensor], free: Callable[[torch.Tensor], None]
-) -> Callable[[], float]:
-    """Return a run that returns microseconds of `alloc`; what it gave is freed, off the clock."""
-
-    def run(num_calls: int = 40) -> float:
-        spent = 0
-        for _ in range(num_calls):
-            start = time.perf_counter_ns()
-            new = alloc()
-            spent += time.perf_counter_ns() - start
-            free(new)
-        return spent / num_calls / 1e3
-
-    return run
-
-
-def _freed(
-    alloc: Callable[[], torch.Tensor], free: Callable[[torch.Tensor], None]
-) -> Callable[[], float]:
-    """Return a run that returns microseconds of `free`."""
-
-    def run(num_calls: int = 40) -> float:
-        spent = 0
-        for _ in range(num_calls):
-            new = alloc()
-            start = time.perf_counter_ns()
-            free(new)
-            spent += time.perf_counter_ns() - start
-        return spent / num_calls / 1e3
-
-    return run
+_timed = partial(timed, num_calls=40)
+_freed = partial(freed, num_calls=40)
 
 
 def _cases(pool: Any, rows: int, page_size: int) -> dict[str, Callable[[], float]]:
@@ -184,13 +150,7 @@ def sglang(path: Path | None, *, repeats: int, json: bool, plot: Path | None) ->
     Raises:
         ConfigError: an option cannot work.
     """
-    check_int("repeats", repeats, 1, 1 << 16)
-    if plot is not None:
-        check_plot(plot)
-    path = path or ENGINE
-    if not (path / "sglang").is_dir():
-        raise ConfigError(f"--path: {path} has no SGLang: `make engines`")
-    sys.path.insert(0, str(path))
+    load("sglang", "SGLang", path, repeats=repeats, plot=plot)
     from sglang.srt.mem_cache.allocator import paged, token
 
     from specpool.plugins.sglang import allocator

@@ -6,50 +6,18 @@ time is that of the call alone; what it took is given back off the clock.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specpool.checks import check_int
-from specpool.cli.results import Result, check_plot, interleaved, machine, report
-from specpool.errors import ConfigError
+from benches.engines import Run, freed, load, timed
+from specpool.cli.results import Result, interleaved, machine, report
 
-ENGINE = Path(__file__).parent.parent / ".engines" / "vllm"
 COUNTS, ROWS, BLOCK_SIZE, NUM_STEPS = (1, 8, 64, 512), (1, 32, 256), 16, 5
 
-Run = Callable[[], float]
-
-
-def _timed(call: Callable[[], Any], undo: Callable[[Any], None], num_calls: int = 20) -> Run:
-    """Return a run that returns microseconds of `call`; `undo` gets what it gave."""
-
-    def run() -> float:
-        spent = 0
-        for _ in range(num_calls):
-            start = time.perf_counter_ns()
-            given = call()
-            spent += time.perf_counter_ns() - start
-            undo(given)
-        return spent / num_calls / 1e3
-
-    return run
-
-
-def _freed(take: Callable[[], Any], free: Callable[[Any], None], num_calls: int = 20) -> Run:
-    """Return a run that returns microseconds of `free`."""
-
-    def run() -> float:
-        spent = 0
-        for _ in range(num_calls):
-            given = take()
-            start = time.perf_counter_ns()
-            free(given)
-            spent += time.perf_counter_ns() - start
-        return spent / num_calls / 1e3
-
-    return run
+_timed = partial(timed, num_calls=20)
+_freed = partial(freed, num_calls=20)
 
 
 def _pool_calls(pool_of: type, count: int) -> dict[str, Run]:
@@ -215,13 +183,7 @@ def vllm(path: Path | None, *, repeats: int, json: bool, plot: Path | None) -> N
     Raises:
         ConfigError: an option cannot work.
     """
-    check_int("repeats", repeats, 1, 1 << 16)
-    if plot is not None:
-        check_plot(plot)
-    path = path or ENGINE
-    if not (path / "vllm").is_dir():
-        raise ConfigError(f"--path: {path} has no vLLM: `make engines`")
-    sys.path.insert(0, str(path))
+    load("vllm", "vLLM", path, repeats=repeats, plot=plot)
     import torch
 
     results = _results(repeats)

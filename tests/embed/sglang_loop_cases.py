@@ -155,21 +155,9 @@ def test_a_free_too_many_names_the_requests(page_size: int, shape: Any) -> None:
         assert run(replace(setup, level="off"), prepare=_steal).error == ""
 
 
-def _close(loop: Loop) -> None:
-    """Write the log out when the run is over."""
-    finish = loop.finish
-
-    def and_close() -> Outcome:
-        outcome = finish()
-        loop.token_to_kv_pool_allocator.pool.close()
-        return outcome
-
-    loop.finish = and_close
-
-
 def test_a_log_of_the_loop_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_SGLANG_RECORD", str(tmp_path / "pages"))
-    outcome = run(Setup(level="pages", shape=(3, 1, 4)), prepare=_close)
+    outcome = run(Setup(level="pages", shape=(3, 1, 4)))
     assert not outcome.error, outcome.error
     pools = [BlockPool.replay(log) for log in tmp_path.iterdir()]
     assert sum(calls for _, calls, _ in pools) > 100

@@ -9,8 +9,12 @@ import functools
 import itertools
 import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +207,19 @@ def test_the_same_run_keeps_them() -> None:
     outcome = run(BUSY, prepare=audited)
     assert (outcome.error, outcome.leaks, outcome.faults) == ("", [], [])
     assert {"hit", "chunk", "decode"} <= outcome.seen
+
+
+def test_a_picture_of_a_recorded_run_names_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_RECORD", str(tmp_path / "run"))
+    outcome = run(replace(BUSY, num_requests=2))
+    assert not outcome.error, outcome.error
+    (log,) = tmp_path.iterdir()
+    command = [sys.executable, "-m", "specpool", "inspect", str(log), "--at", "6"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (name,) = re.findall(r"A = row 1, (\w+):", shown)
+    assert name in outcome.texts
 
 
 def test_a_session_without_its_guard_claims_unwritten_kv() -> None:

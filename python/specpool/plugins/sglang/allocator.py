@@ -7,7 +7,6 @@ plug-in only, because it imports SGLang and torch.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import re
 from typing import Any
@@ -18,12 +17,12 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from specpool import BlockPool, OutOfPages, SpecpoolError
+from specpool.plugins import record
 from specpool.plugins.sglang import slots
 from specpool.plugins.sglang.frees import MOST_COPIES, FreesInFlight
 from specpool.plugins.sglang.history import VERBS, History
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator."
-_logs = itertools.count(1)
 _ALLOC, _EXTEND, _DECODE = range(len(VERBS))
 
 
@@ -392,12 +391,13 @@ def install() -> None:
 
 
 def _new_pool(num_pages: int, page_size: int) -> BlockPool | None:
-    record = os.environ.get("SPECPOOL_SGLANG_RECORD")
-    # Each process and each pool writes a log of its own.
-    path = f"{record}.{os.getpid()}.{next(_logs)}" if record else None
     if not num_pages:
         return None
-    return BlockPool(num_pages, page_size, first_id=1, caching=False, record=path)
+    path = record.log_path("SPECPOOL_SGLANG_RECORD")
+    pool = BlockPool(num_pages, page_size, first_id=1, caching=False, record=path)
+    if path:
+        record.close_at_exit(pool)
+    return pool
 
 
 def _host(ints: Any) -> npt.NDArray[np.int64]:

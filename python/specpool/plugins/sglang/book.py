@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections import deque
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from specpool import Group, Ledger, OutOfPages, Shape, SpecpoolError
 from specpool._core import decode_into, launch_into, sizing_row_width, slot_ranges
+from specpool.plugins import record
 from specpool.plugins.sglang import limits
 from specpool.plugins.sglang.allocator import AllocatorError
 
@@ -20,7 +19,6 @@ _I32 = npt.NDArray[np.int32]
 _I64 = npt.NDArray[np.int64]
 #: The ledger's index of the one shape.
 ROUND = 1
-_logs = itertools.count(1)
 
 
 class Book:
@@ -66,16 +64,19 @@ class Book:
             hosts_drafts=True,
             layout="holey",
         )
-        record = os.environ.get("SPECPOOL_SGLANG_RECORD")
-        return Ledger(
+        path = record.log_path("SPECPOOL_SGLANG_RECORD")
+        ledger = Ledger(
             [kv],
             [shape],
             num_rows=self.pool.size,
             max_context_len=self._max_context_len(shape),
             overlap_depth=1,
             page_fencing=False,
-            record=f"{record}.{os.getpid()}.{next(_logs)}" if record else None,
+            record=path,
         )
+        if path:
+            record.close_at_exit(ledger)
+        return ledger
 
     def _max_context_len(self, shape: Shape) -> int:
         """The longest text whose round fits into SGLang's row, and into the pool."""

@@ -8,7 +8,6 @@ the plug-in only, because it imports vLLM.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +18,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from specpool import BlockPool, SpecpoolError
+from specpool.plugins import record
 
 _log = logging.getLogger("specpool.plugins.vllm")
-_logs = itertools.count(1)
 
 OwnBlockPool: Any = block_pool.BlockPool
 _own_insert = OwnBlockPool._insert_block_hash
@@ -272,10 +271,10 @@ def _allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _new_core(num_gpu_blocks: int) -> BlockPool:
-    record = os.environ.get("SPECPOOL_VLLM_RECORD")
-    # Each process and each pool writes a log of its own.
-    path = f"{record}.{os.getpid()}.{next(_logs)}" if record else None
+    path = record.log_path("SPECPOOL_VLLM_RECORD")
     core = BlockPool(max(1, num_gpu_blocks - 1), 1, first_id=1, record=path)
+    if path:
+        record.close_at_exit(core)
     if num_gpu_blocks == 1:  # vLLM's null block alone: nothing can be taken
         core.take(1, tag="no block")
     return core
