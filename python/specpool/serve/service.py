@@ -65,6 +65,11 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, act, *args)
 
     @property
+    def num_open(self) -> int:
+        """The samples that run and wait, and the requests that are not submitted yet."""
+        return self.client.num_open + self.num_arriving
+
+    @property
     def most_open(self) -> int:
         """The most samples that may run and wait."""
         return self.client.ready.max_batch + self.config.max_queue
@@ -100,7 +105,7 @@ class Service:
             raise shutting_down()
         num_open = self.client.num_open
         if not num_new:
-            num_open, num_new = num_open + self.num_arriving, 1
+            num_open, num_new = self.num_open, 1
         if num_open + num_new > self.most_open:
             raise ApiError(
                 429,

@@ -33,6 +33,10 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+#: Prompts of so many characters together are tokenized at once: a thread would cost more.
+_SHORT = 2048
+
+
 class Form(Protocol):
     """An answer's form: a chat's or a completion's."""
 
@@ -106,8 +110,14 @@ class Call:
                 for index, prompt in enumerate(prompts)
             ]
 
+        # A thread pays for long texts and for chats, whose template may take a while.
+        is_short = record is None and all(
+            not isinstance(prompt, list) or all(type(part) is int for part in prompt)
+            for prompt in prompts
+        )
+        is_short = is_short and sum(map(len, prompts)) <= _SHORT
         try:
-            found = await service.aside(work)
+            found = work() if is_short else await service.aside(work)
         except ConfigError as error:
             raise refused(error) from None
         if any(isinstance(ids, list) and not ids for ids in found):
