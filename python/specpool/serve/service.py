@@ -36,6 +36,7 @@ class Service:
         client: the way to the engine.
         tokenizer: the target's.
         texts: tokenizes prompts.
+        most_characters: those of the longest text that can fit.
         sessions: the open sessions.
         counters: what the front measures.
         desk: work is parsed, tokenized and submitted a few requests at a time, so that a crowd of
@@ -51,6 +52,9 @@ class Service:
         """Serve an engine that is ready."""
         self.config, self.client, self.tokenizer = config, client, tokenizer
         self.texts = Texts(tokenizer)
+        # A longer text is too long, whatever its tokens are: it is not tokenized at all.
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self.most_characters = client.ready.max_context_len * longest
         self.sessions = Sessions(client, config)
         self.counters = Counters(config.names[0])
         self.desk = asyncio.Semaphore(_AT_DESK)
