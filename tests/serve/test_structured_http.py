@@ -124,7 +124,7 @@ def test_a_form_without_an_end_is_a_400(client):
     assert error.value.code == "structured_failed" and error.value.param == "structured_outputs"
     with pytest.raises(openai.APIError) as late:
         list(client.chat.completions.create(extra_body=more, stream=True, **CHAT))
-    assert late.value.code == "structured_failed"
+    assert late.value.code == "structured_failed" and late.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from specpool.engine.texts import Texts
@@ -36,7 +37,6 @@ class Service:
         client: the way to the engine.
         tokenizer: the target's.
         texts: tokenizes prompts.
-        most_characters: those of the longest text that can fit.
         sessions: the open sessions.
         counters: what the front measures.
         desk: work is parsed, tokenized and submitted a few requests at a time, so that a crowd of
@@ -52,9 +52,6 @@ class Service:
         """Serve an engine that is ready."""
         self.config, self.client, self.tokenizer = config, client, tokenizer
         self.texts = Texts(tokenizer)
-        # A longer text is too long, whatever its tokens are: it is not tokenized at all.
-        longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self.most_characters = client.ready.max_context_len * longest
         self.sessions = Sessions(client, config)
         self.counters = Counters(config.names[0])
         self.desk = asyncio.Semaphore(_AT_DESK)
@@ -67,6 +64,12 @@ class Service:
     async def aside(self, act: Callable[..., T], *args: object) -> T:
         """Run work of more than a moment, such as tokenizing, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, act, *args)
+
+    @cached_property
+    def most_characters(self) -> int:
+        """The characters of the longest text that can fit, whatever its tokens are."""
+        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return self.client.ready.max_context_len * longest
 
     @property
     def num_open(self) -> int:

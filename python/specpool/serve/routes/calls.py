@@ -250,10 +250,13 @@ class Call:
         firsts = [form.first(choice) for choice in generation.choices]
         if begun := b"".join(chunk(first) for first in firsts if first is not None):
             yield begun
-        async for choice, delta in generation.deltas():
-            part = form.part(choice, delta)
-            if part is not None:
-                yield chunk(part, delta)
+        try:
+            async for choice, delta in generation.deltas():
+                part = form.part(choice, delta)
+                if part is not None:
+                    yield chunk(part, delta)
+        except ApiError as error:
+            raise self._named(error) from None
         generation.close()
         end = self._end(generation)
         usage = end.pop("usage")
