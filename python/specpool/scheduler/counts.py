@@ -49,6 +49,10 @@ class Counts:
         drafts: list[int] = num_drafts.tolist()
         return drafts
 
+    def forced(self, num_drafts: int, num_correct: int) -> None:
+        """Count a row's round whose first drafts a form had forced."""
+        self.forced_token_ct += min(num_drafts, num_correct)
+
     def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
         """Count a prefill step: first position, end and drawn tokens of each lane, int32 [B]."""
         self.prefill_ct += 1

@@ -286,8 +286,7 @@ class Scheduler:
             for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
                 request.num_drafts += num
                 if request.forced:
-                    num_correct = int(num_new[lane]) - 1
-                    self.counts.forced_token_ct += min(len(request.forced), num_correct)
+                    self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
             if step.choice is not None:
                 self.round_shapes.learn(step.choice, plan.shapes[alive], num_new, requests)
             if self._ledger.overlap_depth:
