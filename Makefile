@@ -164,9 +164,9 @@ soak: $(VENV)/.dev ## 1e8 random operations on the ledger and on its prefix inde
 	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/specpool sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
 
-soak-serve: $(VENV)/.dev ## ten minutes of 64 streams over HTTP whose clients leave at random (SPECPOOL_SOAK_SECONDS=n)
+soak-serve: $(VENV)/.dev ## ten minutes of 64 streams over HTTP whose clients leave at random, then five with a signal at their end (SPECPOOL_SOAK_SECONDS=n)
 	SPECPOOL_SOAK_SECONDS=$${SPECPOOL_SOAK_SECONDS:-600} $(BIN)/pytest -n 0 -s -q --timeout 1800 \
-	tests/serve/test_flood.py -k leave_at_random
+	tests/serve/test_flood.py -k 'leave_at_random or signal_in_the_middle'
 
 # Seconds for each target; set 3600 or more for a long run. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
 FUZZ_SECONDS ?= 60

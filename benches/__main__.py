@@ -89,13 +89,14 @@ def serve(
     streams: Annotated[int, typer.Option(help="Texts at once, beside Engine.generate.")] = 32,
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 96,
     repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    flood: Annotated[int, typer.Option(help="Requests that wait while health is asked.")] = 10_000,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """The server's own cost, and where its engine should run: a process or a thread."""
     from benches.serve import serve as run
 
-    run(streams=streams, tokens=tokens, repeats=repeats, json=json, plot=plot)
+    run(streams=streams, tokens=tokens, repeats=repeats, flood=flood, json=json, plot=plot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

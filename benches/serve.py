@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -32,8 +33,10 @@ PROCESS = ["-m", "specpool", "serve", "--port", "0", "--no-access-log", "--max-q
 PROCESS += ["--max-connections", "20000"]
 THREAD = ["-m", "benches.serve_thread"]
 HOW = How("specpool/tiny", chat=False, temperature=0.0, seed=0, ignore_eos=True)
-#: Requests that come at once, while `/health` is asked.
-CROWD = 4000
+#: Processes that the clients of the flood run in.
+CLIENTS = 2
+#: Seconds for which the flood may last; then all its clients leave.
+FLOOD_SECONDS = 60.0
 #: The most seconds of one run.
 MOST_SECONDS = 300.0
 
@@ -87,8 +90,18 @@ def ask(
     return records, seconds
 
 
-def serve(*, streams: int, tokens: int, repeats: int, json: bool, plot: Path | None) -> None:
+def serve(
+    *, streams: int, tokens: int, repeats: int, flood: int, json: bool, plot: Path | None
+) -> None:
     """Measure, and print the results.
+
+    Args:
+        streams: texts at once, beside `Engine.generate`.
+        tokens: new tokens of each text.
+        repeats: turns of each side; the median counts.
+        flood: requests that may wait while `/health` is asked; a tenth more come at once.
+        json: print one object.
+        plot: write a picture of the times.
 
     Raises:
         ConfigError: an option cannot work, or a server does not start.
@@ -96,6 +109,8 @@ def serve(*, streams: int, tokens: int, repeats: int, json: bool, plot: Path | N
     check_int("streams", streams, 1, 256)
     check_int("tokens", tokens, 2, 1024)
     check_int("repeats", repeats, 1, 1 << 10)
+    check_int("flood", flood, 10, 1 << 16)
+    _raise_limit(2 * flood)
     if plot is not None:
         check_plot(plot)
     checks.start_torch(1)
@@ -114,7 +129,7 @@ def serve(*, streams: int, tokens: int, repeats: int, json: bool, plot: Path | N
         results += _throughput(engine, own, texts, streams, tokens, repeats)
         results += _first_token(engine, own, texts, repeats)
         results += _places(own, beside, texts, tokens, repeats)
-        results += _flood(own, texts)
+    results += _flood(texts, flood)
     report("bench serve", machine("cpu", 1, ("torch",)), results, json_only=json, plot=None)
     if plot is not None:
         draw("bench serve", [each for each in results if each.unit == "ms"], plot)
@@ -193,6 +208,19 @@ def _places(own: Caller, beside: Caller, texts: Texts, tokens: int, repeats: int
     return results
 
 
+def _raise_limit(num_files: int) -> None:
+    """Allow this process, and those that it starts, so many open files.
+
+    Raises:
+        ConfigError: the system does not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < num_files:
+        raise ConfigError(f"flood needs {num_files} open files, the system allows {hard}")
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+
+
 def crowd(url: str, prompt: str, count: int) -> None:
     """Send so many requests at once; the target of a process of its own."""
     caller = Caller(urlsplit(url), None)
@@ -200,34 +228,63 @@ def crowd(url: str, prompt: str, count: int) -> None:
 
     async def run() -> None:
         asks = (caller.whole("POST", "/v1/completions", body) for _ in range(count))
-        await asyncio.gather(*asks, return_exceptions=True)
+        await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), FLOOD_SECONDS)
         caller.close()
 
-    asyncio.run(run())
+    with contextlib.suppress(asyncio.TimeoutError):
+        asyncio.run(run())
 
 
-def _flood(own: Caller, texts: Texts) -> list[Result]:
-    """Milliseconds until `/health` answers beside a crowd that is queued, and without it."""
+def _flood(texts: Texts, most: int) -> list[Result]:
+    """Milliseconds until `/health` answers beside `most` queued requests, and without them."""
     (prompt,) = texts.take(1)
-
-    async def looks(is_over: Callable[[], bool]) -> list[float]:
-        taken: list[float] = []
-        while not is_over() or len(taken) < 50:
-            start = time.perf_counter()
-            await own.whole("GET", "/health")
-            taken.append(1e3 * (time.perf_counter() - start))
-            await asyncio.sleep(0.02)
-        own.close()
-        return sorted(taken)
-
-    quiet = asyncio.run(looks(lambda: True))
-    process = multiprocessing.get_context("spawn").Process(
-        target=crowd, args=(own.url, prompt, CROWD)
-    )
-    process.start()
-    busy = asyncio.run(looks(lambda: not process.is_alive()))
-    name = f"health beside a crowd of {CROWD:,} requests"
+    options = ["--max-queue", str(most), "--max-connections", str(2 * most)]
+    command = ["-m", "specpool", "serve", "--port", "0", "--no-access-log", "--batch", "64"]
+    count = most + most // 10 + 64
+    with server([*command, *options]) as own:
+        quiet, _, _ = asyncio.run(_looks(own, lambda: True))
+        spawn = multiprocessing.get_context("spawn").Process
+        clients = [
+            spawn(target=crowd, args=(own.url, prompt, count // CLIENTS)) for _ in "." * CLIENTS
+        ]
+        for client in clients:
+            client.start()
+        busy, waiting, refused = asyncio.run(
+            _looks(own, lambda: not any(c.is_alive() for c in clients))
+        )
+    name = f"health beside a flood of {count:,} requests"
     return [
+        Result("most requests that waited", waiting, "requests", "the limit", float(most)),
+        Result("requests refused with 429", refused, "requests", "beyond the limit", count - most),
         Result(f"{name}, p50", median(busy), "ms", "without it", median(quiet)),
         Result(f"{name}, p99", busy[int(0.99 * len(busy))], "ms", "the goal", 100.0),
     ]
+
+
+async def _looks(own: Caller, is_over: Callable[[], bool]) -> tuple[list[float], float, float]:
+    """Ask for `/health` until it is over.
+
+    Returns:
+        The milliseconds, the most requests that waited, and those that were refused.
+    """
+    taken: list[float] = []
+    most = 0.0
+    while not is_over() or len(taken) < 50:
+        start = time.perf_counter()
+        await own.whole("GET", "/health")
+        taken.append(1e3 * (time.perf_counter() - start))
+        if len(taken) % 50 == 0:
+            most = max(most, await _metric(own, "vllm:num_requests_waiting{"))
+        await asyncio.sleep(0.02)
+    refused = await _metric(own, 'specpool_http_requests_total{path="refused",status="429"}')
+    own.close()
+    return sorted(taken), most, refused
+
+
+async def _metric(own: Caller, name: str) -> float:
+    """Return a number of `/metrics`; 0 = it is not there."""
+    _, content = await own.whole("GET", "/metrics")
+    for line in content.decode().splitlines():
+        if line.startswith(name):
+            return float(line.rpartition(" ")[2])
+    return 0.0

@@ -61,6 +61,7 @@ COUNTERS = {
     "verify_ct": ("row_rounds", "Rounds of single rows."),
     "drafted_round_ct": ("drafted_row_rounds", "Rounds of single rows that had drafts."),
     "draft_ct": ("drafts", "Drafts that were proposed, right or wrong."),
+    "forced_token_ct": ("forced_tokens", "Accepted drafts that the form of a text forced."),
     "correct_draft_ct": ("correct_drafts", "Drafts that were accepted."),
 }
 

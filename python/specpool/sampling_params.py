@@ -10,6 +10,8 @@ from specpool.errors import ConfigError
 from specpool.text.stop_search import check_stop
 from specpool.text.structured.grammar import Grammar
 
+#: The least `repetition_penalty`. With a much smaller one, logits of float32 would be infinite.
+LEAST_PENALTY = 0.01
 #: The most tokens of one `logit_bias`.
 MAX_BIASES = 1024
 
@@ -45,7 +47,8 @@ class SamplingParams:
         min_p: drop the tokens that are less likely than this share of the likeliest, after top_k
             and top_p; 0 = none. Needs a temperature above 0.
         repetition_penalty: above 1 = make the tokens of the prompt and the output less likely:
-            logits above 0 are divided by it, others multiplied; 1 = none. As in transformers.
+            logits above 0 are divided by it, others multiplied; 1 = none; in [0.01, 10]. As in
+            transformers.
         presence_penalty: subtract this from the logit of each token of the output; in [-2, 2].
             The prompt does not count. As OpenAI defines it.
         frequency_penalty: subtract this for each time that the output has the token; in [-2, 2].
@@ -100,12 +103,11 @@ class SamplingParams:
         check_number("temperature", self.temperature, 0, 1e4)
         check_number("top_p", self.top_p, 0, 1)
         check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, 0, 10)
+        check_number("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 10)
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        for name, value in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
-            if value == 0:
-                raise ConfigError(f"{name} must be above 0, got 0")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0, got 0")
         check_bias(self.logit_bias)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.seed is not None:

@@ -8,7 +8,7 @@ What the engine cannot do as transformers would is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +16,12 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -36,6 +40,16 @@ if TYPE_CHECKING:
 
 #: Requests that run at once, if `options` does not say.
 MAX_BATCH = 64
+#: The processors that the engine has, in the order in which it applies them.
+_ORDER = [
+    SequenceBiasLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    LogitNormalization,
+]
 #: The arguments of a model's forward that the engine makes by itself.
 OWN_INPUTS = {
     "attention_mask",
@@ -69,7 +83,8 @@ def generate(
     Args:
         model: a decoder that `Engine` can run. Its attention is restored at the end.
         input_ids: `int64 [batch, n]`, padded on the left.
-        logits_processor: as in `model.generate`: temperature, top-k and top-p.
+        logits_processor: as in `model.generate`: a bias of single tokens (`sequence_bias`), a
+            repetition penalty, temperature, top-k, top-p and min-p.
         stopping_criteria: as in `model.generate`: a length and end-of-sequence tokens.
         generation_config: as in `model.generate`.
         draft: who drafts, as in `Engine.from_pretrained`: an EAGLE head, `ngram`, a drafter; None =
@@ -105,7 +120,7 @@ def generate(
     _check_config(generation_config)
     input_ids = _checked(input_ids, model_kwargs)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
-    params = _params(generation_config, logits_processor, stopping_criteria, input_ids)
+    params = _params(generation_config, logits_processor, stopping_criteria, input_ids, prompts)
     with _engine(model, draft, engine, options, input_ids, generation_config) as runner:
         outputs = runner.generate(prompts, params, progress=False)
     for output in outputs:
@@ -159,24 +174,11 @@ def _params(
     processors: LogitsProcessorList | None,
     criteria: StoppingCriteriaList | None,
     input_ids: torch.Tensor,
+    prompts: Sequence[Sequence[int]],
 ) -> list[SamplingParams]:
     """The options of each row's request."""
-    fields: dict[str, Any] = {"ignore_eos": True}
-    if config.do_sample:
-        fields["temperature"] = 1.0
-    order = [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, LogitNormalization]
-    last = 0
-    for processor in processors or ():
-        kind = order.index(type(processor)) if type(processor) in order else -1
-        if kind < last or not config.do_sample or getattr(processor, "min_tokens_to_keep", 1) > 1:
-            raise ConfigError(
-                f"{type(processor).__name__} is not supported here: sampling is by temperature, "
-                "top_k and top_p, in this order"
-            )
-        last = kind
-        for name in ("temperature", "top_k", "top_p"):
-            if hasattr(processor, name):
-                fields[name] = getattr(processor, name)
+    paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
+    fields = _sampling(processors or (), config.do_sample, paddings)
     for criterion in criteria or ():
         if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
             raise ConfigError(
@@ -190,6 +192,59 @@ def _params(
     # One number of torch's generator for each row, so that its seed decides the text.
     seeds = torch.randint((1 << 63) - 1, (count,)).tolist() if config.do_sample else [None] * count
     return [SamplingParams(seed=seed, **fields) for seed in seeds]
+
+
+def _sampling(
+    processors: Iterable[LogitsProcessor], draws: bool, paddings: Sequence[int]
+) -> dict[str, Any]:
+    """The fields of `SamplingParams` for these processors; others are refused."""
+    fields: dict[str, Any] = {"ignore_eos": True}
+    if draws:
+        fields["temperature"] = 1.0
+    last = 0
+    for processor in processors:
+        place = _ORDER.index(type(processor)) if type(processor) in _ORDER else -1
+        is_warper = place >= _ORDER.index(TemperatureLogitsWarper)
+        if place < last or (is_warper and not draws) or _is_beyond(processor, paddings):
+            raise ConfigError(
+                f"{type(processor).__name__} is not supported here: the engine has a bias of "
+                "single tokens, repetition_penalty, temperature, top_k, top_p, min_p, in this order"
+            )
+        last = place
+        if isinstance(processor, SequenceBiasLogitsProcessor):
+            fields["logit_bias"] = _bias(processor)
+        elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            fields["repetition_penalty"] = processor.penalty
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if is_warper and hasattr(processor, name):
+                fields[name] = getattr(processor, name)
+    return fields
+
+
+def _is_beyond(processor: LogitsProcessor, paddings: Sequence[int]) -> bool:
+    """Whether a processor of a known type has options that the engine has not."""
+    if getattr(processor, "min_tokens_to_keep", 1) > 1:
+        return True
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    # The padding of each row is none of its prompt. This the engine does too, and no more.
+    return ignored is not None and (isinstance(ignored, int) or ignored.tolist() != [*paddings])
+
+
+def _bias(processor: SequenceBiasLogitsProcessor) -> dict[int, float]:
+    """The bias of single tokens.
+
+    Raises:
+        ConfigError: it is one of several tokens in a row, or a word that is ruled out.
+    """
+    bias = {}
+    for sequence, value in dict(processor.sequence_bias).items():
+        if len(sequence) != 1 or not abs(value) <= 100:
+            raise ConfigError(
+                f"the bias {value:g} of {list(sequence)} is not supported: a bias is of one token "
+                "and in [-100, 100]; a token with -100 is hardly ever chosen"
+            )
+        bias[int(sequence[0])] = float(value)
+    return bias
 
 
 def _engine(

@@ -53,6 +53,31 @@ def test_a_stop_string_ends_the_text(capsys):
     assert cut["finish_reason"] == "stop"
 
 
+def test_forms_penalties_and_biases_reach_the_engine(capsys, tmp_path):
+    schema, rules = tmp_path / "schema.json", tmp_path / "rules.gbnf"
+    schema.write_text('{"enum": ["alpha", "beta"]}')
+    rules.write_text('root ::= "a" [bc] "d"')
+    for options, texts in (
+        (["--json-schema", str(schema)], ['"alpha"', '"beta"']),
+        (["--grammar", str(rules)], ["abd", "acd"]),
+        (["--regex", "[0-9]{2}x"], [f"{i:02}x" for i in range(100)]),
+        (["--choice", "yes", "--choice", "no"], ["yes", "no"]),
+        (["--logit-bias", "120:100", "-n", "5"], ["xxxxx"]),
+        (["--logit-bias", "120:9", "--logit-bias", "121:9", "--frequency-penalty", "2"], None),
+    ):
+        (found,) = outputs(capsys, *options)
+        assert texts is None or found["text"] in texts, options
+    plain = outputs(capsys)
+    for options in (
+        ["--repetition-penalty", "1.7"],
+        ["--presence-penalty", "2"],
+        ["--frequency-penalty", "1.5"],
+    ):
+        assert outputs(capsys, *options)[0]["text"] != plain[0]["text"], options
+    assert outputs(capsys, "--temperature", "1.4", "--min-p", "1")[0]["text"] == plain[0]["text"]
+    assert json.loads(call(capsys, *JSON, "--json-object")[1])["outputs"][0]["text"][0] == "{"
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",

@@ -53,6 +53,7 @@ for args in json.loads(sys.argv[1]):
     found.append([code, out.getvalue(), err.getvalue(), heavy])
 print(json.dumps(found))
 """
+NO_FORM = str(ROOT / "README.md")  # a file, but neither a schema nor a grammar
 HEAVY = ["torch", "transformers", "safetensors", "huggingface_hub"]
 
 
@@ -107,6 +108,18 @@ ENGINE = [
     (["--temperature", "nan"], "--temperature must be a number in [0, 10000], got nan"),
     (["--top-k", "5"], "--top-k 5 does nothing at temperature 0"),
     (["--top-p", "0.5"], "--top-p 0.5 does nothing at temperature 0"),
+    (["--min-p", "0.5"], "--min-p 0.5 does nothing at temperature 0"),
+    (["--repetition-penalty", "0"], "--repetition-penalty must be a number in [0.01, 10], got 0"),
+    (["--presence-penalty", "3"], "--presence-penalty must be a number in [-2, 2], got 3"),
+    (["--frequency-penalty", "nan"], "--frequency-penalty must be a number in [-2, 2], got nan"),
+    (["--logit-bias", "5"], "--logit-bias must be TOKEN:VALUE, such as 257:-5, got '5'"),
+    (["--logit-bias", "5:101"], "--logit-bias of token 5 must be a number in [-100, 100], got 101"),
+    (["--regex", "[a-"], "unclosed character class"),
+    (["--regex", "a", "--json-object"], "--json-object and --regex both say what the text must be"),
+    (["--json-schema", "/no/such"], "--json-schema /no/such cannot be read: No such file"),
+    (["--json-schema", NO_FORM], "the schema is no JSON: Expecting value at line 1, column 1"),
+    (["--grammar", NO_FORM], "structured: "),
+    (["--choice", ""], "strings that are not empty"),
     (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round, --shape"),
     (["--adaptive", "/no/such.json"], "/no/such.json"),
     (["--draft", "none", "--shape", "3"], "--shape drafts, but there is no draft model"),

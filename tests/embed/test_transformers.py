@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from paths import ROOT
 from specpool import ConfigError, Engine
@@ -12,6 +17,7 @@ from specpool import transformers as door
 from specpool.draft import NgramDrafter
 
 EOS, PAD = 7, 0
+LATE = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,27 @@ def test_greedy_text_is_that_of_the_model(model, batch, draft):
     assert direct.tolist() == wanted.tolist()
     # The model is its own again.
     assert model.generate(**batch, max_new_tokens=40, do_sample=False).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 1.6},
+        {"repetition_penalty": 0.6},
+        {"sequence_bias": {(EOS,): -30.0, (20,): 2.0}},
+        {"repetition_penalty": 1.3, "sequence_bias": {(20,): 3.0}},
+        {"do_sample": True, "min_p": 1.0, "repetition_penalty": 1.6, "top_k": 0},
+    ],
+)
+def test_penalties_and_biases_are_those_of_the_model(model, batch, fields):
+    """Token by token; a padded row's penalty counts its own prompt, as in transformers."""
+    plain = model.generate(**batch, max_new_tokens=30, do_sample=False)
+    wanted = model.generate(**batch, max_new_tokens=30, **{"do_sample": False, **fields})
+    assert wanted.tolist() != plain.tolist()
+    found = door.generate(
+        model, **batch, max_new_tokens=30, draft="ngram", **{"do_sample": False, **fields}
+    )
+    assert found.tolist() == wanted.tolist()
 
 
 def test_an_engine_is_used_again(model, batch):
@@ -128,8 +155,14 @@ def filled_cache(model):
     ("arguments", "words"),
     [
         ({"num_beams": 2}, "num_beams must be 1, got 2"),
-        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
-        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
+        ({"repetition_penalty": 5e-324}, r"repetition_penalty must be .* \[0.01, 10\], got 5e-324"),
+        ({"sequence_bias": {(11, 12): 2.0}}, r"the bias 2 of \[11, 12\] is not supported"),
+        ({"sequence_bias": {(11,): 101.0}}, r"the bias 101 of \[11\] is not supported"),
+        ({"bad_words_ids": [[11]]}, "NoBadWordsLogitsProcessor is not supported here"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor is not supported here"),
+        ({"logits_processor": [MinPLogitsWarper(0.1)]}, "MinPLogitsWarper is not supported"),
+        ({"logits_processor": [LATE]}, "RepetitionPenaltyLogitsProcessor is not supported here"),
+        ({"do_sample": True, "typical_p": 0.5}, "TypicalLogitsWarper is not supported here"),
         ({"min_new_tokens": 3}, "MinLengthLogitsProcessor"),
         ({"max_time": 1.0}, "MaxTimeCriteria"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),

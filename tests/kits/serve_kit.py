@@ -40,6 +40,7 @@ class Server:
         ]
         for reader in self._readers:
             reader.start()
+        self.key: str | None = None  # for `metrics`
         self.port = self._wait_for_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -108,7 +109,8 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """The samples of `/metrics`, by name and labels as they stand there."""
-        lines = self.ask("GET", "/metrics")[1].splitlines()
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        lines = self.ask("GET", "/metrics", headers=headers)[1].splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and line[0] != "#")
         return {name: float(value) for name, _, value in pairs}
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import re
 import types
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from conftest import DEVICE
 from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison, Reference
 from recurrent_families import FAMILIES, VOCAB, make_config, make_model
-from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, ShapeError
+from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape, ShapeError
+from specpool.assets import resolve
 from specpool.draft import DraftTree, NgramDrafter, ScriptedDrafter
 from specpool.kernels.launch import host_backend
 from specpool.models import TargetModel
@@ -227,6 +230,38 @@ def test_samples_draw_the_same_with_and_without_drafts(reference):
             texts.append([output.token_ids for output in engine.generate(PROMPTS[:2], params)])
     assert texts[0] == texts[1]
     assert len({tuple(text) for text in texts[0]}) == 6
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+def test_forms_and_penalties_hold_with_a_state(reference, drawn):
+    """A form, penalties, a bias, and none: the texts are those of plain decoding."""
+    more = {"temperature": 0.9, "min_p": 0.01, "seed": 3} if drawn else {}
+    bias = {ord("."): 3.0, ord("9"): -5.0}
+    forms = [
+        {"structured": Grammar.regex("a long beginning[a-f]{3,20}[.] and the end")},
+        {"structured": Grammar.choice(["yes, of course", "yes, but", "no"]), "logit_bias": bias},
+        {"frequency_penalty": 0.8, "repetition_penalty": 1.3, "ignore_eos": True},
+        {"presence_penalty": -1.0, "logit_bias": {65: 2.5}, "ignore_eos": True},
+        {"ignore_eos": True},
+    ]
+    params = [SamplingParams(max_new_tokens=60, **form, **more) for form in forms]
+    prompts = [*PROMPTS, PROMPTS[0]]
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    options = {"worker": "v1", "max_context_len": 128, "tokenizer": tokenizer}
+    with Engine.from_pretrained(reference.model, **options) as engine:
+        plain = engine.generate(prompts, params)
+    for forced_steps in (0, 12):
+        drafter = NgramDrafter(min_match=0)
+        with Engine.from_pretrained(
+            reference.model, draft=drafter, shape=CHAIN, forced_steps=forced_steps, **options
+        ) as engine:
+            outputs = engine.generate(prompts, params)
+            assert engine.stats().forced_token_ct > 20
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert re.fullmatch("a long beginning[a-f]{3,20}[.] and the end", plain[0].text)
+    assert plain[1].text in ("yes, of course", "yes, but", "no")
 
 
 @pytest.mark.sample(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paths import ROOT
 from specpool import Engine, SamplingParams
 from specpool.serve.api.requests import ChatRequest
-from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_calls import MARKERS, ToolCalls, markers_of
 from specpool.serve.counters import Counters
 from specpool.serve.exposition import accepted_per_position, exposition
 
@@ -22,13 +23,21 @@ ASK = {
 CALL = '{"name": "f", "arguments": {"a": [1, "}"]}}'
 
 
-def read(text, size=1, **more):
-    """Push a text in parts; returns content and calls."""
-    tools = ToolCalls(ChatRequest.model_validate(ASK | more))
+def read(text, size=1, markers=MARKERS, **more):
+    """Push a text in parts; returns content and calls. The deltas of calls make up the calls."""
+    tools = ToolCalls(ChatRequest.model_validate(ASK | more), markers)
     parts = [text[i : i + size] for i in range(0, len(text), size)] or [""]
-    content = ""
+    content, told = "", []
     for number, part in enumerate(parts):
-        content += tools.push(part, number == len(parts) - 1)[0]
+        new, deltas = tools.push(part, number == len(parts) - 1)
+        content += new
+        for delta in deltas:
+            if delta["index"] == len(told):
+                told.append({**delta, "function": dict(delta["function"])})
+            else:
+                assert set(delta) == {"index", "function"}
+                told[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    assert told == [{"index": i, **call} for i, call in enumerate(tools.calls)]
     return content, [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in tools.calls
@@ -55,10 +64,84 @@ def read(text, size=1, **more):
         ("{broken", "{broken", []),
         ("1 < 2 <tool", "1 < 2 <tool", []),
         ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+        # Mistral
+        (f"[TOOL_CALLS][{CALL}]", "", [("f", {"a": [1, "}"]})]),
+        (f"So: [TOOL_CALLS] [{CALL}, {CALL}]", "So:", [("f", {"a": [1, "}"]})] * 2),
+        (
+            '[TOOL_CALLS]g[ARGS]{"x": "]"}[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}',
+            "",
+            [("g", {"x": "]"}), ("f", {})],
+        ),
+        ("[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}", []),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
+        ("[TOOL", "[TOOL", []),
+        # Llama 3
+        (
+            '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": {}}}',
+            "",
+            [("f", {"a": {}})],
+        ),
+        (f"{CALL}; {CALL}", "", [("f", {"a": [1, "}"]})] * 2),
+        # A list alone, OpenAI's own form, other orders, arguments as a text
+        (f"[{CALL}]", "", [("f", {"a": [1, "}"]})]),
+        ("[1, 2] is a list", "[1, 2] is a list", []),
+        (f'{{"type": "function", "function": {CALL}}}', "", [("f", {"a": [1, "}"]})]),
+        ('{"arguments": {"b": 1}, "name": "f"}', "", [("f", {"b": 1})]),
+        ('{"name": "f", "arguments": "{\\"b\\": 1}"}', "", [("f", {"b": 1})]),
+        (
+            '{"name": "f", "arguments": {"b": "\\"}"}, "id": "a}"} and text',
+            " and text",
+            [("f", {"b": '"}'})],
+        ),
+        (f"<tool_call>{CALL}</tool_call> Done.", " Done.", [("f", {"a": [1, "}"]})]),
+        ("a [b] {c} <|d|>", "a [b] {c} <|d|>", []),
     ],
 )
 def test_calls_are_found_however_the_text_is_cut(text, content, calls, size):
     assert read(text, size) == (content, calls)
+
+
+def test_arguments_are_told_as_they_come():
+    tools = ToolCalls(ChatRequest.model_validate(ASK))
+    assert tools.push('<tool_call>{"name": "f", "arguments": ', False) == ("", [])
+    (first,) = tools.push('{"a": ', False)[1]
+    assert first["function"] == {"name": "f", "arguments": '{"a": '} and first["id"]
+    assert tools.push("1", False)[1] == [{"index": 0, "function": {"arguments": "1"}}]
+    assert tools.push("}}", False)[1] == [{"index": 0, "function": {"arguments": "}"}}]
+    assert tools.push("</tool_call>", True) == ("", [])
+    assert tools.finish_reason == "tool_calls"
+
+
+def test_the_template_says_how_calls_are_marked():
+    assert markers_of("{% if tools %}<tool_call>{% endif %}") == ("<tool_call>",)
+    assert markers_of("[TOOL_CALLS]") == ("[TOOL_CALLS]",)
+    assert markers_of(None) == markers_of("{{ messages }}") == MARKERS
+    text = f"[TOOL_CALLS][{CALL}]"
+    assert read(text, 5, ("[TOOL_CALLS]",))[1] and not read("a" + text, 5, ("<tool_call>",))[1]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_cut_of_a_text_changes_what_is_found(seed):
+    """Texts of random pieces, in random parts: the same content and calls as in one part."""
+    rng = random.Random(seed)
+    pieces = [CALL, "{", "}", "[", "]", '"', "\\", ", ", "; ", "text", *MARKERS, "</tool_call>"]
+    pieces += ['{"name": "g"}', "f[ARGS]", "{}", "\n", '{"name": "f", "arguments": {']
+    text = "".join(rng.choices(pieces, k=rng.randrange(1, 9)))
+
+    def found(sizes):
+        tools, content, rest = ToolCalls(ChatRequest.model_validate(ASK)), "", text
+        while rest:
+            size = next(sizes)
+            content += tools.push(rest[:size], len(rest) <= size)[0]
+            rest = rest[size:]
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in tools.calls]
+        if not calls:
+            assert content == text
+        return content, calls
+
+    whole = found(iter([len(text)]))
+    for _ in range(10):
+        assert found(iter(lambda: rng.randrange(1, 6), None)) == whole
 
 
 def test_without_tools_a_call_is_text():

@@ -26,6 +26,7 @@ COMPLETIONS = [
     ({"prompt": [300]}, "token id 300", None),
     ({"prompt": ["a", 1]}, "prompt", None),
     ({"prompt": "a" * 256}, "the prompt has 256 tokens", "prompt"),
+    ({"prompt": "a" * 100_000}, "the prompt has 100000 characters; at most ", "prompt"),
     ({"prompt": ["a"] * 129}, "at most 128 prompts", "prompt"),
     (TEXT | {"max_tokens": 0}, "max_tokens: Input should be greater", "max_tokens"),
     (TEXT | {"max_tokens": -5}, "max_tokens: Input should be greater", "max_tokens"),
@@ -136,6 +137,7 @@ def test_a_wrong_body_is_a_400_that_says_why(server, path, body, message, param)
         (b'{"prompt": "a"}', {"content-type": "text/plain"}, 400),
         (b'{"prompt": "a"}', {"content-type": "application/x-www-form-urlencoded"}, 400),
         (b'{"prompt": "' + b"a" * 300_000 + b'"}', {}, 413),
+        (b'{"prompt": "' + b"a" * 900_000 + b'"}', {}, 413),  # all of it is sent before the answer
     ],
     ids=lambda value: repr(value)[:32],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import time
 from urllib.parse import urlsplit
 
@@ -62,7 +63,11 @@ def test_ten_thousand_requests_are_queued_or_refused(flooded):
 
 
 async def soak(server, num_clients, seconds):
-    """A mixed trace whose clients leave at random; returns what was not asked for."""
+    """A mixed trace whose clients leave at random.
+
+    Returns what was not asked for: an error, behind the number of parts that had come; and the
+    number of requests. A client with an error goes home.
+    """
     caller, end, odd = caller_of(server), time.monotonic() + seconds, []
     count = 0
 
@@ -79,16 +84,17 @@ async def soak(server, num_clients, seconds):
             }
             leaves = rng.random() < 0.3
             most = rng.randrange(1, 8) if leaves else 1 << 30
+            seen = 0
             try:
                 events = caller.events("/v1/completions", body)
-                seen = 0
                 async for _ in events:
                     seen += 1
                     if seen >= most:
                         await events.aclose()
                         break
             except CallFailed as error:
-                odd.append(str(error))
+                odd.append((seen, str(error)))
+                return
             count += 1
 
     await asyncio.gather(*(client(number) for number in range(num_clients)))
@@ -107,6 +113,29 @@ def test_sixty_four_streams_whose_clients_leave_at_random(flooded):
     grown = memory(flooded) - before
     print(f"{count} requests of 64 clients, memory grew by {grown / 2**20:.1f} MiB")
     assert grown < 64 << 20
+
+
+def test_a_signal_in_the_middle_ends_every_stream_properly():
+    """What runs ends in --drain-timeout seconds, or with an error in the stream."""
+    with Server(*SMALL, "--max-queue", "200", "--no-access-log", "--drain-timeout", "1") as server:
+
+        async def run():
+            work = asyncio.create_task(soak(server, 64, SECONDS + 60))
+            await asyncio.sleep(SECONDS / 2)
+            assert not work.done()
+            server.process.send_signal(signal.SIGTERM)
+            return await work
+
+        odd, count = asyncio.run(run())
+        assert len(odd) == 64 and count > 0
+        for seen, error in odd:
+            if seen or "in the stream" in error:
+                assert "server_shutting_down" in error, (seen, error)
+            else:  # it came too late
+                assert error.startswith(("503", "no connection", "the connection was cut")), error
+        assert server.process.wait(60) == 0
+        in_stream = sum("server_shutting_down" in error for _, error in odd)
+        print(f"{count} requests ended, {in_stream} of 64 streams were told of the shutdown")
 
 
 def memory(server):

@@ -27,6 +27,7 @@ def guarded(tmp_path_factory):
     options += ["--max-open-sessions", "2", "--session-timeout", "2"]
     options += ["--name", "toy", "--name", "other", "--max-connections", "40"]
     with Server(*options, environment={"SPECPOOL_API_KEY": "third-key"}) as server:
+        server.key = "first-key"
         yield server
 
 
@@ -47,7 +48,8 @@ def test_each_key_opens(guarded, key):
 @pytest.mark.parametrize("key", ["first-ke", "first-keyy", "FIRST-KEY", "x", "sch\u00fcssel"])
 def test_a_wrong_key_is_a_401(guarded, key):
     raw = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
-    for path in ("/v1/models", "/tokenize", "/server_info", "/pool", "/openapi.json", "/v1/none"):
+    paths = ("/v1/models", "/tokenize", "/server_info", "/pool", "/openapi.json", "/v1/none")
+    for path in (*paths, "/metrics"):
         status, found, headers = guarded.ask("GET", path, headers=raw)
         assert status == 401 and found["error"]["code"] == "invalid_api_key", path
         assert headers["www-authenticate"] == "Bearer"
@@ -61,9 +63,15 @@ def test_the_client_sees_an_authentication_error(guarded):
     assert error.value.code == "invalid_api_key"
 
 
-def test_health_metrics_and_the_page_need_no_key(guarded):
-    for path in ("/health", "/metrics", "/"):
+def test_health_and_the_page_need_no_key(guarded):
+    for path in ("/health", "/"):
         assert guarded.ask("GET", path)[0] == 200
+
+
+def test_metrics_may_be_open_beside_a_key():
+    with Server("--open-metrics", environment={"SPECPOOL_API_KEY": "key"}) as server:
+        assert server.ask("GET", "/metrics")[0] == 200
+        assert server.ask("GET", "/v1/models")[0] == 401
 
 
 def test_other_sites_are_named_or_refused(guarded):

@@ -114,6 +114,33 @@ def test_a_bad_schema_is_a_400_that_says_where(client, form):
     assert error.value.param == "response_format" and "structured: " in error.value.message
 
 
+def test_a_form_without_an_end_is_a_400(client):
+    """A part of it must hold itself, which is found out on the way."""
+    node = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    schema = {"$defs": {"n": node}, "$ref": "#/$defs/n"}
+    more = {"structured_outputs": {"json": schema}}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(extra_body=more, **CHAT)
+    assert error.value.code == "structured_failed" and error.value.param == "structured_outputs"
+    with pytest.raises(openai.APIError) as late:
+        list(client.chat.completions.create(extra_body=more, stream=True, **CHAT))
+    assert late.value.code == "structured_failed" and late.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"] * 5000}}, "structured_outputs"),
+    ],
+)
+def test_the_error_of_a_form_names_its_field(client, more, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(extra_body=more, **CHAT)
+    assert error.value.param == param and error.value.message.count("structured: ") == 1
+
+
 def test_penalties_and_bias_reach_the_engine(client):
     ask = {"model": "specpool/tiny", "prompt": "seq: 2, 4, ", "max_tokens": 6, "temperature": 0}
     answer = client.completions.create(logit_bias={"120": 100}, **ask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 import sys
 import time
 
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from paths import ROOT
 from specpool import ConfigError, Engine, Grammar, SamplingParams
 from specpool.assets import resolve
 from specpool.draft.base import DraftTree
 from specpool.text.structured import compiler as compiler_module
-from specpool.text.structured.compiler import Compiler
+from specpool.text.structured.compiler import Compiler, check_grammar
 from specpool.text.structured.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
 from specpool.text.structured.matcher import Matcher
 
@@ -102,6 +104,12 @@ for _ in range(300):
             "Unsatisfiable schema",
         ),
         (Grammar.json_schema({"$ref": "#"}), "allows no text at all"),
+        (
+            Grammar.json_schema(
+                {"properties": {"not": {}, "b": {"const": {"not": 1}}, "c": {"not": {}}}}
+            ),
+            r"\(at #/properties/c/not\)",
+        ),
         (Grammar.json_schema({"$ref": "#/$defs/x"}), "Pointer '/.defs/x' does not exist"),
         (Grammar.json_schema({"$ref": "http://127.0.0.1/x"}), "retrieving it failed"),
         (Grammar.json_schema(DEEP), "recursion limit exceeded"),
@@ -120,6 +128,31 @@ def test_a_wrong_grammar_is_refused_with_its_place(compiler, grammar, message):
         compiler.matcher(grammar)
     text = str(caught.value)
     assert text.startswith("structured: ") and len(text) < 400 and "\n" not in text
+
+
+def refused_keywords():
+    """The table of docs/structured.md: a keyword, and a schema that has it."""
+    page = (ROOT / "docs/structured.md").read_text(encoding="utf-8")
+    table = page.partition("| refused keyword |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\S+)` \| `(.+?)` \|", table, re.MULTILINE)
+    assert len(rows) > 15
+    return rows
+
+
+@pytest.mark.parametrize(("keyword", "schema"), refused_keywords())
+def test_each_keyword_of_the_table_is_refused_with_its_place(compiler, keyword, schema):
+    """In a schema alone, in a property, and in a definition; before a model is there, too."""
+    bare = json.loads(schema)
+    for whole, place in (
+        (bare, "#"),
+        ({"type": "object", "properties": {"a b": bare}, "required": ["a b"]}, "#/properties/a b"),
+        ({"$defs": {"x/y": bare}, "$ref": "#/$defs/x~1y"}, "#/$defs/x~1y"),
+    ):
+        for check in (compiler.matcher, check_grammar):
+            with pytest.raises(ConfigError) as caught:
+                check(Grammar.json_schema(whole))
+            assert str(caught.value).startswith("structured: ")
+            assert str(caught.value).endswith(f"(at {place}/{keyword})"), caught.value
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conftest import DEVICE
+from paths import ROOT
 from schemas import OWN, closed, generated
 from specpool import Engine, EngineConfig, Grammar, SamplingParams, Shape
 from specpool.assets import corpus, resolve
@@ -94,7 +95,8 @@ def check(grammar: Grammar, text: str) -> None:
     if grammar.kind.startswith("json"):
         value = json.loads(text)
         schema = json.loads(grammar.text or '{"type": "object"}')
-        jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator)
+        kind = jsonschema.Draft202012Validator
+        jsonschema.validate(value, schema, cls=kind, format_checker=kind.FORMAT_CHECKER)
     elif grammar.kind == "regex":
         assert re.fullmatch(grammar.text, text, re.DOTALL), text
     elif grammar.kind == "choice":
@@ -156,6 +158,18 @@ def test_fifty_schemas_give_valid_texts(make, part):
     _all_are_valid(make("eagle-3 long spans", max_batch=5), OWN[part::5], seed=part)
 
 
+SUITE = json.loads((ROOT / "tests/vectors/json_schemas.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("part", range(25))
+def test_each_keyword_gives_valid_texts(make, part):
+    """At least two hundred schemas by keyword, as JSON-Schema-Test-Suite orders its own."""
+    assert len(SUITE) >= 200
+    schemas = [each["schema"] for each in SUITE[part::25]]
+    _all_are_valid(make("eagle-3 tree D=1", max_batch=5), schemas, seed=part)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("part", range(10))
 def test_two_hundred_generated_schemas_give_valid_texts(make, part):
@@ -197,6 +211,9 @@ def test_a_forced_span_is_drafted_without_the_head(make, monkeypatch):
     check(Grammar.json_schema(schema), output.text)
     assert not asked
     assert max(output.accept_lens) == 21
+    # All tokens but the bonus of each round, and the first of all, were forced.
+    forced_ct = sum(output.accept_lens) - output.verify_ct
+    assert engine.stats().forced_token_ct == forced_ct > 40
     assert output.token_ids[-1] == 257  # the end is drafted too
 
 

@@ -11,6 +11,7 @@ import typer
 from specpool.cli.options.groups import (
     AttentionOptions,
     CheckOptions,
+    FormOptions,
     LayoutOptions,
     MemoryOptions,
     ModelOptions,
@@ -36,6 +37,7 @@ def generate(
     place: PlaceOptions,
     reads: AttentionOptions,
     sampling: SamplingOptions,
+    form: FormOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Most tokens of each text.")
     ] = 96,
@@ -69,7 +71,8 @@ def generate(
             shape=shape,
             compare_ancestry=compare_ancestry,
             json=json,
-            sampling=asdict(sampling)
+            sampling=sampling.fields()
+            | form.fields()
             | {"max_new_tokens": max_new_tokens, "n": samples, "stop": tuple(stop or ())},
             options=engine_options(
                 pages,
@@ -97,6 +100,7 @@ def chat(
     place: PlaceOptions,
     reads: AttentionOptions,
     sampling: SamplingOptions,
+    form: FormOptions,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Most tokens of one answer.")
     ] = 256,
@@ -124,7 +128,8 @@ def chat(
             **asdict(place),
             system=system,
             shape=shape,
-            sampling=asdict(sampling)
+            sampling=sampling.fields()
+            | form.fields()
             | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())},
             options=engine_options(
                 pages,

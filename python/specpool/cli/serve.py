@@ -12,6 +12,7 @@ from typing import Any
 
 from specpool.cli.generate.generate import draft_of
 from specpool.cli.options import checks
+from specpool.cli.options.groups import text_of
 from specpool.cli.options.shapes import shape_of
 from specpool.errors import ConfigError
 from specpool.models.files.names import find_model
@@ -63,7 +64,7 @@ def run(job: Job) -> None:
         **job.serve,
     )
     checks.check_engine_config(shape, draft, job.options)
-    template = None if job.chat_template is None else _read(job.chat_template, "chat_template")
+    template = None if job.chat_template is None else text_of(job.chat_template, "chat_template")
     from specpool.serve.server import serve
 
     # Lines of libraries too, on standard error.
@@ -97,19 +98,11 @@ def name_of(target: str) -> str:
 
 def _keys(path: Path | None) -> tuple[str, ...]:
     """Return the API keys of the file, a line each, and that of the environment."""
-    keys = [] if path is None else _read(path, "api_key_file").split()
+    keys = [] if path is None else text_of(path, "api_key_file").split()
     if path is not None and not keys:
         raise ConfigError(f"api_key_file {path} has no key")
     keys += [key] if (key := os.environ.get(KEY_VARIABLE, "")) else []
     return tuple(keys)
-
-
-def _read(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"{option} {path} cannot be read: {why}") from None
 
 
 def _is_installed(name: str) -> bool:

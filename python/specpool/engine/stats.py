@@ -112,6 +112,7 @@ class EngineStats:
         generated_token_ct: tokens of both kinds of steps, also those beyond a request's end.
         drafted_round_ct: rounds of single rows that had drafts.
         draft_ct: drafts of these rounds, right or wrong.
+        forced_token_ct: accepted drafts that the form of a text left no choice about.
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
         seconds: seconds of the loop by phase.
         latency: of the requests that have ended, those of `pin` excluded.
@@ -139,6 +140,7 @@ class EngineStats:
     generated_token_ct: int
     drafted_round_ct: int
     draft_ct: int
+    forced_token_ct: int
     accept_cts: tuple[int, ...]
     seconds: PhaseSeconds
     latency: LatencyStats
@@ -221,6 +223,7 @@ def engine_stats(
         generated_token_ct=counts.generated_token_ct,
         drafted_round_ct=counts.drafted_round_ct,
         draft_ct=counts.draft_ct,
+        forced_token_ct=counts.forced_token_ct,
         accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
         latency=counts.latency.stats(),

@@ -25,6 +25,7 @@ class Counts:
         self._num_drafts = np.array([shape.num_draft_tokens - 1 for shape in shapes], np.int32)
         self.round_ct = self.prefill_ct = 0
         self.drafted_round_ct = self.draft_ct = 0  # rows' rounds with drafts, and their drafts
+        self.forced_token_ct = 0  # accepted drafts that the form of a text left no choice about
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
@@ -47,6 +48,10 @@ class Counts:
             self._add_up()
         drafts: list[int] = num_drafts.tolist()
         return drafts
+
+    def forced(self, num_drafts: int, num_correct: int) -> None:
+        """Count a row's round whose first drafts a form had forced."""
+        self.forced_token_ct += min(num_drafts, num_correct)
 
     def prefill(self, start: Int32, new_len: Int32, drawn: Int32) -> None:
         """Count a prefill step: first position, end and drawn tokens of each lane, int32 [B]."""

@@ -283,8 +283,10 @@ class Scheduler:
         if is_decode:
             num_new = result.accept_len
             num_drafts = self.counts.round(num_new, plan.shapes[alive])
-            for request, num in zip(requests, num_drafts, strict=True):
+            for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
                 request.num_drafts += num
+                if request.forced:
+                    self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
             if step.choice is not None:
                 self.round_shapes.learn(step.choice, plan.shapes[alive], num_new, requests)
             if self._ledger.overlap_depth:

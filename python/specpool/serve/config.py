@@ -23,6 +23,7 @@ class ServeConfig:
         port: the port; 0 = any free one.
         names: what clients may call the model; the first is the one that answers carry.
         api_keys: clients must send one of them; () = no key is asked for.
+        open_metrics: `/metrics` needs no key, although other paths do.
         origins: other sites whose pages may call the server (CORS); `*` = all.
         hosts: names beside the loopback ones by which a loopback server may be called.
         max_queue: requests that may wait beside those that run; further ones get 429.
@@ -43,6 +44,7 @@ class ServeConfig:
     port: int = 8000
     names: tuple[str, ...] = ("specpool/tiny",)
     api_keys: tuple[str, ...] = ()
+    open_metrics: bool = False
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     max_queue: int = 1024

@@ -144,6 +144,8 @@ class Generation:
             return
         counters.end(choice.done, now - self._arrived, self._firsts[i])
         if choice.done.finish_reason == "error":
+            if (choice.done.error or "").startswith("structured: "):  # no token fits its own form
+                raise bad(str(choice.done.error), "response_format", "structured_failed")
             log.error("a request failed: %s", choice.done.error)
             raise internal()
         if choice.done.finish_reason == "abort":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -14,11 +15,13 @@ from typing import Any, Protocol
 import uvicorn
 
 from specpool.errors import ConfigError
+from specpool.serve import garbage
 from specpool.serve.api.errors import shutting_down
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import Carrier, EngineClient, EngineGone
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.config import ServeConfig
+from specpool.serve.front import Front
 from specpool.serve.guard.protocol import guarded
 from specpool.serve.service import PLAIN_TEMPLATE, Service
 from specpool.text.chat_template import render
@@ -57,6 +60,8 @@ def serve(
         ConfigError: the port is taken, or the engine cannot be loaded.
         EngineGone: the engine's process has died.
     """
+    # One text at a time is tokenized faster without the threads of the tokenizer.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind(config)
     try:
         engine = start(loading, threads)
@@ -128,15 +133,16 @@ async def _main(
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="info",
                 access_log=False,
                 server_header=False,
-                backlog=2048,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,
             )
         )
         front = asyncio.create_task(server.serve(sockets=[listener]))
         expiry = asyncio.create_task(service.sessions.expire())
+        tidying = asyncio.create_task(garbage.tidy(lambda: service.num_open))
         while not (server.started or front.done()):  # whoever reads the greeting may call at once
             await asyncio.sleep(0.005)
         for line in _greeting(config, listener, loading, time.monotonic() - started):
@@ -146,21 +152,13 @@ async def _main(
             await drain(service, stop)
         finally:
             expiry.cancel()
+            tidying.cancel()
             server.should_exit = True
             await front
             service.close()
     if client.failure is not None:
         raise EngineGone(f"the engine has ended: {client.failure}")
     await client.close()
-
-
-class Front(uvicorn.Server):
-    """uvicorn's server without its signals: `drain` comes before its shutdown."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
 
 
 async def drain(service: Service, stop: asyncio.Event) -> None:

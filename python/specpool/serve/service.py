@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from specpool.engine.texts import Texts
@@ -64,6 +65,17 @@ class Service:
         """Run work of more than a moment, such as tokenizing, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, act, *args)
 
+    @cached_property
+    def most_characters(self) -> int:
+        """The characters of the longest text that can fit, whatever its tokens are."""
+        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        return self.client.ready.max_context_len * longest
+
+    @property
+    def num_open(self) -> int:
+        """The samples that run and wait, and the requests that are not submitted yet."""
+        return self.client.num_open + self.num_arriving
+
     @property
     def most_open(self) -> int:
         """The most samples that may run and wait."""
@@ -100,7 +112,7 @@ class Service:
             raise shutting_down()
         num_open = self.client.num_open
         if not num_new:
-            num_open, num_new = num_open + self.num_arriving, 1
+            num_open, num_new = self.num_open, 1
         if num_open + num_new > self.most_open:
             raise ApiError(
                 429,

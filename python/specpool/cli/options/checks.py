@@ -19,6 +19,7 @@ from specpool.errors import ConfigError
 from specpool.models.files.checkpoint import read_config, read_json
 from specpool.models.files.names import fetch_config, find_model, ngram_of
 from specpool.sampling_params import SamplingParams
+from specpool.text.structured.compiler import check_grammar
 
 if TYPE_CHECKING:
     from specpool.engine.texts import Prompt
@@ -158,6 +159,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
         ConfigError: a value is out of its range, or does nothing in greedy decoding.
     """
     params = SamplingParams(**options)
+    if params.structured is not None:
+        check_grammar(params.structured)
     if params.temperature == 0:
         if params.seed:
             warn("--seed changes nothing at --temperature 0, which is greedy")

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from specpool.cli.options import types as o
@@ -13,6 +14,7 @@ from specpool.cli.options.prompts import Given
 from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 from specpool.num_bytes import parse_bytes
+from specpool.text.structured.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,47 @@ class SamplingOptions:
     temperature: o.Temperature = 0.0
     top_k: o.TopK = 0
     top_p: o.TopP = 1.0
+    min_p: o.MinP = 0.0
+    repetition_penalty: o.RepetitionPenalty = 1.0
+    presence_penalty: o.PresencePenalty = 0.0
+    frequency_penalty: o.FrequencyPenalty = 0.0
+    logit_bias: o.LogitBias = None
     seed: o.Seed = 0
+
+    def fields(self) -> dict[str, Any]:
+        """Return fields of `SamplingParams`.
+
+        Raises:
+            ConfigError: `logit_bias` is no pair of a token and a number.
+        """
+        return asdict(self) | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """The form that the text must have."""
+
+    json_schema: o.JsonSchemaFile = None
+    json_object: o.JsonObject = False
+    regex: o.Regex = None
+    choice: o.ChoiceText = None
+    grammar: o.GrammarFile = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return fields of `SamplingParams`.
+
+        Raises:
+            ConfigError: several forms are given, a file cannot be read, or a form is wrong.
+        """
+        given = {name: value for name, value in asdict(self).items() if value}
+        if len(given) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"{names} both say what the text must be: give one")
+        for name, value in given.items():
+            make: Callable[..., Grammar] = getattr(Grammar, {"grammar": "ebnf"}.get(name, name))
+            arguments = [text_of(value, name)] if isinstance(value, Path) else [value]
+            return {"structured": make(*([] if value is True else arguments))}
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +146,7 @@ class ServerOptions:
     host: o.Host = "127.0.0.1"
     port: o.Port = 8000
     api_key_file: o.ApiKeyFile = None
+    open_metrics: o.OpenMetrics = False
     allow_origin: o.AllowOrigin = None
     allow_host: o.AllowHost = None
     max_queue: o.MaxQueue = 1024
@@ -188,6 +231,29 @@ def engine_options(*groups: Any, **options: Any) -> dict[str, Any]:
     if options["busy_check"] is None:
         del options["busy_check"]
     return options
+
+
+def text_of(path: Path, option: str) -> str:
+    """Return the text of an option's file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{option} {path} cannot be read: {why}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition(":")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ConfigError(
+            f"logit_bias must be TOKEN:VALUE, such as 257:-5, got {text!r:.80}"
+        ) from None
 
 
 def _sizes(text: str) -> tuple[int, ...]:

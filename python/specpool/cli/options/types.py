@@ -147,6 +147,35 @@ OnFinding = Annotated[
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0 = all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens with this mass; 1 = all.")]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 = none.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1 = tokens of prompt and output become less likely.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Taken from the logit of each token of the output; -2 to 2.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Taken for each time that the output has the token; -2 to 2.")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(help="TOKEN:VALUE, added to the token's logit, -100 to 100; may be repeated."),
+]
+JsonSchemaFile = Annotated[
+    Path | None, typer.Option(help="Answer in JSON that has the schema of this file.")
+]
+JsonObject = Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")]
+Regex = Annotated[
+    str | None, typer.Option(help="Answer with a text that this regular expression matches.")
+]
+ChoiceText = Annotated[
+    list[str] | None, typer.Option(help="Answer with one of these strings; repeat it.")
+]
+GrammarFile = Annotated[
+    Path | None, typer.Option(help="Answer in the grammar of this file, GBNF or Lark.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the sampled text.")]
 Stop = Annotated[
     list[str] | None, typer.Option(help="A text ends before this string; may be repeated.")
@@ -160,6 +189,9 @@ ApiKeyFile = Annotated[
     typer.Option(
         help="File of API keys, a line each; clients must send one. SPECPOOL_API_KEY is one more."
     ),
+]
+OpenMetrics = Annotated[
+    bool, typer.Option("--open-metrics", help="Give /metrics without a key too.")
 ]
 AllowOrigin = Annotated[
     list[str] | None,

@@ -25,15 +25,7 @@ def grammar_of(request: Generation) -> Grammar | None:
     Raises:
         ApiError: they do not have OpenAI's form, or several of them are given.
     """
-    found = [
-        (name, *part)
-        for name, part in (
-            ("response_format", _of_format(request.response_format)),
-            ("structured_outputs", _of_outputs(request.structured_outputs)),
-            ("tool_choice", _of_tools(request)),
-        )
-        if part is not None
-    ]
+    found = _forms(request)
     if len(found) > 1:
         names = " and ".join(name for name, *_ in found)
         raise bad(f"{names} both say what the text must be: give one", found[1][0])
@@ -44,7 +36,24 @@ def grammar_of(request: Generation) -> Grammar | None:
         make: Callable[..., Grammar] = getattr(Grammar, kind)
         return make() if kind == "json_object" else make(content)
     except ConfigError as error:
-        raise bad(f"{name}: {error}", name) from None
+        raise bad(str(error), name) from None
+
+
+def form_field(request: Generation) -> str | None:
+    """Return the field that says what the text must be; None = there is none."""
+    return next((name for name, *_ in _forms(request)), None)
+
+
+def _forms(request: Generation) -> list[tuple[str, str, Any]]:
+    return [
+        (name, *part)
+        for name, part in (
+            ("response_format", _of_format(request.response_format)),
+            ("structured_outputs", _of_outputs(request.structured_outputs)),
+            ("tool_choice", _of_tools(request)),
+        )
+        if part is not None
+    ]
 
 
 def _of_format(given: dict[str, Any] | None) -> tuple[str, Any] | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specpool.errors import ConfigError
+from specpool.serve import garbage
 from specpool.serve.bridge.frames import HEAD, SocketLine, frame_of
 from specpool.serve.bridge.messages import Failed
 
@@ -39,6 +40,7 @@ def run_engine(sock: socket.socket, loading: Mapping[str, Any], threads: int) ->
         from specpool.serve.bridge.runner import Runner
 
         with Engine.from_pretrained(**loading) as engine:
+            garbage.settle()
             Runner(engine, line).run()
     except (BrokenPipeError, ConnectionResetError):  # the front has died
         return

@@ -12,8 +12,8 @@ from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
 from specpool.serve.service import WORK_PATHS, Service
 
-#: Paths without a key: whether the server lives, what it counts, and the page, which asks for one.
-OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+#: Paths without a key: whether the server lives, and the page, which asks for one.
+OPEN_PATHS = frozenset({"/", "/health"})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
@@ -26,7 +26,9 @@ class AccessGuard:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         """Guard this application."""
         self._app, self._service = app, service
+        self._open = OPEN_PATHS | ({"/metrics"} if service.config.open_metrics else set())
         # Hashes have one length, so that a comparison tells nothing of a key.
+        self._is_loopback = service.config.is_loopback
         self._keys = [_hash(key.encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,10 +46,11 @@ class AccessGuard:
 
     def _check(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
-        _check_host(headers.get("host", ""), self._service.config)
+        if self._is_loopback:
+            _check_host(headers.get("host", ""), self._service.config)
         if scope["method"] == "OPTIONS":
             return
-        if self._keys and path not in OPEN_PATHS:
+        if self._keys and path not in self._open:
             self._check_key(headers.get("authorization", ""))
         if path in WORK_PATHS:
             self._service.check_room()
@@ -68,8 +71,6 @@ class AccessGuard:
 
 def _check_host(host: str, config: ServeConfig) -> None:
     """Refuse a strange name for a loopback server: a web page may have made it point here."""
-    if not config.is_loopback:
-        return
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     if name.lower() not in _LOOPBACK_NAMES and name not in config.hosts:
         raise ApiError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import secrets
@@ -18,6 +19,10 @@ log = logging.getLogger("specpool.serve")
 
 #: Paths that are asked every second; they are logged when they fail.
 _POLLED = frozenset({"/health", "/metrics", "/pool"})
+
+
+#: Ids of requests: a random tag of this run of the server, then a number.
+_TAG, _NUMBERS = secrets.token_hex(8), itertools.count(1)
 
 
 class AccessLog:
@@ -73,4 +78,6 @@ class AccessLog:
 
 def _ident(given: str) -> str:
     """Return the client's own id if it is harmless, else a new one."""
-    return given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else secrets.token_hex(12)
+    if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII):
+        return given
+    return f"{_TAG}{next(_NUMBERS):08x}"

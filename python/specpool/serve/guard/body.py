@@ -10,6 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specpool.serve.api.errors import ApiError
 from specpool.serve.service import WORK_PATHS, Service
 
+#: How long, and how many times the most bytes, the rest of a body that is too large is dropped.
+_SKIP_SECONDS, _SKIP_BODIES = 2.0, 4
+
 
 class BodyGuard:
     """Middleware: a body that is too large gets 413, one that is too slow 408."""
@@ -50,8 +53,10 @@ class BodyGuard:
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
+            if error.status == 413:
+                await self._skip(receive)
             response = error.response()
-            response.headers["connection"] = "close"  # the rest of the body is not read
+            response.headers["connection"] = "close"  # what is left of the body is not read
             await response(scope, receive, send)
             return
         if body is None:  # the client has left
@@ -96,6 +101,20 @@ class BodyGuard:
                 raise self._too_large()
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    async def _skip(self, receive: Receive) -> None:
+        """Drop the rest of a body, as far as it comes soon.
+
+        A client that still sends reads no answer, and loses it with the connection.
+        """
+        size, end = 0, asyncio.get_running_loop().time() + _SKIP_SECONDS
+        with contextlib.suppress(asyncio.TimeoutError):
+            while size < _SKIP_BODIES * self._config.max_body:
+                left = end - asyncio.get_running_loop().time()
+                message = await asyncio.wait_for(receive(), max(left, 0.001))
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
     def _too_large(self) -> ApiError:
         return ApiError(

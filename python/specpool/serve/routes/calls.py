@@ -19,6 +19,7 @@ from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import ApiError, bad, event, json_response
 from specpool.serve.api.requests import Generation as Body
 from specpool.serve.api.sampling import refused
+from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
 from specpool.serve.generation import Generation, Order
 from specpool.serve.service import Service
@@ -31,6 +32,10 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {}}},
     }
 }
+
+
+#: Prompts of so many characters together are tokenized at once: a thread would cost more.
+_SHORT = 2048
 
 
 class Form(Protocol):
@@ -106,8 +111,22 @@ class Call:
                 for index, prompt in enumerate(prompts)
             ]
 
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > service.most_characters:
+                raise bad(
+                    f"the prompt has {len(prompt)} characters; at most {service.most_characters} "
+                    f"can be {service.client.ready.max_context_len} tokens",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+        # A thread pays for long texts and for chats, whose template may take a while.
+        is_short = record is None and all(
+            not isinstance(prompt, list) or all(type(part) is int for part in prompt)
+            for prompt in prompts
+        )
+        is_short = is_short and sum(map(len, prompts)) <= _SHORT
         try:
-            found = await service.aside(work)
+            found = work() if is_short else await service.aside(work)
         except ConfigError as error:
             raise refused(error) from None
         if any(isinstance(ids, list) and not ids for ids in found):
@@ -177,6 +196,9 @@ class Call:
                 events = self._events(generation, form, head)
                 seconds = self.service.config.write_timeout
                 return EventStream(events, generation.close, seconds, self.headers)
+        except ApiError as error:
+            generation.close()
+            raise self._named(error) from None
         except BaseException:
             generation.close()
             raise
@@ -188,12 +210,21 @@ class Call:
             return Response(status_code=499)
         return json_response(whole, headers=self.headers)
 
+    def _named(self, error: ApiError) -> ApiError:
+        """Return an error about the text's form with the field that the request has it in."""
+        if error.body["error"]["param"] == "response_format":
+            error.body["error"]["param"] = form_field(self.body)
+        return error
+
     async def _whole(
         self, generation: Generation, form: Form, head: dict[str, Any]
     ) -> dict[str, Any]:
         deltas: list[list[Delta]] = [[] for _ in generation.choices]
-        async for choice, delta in generation.deltas():
-            deltas[choice.index].append(delta)
+        try:
+            async for choice, delta in generation.deltas():
+                deltas[choice.index].append(delta)
+        except ApiError as error:
+            raise self._named(error) from None
         generation.close()  # now, because the session's new length belongs to the answer
         choices = [form.whole(c, d) for c, d in zip(generation.choices, deltas, strict=True)]
         return head | {"choices": choices} | self._end(generation)
@@ -219,10 +250,13 @@ class Call:
         firsts = [form.first(choice) for choice in generation.choices]
         if begun := b"".join(chunk(first) for first in firsts if first is not None):
             yield begun
-        async for choice, delta in generation.deltas():
-            part = form.part(choice, delta)
-            if part is not None:
-                yield chunk(part, delta)
+        try:
+            async for choice, delta in generation.deltas():
+                part = form.part(choice, delta)
+                if part is not None:
+                    yield chunk(part, delta)
+        except ApiError as error:
+            raise self._named(error) from None
         generation.close()
         end = self._end(generation)
         usage = end.pop("usage")

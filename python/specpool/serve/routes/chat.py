@@ -14,7 +14,7 @@ from specpool.serve.api.logprobs import chat_logprobs
 from specpool.serve.api.requests import ChatRequest, Message
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
-from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_calls import ToolCalls, markers_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.service import Service
 
@@ -29,7 +29,8 @@ class ChatForm:
         """Write `num` choices for this request."""
         self._tokenizer = tokenizer
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self._tools = [ToolCalls(body) for _ in range(num)]
+        markers = markers_of(getattr(tokenizer, "chat_template", None))
+        self._tools = [ToolCalls(body, markers) for _ in range(num)]
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the part that names the role."""

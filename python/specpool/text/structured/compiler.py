@@ -22,6 +22,11 @@ MAX_SECONDS = 10.0
 #: Items of llguidance's parser in one step, and the cost of its lexer; beyond, a request ends.
 MAX_ITEMS, MAX_LEXER_COST = 50_000, 200_000
 
+#: Keywords that map names of a user's choice to schemas.
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+#: Keywords that hold values, not schemas.
+_VALUES = {"const", "enum", "default", "examples", "required"}
+
 
 class Compiler:
     """A compiler of grammars over one tokenizer; any thread may call it."""
@@ -55,6 +60,18 @@ class Compiler:
                 wrong, allows no text, or is too large; the message says where.
         """
         return Matcher(self._engine(grammar), self._vocab_size, self._eos_ids)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Refuse what is no grammar, as far as it shows without a tokenizer; this imports no torch.
+
+    Raises:
+        ConfigError: the package is missing, or the grammar is wrong; the message says where.
+    """
+    library = _library()
+    message = library.LLMatcher.validate_grammar(_checked_source(library, grammar))
+    if message:
+        raise _refused(grammar, message)
 
 
 class _Vocabulary:
@@ -125,10 +142,7 @@ def _within_time(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
 def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
     """Return an `LLMatcher` at the start of the grammar."""
     library, tokens = _library(), vocabulary.get()
-    try:
-        source = _source(library, grammar)
-    except ValueError as error:
-        raise refusal(str(error)) from None
+    source = _checked_source(library, grammar)
     limits = library.LLParserLimits(
         step_max_items=MAX_ITEMS, step_lexer_fuel=MAX_LEXER_COST, verbose_errors=False
     )
@@ -139,9 +153,22 @@ def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
     if first.is_error() and first.get_error().startswith("NoExtension"):
         raise ConfigError(f"structured: the {grammar.kind} allows no text at all")
     if first.is_error():
-        message = shortened(first.get_error())
-        raise ConfigError(f"structured: {message}{_where(grammar, message)}")
+        raise _refused(grammar, first.get_error())
     return engine
+
+
+def _checked_source(library: Any, grammar: Grammar) -> str:
+    try:
+        return _source(library, grammar)
+    except ValueError as error:
+        raise refusal(str(error)) from None
+
+
+def _refused(grammar: Grammar, message: str) -> ConfigError:
+    message = shortened(message)
+    if message.startswith("oneOf constraints"):  # it advises an option of its own
+        message = "oneOf whose parts may overlap is not supported: give anyOf"
+    return ConfigError(f"structured: {message}{_where(grammar, message)}")
 
 
 def _library() -> Any:
@@ -171,7 +198,8 @@ def _where(grammar: Grammar, message: str) -> str:
     """Return the place in a schema that an error speaks of, as far as its words tell."""
     if grammar.kind != "json_schema":
         return ""
-    names = re.findall(r"[\"'`]([^\"'`]+)[\"'`]", message) + re.findall(r": (\w+)$", message)
+    names = re.findall(r"[\"'`]([^\"'`]+)[\"'`]", message) + re.findall(r": ([\w-]+)$", message)
+    names += re.findall(r"^(\w+) whose", message)
     for name in names:
         found = _pointer(json.loads(grammar.text), name)
         if found is not None:
@@ -179,8 +207,15 @@ def _where(grammar: Grammar, message: str) -> str:
     return ""
 
 
-def _pointer(value: Any, name: str, path: str = "#") -> str | None:
-    """Return the JSON pointer of the first key or string `name`, or None."""
+def _pointer(value: Any, name: str, path: str = "#", has_names: bool = False) -> str | None:
+    """Return the JSON pointer of the first keyword or string `name`, or None.
+
+    Args:
+        value: a part of a schema.
+        name: the keyword, such as `not`, or the value of one.
+        path: the pointer of `value`.
+        has_names: the keys of `value` are names of a user's choice, not keywords.
+    """
     entries: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         entries = [(str(key), item) for key, item in value.items()]
@@ -188,9 +223,12 @@ def _pointer(value: Any, name: str, path: str = "#") -> str | None:
         entries = [(str(index), item) for index, item in enumerate(value)]
     for key, item in entries:
         here = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-        if (isinstance(value, dict) and key == name) or item == name:
+        is_keyword = isinstance(value, dict) and not has_names
+        if (is_keyword and key == name) or item == name:
             return here
-        found = _pointer(item, name, here)
+        if is_keyword and key in _VALUES:
+            continue
+        found = _pointer(item, name, here, is_keyword and key in _MAPS)
         if found is not None:
             return found
     return None

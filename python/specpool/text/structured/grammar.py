@@ -72,9 +72,10 @@ class Grammar:
         if isinstance(schema, str):
             return cls("json_schema", schema)
         try:
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"structured: the schema is no JSON: {error}") from None
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -1,0 +1,97 @@
+"""A crowd does not stop the event loop: connections are taken a few at a time, garbage is rare."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import socket
+import weakref
+
+import pytest
+import uvicorn
+
+from specpool.serve import front as front_module
+from specpool.serve import garbage
+from specpool.serve.front import Front
+
+
+class Short(socket.socket):
+    """A listener without descriptors for the first three tries."""
+
+    tries = 0
+
+    def accept(self):
+        self.tries += 1
+        if self.tries <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def empty(scope, receive, send):
+    raise AssertionError("nothing is asked")
+
+
+async def take(listener, num_clients):
+    """Let so many clients wait, then serve; returns the rounds of the loop until all are in."""
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(256)
+    clients = [socket.create_connection(listener.getsockname(), 10) for _ in range(num_clients)]
+    front = Front(uvicorn.Config(empty, lifespan="off", log_config=None))
+    served = asyncio.create_task(front.serve(sockets=[listener]))
+    while not front.started:
+        await asyncio.sleep(0)
+    rounds, end = 0, asyncio.get_running_loop().time() + 20
+    while len(front.server_state.connections) < num_clients:
+        assert asyncio.get_running_loop().time() < end
+        await asyncio.sleep(0)
+        rounds += 1
+    for client in clients:
+        client.close()
+    front.should_exit = True
+    await served
+    return rounds
+
+
+def test_connections_are_taken_a_few_in_each_round():
+    assert asyncio.run(take(socket.socket(), 128)) >= 30
+
+
+def test_a_server_without_descriptors_goes_on_later(monkeypatch):
+    monkeypatch.setattr(front_module, "_PAUSE", 0.01)
+    listener = Short()
+    asyncio.run(take(listener, 5))
+    assert listener.tries > 8
+
+
+@pytest.fixture
+def collector():
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(("num_open", "is_found"), [(0, True), (64, True), (65, False)])
+def test_garbage_is_searched_when_few_requests_are_open(monkeypatch, collector, num_open, is_found):
+    monkeypatch.setattr(garbage, "_PAUSE", 0.01)
+
+    class Cycle:
+        pass
+
+    async def run():
+        task = asyncio.create_task(garbage.tidy(lambda: num_open))
+        await asyncio.sleep(0)
+        assert gc.get_freeze_count() > 1000
+        one = Cycle()
+        one.me = one
+        seen = weakref.ref(one)
+        gc.disable()
+        del one
+        await asyncio.sleep(0.3)
+        gc.enable()
+        task.cancel()
+        return seen() is None
+
+    assert asyncio.run(run()) == is_found
+    assert gc.get_threshold()[2] == garbage._RARELY
