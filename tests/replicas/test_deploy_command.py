@@ -230,11 +230,17 @@ def test_the_manifest_for_kubernetes_is_what_deploy_prints(capsys):
 
 
 def test_samples_of_a_page_of_metrics():
-    page = (
-        "# HELP vllm:a x\n# TYPE vllm:a counter\n"
-        'vllm:a_total{b="c"} 3.0\nvllm:a_created 1.0\n'
-        '# TYPE h histogram\nh_bucket{le="1"} 2.0\nh_bucket{le="+Inf"} 2.0\nh_sum 1.5\nh_count 2.0\n'
-    )
+    page = """\
+# HELP vllm:a x
+# TYPE vllm:a counter
+vllm:a_total{b="c"} 3.0
+vllm:a_created 1.0
+# TYPE h histogram
+h_bucket{le="1"} 2.0
+h_bucket{le="+Inf"} 2.0
+h_sum 1.5
+h_count 2.0
+"""
     assert samples_of(page) == [
         ("vllm_a_total", {"b": "c"}, 3.0),
         ("h_bucket", {"le": "1"}, 2.0),

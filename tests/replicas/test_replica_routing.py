@@ -140,12 +140,18 @@ def test_a_path_names_a_session_too(router, end):
 
 
 def test_who_has_left_is_not_waited_for(router):
-    """Law: a turn whose owner died goes to another replica at once, which says 410."""
+    """Law: a turn whose owner died goes to another replica at once, which says 410.
+
+    Nothing else goes to the dead one, though Serve's list has not come yet.
+    """
     router.on_replica_actor_died(ReplicaID("replica2"))
     start = time.monotonic()
     ranks = choose(router, request(session=f"replica2.{SESSION}"))
     assert time.monotonic() - start < 0.2
     assert len(ranks) == 1 and "replica2" not in ranks[0]
+    for i in range(50):
+        for pending in (request(), request(x_prefix_hint=str(i))):
+            assert not any("replica2" in rank for rank in choose(router, pending))
 
 
 def test_a_late_list_is_waited_for(router):

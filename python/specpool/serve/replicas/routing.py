@@ -14,6 +14,8 @@ from typing import Literal
 
 #: Places of each replica on the ring: the largest share is then about a third above the mean.
 _PLACES = 64
+#: If one replica in so many changes, or fewer, the ring is changed in place.
+_FEW = 8
 #: Tags of replicas that have left, as far as they are remembered.
 _MOST_GONE = 4096
 #: Replicas whose loads are looked at to estimate the mean.
@@ -54,7 +56,10 @@ class Routing:
         return len(self._tags)
 
     def update(self, tags: Iterable[str]) -> None:
-        """Take over the list of the replicas that take requests. Cost: O(replicas)."""
+        """Take over the list of the replicas that take requests.
+
+        Cost: O(replicas) to compare the lists; a few changes cost a search in the ring each.
+        """
         wanted = set(tags)
         if wanted == self._here:
             return
@@ -65,10 +70,17 @@ class Routing:
             self._gone.pop(tag, None)
         while len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)
-        ring = [each for each in self._ring if each[1] not in left] if left else self._ring
-        ring += [(place, tag) for tag in came for place in _places(tag)]
-        ring.sort()  # two runs that are sorted: linear
-        self._ring, self._here = ring, wanted
+        if _FEW * (len(left) + len(came)) < len(wanted):
+            for tag in left:
+                for place in _places(tag):
+                    del self._ring[bisect.bisect_left(self._ring, (place, tag))]
+            for tag in came:
+                for place in _places(tag):
+                    bisect.insort(self._ring, (place, tag))
+        else:
+            ring = [each for each in self._ring if each[1] not in left]
+            self._ring = sorted(ring + [(at, tag) for tag in came for at in _places(tag)])
+        self._here = wanted
         self._tags = sorted(wanted)
 
     def lose(self, tag: str) -> None:
