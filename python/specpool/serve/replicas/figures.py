@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from specpool.serve.bridge.client import EngineGone
 from specpool.serve.exposition import exposition
 from specpool.serve.routes.figures import stats_of
 from specpool.serve.service import Service
@@ -22,7 +23,7 @@ _PERIOD = 5.0
 
 
 async def publish(service: Service) -> None:
-    """Give Ray the samples of `/metrics` every few seconds, for ever; cancel to end.
+    """Give Ray the samples of `/metrics` every few seconds, until the engine is gone.
 
     Ray puts `ray_` before the names, and `_` for `:`. All are gauges there; what counts keeps its
     name with `_total`, and histograms their `_bucket`, so that PromQL's functions work on them.
@@ -35,6 +36,8 @@ async def publish(service: Service) -> None:
                 if name not in gauges:
                     gauges[name] = _gauge(name, tuple(labels))
                 gauges[name].set(value, labels)
+        except EngineGone:
+            return
         except Exception:
             log.exception("the figures could not be published")
         await asyncio.sleep(_PERIOD)
