@@ -12,7 +12,7 @@ export CARGO_TERM_COLOR ?= auto
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines build capi crate fmt lint check test coverage test-full test-gpu gpu sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines build capi crate fmt lint check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -120,23 +120,28 @@ test: $(VENV)/.dev ## install if needed, and run the tests (8 minutes on two qui
 	cargo test --quiet
 	cargo test --quiet -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
-	$(BIN)/pytest -m "not full" -n 2
+	$(BIN)/pytest -m "not full and not ray" -n 2
 
 test-full: $(VENV)/.dev ## run the tests and the whole losslessness grid
 	cargo test --quiet
 	cargo test --quiet -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -m "not ray" -n 2
 
 # Python: what the tests run of the package. Rust: what the core's own tests run of the core.
 coverage: $(VENV)/.dev ## print which lines of Python and Rust the tests run (half an hour; cargo install cargo-tarpaulin first)
-	$(BIN)/pytest -m "not full" -n 2 -q --cov=specpool --cov-report=term:skip-covered
+	$(BIN)/pytest -m "not full and not ray" -n 2 -q --cov=specpool --cov-report=term:skip-covered
 	cargo tarpaulin --engine llvm --packages specpool-core --lib --tests --include-files 'rust/specpool-core/src/*' \
 	--target-dir target/coverage --skip-clean --timeout 600 --out Stdout
 
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
 	$(BIN)/pytest -k cuda tests/device tests/attention/test_flashinfer.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/engine/test_lossless.py
+
+# A cluster of its own on this machine, with 12 processes. Ray stays in .venv, and `make test` still leaves these tests out.
+ray: $(VENV)/.dev ## install Ray (142 MB), and run the tests of replicas on a cluster (5 minutes on two quiet cores)
+	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --editable '.[ray]'
+	$(BIN)/pytest -n 0 -q -s -m ray tests/replicas
 
 # For a machine with Python, torch, CuPy and pytest alone: carry the tree and a wheel in dist/, and run this by its python3.
 gpu: ## on a CUDA machine, without .venv: probe, tests, benches, sanitizer, within nine minutes (PARTS=names, OUT=folder)
@@ -199,6 +204,7 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/python -m benches prefix
 	$(BIN)/python -m benches adaptive
 	$(BIN)/python -m benches serve
+	$(BIN)/python -m benches replicas
 
 bench-gpu: $(VENV)/.dev ## on a CUDA device: each kernel beside a device copy, rounds with and without graphs; into benches/results
 	$(BIN)/python -m benches.kernels --device cuda --write benches/results

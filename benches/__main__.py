@@ -445,6 +445,29 @@ def adaptive(
     )
 
 
+@app.command("replicas")
+def replicas(
+    number: Annotated[
+        list[int] | None,
+        typer.Option(help="Replicas that a router knows. [default: 3, 100, 1000 and 10000]"),
+    ] = None,
+    fleet: Annotated[int, typer.Option(help="Replicas of the simulated fleets.")] = 1000,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 7,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A router's choices by the number of replicas, and what simulated fleets lose by deaths."""
+    from benches.replicas import replicas as run
+
+    run(
+        numbers=number or [3, 100, 1000, 10_000],
+        fleet=fleet,
+        repeats=repeats,
+        json=json,
+        plot=plot,
+    )
+
+
 def main() -> None:
     """Run the benchmark that the command line names."""
     run_app(lambda: app)

@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
-app.command()(serve)
+app.command("serve")(serve)
 app.command()(tune)
 
 bench = typer.Typer(
@@ -116,6 +116,49 @@ def bench_serve(
     from specpool.cli.bench_serve.command import Job, run
 
     run(Job(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def deploy(
+    context: typer.Context,
+    replicas: Annotated[
+        str, typer.Option(help="How many replicas, or the fewest and the most, such as 2:8.")
+    ] = "1",
+    gpus: Annotated[float, typer.Option(help="GPUs of each replica.")] = 0.0,
+    cpus: Annotated[float, typer.Option(help="CPU cores of each replica.")] = 1.0,
+    app: Annotated[str, typer.Option(help="The application's name in the cluster.")] = "specpool",
+    stuck_timeout: Annotated[
+        float, typer.Option(help="Seconds until an engine that does not answer is killed.")
+    ] = 60.0,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Apply the config to a cluster instead of printing it.")
+    ] = False,
+    address: Annotated[
+        str, typer.Option(help="The cluster's dashboard, for --apply.")
+    ] = "http://127.0.0.1:8265",
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait until the replicas run; 0 = do not wait.")
+    ] = 600.0,
+) -> None:
+    """Print Ray Serve's config for replicas of the server, or apply it; `serve`'s options go too.
+
+    --host and --port are those of Serve's proxies.
+    """
+    from specpool.cli.deploy import Job, run
+
+    run(
+        Job(
+            replicas=replicas,
+            gpus=gpus,
+            cpus=cpus,
+            app=app,
+            stuck_timeout=stuck_timeout,
+            apply=apply,
+            address=address,
+            wait=wait,
+            words=[word for word in context.args if word != "--"],
+        )
+    )
 
 
 def _version(show: bool) -> None:
@@ -256,22 +299,36 @@ def sim(
         float | None, typer.Option(help="Rounds in all, as in 1e6. [default: 2e4]")
     ] = None,
     check: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="0 = check texts and ends of requests; 1 = also the pools' sums and the order of "
-            "requests; 2 = also a full audit each turn, and every slot that is read or written."
+            "requests; 2 = also a full audit each turn, and every slot that is read or written. "
+            "[default: 2]"
         ),
-    ] = 2,
+    ] = None,
     turns: Annotated[
         float | None,
         typer.Option(help="Run sessions alone until this many turns have ended, such as 1e5."),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Simulate so many replicas with proxies and clients instead."),
+    ] = None,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
+    from specpool.cli.sim import fleets
     from specpool.cli.sim import sim as run
 
+    if replicas is not None:
+        if rounds is not None:
+            raise ConfigError("--replicas goes with --turns, not --rounds")
+        if check is not None:
+            raise ConfigError("--replicas checks all laws: leave --check out")
+        if not fleets(seed=seed, num_replicas=replicas, turns=2e3 if turns is None else turns):
+            raise typer.Exit(1)
+        return
     if rounds is not None and turns is not None:
         raise ConfigError("--rounds and --turns both say when to end: give one")
     num_rounds = 2e4 if rounds is None else rounds
-    if not run(seed=seed, rounds=num_rounds, check=check, turns=turns):
+    if not run(seed=seed, rounds=num_rounds, check=2 if check is None else check, turns=turns):
         raise typer.Exit(1)

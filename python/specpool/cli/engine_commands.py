@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -146,7 +147,7 @@ def chat(
 
 
 @grouped
-def serve(
+def serving(
     *,
     models: ModelOptions,
     name: Annotated[
@@ -175,35 +176,41 @@ def serve(
         typer.Option(help="Most pages of each group for idle sessions. [default: all free]"),
     ] = None,
     checks: CheckOptions,
-) -> None:
+) -> Any:  # a `Job` of `specpool.cli.serve`
     """Serve a model to OpenAI's clients, with a page to talk to; without options the embedded pair.
 
     It listens on this machine alone unless --host says otherwise.
     """
-    from specpool.cli.serve import Job, run
+    from specpool.cli.serve import Job
 
-    run(
-        Job(
-            **asdict(models),
-            **asdict(place),
-            shape=shape,
-            chat_template=chat_template,
-            api_key_file=server.api_key_file,
-            names=name or [],
-            serve=server.fields(),
-            options=engine_options(
-                pages,
-                reads,
-                memory,
-                steps,
-                checks,
-                adaptive=adaptive,
-                max_batch=batch,
-                max_sessions=max_sessions,
-                session_pages=session_pages,
-            ),
-        )
+    return Job(
+        **asdict(models),
+        **asdict(place),
+        shape=shape,
+        chat_template=chat_template,
+        api_key_file=server.api_key_file,
+        names=name or [],
+        serve=server.fields(),
+        options=engine_options(
+            pages,
+            reads,
+            memory,
+            steps,
+            checks,
+            adaptive=adaptive,
+            max_batch=batch,
+            max_sessions=max_sessions,
+            session_pages=session_pages,
+        ),
     )
+
+
+@functools.wraps(serving)
+def serve(**given: Any) -> None:
+    """Run the server with the options of `serving`."""
+    from specpool.cli.serve import run
+
+    run(serving(**given))
 
 
 @grouped

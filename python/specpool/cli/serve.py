@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specpool.cli.generate.generate import draft_of
 from specpool.cli.options import checks
@@ -16,6 +16,9 @@ from specpool.cli.options.groups import text_of
 from specpool.cli.options.shapes import shape_of
 from specpool.errors import ConfigError
 from specpool.models.files.names import find_model
+
+if TYPE_CHECKING:
+    from specpool.serve.config import Launch
 
 #: The environment's variable with an API key.
 KEY_VARIABLE = "SPECPOOL_API_KEY"
@@ -45,8 +48,34 @@ def run(job: Job) -> None:
     Raises:
         ConfigError: an option cannot work.
     """
+    launch = prepare(job)
+    from specpool.serve.server import serve
+
+    # Lines of libraries too, on standard error.
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in ("httpx", "httpx2"):  # of the hub's client
+        logging.getLogger(name).setLevel(logging.WARNING)
+    serve(
+        launch.config,
+        launch.loading,
+        threads=launch.threads,
+        chat_template=launch.chat_template,
+        tell=_tell,
+    )
+
+
+def prepare(job: Job, *, has_files: bool = True) -> Launch:
+    """Check the options, and return what the server is started with.
+
+    Args:
+        job: the arguments of the command line.
+        has_files: the checkpoints and the files of options are here; without, they are not read.
+
+    Raises:
+        ConfigError: an option cannot work, or a package is missing.
+    """
     missing = [name for name in ("fastapi", "uvicorn", "httptools") if not _is_installed(name)]
-    if missing:
+    if missing and has_files:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'specpool[serve]'")
     checks.check_place(
         device=job.device,
@@ -55,37 +84,32 @@ def run(job: Job) -> None:
         graph_sizes=job.options.get("graph_sizes"),
     )
     shape, draft = shape_of(job.shape), draft_of(job.target, job.draft)
-    checks.check_models(job.target, draft)
-    from specpool.serve.config import ServeConfig
+    if has_files:
+        checks.check_models(job.target, draft)
+    from specpool.serve.config import Launch, ServeConfig
 
     config = ServeConfig(
-        names=tuple(job.names) or (name_of(job.target),),
-        api_keys=_keys(job.api_key_file),
+        names=tuple(job.names) or (name_of(job.target) if has_files else job.target,),
+        api_keys=_keys(job.api_key_file) if has_files else (),
         **job.serve,
     )
-    checks.check_engine_config(shape, draft, job.options)
-    template = None if job.chat_template is None else text_of(job.chat_template, "chat_template")
-    from specpool.serve.server import serve
-
-    # Lines of libraries too, on standard error.
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("httpx", "httpx2"):  # of the hub's client
-        logging.getLogger(name).setLevel(logging.WARNING)
-    serve(
-        config,
-        {
-            "target": job.target,
-            "draft": draft,
-            "dtype": job.dtype,
-            "device": job.device,
-            "shape": shape,
-            "trust_remote_code": job.trust_remote_code,
-            **job.options,
-        },
-        threads=job.threads,
-        chat_template=template,
-        tell=_tell,
-    )
+    options = dict(job.options)
+    if not has_files and options["adaptive"] not in (None, "ema", "cost"):
+        options["adaptive"] = None  # a file
+    checks.check_engine_config(shape, draft, options)
+    template = None
+    if job.chat_template is not None and has_files:
+        template = text_of(job.chat_template, "chat_template")
+    loading = {
+        "target": job.target,
+        "draft": draft,
+        "dtype": job.dtype,
+        "device": job.device,
+        "shape": shape,
+        "trust_remote_code": job.trust_remote_code,
+        **job.options,
+    }
+    return Launch(config=config, loading=loading, threads=job.threads, chat_template=template)
 
 
 def name_of(target: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from dataclasses import fields
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -33,8 +35,8 @@ def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> 
     check_int("check", check, 0, 2)
     if not rounds >= 1 or rounds > 1e12 or rounds != int(rounds):
         raise ConfigError(f"rounds must be a whole number in [1, 1e12], got {rounds:g}")
-    if turns is not None and (not turns >= 1 or turns > 1e12 or turns != int(turns)):
-        raise ConfigError(f"turns must be a whole number in [1, 1e12], got {turns:g}")
+    if turns is not None:
+        _check_turns(turns)
     tally, failure = Tally(), None
     started = time.perf_counter()
     console = Console(stderr=True)
@@ -55,6 +57,51 @@ def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> 
     return failure is None
 
 
+def fleets(*, seed: int, num_replicas: int, turns: float) -> bool:
+    """Simulate fleets of replicas until so many turns have ended, and print a table.
+
+    Returns:
+        Whether every law held.
+
+    Raises:
+        ConfigError: an option cannot work, or a package is missing.
+    """
+    check_int("seed", seed, 0, (1 << 31) - 1)
+    check_int("replicas", num_replicas, 1, 10_000)
+    _check_turns(turns)
+    if importlib.util.find_spec("starlette") is None:
+        raise ConfigError("sim --replicas needs starlette: pip install 'specpool[serve]'")
+    from specpool.serve.replicas.fleet.client import FleetTally
+    from specpool.serve.replicas.fleet.fleet import Fleet
+    from specpool.serve.replicas.fleet.settings import fleet_settings
+
+    tally, failure = FleetTally(), ""
+    started = time.perf_counter()
+    while tally.turns < turns and not failure:
+        settings = fleet_settings(seed * SEEDS + tally.scenarios, num_replicas)
+        fleet = Fleet(settings)
+        try:
+            fleet.run()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}\nFleet(fleet_settings({settings.seed}, "
+            failure += f"{num_replicas})).run()"
+        tally.add(fleet.tally)
+    console = Console(highlight=False)
+    seconds = time.perf_counter() - started
+    table = _counts(f"sim: seed {seed}, {num_replicas} replicas", tally)
+    table.add_row("seconds", f"{seconds:,.1f}")
+    table.add_row("findings", "[bold]1[/bold]" if failure else "0")
+    console.print(table)
+    if failure:
+        console.print(failure, markup=False, soft_wrap=True)
+    return not failure
+
+
+def _check_turns(turns: float) -> None:
+    if not turns >= 1 or turns > 1e12 or turns != int(turns):
+        raise ConfigError(f"turns must be a whole number in [1, 1e12], got {turns:g}")
+
+
 def _one(scenario: Scenario, most_rounds: int | None, check: int, tally: Tally) -> Failure | None:
     """Run a scenario and add its counts to `tally`; return its failure, if a law broke."""
     simulation = Simulation(scenario, check)
@@ -69,12 +116,17 @@ def _one(scenario: Scenario, most_rounds: int | None, check: int, tally: Tally) 
 
 
 def _table(seed: int, check: int, tally: Tally, seconds: float, failure: Failure | None) -> Table:
-    table = Table(title=f"sim: seed {seed}, check level {check}")
+    table = _counts(f"sim: seed {seed}, check level {check}", tally)
+    table.add_row("seconds", f"{seconds:,.1f}")
+    table.add_row("rounds per second", f"{tally.rounds / seconds:,.0f}")
+    table.add_row("findings", "0" if failure is None else "[bold]1[/bold]")
+    return table
+
+
+def _counts(title: str, tally: Any) -> Table:
+    table = Table(title=title)
     table.add_column("")
     table.add_column("", justify="right")
     for each in fields(tally):
         table.add_row(each.name.replace("_", " "), f"{getattr(tally, each.name):,}")
-    table.add_row("seconds", f"{seconds:,.1f}")
-    table.add_row("rounds per second", f"{tally.rounds / seconds:,.0f}")
-    table.add_row("findings", "0" if failure is None else "[bold]1[/bold]")
     return table

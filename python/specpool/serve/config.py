@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from specpool.checks import check_int
 from specpool.errors import ConfigError
@@ -97,6 +99,25 @@ class ServeConfig:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a server is started with.
+
+    Attributes:
+        config: the server's options.
+        loading: the arguments of `Engine.from_pretrained`.
+        threads: CPU threads of torch.
+        chat_template: replaces the tokenizer's own (Jinja).
+        stuck_timeout: seconds after which a replica's engine that does not answer is killed.
+    """
+
+    config: ServeConfig
+    loading: Mapping[str, Any]
+    threads: int = 1
+    chat_template: str | None = None
+    stuck_timeout: float = 60.0
 
 
 def body_bytes(text: str) -> int:

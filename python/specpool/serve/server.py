@@ -122,7 +122,7 @@ async def _main(
         if not await _first(client.start(), stop):
             return
         tokenizer = await asyncio.to_thread(
-            _tokenizer, client.ready.tokenizer, chat_template, bool(loading["trust_remote_code"])
+            tokenizer_of, client.ready.tokenizer, chat_template, bool(loading["trust_remote_code"])
         )
         await warm
         service = Service(config, client, tokenizer)
@@ -207,7 +207,12 @@ async def _first(work: Any, stop: asyncio.Event) -> bool:
     return False
 
 
-def _tokenizer(folder: str | None, chat_template: str | None, trusts: bool) -> Any:
+def tokenizer_of(folder: str | None, chat_template: str | None, trusts: bool) -> Any:
+    """Return the target's tokenizer, with a chat template.
+
+    Raises:
+        ConfigError: the target has none.
+    """
     tokenizer = None if folder is None else load_tokenizer(folder, trust_remote_code=trusts)
     if tokenizer is None:
         raise ConfigError("the target has no tokenizer: there is no text to serve")

@@ -47,12 +47,16 @@ class Service:
     """
 
     def __init__(
-        self, config: ServeConfig, client: EngineClient, tokenizer: PreTrainedTokenizerBase
+        self,
+        config: ServeConfig,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        tag: str | None = None,
     ) -> None:
-        """Serve an engine that is ready."""
+        """Serve an engine that is ready; see `Sessions` for the tag."""
         self.config, self.client, self.tokenizer = config, client, tokenizer
         self.texts = Texts(tokenizer)
-        self.sessions = Sessions(client, config)
+        self.sessions = Sessions(client, config, tag)
         self.counters = Counters(config.names[0])
         self.desk = asyncio.Semaphore(_AT_DESK)
         self.num_arriving = 0

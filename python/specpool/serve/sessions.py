@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specpool.engine.texts import NextTurn, Prompt, Texts
@@ -29,14 +29,14 @@ class SessionRecord:
         conversation: its tokens and turns, as in the engine; `number` is the engine's.
         max_tokens: the most tokens of all turns.
         is_busy: a turn, a rewind or a fork is under way.
-        used: `time.monotonic` at the end of the latest call.
+        used: seconds by the clock of `Sessions` at the end of the latest call.
     """
 
     ident: str
     conversation: Conversation
     max_tokens: int
     is_busy: bool = False
-    used: float = field(default_factory=time.monotonic)
+    used: float = 0.0
 
     @property
     def offset(self) -> int:
@@ -58,11 +58,26 @@ class SessionRecord:
 class Sessions:
     """The open sessions of the server."""
 
-    def __init__(self, client: EngineClient, config: ServeConfig) -> None:
-        """Start without sessions."""
+    def __init__(
+        self,
+        client: EngineClient,
+        config: ServeConfig,
+        tag: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without sessions.
+
+        Args:
+            client: the way to the engine.
+            config: the options.
+            tag: begins the id of each session, so that a router knows whose it is. No two servers
+                may ever have the same, not even one after the other. None = a random one.
+            clock: seconds that never jump.
+        """
+        self._clock = clock
         self._client, self._config = client, config
         # A session lives in one server's memory: its name says in which.
-        self._tag = secrets.token_hex(4)
+        self._tag = tag or secrets.token_hex(4)
         self._records: dict[str, SessionRecord] = {}
         self._settling: set[asyncio.Task[None]] = set()
 
@@ -192,7 +207,7 @@ class Sessions:
 
     def release(self, record: SessionRecord) -> None:
         """Give a session back. A second call does nothing."""
-        record.is_busy, record.used = False, time.monotonic()
+        record.is_busy, record.used = False, self._clock()
 
     async def rewind(self, ident: str, offset: int) -> tuple[SessionRecord, int]:
         """Forget the tokens from `offset` on; also return how many of the rest have KV.
@@ -239,11 +254,15 @@ class Sessions:
         """Close the sessions that were idle for too long, for ever; cancel to end."""
         while True:
             await asyncio.sleep(min(self._config.session_timeout / 4, 10))
-            limit = time.monotonic() - self._config.session_timeout
-            for record in self:
-                if not record.is_busy and record.used < limit:
-                    with contextlib.suppress(SpecpoolError):  # its client has closed it meanwhile
-                        await self.close(record.ident)
+            await self.close_idle()
+
+    async def close_idle(self) -> None:
+        """Close the sessions that were idle for too long."""
+        limit = self._clock() - self._config.session_timeout
+        for record in self:
+            if not record.is_busy and record.used < limit:
+                with contextlib.suppress(SpecpoolError):  # its client has closed it meanwhile
+                    await self.close(record.ident)
 
     def _take(self, record: SessionRecord) -> SessionRecord:
         if record.is_busy:
@@ -263,6 +282,7 @@ class Sessions:
             )
 
     def _keep(self, conversation: Conversation, max_tokens: int) -> SessionRecord:
-        record = SessionRecord(f"{self._tag}.{secrets.token_hex(16)}", conversation, max_tokens)
+        ident = f"{self._tag}.{secrets.token_hex(16)}"
+        record = SessionRecord(ident, conversation, max_tokens, used=self._clock())
         self._records[record.ident] = record
         return record

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from specpool.cli.options import types as o
 from specpool.cli.options.prompts import Given
@@ -15,6 +15,8 @@ from specpool.config import HEADROOM
 from specpool.errors import ConfigError
 from specpool.num_bytes import parse_bytes
 from specpool.text.structured.grammar import Grammar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ class CheckOptions:
     on_finding: o.OnFinding = "raise"
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def grouped(command: Callable[..., T]) -> Callable[..., T]:
     """Replace a command's group parameters by the options of the groups."""
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {}
@@ -203,10 +205,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     params = [param.replace(annotation=types.get(param.name, param.annotation)) for param in params]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**given: Any) -> T:
         for name, group in groups.items():
             given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
-        command(**given)
+        return command(**given)
 
     run.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
     run.__annotations__ = {param.name: param.annotation for param in params}

@@ -1,0 +1,123 @@
+"""`manifest`: Ray Serve's config for replicas of a server. There is no Ray here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specpool.checks import check_int
+from specpool.errors import ConfigError
+from specpool.serve.config import Launch
+
+#: What Serve imports to build the application.
+IMPORT_PATH = "specpool.cli.deploy:application"
+ROUTER = "specpool.serve.replicas.router:SessionOwnerRouter"
+#: Requests beside texts, such as `/health`, that a replica has room for.
+_OTHERS = 64
+#: Seconds between two health checks.
+_PERIOD = 5.0
+#: Seconds that Serve waits for a replica's last request, if requests may take for ever.
+_LONGEST = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    """How many replicas there are, and what each of them has.
+
+    Attributes:
+        app: the application's name in the cluster.
+        least: the fewest replicas.
+        most: the most; if it is above `least`, Serve follows the load.
+        gpus: GPUs of a replica.
+        cpus: CPU cores of a replica.
+        stuck_timeout: seconds after which an engine that does not answer is killed.
+    """
+
+    app: str = "specpool"
+    least: int = 1
+    most: int = 1
+    gpus: float = 0.0
+    cpus: float = 1.0
+    stuck_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_int("least", self.least, 1, 1 << 16)
+        check_int("most", self.most, self.least, 1 << 16)
+        if not self.app or not self.app.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(f"app must be letters, digits, - and _, got {self.app!r:.80}")
+        for name, most in (("gpus", 64), ("cpus", 1024), ("stuck_timeout", 86400)):
+            value = getattr(self, name)
+            low = name == "stuck_timeout"
+            if not math.isfinite(value) or not (0 < value if low else 0 <= value) or value > most:
+                kind = "above 0" if low else "0 or more"
+                raise ConfigError(f"{name} must be {kind} and at most {most}, got {value!r}")
+
+
+def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dict[str, Any]:
+    """Return the config, as `serve deploy` and KubeRay take it.
+
+    Args:
+        config: the replicas.
+        launch: what these words make.
+        words: the options of `specpool serve`.
+
+    Raises:
+        ConfigError: the device needs a GPU, and the replicas have none.
+    """
+    server = launch.config
+    if str(launch.loading["device"]).startswith("cuda") and not config.gpus:
+        raise ConfigError("gpus must be above 0 for --device cuda, got 0: Ray hides them then")
+    drain = server.request_timeout or _LONGEST
+    deployment: dict[str, Any] = {
+        "name": "Replica",
+        # More than the server takes, so that its own 429 answers, and no turn waits in a router.
+        "max_ongoing_requests": launch.loading["max_batch"] + server.max_queue + _OTHERS,
+        "max_queued_requests": -1,
+        # A replica that leaves first lets its requests end.
+        "graceful_shutdown_timeout_s": drain + 10.0,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": _PERIOD,
+        "health_check_timeout_s": config.stuck_timeout + 10.0,
+        "ray_actor_options": {"num_cpus": config.cpus, "num_gpus": config.gpus},
+        "request_router_config": {"request_router_class": ROUTER},
+    }
+    if config.most > config.least:
+        deployment["autoscaling_config"] = {
+            "min_replicas": config.least,
+            "max_replicas": config.most,
+            "target_ongoing_requests": launch.loading["max_batch"],
+        }
+    else:
+        deployment["num_replicas"] = config.least
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": server.host, "port": server.port},
+        "applications": [
+            {
+                "name": config.app,
+                "route_prefix": "/",
+                "import_path": IMPORT_PATH,
+                "args": {"serve": [*words], "stuck_timeout": config.stuck_timeout},
+                "deployments": [deployment],
+            }
+        ],
+    }
+
+
+def args_of(args: Mapping[str, Any]) -> tuple[list[str], float]:
+    """Return the words and the timeout of an application's `args`.
+
+    Raises:
+        ConfigError: they have another form.
+    """
+    words, seconds = args.get("serve", []), args.get("stuck_timeout", 60.0)
+    unknown = sorted(set(args) - {"serve", "stuck_timeout"})
+    if unknown:
+        raise ConfigError(f"args has no field {unknown[0]!r:.80}: it has serve and stuck_timeout")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ConfigError("args.serve must be a list of texts, the options of `specpool serve`")
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ConfigError(f"args.stuck_timeout must be seconds above 0, got {seconds!r:.80}")
+    return words, float(seconds)
