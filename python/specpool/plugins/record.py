@@ -22,4 +22,4 @@ def log_path(variable: str) -> str | None:
 
 def close_at_exit(pool: BlockPool | Ledger) -> None:
     """Write the log out when the process ends, be it a child of `multiprocessing` or not."""
-    Finalize(None, pool.close, exitpriority=0)  # type: ignore[no-untyped-call] # no stubs
+    Finalize(None, pool.close, exitpriority=0)
