@@ -46,7 +46,7 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
     let step = steps.get(usize::from(a) % steps.len().max(1)).copied().unwrap_or(0);
     let tag = (b % 2 == 1).then(|| format!("request-{b}"));
     let prefix = ledger.prefixes().nth(usize::from(a) % 3).unwrap_or(0);
-    match verb % 28 {
+    match verb % 30 {
         0 | 1 => drop(ledger.admit(tag.as_deref())?),
         2 => drop(ledger.admit_on(prefix, (b % 3 > 0).then_some(len), tag.as_deref())?),
         3 => drop(ledger.fork(row, tag.as_deref())?),
@@ -70,6 +70,8 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
             1 => ledger.finish(row)?,
             _ => ledger.abort(row)?,
         },
+        28 => drop(ledger.export(row)?),
+        29 => drop(ledger.import_row(len, i32::from(b % 7).min(len), tag.as_deref())?),
         23 => ledger.lend(row, 0, len / 12 * 12)?,
         24 => {
             let pages: Vec<i32> = (0..3).flat_map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
@@ -185,6 +187,9 @@ fn every_verb_is_recorded_and_replayed() {
         let pages = ledger.lent_pages(group).unwrap();
         ledger.release_lent(group, &pages).unwrap();
     }
+    let moved = ledger.import_row(14, 9, Some("moved")).unwrap();
+    let export = ledger.export(moved).unwrap();
+    ledger.release_prefix(export).unwrap();
     let snapshot = ledger.snapshot().unwrap();
     ledger.retract(c).unwrap();
     ledger.restore(&snapshot).unwrap();
@@ -208,6 +213,8 @@ fn every_verb_is_recorded_and_replayed() {
     has("fork(1) -> row 3", None, &[1, 3]);
     has("prepare_extend([2, 3], [15, 16]) -> step 2", Some(2), &[2, 3]);
     has("launch(2)", Some(2), &[]);
+    has("import_row(14, 9) -> row 4", None, &[4]);
+    has("export(4) -> prefix 2", None, &[4]);
     has("end_turn(1, 12) -> 12", None, &[1]);
     assert_eq!(state(&again), state(&ledger));
     let all = [
@@ -232,6 +239,8 @@ fn every_verb_is_recorded_and_replayed() {
         "lend",
         "rebind",
         "release_lent",
+        "export",
+        "import_row",
     ];
     for verb in all {
         assert!(verbs.contains(&verb), "{verb} is not in {verbs:?}");
