@@ -34,7 +34,9 @@ def library():
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/libspecpool.a"
 
 
-@pytest.fixture(params=["examples/engine.c", "examples/engine.cpp", "tests/bad_input.c", "tests/lend.cpp"])
+@pytest.fixture(
+    params=["examples/engine.c", "examples/engine.cpp", "tests/bad_input.c", "tests/lend.cpp"]
+)
 def program(request, library, tmp_path):
     source = CAPI / request.param
     compiler, standard = COMPILERS[source.suffix]

@@ -1,4 +1,4 @@
-"""Laws of rows that move between engines: the text is the same, and nothing is lost or kept twice."""
+"""Laws of rows that move between engines: the text is the same, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_cannot_move_says_why():
             engine.export(5)
         session = engine.open_session()
         turn = session.append(PROMPTS[0], GREEDY)
-        with pytest.raises(ConfigError, match="its turn .* has not ended"):
+        with pytest.raises(ConfigError, match=r"its turn .* has not ended"):
             engine.export(session)
         turn.output()
         with pytest.raises(ConfigError, match="one of this engine's"):

@@ -93,7 +93,7 @@ class SharedMemoryReceiver:
                 try:
                     self._serve(peer)
                 except Exception as error:
-                    self.failures.append(f"{type(error).__name__}: {one_line(error)}")
+                    self.failures.append(one_line(error))
                     del self.failures[:-100]
 
     def _serve(self, peer: socket.socket) -> None:
@@ -104,8 +104,8 @@ class SharedMemoryReceiver:
             raise
         try:
             peer.sendall(b"\1")
-            if peer.recv(1):  # the sender closes once it has given the row up
-                raise TransferError("the sender went on after its row")
+            if peer.recv(1) != b"\1":  # the sender has given the row up
+                raise TransferError("the sender did not settle its row")
         except BaseException:
             undo()
             raise
@@ -132,12 +132,17 @@ class SharedMemoryReceiver:
         total = parse_header(head, self._layout)[1].total
         if size != total:
             raise TransferError(f"the image has {size} bytes, its header says {total}")
-        memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED | _POPULATE)
         # Nobody keeps the view; the mapping goes with it.
-        return self._take_in(np.frombuffer(memory, np.uint8))
+        return self._take_in(np.frombuffer(mapped(descriptor, size), np.uint8))
 
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+def mapped(descriptor: int, size: int) -> mmap.mmap:
+    """Map sealed memory. What is written to the mapping is seen by nobody else."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of arrays that cannot be written
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=protection)
 
 
 def send(parcel: Parcel, path: str | os.PathLike[str], *, timeout: float = 6 * TIMEOUT) -> None:
@@ -154,8 +159,7 @@ def send(parcel: Parcel, path: str | os.PathLike[str], *, timeout: float = 6 * T
     try:
         _send(parcel, os.fspath(path), timeout)
     except OSError as error:
-        why = one_line(error) or type(error).__name__
-        raise TransferError(f"the row did not arrive at {path}: {why}") from None
+        raise TransferError(f"the row did not arrive at {path}: {one_line(error)}") from None
     finally:
         parcel.give_back()
 
@@ -172,6 +176,7 @@ def _send(parcel: Parcel, path: str, timeout: float) -> None:
         reply = peer.recv(1)
         if reply == b"\1":
             parcel.arrived()
+            peer.sendall(b"\1")
             return
         message = peer.recv(_MAX_MESSAGE).decode(errors="replace") if reply else "it is gone"
         raise TransferError(f"{path} refused the row: {message}")

@@ -6,7 +6,7 @@
   receiver  HMAC(key, "receiver", both nonces)                -> else the sender hangs up
   sender    the image | HMAC(session key, image)
   receiver  1 or 0 | bytes of the message u32 | message | HMAC(session key, all of this)
-  sender    closes; if it is reset instead, the receiver undoes what it took in
+  sender    gives its row up | HMAC(session key, "settled")   -> else the receiver undoes its own
 ```
 
 The session key is HMAC(key, "session", both nonces), so nothing can be replayed. The content is not
@@ -85,6 +85,7 @@ class TcpReceiver:
         self._take_in, self._layout, self._key = take_in, layout, key
         self._host, self._asked_port, self._timeout = host, port, timeout
         self._max_peers, self._peers = max_peers, set[asyncio.Task[None]]()
+        self._settling = set[asyncio.Task[None]]()
         self._server: asyncio.Server | None = None
         self._turn = asyncio.Lock()
         self.failures: list[str] = []  # why rows were refused, the latest 100
@@ -110,10 +111,10 @@ class TcpReceiver:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening, and hang up on peers in mid-row."""
+        """Stop listening, and hang up on peers in mid-row; a row that is in has to be settled."""
         if self._server is not None:
             self._server.close()
-        for peer in list(self._peers):
+        for peer in self._peers - self._settling:
             peer.cancel()
         await asyncio.gather(*self._peers, return_exceptions=True)
 
@@ -126,15 +127,15 @@ class TcpReceiver:
         self._peers.add(task)
         try:
             await self._receive(reader, writer)
-        except (OSError, EOFError, TimeoutError, TransferError) as error:
-            self._note(error)
+        except Exception as error:  # the next peer is served all the same
+            self.failures.append(one_line(error))
+            del self.failures[:-100]
+        except asyncio.CancelledError:
+            pass  # by `close`
         finally:
             self._peers.discard(task)
+            self._settling.discard(task)
             writer.transport.abort()
-
-    def _note(self, error: Exception) -> None:
-        self.failures.append(f"{type(error).__name__}: {one_line(error)}")
-        del self.failures[:-100]
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         own = secrets.token_bytes(_NONCE)
@@ -152,7 +153,10 @@ class TcpReceiver:
                 undo = await self._taken(image)
         except Exception as error:
             await self._reply(writer, session, 0, one_line(error, _MAX_MESSAGE // 4))
-            raise TransferError(one_line(error)) from None
+            raise
+        task = asyncio.current_task()
+        assert task is not None
+        self._settling.add(task)
         await self._settle(reader, writer, session, undo)
 
     async def _taken(self, image: Bytes) -> Callable[[], None]:
@@ -175,8 +179,8 @@ class TcpReceiver:
         """Tell the sender, and undo what was taken in if it does not hear of it."""
         try:
             await self._reply(writer, session, 1, "")
-            if await asyncio.wait_for(reader.read(1), self._timeout):
-                raise TransferError("the sender went on after its row")
+            if await self._read(reader, _MAC) != _mac(session, b"settled"):
+                raise TransferError("the sender did not settle its row")
         except BaseException:
             await asyncio.to_thread(undo)
             raise
@@ -240,8 +244,7 @@ async def send(
         _check_key(key)
         await _send(parcel, host, port, key, timeout)
     except (OSError, EOFError, TimeoutError) as error:
-        why = one_line(error) or type(error).__name__
-        raise TransferError(f"the row did not arrive at {host}:{port}: {why}") from None
+        raise TransferError(f"the row did not arrive at {host}:{port}: {one_line(error)}") from None
     finally:
         parcel.give_back()
 
@@ -275,8 +278,13 @@ async def _send(parcel: Parcel, host: str, port: int, key: bytes, timeout: float
             raise TransferError(f"the answer of {host}:{port} is not signed with the key")
         if not is_in:
             raise TransferError(f"{host}:{port} refused the row: {reply[_REPLY.size :].decode()}")
+        # Of a row whose last word is lost neither side has anything; the other order could leave it
+        # on both.
         parcel.arrived()
+        writer.write(_mac(session, b"settled"))
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
     except BaseException:
         writer.transport.abort()
         raise

@@ -213,8 +213,8 @@ fn every_verb_is_recorded_and_replayed() {
     has("fork(1) -> row 3", None, &[1, 3]);
     has("prepare_extend([2, 3], [15, 16]) -> step 2", Some(2), &[2, 3]);
     has("launch(2)", Some(2), &[]);
-    has("import_row(14, 9) -> row 4", None, &[4]);
-    has("export(4) -> prefix 2", None, &[4]);
+    has("import_row(14, 9) -> row 2", None, &[2]);
+    has("export(2) -> prefix 2", None, &[2]);
     has("end_turn(1, 12) -> 12", None, &[1]);
     assert_eq!(state(&again), state(&ledger));
     let all = [
