@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specpool._core import Group, Ledger, Shape
+from specpool.arrays import Int32
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
@@ -64,10 +65,11 @@ class Side:
             self.pages.write(g, pages, rng.integers(0, 256, size * len(pages), np.uint8))
         return row
 
-    def held(self, group: int, row: int) -> np.ndarray:
+    def held(self, group: int, row: int) -> Int32:
         """Return the row's pages, int32 [n]."""
-        table = self.ledger.page_table(group)[row]
-        return table[table > 0].astype(np.int32)
+        table: Int32 = self.ledger.page_table(group)[row]
+        held: Int32 = table[table > 0]
+        return held
 
     def take_in(self, data: Bytes) -> int:
         """Check an image, take a row for it and write its pages."""

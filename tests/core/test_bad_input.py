@@ -369,6 +369,7 @@ def test_a_closed_ledger_refuses_every_verb_and_stays_readable():
     queries = {verb for verb in VERBS if "group" in VERBS[verb][1] or "any row" in VERBS[verb][1]}
     queries -= {"release_lent"}
     queries |= {"match_prefix", "tokens_required", "pages_needed", "prefix_len", "check_quiet"}
+    queries |= {"prefix_drafted_len"}
     assert refused == set(calls) - queries
     assert (ledger.state_hash(), lengths.tolist()) == (before, resolved)
     assert table[busy.ready, 0] != 0

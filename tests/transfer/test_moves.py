@@ -37,6 +37,7 @@ def outputs(told: list) -> list:
     return [item for item in told if not hasattr(item, "pieces")]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0, 1])
@@ -64,6 +65,7 @@ def test_a_session_goes_on_in_another_engine_with_the_same_text(kind, params, de
         back.close()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_decodes_on_in_another_engine(kind, params):

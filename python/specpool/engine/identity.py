@@ -28,7 +28,7 @@ def model_key(target: TargetModel, drafter: Drafter | None) -> str:
     layers = [] if drafter is None else [repr(layer) for layer in drafter.layers]
     parts = [known, str(target.dtype), type(drafter).__name__, layers]
     digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
-    weights = list(target.model.named_parameters())
+    weights: list[tuple[str, torch.Tensor]] = list(target.model.named_parameters())
     head = getattr(drafter, "head", None)
     weights += sorted(_tensors(head)) if layers and head is not None else []
     for name, weight in weights:
