@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import random
@@ -149,7 +150,8 @@ def test_a_wrong_key_is_refused_by_both_sides():
 
         async def liar(reader, writer) -> None:
             writer.write(bytes(64))
-            await writer.drain()
+            await reader.read()
+            await hang_up(writer)
 
         server = await asyncio.start_server(liar, "127.0.0.1", 0)
         parcel, _ = parcel_of(one)
@@ -157,10 +159,17 @@ def test_a_wrong_key_is_refused_by_both_sides():
         with pytest.raises(TransferError, match="has another key"):
             await tcp.send(parcel, "127.0.0.1", port, key=KEY)
         server.close()
+        await asyncio.sleep(0.05)
         one.check_empty()
         two.check_empty()
 
     asyncio.run(main())
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 def test_a_peer_that_sends_garbage_or_nothing_is_hung_up_on():
@@ -178,15 +187,17 @@ def test_a_peer_that_sends_garbage_or_nothing_is_hung_up_on():
             except ConnectionError:
                 pass
             assert time.monotonic() - start < 5
-            writer.close()
+            await hang_up(writer)
         assert len(receiver.failures) == 4
-        idle = [await asyncio.open_connection("127.0.0.1", receiver.port) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        reader, _ = await asyncio.open_connection("127.0.0.1", receiver.port)
+        peers = [await asyncio.open_connection("127.0.0.1", receiver.port) for _ in range(2)]
+        for reader, _ in peers:
+            await reader.readexactly(32)
+        peers.append(await asyncio.open_connection("127.0.0.1", receiver.port))
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await reader.readexactly(33)  # one peer too many
+            await peers[2][0].readexactly(32)  # one peer too many
         await receiver.close()
-        del idle
+        for _, writer in peers:
+            await hang_up(writer)
         two.check_empty()
 
     asyncio.run(main())

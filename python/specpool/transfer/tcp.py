@@ -287,4 +287,6 @@ async def _send(parcel: Parcel, host: str, port: int, key: bytes, timeout: float
             await writer.wait_closed()
     except BaseException:
         writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
         raise

@@ -79,7 +79,9 @@ pub fn checksum(bytes: &[u8]) -> u64 {
         }
     }
     let mut digest = Digest::new();
-    lanes.into_iter().for_each(|lane| digest.word(lane));
+    for lane in lanes {
+        digest.word(lane);
+    }
     digest.bytes(blocks.remainder());
     digest.word(bytes.len() as u64);
     digest.value()
